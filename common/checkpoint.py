@@ -1,0 +1,129 @@
+"""A checkpoint on disk, whatever its format: its configuration and its tensors, memory-mapped."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import tensors as tensors_module
+from common.errors import BimetalError
+from common.gguf import read_gguf
+from common.safetensors import fold_quantized, read_json, read_safetensors
+from common.tensors import Tensor
+
+SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Checkpoint:
+    """What a model is built from.
+
+    path     the file or directory that was opened; a tokenizer.json and the like lie in it or beside it
+    format   "gguf" or "safetensors"
+    config   GGUF metadata (of the first part of a split), or the parsed config.json
+    tensors  by their names in the file; MLX's quantized triples are folded into one tensor each
+    """
+
+    path: Path
+    format: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def release(self, tensor: Tensor) -> None:
+        """Drop the tensor's pages from memory once a copy of it exists, so that loading does not count it twice."""
+        tensors_module.release(tensor)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a .gguf file (any part of a split one), a .safetensors file beside its config.json, or a directory.
+
+    A directory holds model.safetensors, or model.safetensors.index.json and the files it lists, or one GGUF; the first
+    of these that is there is opened. Nothing is read but headers. Raises BimetalError.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_directory(path)
+    if not path.exists():
+        raise BimetalError(f"{path} does not exist")
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.suffix == ".safetensors":
+        index = path.parent / INDEX
+        if index.exists() and path.name in _weight_map(index).values():
+            return _open_index(index)
+        return _open_safetensors(path, [path])
+    raise BimetalError(f"{path} is neither a directory nor a .gguf or .safetensors file")
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    if (path / "model.safetensors").exists():
+        return _open_safetensors(path, [path / "model.safetensors"])
+    if (path / INDEX).exists():
+        return _open_index(path / INDEX)
+    files = sorted(path.glob("*.gguf"))
+    models = [file for file in files if not (match := SPLIT_NAME.fullmatch(file.name)) or match["part"] == "00001"]
+    if len(models) > 1:
+        raise BimetalError(f"{path} has several models, name one of them: {', '.join(file.name for file in models)}")
+    if not files:
+        raise BimetalError(f"{path} has no model.safetensors, no {INDEX} and no .gguf file")
+    return _open_gguf(files[0])
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    parts = [path]
+    if match := SPLIT_NAME.fullmatch(path.name):
+        count = int(match["count"])
+        names = [f"{match['stem']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+        missing = [name for name in names if not (path.parent / name).exists()]
+        if missing or path.name not in names:
+            raise BimetalError(f"{path} is one of {count} files; missing are {', '.join(missing[:8])}")
+        parts = [path.parent / name for name in names]
+
+    configs: list[dict[str, Any]] = []
+    tensors: dict[str, Tensor] = {}
+    for number, part in enumerate(parts):
+        config, in_part = read_gguf(part)
+        split = (config.get("split.no", 0), config.get("split.count", 1) or 1)
+        if split != (number, len(parts)):
+            raise BimetalError(f"{part} says it is part {split[0]!r} (from 0) of {split[1]!r}, unlike its name")
+        if twice := tensors.keys() & in_part.keys():
+            raise BimetalError(f"{part} has tensors that an earlier part has too, such as {min(twice)!r}")
+        tensors |= in_part
+        configs.append(config)
+    expected = configs[0].get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise BimetalError(
+            f"{path} says the model has {expected!r} tensors; its {len(parts)} files have {len(tensors)}"
+        )
+    return Checkpoint(path, "gguf", configs[0], tensors)
+
+
+def _open_index(index: Path) -> Checkpoint:
+    weight_map = _weight_map(index)
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    return _open_safetensors(index.parent, files, weight_map)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BimetalError(f"{index} has no weight_map from tensor names to files")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise BimetalError(f"{index} puts tensor {name!r} into {file!r}, which is not the name of a file beside it")
+    return weight_map
+
+
+def _open_safetensors(path: Path, files: list[Path], listed: Iterable[str] = ()) -> Checkpoint:
+    config = read_json(files[0].parent / "config.json")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        in_file = read_safetensors(file)
+        if twice := tensors.keys() & in_file.keys():
+            raise BimetalError(f"{file} has tensors that an earlier file has too, such as {min(twice)!r}")
+        tensors |= in_file
+    if missing := [name for name in listed if name not in tensors]:
+        raise BimetalError(f"{path / INDEX} lists {missing[0]!r}, which is in none of its files")
+    return Checkpoint(path, "safetensors", config, fold_quantized(tensors, config))

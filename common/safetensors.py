@@ -1,0 +1,187 @@
+"""safetensors: a memory-mapped reader, and the folding of MLX's quantized triples into one tensor each.
+
+Sources: https://github.com/huggingface/safetensors#format, and mlx.nn.quantize for the `quantization` table.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.tensors import Tensor, map_file
+
+MAX_HEADER = 100_000_000  # the format's own limit
+MAX_DIMS = 8
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "BOOL": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1},
+}
+# MLX modes: (bits, group sizes, types of scales, has biases); mlx 0.32, mlx.core.quantize
+FLOATS = ("F32", "F16", "BF16")
+MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], bool]] = {
+    "affine": ((1, 2, 3, 4, 5, 6, 8), (32, 64, 128), FLOATS, True),
+    "mxfp4": ((4,), (32,), ("U8",), False),
+    "mxfp8": ((8,), (32,), ("U8",), False),
+    "nvfp4": ((4,), (16,), ("U8",), False),
+}
+DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, group size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or BimetalError."""
+    try:
+        return parse_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise BimetalError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_object(text: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in `text` (UTF-8), or BimetalError; a key given twice is an error."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(result := dict(items)) < len(items):
+            seen: set[str] = set()
+            twice = next(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise BimetalError(f"{what} has the key {twice!r} twice")
+        return result
+
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=pairs)
+    except BimetalError:
+        raise
+    except RecursionError:
+        raise BimetalError(f"{what} nests too deeply") from None
+    except ValueError as error:
+        raise BimetalError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BimetalError(f"{what} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, as stored.
+
+    Raises BimetalError for a file that is cut short or inconsistent, and for 8-bit and smaller float types.
+    """
+    data = map_file(path)
+    if len(data) < 8:
+        raise BimetalError(f"{path} is cut short: it has {len(data)} bytes, and the length of the header takes 8")
+    header_bytes = int.from_bytes(data[:8].tobytes(), "little")
+    if header_bytes > min(len(data) - 8, MAX_HEADER):
+        raise BimetalError(
+            f"{path} is cut short or is not a safetensors file: its header would take {header_bytes} bytes, "
+            f"and the file has {len(data)} (a header has {MAX_HEADER} at most)"
+        )
+    start = 8 + header_bytes
+    header = parse_object(data[8:start].tobytes(), f"the header of {path}")
+    header.pop("__metadata__", None)
+
+    tensors = {name: _map_tensor(data[start:], path, name, entry) for name, entry in header.items()}
+    end, previous = 0, ""
+    for name in sorted(tensors, key=lambda name: header[name]["data_offsets"]):
+        if header[name]["data_offsets"][0] < end:
+            raise BimetalError(f"{path}: tensors {previous!r} and {name!r} overlap")
+        end, previous = header[name]["data_offsets"][1], name
+    return tensors
+
+
+def _map_tensor(data: np.ndarray, path: Path, name: str, entry: Any) -> Tensor:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise BimetalError(f"{where} needs a dtype, a shape and data_offsets in the header")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise BimetalError(f"{where} has dtype {dtype!r}; supported are {', '.join(ITEM_BYTES)}")
+    if not _is_sizes(shape) or 0 in shape or len(shape) > MAX_DIMS:
+        raise BimetalError(f"{where} has shape {shape!r}; it must be up to {MAX_DIMS} positive sizes")
+    if not _is_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= len(data):
+        raise BimetalError(f"{where} has data_offsets {offsets!r}; the file has {len(data)} bytes of data")
+    first, last = offsets
+    if last - first != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise BimetalError(f"{where} has {last - first} bytes, which does not fit {dtype} of shape {shape}")
+    row_bytes = shape[-1] * ITEM_BYTES[dtype] if shape else ITEM_BYTES[dtype]
+    return Tensor(name, dtype, tuple(shape), data[first:last].reshape(*shape[:-1], row_bytes))
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """`X.weight` (uint32), `X.scales` and `X.biases` become one tensor `X.weight` of an MLX mode and its logical shape.
+
+    `config` is the parsed config.json: its `quantization` (or `quantization_config`) gives mode, bits and group size,
+    an entry under a module's name overrides them, and `false` there says that the module is not quantized. Works for
+    matrices (rows, packed) and stacks of them (experts, rows, packed). Raises BimetalError for a contradiction.
+    """
+    table = config.get("quantization", config.get("quantization_config"))
+    if table is None:
+        table = {}
+    if not isinstance(table, dict):
+        raise BimetalError(f"quantization in config.json is {table!r}; it must be an object")
+    if "quant_method" in table:
+        raise BimetalError(
+            f"config.json says quant_method {table['quant_method']!r}; supported are MLX's modes {', '.join(MODES)}"
+        )
+
+    folded = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        weight, scales = tensors.get(f"{module}.weight"), tensors.get(f"{module}.scales")
+        packed = weight is not None and weight.type == "U32"
+        if kind == "weight" and packed:
+            if scales is None:
+                raise BimetalError(f"tensor {name!r} is packed (U32), but there is no {module + '.scales'!r}")
+            folded[name] = _fold(tensor, scales, tensors.get(f"{module}.biases"), *_settings(table, module))
+        elif kind in ("scales", "biases") and packed:
+            continue
+        elif kind == "scales" and table:
+            raise BimetalError(f"tensor {name!r} has no packed (U32) weight beside it")
+        else:
+            folded[name] = tensor
+    return folded
+
+
+def _settings(table: dict[str, Any], module: str) -> tuple[str, int, int]:
+    """Mode, bits and group size of a module. What an override leaves out takes its mode's default, as in MLX."""
+    settings = table.get(module, True)
+    if settings is True:
+        settings = table
+    if not isinstance(settings, dict) or not table:
+        said = "says nothing about quantization" if not table else f"says {settings!r}"
+        raise BimetalError(f"tensor {module + '.weight'!r} is packed and has scales, but config.json {said} for it")
+    mode = settings.get("mode", "affine")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise BimetalError(f"module {module!r} has the quantization mode {mode!r}; supported are {', '.join(MODES)}")
+    default_bits, default_group = DEFAULTS[mode]
+    bits, group_size = settings.get("bits", default_bits), settings.get("group_size", default_group)
+    if type(bits) is not int or bits not in MODES[mode][0] or group_size not in MODES[mode][1]:
+        raise BimetalError(
+            f"module {module!r} is {mode} with bits {bits!r} and group_size {group_size!r}; supported are "
+            f"bits {MODES[mode][0]} and group_size {MODES[mode][1]}"
+        )
+    return mode, bits, group_size
+
+
+def _fold(weight: Tensor, scales: Tensor, biases: Tensor | None, mode: str, bits: int, group_size: int) -> Tensor:
+    _, _, scale_types, has_biases = MODES[mode]
+    if (biases is not None) != has_biases:
+        raise BimetalError(f"tensor {weight.name!r} is {mode} and {'needs' if has_biases else 'has no use for'} biases")
+    if scales.type not in scale_types:
+        raise BimetalError(f"tensor {scales.name!r} is {scales.type}; {mode} needs {' or '.join(scale_types)}")
+    *rows, words = weight.shape
+    shape = (*rows, words * 32 // bits)
+    if len(rows) not in (1, 2) or words * 32 % bits or scales.shape != (*rows, shape[-1] / group_size):
+        raise BimetalError(
+            f"tensor {weight.name!r} has shape {weight.shape} and its scales {scales.shape}, which does not fit "
+            f"{bits} bits and group_size {group_size}"
+        )
+    if biases is not None and (biases.shape, biases.type) != (scales.shape, scales.type):
+        raise BimetalError(
+            f"tensor {biases.name!r} is {biases.type} {biases.shape}; the scales are {scales.type} {scales.shape}"
+        )
+    return replace(weight, type=mode, shape=shape, scales=scales, biases=biases, bits=bits, group_size=group_size)

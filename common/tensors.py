@@ -1,0 +1,83 @@
+"""A tensor as a file stores it: bytes that stay memory-mapped until a backend asks for them.
+
+Every reader (`common/gguf.py`, `common/safetensors.py`) hands out `Tensor`s, every loader fix maps a `Tensor` to a
+`Tensor`, and each backend turns one into its own weight handle. Rows (the first axis) are always whole, so taking
+rows never decodes anything.
+"""
+
+import mmap
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import BimetalError
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored tensor.
+
+    type    "F32", "F16", "BF16", "I32", ... or a GGUF block type ("Q4_K") or an MLX mode ("affine", "mxfp4", ...)
+    shape   logical shape, row-major; the last axis is contiguous (a GGUF file lists the same axes reversed)
+    data    uint8, (*shape[:-1], bytes per row): the stored bytes, usually a view into a memory map
+    scales, biases, bits, group_size    only for MLX modes: companion tensors along the same rows
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    scales: "Tensor | None" = None
+    biases: "Tensor | None" = None
+    bits: int = 0
+    group_size: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.data.nbytes for t in (self, self.scales, self.biases) if t is not None)
+
+    def take_rows(self, index: np.ndarray) -> "Tensor":
+        """The rows `index` (int, (n,)) of the first axis, in that order; works for every type."""
+        if len(self.shape) == 1:  # a vector's elements are its rows
+            size = self.data.shape[-1] // self.shape[0]
+            data = self.data.reshape(self.shape[0], size)[index].reshape(-1)
+        else:
+            data = self.data[index]
+        return replace(
+            self,
+            shape=(len(index), *self.shape[1:]),
+            data=data,
+            scales=self.scales and self.scales.take_rows(index),
+            biases=self.biases and self.biases.take_rows(index),
+        )
+
+
+def map_file(path: Path) -> np.ndarray:
+    """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use."""
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except ValueError:
+        raise BimetalError(f"{path} is empty") from None
+    except OSError as error:
+        raise BimetalError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def release(tensor: Tensor) -> None:
+    """Drop the tensor's pages from memory, once a copy of it exists; they come back from the file if read again.
+
+    Does nothing for bytes that are not a view into a mapped file, and where the system has no MADV_DONTNEED.
+    """
+    for part in (tensor, tensor.scales, tensor.biases):
+        if part is None or not part.data.flags.c_contiguous:
+            continue
+        whole = part.data
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        if isinstance(whole.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            start = part.data.ctypes.data - whole.ctypes.data
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # neighbours share the pages at both ends
+            length = (start + part.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+            if length > 0:
+                whole.base.madvise(mmap.MADV_DONTNEED, first, length)
