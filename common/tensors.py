@@ -75,9 +75,10 @@ def release(tensor: Tensor) -> None:
         whole = part.data
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
-        if isinstance(whole.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        map_ = whole.base.obj if isinstance(whole.base, memoryview) else None
+        if isinstance(map_, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             start = part.data.ctypes.data - whole.ctypes.data
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # neighbours share the pages at both ends
             length = (start + part.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
             if length > 0:
-                whole.base.madvise(mmap.MADV_DONTNEED, first, length)
+                map_.madvise(mmap.MADV_DONTNEED, first, length)
