@@ -1,0 +1,161 @@
+"""The op contract: everything that a model may ask of a backend.
+
+Models are plain functions over an `Ops`; they reshape and slice arrays, and leave arithmetic to these methods. The
+meaning of each op is its NumPy twin in `common/reference.py`. Required ops are abstract, so a backend that lacks one
+cannot be built; composed ops have a default here, and a backend overrides one only where a benchmark row shows why.
+
+Letters: T rows (tokens of the step), H query heads, K key/value heads, D head size, E experts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.sampling import Sampler
+from common.step import LayerSpec, State, Step
+from common.tensors import Tensor
+
+Array = Any  # the backend's own array; models see its shape, reshape it and slice it, nothing else
+Weight = Any  # opaque: dense or any block format
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of the first 2 * len(frequencies) channels of a head, in half-split pairs (j, j + n).
+
+    frequencies  radians per position of each pair, scaling already applied
+    magnitude    factor on the rotated channels (YaRN's attention factor)
+    """
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+
+
+class Ops(ABC):
+    name: str  # "numpy", "mlx", "cuda"
+    runs_ahead = False  # may a step be launched on a token that the host has not read yet?
+
+    # -- weights and states ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def weight(self, *parts: Tensor) -> Weight:
+        """A matrix (rows, columns) or experts (E, rows, columns), quantized as stored; parts are stacked by rows."""
+
+    @abstractmethod
+    def vector(self, tensor: Tensor) -> Array:
+        """A small dense tensor (norm weights, conv taps, decay), in at least the precision of the activations."""
+
+    @abstractmethod
+    def weight_bytes(self, weight: Weight) -> int:
+        """Bytes that `weight` occupies on the device."""
+
+    @abstractmethod
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        """An empty state for one sequence of at most `capacity` tokens."""
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embed(self, table: Weight, tokens: Array) -> Array:
+        """tokens (T,) -> (T, hidden)"""
+
+    @abstractmethod
+    def linear(self, x: Array, w: Weight) -> Array:
+        """x (T, columns), w (rows, columns) -> (T, rows)"""
+
+    @abstractmethod
+    def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
+        """x / sqrt(mean(x², last axis) + eps) * weight, computed in float32"""
+
+    @abstractmethod
+    def rope(self, x: Array, positions: np.ndarray, rope: Rope) -> Array:
+        """Rotate x (T, heads, D) by `positions` (T,)."""
+
+    @abstractmethod
+    def add(self, x: Array, y: Array) -> Array:
+        """x + y, same shape"""
+
+    @abstractmethod
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """silu(gate) * up"""
+
+    @abstractmethod
+    def mul_sigmoid(self, x: Array, gate: Array) -> Array:
+        """x * sigmoid(gate); a gate with a trailing axis of 1 scales whole rows"""
+
+    # -- ops that read and write their own state --------------------------------------------------------------------
+
+    @abstractmethod
+    def attention(
+        self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float, window: int | None = None
+    ) -> Array:
+        """Grouped-query attention over the committed past and the step's visible rows.
+
+        q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
+        A window of n hides positions at or below the row's own minus n.
+        """
+
+    @abstractmethod
+    def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
+        """silu of the causal depthwise convolution of x (T, C) with taps (C, n), the last tap on the row itself.
+
+        A row's window is its own ancestors, continued into the committed past.
+        """
+
+    @abstractmethod
+    def gated_delta(
+        self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
+    ) -> Array:
+        """Gated DeltaNet recurrence along each row's ancestors (Yang et al., arXiv 2412.06464), in float32.
+
+        q, k (T, Hk, Dk) before L2 normalization; v (T, Hv, Dv); a, b (T, Hv); decay = -exp(A_log) and dt_bias (Hv,)
+        -> (T, Hv, Dv). Value head h uses key head h % Hk.
+        """
+
+    # -- experts ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+        """logits (T, E) -> ids (T, top_k), weights (T, top_k): softmax over all experts, the best renormalized to 1"""
+
+    @abstractmethod
+    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
+        """Sum over the chosen experts of weight * down(silu(gate x) * up x).
+
+        gate_up (E, 2 F, hidden), gate rows first; down (E, hidden, F); ids, weights (T, k) -> (T, hidden)
+        """
+
+    # -- the way out -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def sample(self, logits: Array, sampler: Sampler) -> Array:
+        """The next token of each row of logits (T, vocab): (T,), still on the device where that is possible."""
+
+    @abstractmethod
+    def read(self, x: Array) -> np.ndarray:
+        """x on the host, floats as float32. Decoders call this, models never."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Most memory that this process has held, in bytes: on the device, or resident where memory is shared."""
+
+    # -- composed --------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[[Step], Array], step: Step) -> Array:
+        """fn(step); a backend that captures graphs replays one per (fn, rows bucket), so build fn once."""
+        return fn(step)
+
+    def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
+        """block(x), around each layer: where a backend resets its arena and a tap reads hidden states."""
+        return block(x)
+
+    def norm_rope(self, x: Array, weight: Array, positions: np.ndarray, rope: Rope, eps: float) -> Array:
+        """RMSNorm over the head, then rope: x (T, heads, D)"""
+        return self.rope(self.rms_norm(x, weight, eps), positions, rope)
+
+    def gated_rms_norm(self, x: Array, weight: Array, z: Array, eps: float) -> Array:
+        """rms_norm(x, weight) * silu(z), x and z (T, heads, D)"""
+        return self.swiglu(z, self.rms_norm(x, weight, eps))

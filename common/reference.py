@@ -1,0 +1,265 @@
+"""NumpyOps: what every op means, in float32, and the backend of last resort.
+
+Written to be read: loops over rows where the mathematics has one, no tricks. Weights are expanded to float32 once.
+"""
+
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.ops import Array, Ops, Rope, Weight
+from common.quants import dequantize
+from common.sampling import Sampler
+from common.step import PAST, ConvSpec, DeltaSpec, KVSpec, LayerSpec, LayerState, Spec, State, Step
+from common.tensors import Tensor
+
+L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))  # never overflows
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
+
+
+def softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, x)
+
+
+class NumpyKV:
+    """Keys (n, K, D) and values (n, K, Dv) of committed rows, then the step's rows."""
+
+    def __init__(self, spec: KVSpec):
+        self.keys = np.empty((0, spec.kv_heads, spec.key_dim), np.float32)
+        self.values = np.empty((0, spec.kv_heads, spec.value_dim), np.float32)
+        self.past = 0
+
+    def write(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Put the step's rows behind the past; the keys and values of both."""
+        end = self.past + len(k)
+        if end > len(self.keys):
+            room = max(2 * len(self.keys), end)
+            self.keys, self.values = _grown(self.keys, room, self.past), _grown(self.values, room, self.past)
+        self.keys[self.past : end], self.values[self.past : end] = k, v
+        return self.keys[:end], self.values[:end]
+
+    def commit(self, path: np.ndarray) -> None:
+        rows = slice(self.past, self.past + len(path))
+        self.keys[rows], self.values[rows] = self.keys[self.past + path], self.values[self.past + path]
+        self.past += len(path)
+
+    def snapshot(self) -> Any:
+        return self.past
+
+    def restore(self, snapshot: Any) -> None:
+        self.past = snapshot
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+def _grown(rows: np.ndarray, room: int, keep: int) -> np.ndarray:
+    grown = np.empty((room, *rows.shape[1:]), rows.dtype)
+    grown[:keep] = rows[:keep]
+    return grown
+
+
+class NumpyConv:
+    """The last taps - 1 committed inputs, oldest first; zeros before the first token."""
+
+    def __init__(self, spec: ConvSpec):
+        self.tail = np.zeros((spec.taps - 1, spec.channels), np.float32)
+        self.rows = self.tail[:0]  # the step's inputs
+
+    def commit(self, path: np.ndarray) -> None:
+        n = len(self.tail)
+        self.tail = np.concatenate([self.tail, self.rows[path]])[len(path) : len(path) + n]
+        self.rows = self.rows[:0]
+
+    def snapshot(self) -> Any:
+        return self.tail.copy()
+
+    def restore(self, snapshot: Any) -> None:
+        self.tail = snapshot.copy()
+
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes
+
+
+class NumpyDelta:
+    """The recurrent matrix per head, (Hv, Dk, Dv), and what the step's rows would make of it."""
+
+    def __init__(self, spec: DeltaSpec):
+        self.matrix = np.zeros((spec.heads, spec.key_dim, spec.value_dim), np.float32)
+        self.rows: tuple[np.ndarray, ...] = ()  # k, v, exp(g), beta per row
+        self.after: dict[int, np.ndarray] = {}  # matrix after a row: of all rows of a tree, of the last of a chain
+
+    def commit(self, path: np.ndarray) -> None:
+        if len(path) and path[-1] in self.after:
+            self.matrix = self.after[path[-1]]
+        else:
+            for t in path:
+                self.matrix = delta_rule(self.matrix, *(x[t] for x in self.rows))
+        self.rows, self.after = (), {}
+
+    def snapshot(self) -> Any:
+        return self.matrix.copy()
+
+    def restore(self, snapshot: Any) -> None:
+        self.matrix = snapshot.copy()
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+
+def delta_rule(S: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray) -> np.ndarray:
+    """One token of the gated delta rule: S (H, Dk, Dv), k (H, Dk), v (H, Dv), decay and beta (H,) -> the next S."""
+    S = decay[:, None, None] * S
+    correction = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
+    return S + k[:, :, None] * correction[:, None, :]
+
+
+STATES: dict[type[Spec], Any] = {KVSpec: NumpyKV, ConvSpec: NumpyConv, DeltaSpec: NumpyDelta}
+
+
+class NumpyOps(Ops):
+    name = "numpy"
+
+    def weight(self, *parts: Tensor) -> Weight:
+        return np.concatenate([dequantize(part) for part in parts], axis=-2)
+
+    def vector(self, tensor: Tensor) -> Array:
+        return dequantize(tensor)
+
+    def weight_bytes(self, weight: Weight) -> int:
+        return weight.nbytes
+
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        layers: list[dict[str, LayerState]] = [
+            {name: STATES[type(s)](s) for name, s in layer.items()} for layer in spec
+        ]
+        return State(layers, capacity)
+
+    def embed(self, table: Weight, tokens: Array) -> Array:
+        return table[np.asarray(tokens)]
+
+    def linear(self, x: Array, w: Weight) -> Array:
+        return x @ w.T
+
+    def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
+        x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
+        return x if weight is None else x * weight
+
+    def rope(self, x: Array, positions: np.ndarray, rope: Rope) -> Array:
+        n = len(rope.frequencies)
+        angles = positions[:, None].astype(np.float64) * np.array(rope.frequencies)  # float64: positions beyond 1e5
+        cos = (np.cos(angles) * rope.magnitude).astype(np.float32)[:, None]
+        sin = (np.sin(angles) * rope.magnitude).astype(np.float32)[:, None]
+        x1, x2, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+        return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+    def add(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        return silu(gate) * up
+
+    def mul_sigmoid(self, x: Array, gate: Array) -> Array:
+        return x * sigmoid(gate)
+
+    def attention(
+        self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float, window: int | None = None
+    ) -> Array:
+        step.the_slot()
+        T, H, D = q.shape
+        K = k.shape[1]
+        past = kv.past
+        keys, values = kv.write(k, v)
+        seen = np.concatenate([np.ones((T, past), bool), step.visible], axis=1)
+        if window is not None:
+            position = np.concatenate([np.arange(past), step.positions])  # a committed row's place is its position
+            seen &= position[None, :] > step.positions[:, None] - window
+        scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)
+        scores = np.where(seen, scores, -np.inf)
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+        return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
+
+    def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
+        step.the_slot()
+        conv.rows = np.array(x)
+        n, parents = len(conv.tail), _parents(step)
+        stream = np.concatenate([conv.tail, x])  # row t of the step at n + t, committed rows before n
+        out = np.zeros_like(x)
+        at = n + np.arange(len(x))
+        for j in range(n, -1, -1):  # from the row itself back through its ancestors
+            out += taps[:, j] * stream[at]
+            at = np.where(at >= n, n + parents[np.maximum(at - n, 0)], at - 1)  # PAST lands on n - 1
+        return silu(out)
+
+    def gated_delta(
+        self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
+    ) -> Array:
+        step.the_slot()
+        repeats = v.shape[1] // k.shape[1]
+        q = np.tile(_l2_normalized(q) * np.float32(q.shape[-1] ** -0.5), (1, repeats, 1))
+        k = np.tile(_l2_normalized(k), (1, repeats, 1))
+        delta.rows = k, np.array(v), np.exp(decay * softplus(a + dt_bias)), sigmoid(b)
+        out = np.empty_like(v)
+        after: dict[int, np.ndarray] = {PAST: delta.matrix}
+        for t, parent in enumerate(_parents(step).tolist()):
+            after[t] = delta_rule(after[parent], *(x[t] for x in delta.rows))
+            out[t] = np.einsum("hkv,hk->hv", after[t], q[t])  # read after the update
+            if step.is_chain:
+                del after[parent]
+        delta.after = after
+        return out
+
+    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        ids = np.argsort(-p, axis=-1, kind="stable")[:, :top_k]
+        weights = np.take_along_axis(p, ids, axis=-1)
+        return ids, weights / weights.sum(axis=-1, keepdims=True)
+
+    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
+        out = np.zeros_like(x)
+        for expert in np.unique(ids):
+            rows, slot = np.nonzero(ids == expert)
+            gate, up = np.split(x[rows] @ gate_up[expert].T, 2, axis=-1)
+            out[rows] += weights[rows, slot, None] * (self.swiglu(gate, up) @ down[expert].T)
+        return out
+
+    def sample(self, logits: Array, sampler: Sampler) -> Array:
+        return np.array([sampler.pick(row) for row in logits], np.int32)
+
+    def read(self, x: Array) -> np.ndarray:
+        return np.asarray(x)
+
+    def peak_bytes(self) -> int:
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The process's peak resident set; getrusage counts KiB on Linux and bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _parents(step: Step) -> np.ndarray:
+    if step.parents is None:
+        raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
+    return step.parents
+
+
+def _l2_normalized(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(L2_EPS))
