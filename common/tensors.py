@@ -6,6 +6,7 @@ rows never decodes anything.
 """
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +52,33 @@ class Tensor:
             scales=self.scales and self.scales.take_rows(index),
             biases=self.biases and self.biases.take_rows(index),
         )
+
+    def as_row(self) -> "Tensor":
+        """A vector of n elements as a matrix of one row, (1, n)."""
+        return replace(self, shape=(1, *self.shape), data=self.data.reshape(1, -1))
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Equal tensors as one with a new first axis, named after the first: the experts of a layer. Copies."""
+    first = tensors[0]
+    for tensor in tensors:
+        if (tensor.type, tensor.shape, tensor.bits, tensor.group_size) != (
+            first.type,
+            first.shape,
+            first.bits,
+            first.group_size,
+        ):
+            one, other = (f"{t.name} is {t.type} {t.shape}" for t in (tensor, first))
+            raise BimetalError(f"{one} but {other}; the experts of a layer must be stored alike")
+    scales = [t.scales for t in tensors if t.scales is not None]
+    biases = [t.biases for t in tensors if t.biases is not None]
+    return replace(
+        first,
+        shape=(len(tensors), *first.shape),
+        data=np.stack([t.data for t in tensors]),
+        scales=stack(scales) if scales else None,
+        biases=stack(biases) if biases else None,
+    )
 
 
 def map_file(path: Path) -> np.ndarray:

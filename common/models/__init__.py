@@ -1,0 +1,75 @@
+"""The architectures, by the names that checkpoints give them, and one function that loads any of them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.errors import BimetalError
+from common.models import llama, qwen35
+from common.ops import Array, Ops
+from common.step import State, Step
+from common.weights import Layout, Matrix, load_weights
+
+ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type
+    "llama": llama,
+    "qwen3": llama,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35,
+    "qwen3_5": qwen35,
+    "qwen3_5_text": qwen35,
+    "qwen3_5_moe": qwen35,
+    "qwen3_5_moe_text": qwen35,
+}
+
+
+def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
+    """The checkpoint's architecture and the module that defines it."""
+    key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
+    name = checkpoint.config.get(key)
+    if name not in ARCHITECTURES:
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise BimetalError(f"{checkpoint.path}: {key} is {name!r}; supported: {supported}")
+    return name, ARCHITECTURES[name]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model: its definition, its configuration and its weights on one backend."""
+
+    architecture: str
+    definition: ModuleType
+    config: Any
+    layout: Layout
+    weights: SimpleNamespace
+    ops: Ops
+
+    @cached_property
+    def step_bytes(self) -> int:
+        """Weight bytes that decoding one token reads: all but an untied embedding's table, and the chosen experts."""
+        total = 0.0
+        for table, handles in zip(
+            (self.layout.top, *self.layout.layers), (self.weights, *self.weights.layers), strict=True
+        ):
+            for name, entry in table.items():
+                if isinstance(entry, Matrix) and not (name == "embed" and not self.config.tied):
+                    share = self.config.experts.top_k / self.config.experts.count if name.startswith("experts_") else 1
+                    total += share * self.ops.weight_bytes(getattr(handles, name))
+        return int(total)
+
+    def new_state(self, capacity: int) -> State:
+        return self.ops.new_state(self.definition.state_spec(self.config), capacity)
+
+    def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
+        """The logits (n, vocab) of `rows` of the step; commits nothing."""
+        return self.definition.forward(self.ops, self.config, self.weights, state, step, rows)
+
+
+def load_model(path: Any, ops: Ops, progress: bool = False) -> Model:
+    """Read configuration and weights of the checkpoint at `path` (or an open Checkpoint) onto the backend of `ops`."""
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    name, definition = architecture(checkpoint)
+    config = definition.read_config(checkpoint)
+    layout = definition.layout(config, checkpoint)
+    return Model(name, definition, config, layout, load_weights(checkpoint, layout, ops, progress), ops)

@@ -1,0 +1,170 @@
+"""Llama (`llama`) and Qwen3 (`qwen3`): grouped-query attention and a SwiGLU FFN; Qwen3 also norms each q and k head."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.config import Keys
+from common.models.blocks import gguf_rope, head, hf_rope, swiglu_ffn
+from common.ops import Array, Ops, Rope
+from common.step import KVSpec, LayerSpec, State, Step
+from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
+
+
+@dataclass(frozen=True)
+class Config:
+    architecture: str  # "llama" or "qwen3"
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    eps: float
+    rope: Rope
+    context: int
+    tied: bool
+
+
+def read_config(checkpoint: Checkpoint) -> Config:
+    return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+
+
+def _hf_config(checkpoint: Checkpoint) -> Config:
+    keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    keys.expect("hidden_act", "silu")
+    keys.expect("attention_bias", False)
+    keys.expect("mlp_bias", False)
+    keys.expect("use_sliding_window", False)
+    heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
+    head_dim = keys.size("head_dim", max(hidden // heads, 1))
+    return Config(
+        architecture=keys.read("model_type", str),
+        vocab=keys.size("vocab_size"),
+        hidden=hidden,
+        layers=keys.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=keys.size("num_key_value_heads", heads),
+        head_dim=head_dim,
+        ffn=keys.size("intermediate_size"),
+        eps=keys.positive("rms_norm_eps", 1e-6),
+        rope=hf_rope(keys, head_dim),
+        context=keys.size("max_position_embeddings"),
+        tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
+    )
+
+
+def _gguf_config(checkpoint: Checkpoint) -> Config:
+    architecture = checkpoint.config["general.architecture"]
+    keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
+    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    head_dim = keys.size("attention.key_length", max(hidden // heads, 1))
+    keys.expect("attention.value_length", head_dim)
+    keys.expect("expert_count", 0)
+    table = checkpoint.tensors.get("token_embd.weight")
+    return Config(
+        architecture=architecture,
+        vocab=table.shape[0] if table else keys.size("vocab_size"),
+        hidden=hidden,
+        layers=keys.size("block_count"),
+        heads=heads,
+        kv_heads=keys.size("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        ffn=keys.size("feed_forward_length"),
+        eps=keys.positive("attention.layer_norm_rms_epsilon"),
+        rope=gguf_rope(keys, head_dim, checkpoint.tensors.get("rope_freqs.weight")),
+        context=keys.size("context_length"),
+        tied="output.weight" not in checkpoint.tensors,
+    )
+
+
+def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    dialect = "gguf" if checkpoint.format == "gguf" else "hf"
+
+    def at(prefix: str) -> Names:
+        return Names(dialect, prefix, checkpoint.tensors)
+
+    name = at("")
+    top: Table = {
+        "embed": Matrix(name("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "norm": Vector(name("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "head": None if c.tied else Matrix(name("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+    }
+    prefix = "blk.{}." if dialect == "gguf" else "model.layers.{}."
+    return Layout(top, [_layer_weights(c, at(prefix.format(i))) for i in range(c.layers)], _ignored)
+
+
+def _layer_weights(c: Config, at: Names) -> Table:
+    H, K, D = c.heads, c.kv_heads, c.head_dim
+
+    def half_split(heads: int) -> dict[str, Fix]:
+        """A llama GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)."""
+        if c.architecture != "llama":
+            return {}
+        return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
+
+    table: dict[str, Matrix | Vector | None] = {
+        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "qkv": Matrix(
+            at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden), half_split(H)),
+            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), half_split(K)),
+            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+        ),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+        "gate_up": Matrix(
+            at("mlp.gate_proj.weight", "ffn_gate.weight", (c.ffn, c.hidden)),
+            at("mlp.up_proj.weight", "ffn_up.weight", (c.ffn, c.hidden)),
+        ),
+        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (c.hidden, c.ffn))),
+    }
+    if c.architecture == "qwen3":
+        table["q_norm"] = Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
+        table["k_norm"] = Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,)))
+    return table
+
+
+def _ignored(name: str) -> str | None:
+    if name == "rope_freqs.weight":
+        return "rope divisors, read with the configuration"
+    if name.endswith("rotary_emb.inv_freq"):
+        return "rope frequencies, computed from the configuration"
+    return None
+
+
+def state_spec(c: Config) -> list[LayerSpec]:
+    return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}] * c.layers
+
+
+def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
+    """The logits (n, vocab) of `rows` of the step."""
+    x = ops.embed(w.embed, step.tokens)
+    for i, layer in enumerate(w.layers):
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step), x)
+    return head(ops, w, x, rows, c.eps)
+
+
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.kv, step, ops.rms_norm(x, w.attn_norm, c.eps)))
+    return ops.add(x, swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
+
+
+def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Array:
+    """x (T, hidden) -> (T, hidden)"""
+    T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
+    qkv = ops.linear(x, w.qkv)
+    q = qkv[:, : H * D].reshape(T, H, D)
+    k = qkv[:, H * D : (H + K) * D].reshape(T, K, D)
+    v = qkv[:, (H + K) * D :].reshape(T, K, D)
+    if c.architecture == "qwen3":
+        q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
+        k = ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps)
+    else:
+        q = ops.rope(q, step.positions, c.rope)
+        k = ops.rope(k, step.positions, c.rope)
+    o = ops.attention(q, k, v, kv, step, scale=D**-0.5)
+    return ops.linear(o.reshape(T, H * D), w.o)

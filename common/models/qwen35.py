@@ -1,0 +1,379 @@
+"""Qwen3.5 and Qwen3.6 (`qwen35`, `qwen35moe`): three Gated DeltaNet layers, then one of gated attention, and again.
+
+Conventions inside: value heads are tiled over key heads (head h uses key head h % Hk, the order of GGUF files, because
+a 256-wide quantization block cannot be split to reorder 128-wide heads); norm weights are multiplied as they stand.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.config import Keys
+from common.errors import BimetalError
+from common.models.blocks import gguf_rope, head, hf_rope, swiglu_ffn
+from common.ops import Array, Ops, Rope
+from common.step import ConvSpec, DeltaSpec, KVSpec, LayerSpec, State, Step
+from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
+
+
+@dataclass(frozen=True)
+class Experts:
+    count: int
+    top_k: int
+    ffn: int
+    shared_ffn: int
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab: int
+    hidden: int
+    is_attention: tuple[bool, ...]  # per layer; the others are Gated DeltaNet
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    key_heads: int  # of Gated DeltaNet: Hk, Hv, Dk, Dv
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    ffn: int  # dense models; 0 where experts take its place
+    experts: Experts | None
+    eps: float
+    context: int
+    tied: bool
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def read_config(checkpoint: Checkpoint) -> Config:
+    c = _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+    if c.value_heads % c.key_heads:
+        raise BimetalError(f"{checkpoint.path}: {c.key_heads} key heads do not divide {c.value_heads} value heads")
+    return c
+
+
+def _hf_config(checkpoint: Checkpoint) -> Config:
+    where = f"{checkpoint.path} config.json"
+    values = checkpoint.config.get("text_config") or checkpoint.config
+    keys = Keys(values, where)
+    keys.expect("hidden_act", "silu")
+    keys.expect("attention_bias", False)
+    keys.expect("attn_output_gate", True)
+    head_dim, layers = keys.size("head_dim", 256), keys.size("num_hidden_layers")
+    kinds = keys.read("layer_types", list, [])
+    if kinds and (len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}):
+        raise BimetalError(f"{where}: layer_types must name linear_attention or full_attention for {layers} layers")
+    interval = keys.size("full_attention_interval", 4)
+    rotary = keys.positive("rope_parameters.partial_rotary_factor", keys.positive("partial_rotary_factor", 0.25))
+    is_moe = keys.get("num_experts") not in (None, 0)
+    tied = keys.read("tie_word_embeddings", bool, bool(checkpoint.config.get("tie_word_embeddings", False)))
+    return Config(
+        vocab=keys.size("vocab_size"),
+        hidden=keys.size("hidden_size"),
+        is_attention=tuple(k == "full_attention" for k in kinds) or _every(interval, layers),
+        heads=keys.size("num_attention_heads"),
+        kv_heads=keys.size("num_key_value_heads"),
+        head_dim=head_dim,
+        rope=hf_rope(keys, int(head_dim * rotary)),
+        key_heads=keys.size("linear_num_key_heads"),
+        value_heads=keys.size("linear_num_value_heads"),
+        key_dim=keys.size("linear_key_head_dim"),
+        value_dim=keys.size("linear_value_head_dim"),
+        taps=keys.size("linear_conv_kernel_dim", 4),
+        ffn=0 if is_moe else keys.size("intermediate_size"),
+        experts=Experts(
+            keys.size("num_experts"),
+            keys.size("num_experts_per_tok"),
+            keys.size("moe_intermediate_size"),
+            keys.size("shared_expert_intermediate_size"),
+        )
+        if is_moe
+        else None,
+        eps=keys.positive("rms_norm_eps", 1e-6),
+        context=keys.size("max_position_embeddings"),
+        tied=tied and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors),
+    )
+
+
+def _gguf_config(checkpoint: Checkpoint) -> Config:
+    architecture = checkpoint.config["general.architecture"]
+    keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
+    # block_count includes the multi-token-prediction blocks at the end, which plain decoding does not run
+    layers = keys.size("block_count") - keys.read("nextn_predict_layers", int, 0)
+    if layers < 1:
+        raise BimetalError(f"{checkpoint.path}: {architecture}.nextn_predict_layers leaves {layers} layers")
+    recurrent = keys.read("attention.recurrent_layers", list, [])[:layers]
+    if recurrent and len(recurrent) < layers:
+        raise BimetalError(
+            f"{checkpoint.path}: {architecture}.attention.recurrent_layers lists {len(recurrent)} of {layers} layers"
+        )
+    kv_heads = keys.get("attention.head_count_kv")
+    if isinstance(kv_heads, list):  # per layer, 0 on Gated DeltaNet layers
+        flat = checkpoint.config | {keys.prefix + "attention.head_count_kv": max(kv_heads, default=0)}
+        keys = Keys(flat, keys.where, keys.prefix, nested=False)
+    head_dim, value_heads = keys.size("attention.key_length"), keys.size("ssm.time_step_rank")
+    inner = keys.size("ssm.inner_size")
+    keys.expect("attention.value_length", head_dim)
+    keys.expect("expert_gating_func", 1)
+    keys.expect("expert_weights_scale", 0.0, 1.0)
+    is_moe = architecture == "qwen35moe"
+    table = checkpoint.tensors.get("token_embd.weight")
+    return Config(
+        vocab=table.shape[0] if table else keys.size("vocab_size"),
+        hidden=keys.size("embedding_length"),
+        is_attention=tuple(not r for r in recurrent) or _every(keys.size("full_attention_interval", 4), layers),
+        heads=keys.size("attention.head_count"),
+        kv_heads=keys.size("attention.head_count_kv"),
+        head_dim=head_dim,
+        rope=gguf_rope(keys, keys.size("rope.dimension_count"), None),
+        key_heads=keys.size("ssm.group_count"),
+        value_heads=value_heads,
+        key_dim=keys.size("ssm.state_size"),
+        value_dim=inner // value_heads,
+        taps=keys.size("ssm.conv_kernel"),
+        ffn=0 if is_moe else keys.size("feed_forward_length"),
+        experts=Experts(
+            keys.size("expert_count"),
+            keys.size("expert_used_count"),
+            keys.size("expert_feed_forward_length"),
+            keys.size("expert_shared_feed_forward_length"),
+        )
+        if is_moe
+        else None,
+        eps=keys.positive("attention.layer_norm_rms_epsilon"),
+        context=keys.size("context_length"),
+        tied="output.weight" not in checkpoint.tensors,
+    )
+
+
+def _every(interval: int, layers: int) -> tuple[bool, ...]:
+    return tuple((i + 1) % interval == 0 for i in range(layers))
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    dialect, prefix = _dialect(checkpoint)
+    top_at = Names(dialect, prefix, checkpoint.tensors)
+    head_at = Names(dialect, "language_model." if prefix.startswith("language_model.") else "", checkpoint.tensors)
+    plus_one = {"hf": mapped(lambda w: w + 1)}  # stored around 0 as trained, around 1 in converted files
+    top: Table = {
+        "embed": Matrix(top_at("embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "norm": Vector(top_at("norm.weight", "output_norm.weight", (c.hidden,), plus_one)),
+        "head": None if c.tied else Matrix(head_at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+    }
+    layers = []
+    for i, is_attention in enumerate(c.is_attention):
+        at = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}layers.{i}.", checkpoint.tensors)
+        post_norm = (
+            "ffn_norm.weight" if at.has("ffn_norm.weight") else "post_attention_norm.weight"
+        )  # two writers' names
+        layers.append(
+            {
+                "mixer_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,), plus_one)),
+                **(_attention_weights if is_attention else _delta_weights)(c, at, plus_one),
+                "ffn_norm": Vector(at("post_attention_layernorm.weight", post_norm, (c.hidden,), plus_one)),
+                **(_moe_weights if c.experts else _ffn_weights)(c, at),
+            }
+        )
+    return Layout(top, layers, partial(_ignored, dialect, len(c.is_attention)))
+
+
+def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
+    """The dialect and the prefix of its model-level names.
+
+    mlx-lm stores conv1d as (channels, taps, 1) and has then also added 1 to the norm weights.
+    """
+    if checkpoint.format == "gguf":
+        return "gguf", ""
+    for prefix in ("model.language_model.", "language_model.model.", "model."):
+        if prefix + "embed_tokens.weight" in checkpoint.tensors:
+            conv = next((t for n, t in checkpoint.tensors.items() if n.endswith("conv1d.weight")), None)
+            return ("mlx" if conv is not None and conv.shape[-1] == 1 else "hf"), prefix
+    raise BimetalError(
+        f"{checkpoint.path} lacks embed_tokens.weight under model., model.language_model. or language_model.model."
+    )
+
+
+def _attention_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
+    H, K, D = c.heads, c.kv_heads, c.head_dim
+    parts = (
+        at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden)),  # per head: D rows of q, D of gate
+        at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
+        at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+    )
+    if at.dialect == "gguf" and at.has("attn_qkv.weight"):  # some writers fuse the three
+        parts = (at("", "attn_qkv.weight", ((2 * H + 2 * K) * D, c.hidden)),)
+    return {
+        "qkv": Matrix(*parts),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,), plus_one)),
+        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,), plus_one)),
+    }
+
+
+def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
+    keys, values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+    channels = 2 * keys + values
+    repeats = c.value_heads // c.key_heads
+    tiled = (
+        np.arange(c.value_heads).reshape(c.key_heads, repeats).T.ravel()
+    )  # tiled head r * Hk + g is stored g * R + r
+    value_rows = (tiled[:, None] * c.value_dim + np.arange(c.value_dim)).ravel()
+    qkv_rows = np.concatenate([np.arange(2 * keys), 2 * keys + value_rows])
+
+    def grouped(fix: Fix) -> dict[str, Fix]:
+        """Of files whose head g * R + r uses key head g: those as trained, and mlx-lm's."""
+        return {"hf": fix, "mlx": fix}
+
+    decay = mapped(lambda A_log: -np.exp(A_log[tiled]))
+    taps = mapped(lambda conv: conv.reshape(channels, c.taps)[qkv_rows])
+    return {
+        "qkvzba": Matrix(
+            at("linear_attn.in_proj_qkv.weight", "attn_qkv.weight", (channels, c.hidden), grouped(rows(qkv_rows))),
+            at("linear_attn.in_proj_z.weight", "attn_gate.weight", (values, c.hidden), grouped(rows(value_rows))),
+            at("linear_attn.in_proj_b.weight", "ssm_beta.weight", (c.value_heads, c.hidden), grouped(rows(tiled))),
+            at("linear_attn.in_proj_a.weight", "ssm_alpha.weight", (c.value_heads, c.hidden), grouped(rows(tiled))),
+        ),
+        "taps": Vector(at("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), grouped(taps))),
+        "decay": Vector(at("linear_attn.A_log", "ssm_a", (c.value_heads,), grouped(decay))),
+        "dt_bias": Vector(at("linear_attn.dt_bias", "ssm_dt.bias", (c.value_heads,), grouped(rows(tiled)))),
+        "delta_norm": Vector(at("linear_attn.norm.weight", "ssm_norm.weight", (c.value_dim,))),  # never around 0
+        "out": Matrix(
+            at(
+                "linear_attn.out_proj.weight",
+                "ssm_out.weight",
+                (c.hidden, values),
+                grouped(column_groups(tiled, c.value_dim)),
+            )
+        ),
+    }
+
+
+def _ffn_weights(c: Config, at: Names) -> Table:
+    return {
+        "gate_up": Matrix(
+            at("mlp.gate_proj.weight", "ffn_gate.weight", (c.ffn, c.hidden)),
+            at("mlp.up_proj.weight", "ffn_up.weight", (c.ffn, c.hidden)),
+        ),
+        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (c.hidden, c.ffn))),
+    }
+
+
+def _moe_weights(c: Config, at: Names) -> Table:
+    assert c.experts
+    E, F, S = c.experts.count, c.experts.ffn, c.experts.shared_ffn
+
+    def experts(hf: str, gguf: str, shape: tuple[int, ...]) -> Stored:
+        """One stacked tensor, or in newer Hugging Face files one tensor per expert."""
+        if at.dialect == "hf" and at.has(f"mlp.experts.0.{hf}.weight"):
+            return Stored(tuple(f"{at.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape)
+        return at(f"mlp.experts.{hf}", gguf, shape, mlx=f"mlp.switch_mlp.{hf}.weight")
+
+    if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
+        gate_up = Matrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden)))
+    else:
+        gate_up = Matrix(
+            experts("gate_proj", "ffn_gate_exps.weight", (E, F, c.hidden)),
+            experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden)),
+        )
+    one_row = {"gguf": lambda tensor: tensor.as_row()}  # stored as a vector
+    return {
+        "router": Matrix(at("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
+        "experts_gate_up": gate_up,
+        "experts_down": Matrix(experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F))),
+        "gate_up": Matrix(
+            at("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden)),
+            at("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden)),
+        ),
+        "down": Matrix(at("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight", (c.hidden, S))),
+        "shared_gate": Matrix(at("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden), one_row)),
+    }
+
+
+def _ignored(dialect: str, layers: int, name: str) -> str | None:
+    if dialect == "gguf":
+        block = name.split(".")[1] if name.startswith("blk.") else ""
+        return "multi-token-prediction block, not run" if block.isdigit() and int(block) >= layers else None
+    if name.startswith(("mtp.", "model.mtp.", "language_model.mtp.")):
+        return "multi-token-prediction block, not run"
+    if name.startswith(("model.visual.", "visual.", "vision_tower.")):
+        return "vision tower, not run"
+    return None
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def state_spec(c: Config) -> list[LayerSpec]:
+    attention = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
+    delta = {
+        "conv": ConvSpec(2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim, c.taps),
+        "delta": DeltaSpec(c.value_heads, c.key_dim, c.value_dim),
+    }
+    return [attention if is_attention else delta for is_attention in c.is_attention]
+
+
+def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
+    """The logits (n, vocab) of `rows` of the step."""
+    x = ops.embed(w.embed, step.tokens)
+    for i, layer in enumerate(w.layers):
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, c.is_attention[i]), x)
+    return head(ops, w, x, rows, c.eps)
+
+
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, is_attention: bool, x: Array) -> Array:
+    mixer = attention if is_attention else gated_deltanet
+    x = ops.add(x, mixer(ops, c, w, state, step, ops.rms_norm(x, w.mixer_norm, c.eps)))
+    return ops.add(x, (moe_ffn if c.experts else dense_ffn)(ops, c, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
+
+
+def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
+    """Grouped-query attention with a sigmoid gate on its output, x (T, hidden) -> (T, hidden)"""
+    T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
+    qkv = ops.linear(x, w.qkv)
+    q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2, D)
+    q, gate = q_gate[:, :, 0], q_gate[:, :, 1]
+    k = qkv[:, 2 * H * D : (2 * H + K) * D].reshape(T, K, D)
+    v = qkv[:, (2 * H + K) * D :].reshape(T, K, D)
+    q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
+    k = ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps)
+    o = ops.attention(q, k, v, state.kv, step, scale=D**-0.5)
+    return ops.linear(ops.mul_sigmoid(o, gate).reshape(T, H * D), w.o)
+
+
+def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
+    """Short convolution, delta rule, gated norm: x (T, hidden) -> (T, hidden)"""
+    T, Hk, Hv, Dk, Dv = x.shape[0], c.key_heads, c.value_heads, c.key_dim, c.value_dim
+    keys, values = Hk * Dk, Hv * Dv
+    y = ops.linear(x, w.qkvzba)
+    channels = 2 * keys + values
+    qkv, z = y[:, :channels], y[:, channels : channels + values].reshape(T, Hv, Dv)
+    b, a = y[:, channels + values : channels + values + Hv], y[:, channels + values + Hv :]
+    qkv = ops.short_conv(qkv, w.taps, state.conv, step)
+    q = qkv[:, :keys].reshape(T, Hk, Dk)
+    k = qkv[:, keys : 2 * keys].reshape(T, Hk, Dk)
+    v = qkv[:, 2 * keys :].reshape(T, Hv, Dv)
+    o = ops.gated_delta(q, k, v, a, b, w.decay, w.dt_bias, state.delta, step)
+    o = ops.gated_rms_norm(o, w.delta_norm, z, c.eps)
+    return ops.linear(o.reshape(T, values), w.out)
+
+
+def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
+    return swiglu_ffn(ops, w, x)
+
+
+def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
+    """The best experts of each row, plus one shared expert behind a sigmoid gate."""
+    assert c.experts
+    ids, weights = ops.route_softmax(ops.linear(x, w.router), c.experts.top_k)
+    routed = ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights)
+    shared = ops.mul_sigmoid(swiglu_ffn(ops, w, x), ops.linear(x, w.shared_gate))
+    return ops.add(routed, shared)

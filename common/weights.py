@@ -1,0 +1,207 @@
+"""From a checkpoint's tensors to a model's weights, with every tensor accounted for.
+
+A model states a table: for each weight its name in either kind of file, its shape, and how a stored value becomes the
+canonical one (norm weights as multiplied, half-split rope rows, value heads tiled over key heads). The loader reports
+by name what is missing, unused or misshapen, and hands each tensor to the backend once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from common.checkpoint import Checkpoint
+from common.errors import BimetalError
+from common.ops import Ops
+from common.quants import check_scales, dequantize
+from common.tensors import Tensor, stack
+
+Fix = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a weight lies in the checkpoint at hand: its full name, its canonical shape, and the way there.
+
+    Several names are the layer's experts, one tensor each, to be stacked.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    fix: Fix | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """Picks a weight's name and fix by the checkpoint's dialect.
+
+    dialect  "hf" (as trained), "mlx" (as mlx-lm converts it) or "gguf"
+    prefix   of this layer's tensors in that dialect
+    """
+
+    dialect: str
+    prefix: str
+    tensors: Mapping[str, Tensor]
+
+    def __call__(
+        self, hf: str, gguf: str, shape: tuple[int, ...], fix: Mapping[str, Fix] | None = None, mlx: str | None = None
+    ) -> Stored:
+        """The weight called `hf`, `gguf` or `mlx` (where it differs from `hf`), with `fix` of this dialect if any."""
+        name = {"hf": hf, "mlx": mlx or hf, "gguf": gguf}[self.dialect]
+        return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect))
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.tensors
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that `linear`, `embed` or `moe` takes: stays quantized; several parts are stacked by rows."""
+
+    parts: tuple[Stored, ...]
+
+    def __init__(self, *parts: Stored):
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A small dense weight: norms, conv taps, decays."""
+
+    stored: Stored
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        return (self.stored,)
+
+
+Table = Mapping[str, "Matrix | Vector | None"]  # None: absent in this model (no bias, tied head)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All weights of a model as one checkpoint names them.
+
+    ignored  says for a tensor that no table lists why it may be left alone ("MTP block"), or None
+    """
+
+    top: Table
+    layers: Sequence[Table]
+    ignored: Callable[[str], str | None]
+
+    def entries(self) -> Iterator["Matrix | Vector"]:
+        for table in (self.top, *self.layers):
+            yield from (entry for entry in table.values() if entry is not None)
+
+    def names(self) -> set[str]:
+        return {name for e in self.entries() for s in e.parts for name in s.names}
+
+
+def load_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops, progress: bool = False) -> SimpleNamespace:
+    """The weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ..."""
+    account(checkpoint, layout)
+    total = sum(len(table) for table in (layout.top, *layout.layers))
+    with tqdm(total=total, desc="loading", unit="weight", leave=False, disable=None if progress else True) as bar:
+
+        def handles(table: Table) -> SimpleNamespace:
+            out = SimpleNamespace()
+            for name, entry in table.items():
+                setattr(out, name, None if entry is None else _handle(checkpoint, entry, ops))
+                bar.update()
+            return out
+
+        weights = handles(layout.top)
+        weights.layers = [handles(table) for table in layout.layers]
+    return weights
+
+
+def account(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Refuse a checkpoint with missing tensors or with tensors that neither the model nor `ignored` knows."""
+    wanted = layout.names()
+    missing = sorted(wanted - checkpoint.tensors.keys())
+    if missing:
+        raise BimetalError(f"{checkpoint.path} lacks {_listed(missing)}")
+    unused = sorted(n for n in checkpoint.tensors if n not in wanted and layout.ignored(n) is None)
+    if unused:
+        raise BimetalError(f"{checkpoint.path} has {_listed(unused)}, which this architecture does not use")
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} " + ", ".join(names[:3]) + rest
+
+
+def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
+    parts = [_canonical(checkpoint, stored) for stored in entry.parts]
+    handle = ops.weight(*parts) if isinstance(entry, Matrix) else ops.vector(parts[0])
+    for stored in entry.parts:
+        for name in stored.names:
+            checkpoint.release(checkpoint.tensors[name])
+    return handle
+
+
+def _canonical(checkpoint: Checkpoint, stored: Stored) -> Tensor:
+    tensors = [checkpoint.tensors[name] for name in stored.names]
+    for tensor in tensors:
+        check_scales(tensor)
+    tensor = stack(tensors) if len(tensors) > 1 else tensors[0]
+    try:
+        tensor = stored.fix(tensor) if stored.fix else tensor
+    except (ValueError, IndexError) as error:
+        if isinstance(error, BimetalError):
+            raise
+        # a fix reshapes by the configuration's sizes
+        raise BimetalError(f"{tensor.name}: shape {tensor.shape} does not fit the model's configuration") from error
+    if tensor.shape != stored.shape:
+        raise BimetalError(f"{tensor.name}: shape {tensor.shape}, the model's configuration says {stored.shape}")
+    return tensor
+
+
+# -- fixes: small functions from a stored tensor to the canonical one --------------------------------------------------
+
+
+def dense(name: str, values: np.ndarray) -> Tensor:
+    """float values of any shape as an F32 tensor"""
+    values = np.ascontiguousarray(values, np.float32)
+    return Tensor(name, "F32", values.shape, values.view(np.uint8))
+
+
+def mapped(fn: Callable[[np.ndarray], np.ndarray]) -> Fix:
+    """Apply `fn` to the float32 values: for small tensors."""
+    return lambda tensor: dense(tensor.name, fn(dequantize(tensor)))
+
+
+def rows(index: np.ndarray) -> Fix:
+    """Reorder or choose rows; any type."""
+    return lambda tensor: tensor.take_rows(index)
+
+
+def column_groups(index: np.ndarray, width: int) -> Fix:
+    """Reorder groups of `width` adjacent columns; refused where a quantization block straddles two groups."""
+
+    def take(tensor: Tensor, bytes_per_column: Fraction) -> Tensor:
+        size = width * bytes_per_column
+        groups = tensor.data.reshape(*tensor.data.shape[:-1], len(index), int(size))
+        return replace(tensor, data=groups[..., index, :].reshape(tensor.data.shape))
+
+    def fix(tensor: Tensor) -> Tensor:
+        if tensor.shape[-1] != width * len(index):
+            raise ValueError("columns")
+        if tensor.scales is None and tensor.type not in ("F32", "F16", "BF16"):
+            raise BimetalError(f"{tensor.name}: the columns of {tensor.type} blocks cannot be reordered")
+        if tensor.scales is not None and width % tensor.group_size:
+            raise BimetalError(f"{tensor.name}: groups of {tensor.group_size} straddle heads of {width} columns")
+        if tensor.scales is None:
+            return take(tensor, Fraction(tensor.data.shape[-1], tensor.shape[-1]))
+        per_group = Fraction(tensor.scales.data.shape[-1], tensor.shape[-1])
+        return replace(
+            take(tensor, Fraction(tensor.bits, 8)),
+            scales=take(tensor.scales, per_group),
+            biases=tensor.biases and take(tensor.biases, per_group),
+        )
+
+    return fix
