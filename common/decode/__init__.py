@@ -1,0 +1,1 @@
+"""Decoders: each a generator of accepted tokens over a model and its state."""

@@ -1,0 +1,37 @@
+"""Plain autoregressive decoding: one row per step."""
+
+from collections.abc import Iterator
+
+from common.models import Model
+from common.ops import Array
+from common.sampling import Sampler
+from common.step import State, Step
+
+
+def plain(model: Model, state: State, logits: Array, sampler: Sampler) -> Iterator[tuple[int, Array]]:
+    """Yield (token, the logits row (1, vocab) it was drawn from) until the state is full or the caller stops.
+
+    logits  of the last prompt row. The state then holds all tokens but the newest, so a caller may stop after any
+    yield and go on later from that token.
+    """
+    ops = model.ops
+    token = ops.sample(logits, sampler)
+    while True:
+        ahead = None
+        if ops.runs_ahead and sampler.is_argmax and state.length < state.capacity:
+            ahead = _step(model, state, token)  # the device computes it while the host reads and prints the token
+            next_token = ops.sample(ahead, sampler)
+        value = int(ops.read(token)[0])
+        sampler.accept(value)
+        yield value, logits
+        if state.length >= state.capacity:
+            return
+        if ahead is None:
+            ahead = _step(model, state, token)
+            next_token = ops.sample(ahead, sampler)
+        state.commit([0])
+        logits, token = ahead, next_token
+
+
+def _step(model: Model, state: State, token: Array) -> Array:
+    return model.forward(state, Step.chain(token, state.length))

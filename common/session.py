@@ -1,0 +1,260 @@
+"""One timeline over a model: reuse what it has already read, read the rest of the prompt, decode the reply.
+
+The command line, the Python API and the bench all generate through `Session.stream`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.decode.plain import plain
+from common.errors import BimetalError, UsageError
+from common.models import Model
+from common.ops import Array
+from common.sampling import Sampler, Sampling, log_softmax
+from common.step import Snapshot, Step
+from common.tokenizer import Tokenizer
+
+PREFILL_ROWS = 512  # rows per prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural log-probability of a token under the model's own distribution, before penalties and temperature."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the best alternatives, best first
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Seconds, tokens and bytes of one reply."""
+
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens already in the state
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float  # from the first token to the last
+    step_bytes: int  # weight bytes read per decoded token
+    state_bytes: int
+    peak_bytes: int
+
+    @property
+    def prefill_tps(self) -> float:
+        return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)
+
+    @property
+    def decode_tps(self) -> float:
+        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Weight bytes per second of decoding, in 1e9."""
+        return self.step_bytes * self.decode_tps / 1e9
+
+
+@dataclass
+class Piece:
+    """Text that became certain, the tokens it came from, and on the last piece why the reply ended."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop": end token or stop string; "length": max_tokens or context; "cancelled"
+    stats: Stats | None = None
+
+
+class Session:
+    """A model's state and the tokens committed to it. Not thread-safe: one owner at a time."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, context: int):
+        self.model, self.tokenizer, self.context = model, tokenizer, context
+        self.reset()
+
+    def reset(self) -> None:
+        self.state = self.model.new_state(self.context)
+        self.tokens: list[int] = []  # committed to the state
+        self.turn: tuple[list[int], Snapshot, Array] | None = None  # the last prompt, the state and logits after it
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        top_logprobs: int | None = None,
+        cancel: threading.Event | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Piece]:
+        """Generate a reply to `prompt` (token ids), piece by piece.
+
+        top_logprobs  None for no log-probabilities, else how many alternatives to list
+        cancel        ends the reply at the next step, also during prefill
+        on_prefill    called with (tokens read, tokens to read)
+        """
+        prompt = list(prompt)
+        self._check(prompt, max_tokens, stop, top_logprobs)
+        started = time.perf_counter()
+        cached = self._rewind(prompt)
+        logits = self._prefill(prompt, cancel, on_prefill)
+        first = last = time.perf_counter()
+        reply: list[int] = []
+        pending = Piece("")
+        text = StopText(stop)
+        decoder = self.tokenizer.decoder()
+        reason = "cancelled"
+        if logits is not None:
+            reason = "length"
+            sampler = Sampler(sampling, prompt)
+            for token, row in plain(self.model, self.state, logits, sampler):
+                last = time.perf_counter()
+                if not reply:
+                    first = last
+                reply.append(token)
+                self.tokens = (prompt + reply)[: self.state.length]
+                if cancel is not None and cancel.is_set():
+                    reason = "cancelled"
+                    break
+                if token in self.tokenizer.end_ids:
+                    reason = "stop"
+                    break
+                pending.tokens.append(token)
+                if top_logprobs is not None:
+                    pending.logprobs.append(_logprob(self.model.ops.read(row)[-1], token, top_logprobs))
+                pending.text = text.push(decoder.push(token))
+                if text.stopped:
+                    reason = "stop"
+                    break
+                if max_tokens is not None and len(reply) >= max_tokens:
+                    break
+                if pending.text:
+                    yield pending
+                    pending = Piece("")
+        if not text.stopped:
+            pending.text += text.push(decoder.flush()) + text.flush()
+        pending.finish_reason = "stop" if text.stopped else reason
+        pending.stats = Stats(
+            prompt_tokens=len(prompt),
+            cached_tokens=cached,
+            new_tokens=len(reply),
+            prefill_seconds=first - started,
+            decode_seconds=last - first,
+            step_bytes=self.model.step_bytes,
+            state_bytes=self.state.nbytes,
+            peak_bytes=self.model.ops.peak_bytes(),
+        )
+        yield pending
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
+        self._check_fits(len(tokens))
+        state = self.model.new_state(self.context)
+        out = []
+        for at in range(0, len(tokens), PREFILL_ROWS):
+            chunk = np.asarray(tokens[at : at + PREFILL_ROWS], np.int32)
+            out.append(self.model.ops.read(self.model.forward(state, Step.chain(chunk, at))))
+            state.commit(np.arange(len(chunk)))
+        return np.concatenate(out)
+
+    def _rewind(self, prompt: list[int]) -> int:
+        """Bring the state to a prefix of `prompt`, and return its length.
+
+        A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after the last prompt,
+        or empty.
+        """
+        if self.tokens == prompt[: len(self.tokens)] and len(self.tokens) < len(prompt):
+            return len(self.tokens)
+        if self.turn and self.turn[0] == prompt[: len(self.turn[0])]:
+            self.tokens = list(self.turn[0])
+            self.state.restore(self.turn[1])
+            return len(self.tokens)
+        self.reset()
+        return 0
+
+    def _prefill(
+        self, prompt: list[int], cancel: threading.Event | None, on_prefill: Callable[[int, int], None] | None
+    ) -> Array | None:
+        """Run the prompt's tokens that the state lacks; the last row's logits (1, vocab), or None if cancelled."""
+        start = at = self.state.length
+        end = len(prompt)
+        if at == end:  # the same prompt again
+            assert self.turn
+            return self.turn[2]
+        while at < end:
+            if cancel is not None and cancel.is_set():
+                return None
+            n = min(PREFILL_ROWS, end - at)
+            chunk = np.asarray(prompt[at : at + n], np.int32)
+            rows = slice(n - 1, n) if at + n == end else slice(0, 0)
+            logits = self.model.forward(self.state, Step.chain(chunk, at), rows)
+            self.state.commit(np.arange(n))
+            at += n
+            self.tokens = prompt[:at]
+            if on_prefill:
+                on_prefill(at - start, end - start)
+        self.turn = (prompt, self.state.snapshot(), logits)
+        return logits
+
+    def _check(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str], top: int | None) -> None:
+        if not prompt:
+            raise UsageError("the prompt is empty; it must have at least one token")
+        vocab = self.model.config.vocab
+        for token in prompt:
+            if not 0 <= token < vocab:
+                raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"max_tokens is {max_tokens}; it must be at least 1")
+        if any(not s for s in stop):
+            raise UsageError("a stop string is empty; each must have at least one character")
+        if top is not None and not 0 <= top <= vocab:
+            raise UsageError(f"top_logprobs is {top}; it must be from 0 to {vocab}")
+        self._check_fits(len(prompt))
+
+    def _check_fits(self, tokens: int) -> None:
+        if tokens > self.context:
+            raise BimetalError(
+                f"the prompt has {tokens} tokens and the context holds {self.context}; shorten it or raise ctx "
+                f"(the model was trained for {self.model.config.context})"
+            )
+
+
+class StopText:
+    """Holds back text that may turn out to begin a stop string, and cuts at the first stop string."""
+
+    def __init__(self, stop: Sequence[str]):
+        self.stop = tuple(stop)
+        self.held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Add text; what is now certain to lie before any stop string."""
+        if not self.stop:
+            return text
+        self.held += text
+        ends = [at for s in self.stop if (at := self.held.find(s)) >= 0]
+        if ends:
+            self.stopped = True
+            out, self.held = self.held[: min(ends)], ""
+            return out
+        keep = max(_overlap(self.held, s) for s in self.stop)
+        out, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return out
+
+    def flush(self) -> str:
+        out, self.held = self.held, ""
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _logprob(row: np.ndarray, token: int, top: int) -> Logprob:
+    logprobs = log_softmax(row)
+    best = np.argsort(-logprobs, kind="stable")[:top]
+    return Logprob(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
