@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 class Checkpoint:
     """What a model is built from.
 
-    path     the file or directory that was opened; a tokenizer.json and the like lie in it or beside it
+    path     the GGUF file, or the directory of the safetensors files, with config.json and perhaps a tokenizer.json
     format   "gguf" or "safetensors"
     config   GGUF metadata (of the first part of a split), or the parsed config.json
     tensors  by their names in the file; MLX's quantized triples are folded into one tensor each
@@ -53,13 +53,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         index = path.parent / INDEX
         if index.exists() and path.name in _weight_map(index).values():
             return _open_index(index)
-        return _open_safetensors(path, [path])
+        return _open_safetensors([path])
     raise BimetalError(f"{path} is neither a directory nor a .gguf or .safetensors file")
 
 
 def _open_directory(path: Path) -> Checkpoint:
     if (path / "model.safetensors").exists():
-        return _open_safetensors(path, [path / "model.safetensors"])
+        return _open_safetensors([path / "model.safetensors"])
     if (path / INDEX).exists():
         return _open_index(path / INDEX)
     files = sorted(path.glob("*.gguf"))
@@ -103,7 +103,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_index(index: Path) -> Checkpoint:
     weight_map = _weight_map(index)
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    return _open_safetensors(index.parent, files, weight_map)
+    return _open_safetensors(files, weight_map)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -116,8 +116,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_safetensors(path: Path, files: list[Path], listed: Iterable[str] = ()) -> Checkpoint:
-    config = read_json(files[0].parent / "config.json")
+def _open_safetensors(files: list[Path], listed: Iterable[str] = ()) -> Checkpoint:
+    path = files[0].parent
+    config = read_json(path / "config.json")
     tensors: dict[str, Tensor] = {}
     for file in files:
         in_file = read_safetensors(file)
