@@ -135,7 +135,7 @@ class Tokenizer:
         try:
             with self._lock:
                 self._backend.encode_special_tokens = not parse_special
-                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+                ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except UnicodeEncodeError as error:
             at = error.start
             raise BimetalError(f"the text has half a surrogate pair, {text[at]!r}, at position {at}") from None
@@ -198,7 +198,7 @@ def load_tokenizer(path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
 
     config  GGUF metadata ("tokenizer.ggml.model", ...) or the contents of config.json
     """
-    if any(key.startswith("tokenizer.") for key in config):
+    if "tokenizer.ggml.model" in config:
         return _from_gguf(config, str(path))
     folder = Path(path)
     return _from_folder(folder if folder.is_dir() else folder.parent, config)
@@ -243,9 +243,13 @@ def _from_gguf(config: Mapping[str, Any], path: str) -> Tokenizer:
             backend, add_bos = _sentencepiece_bpe(tokens, get_list("scores"), types, prefix_space), True
         else:
             raise BimetalError(f"{path}: tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE), llama")
-        for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
-            chosen = [token for token, type in zip(tokens, types, strict=True) if type == kind and token]
-            backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in chosen])
+        backend.add_tokens(
+            [
+                AddedToken(token, special=type != _USER_DEFINED, normalized=False)
+                for token, type in zip(tokens, types, strict=True)
+                if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+            ]
+        )
     except BimetalError:
         raise
     except Exception as error:  # the package raises plain Exception, TypeError and ValueError
