@@ -1,0 +1,181 @@
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from common.chat import render
+from common.errors import BimetalError
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
+TEMPLATES = {name: golden["template"] for name, golden in GOLDEN["templates"].items()}
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}{% endfor %}"
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("label", GOLDEN["conversations"])
+def test_renders_what_transformers_renders(name, label):
+    expected, conversation = GOLDEN["templates"][name]["rendered"][label], GOLDEN["conversations"][label]
+    if expected is None:
+        with pytest.raises(BimetalError, match="the chat template refuses this conversation: "):
+            render(TEMPLATES[name], **conversation)
+    else:
+        assert render(TEMPLATES[name], **conversation) == expected
+
+
+@pytest.mark.model
+@pytest.mark.skipif("BIMETAL_TEMPLATES" not in os.environ, reason="BIMETAL_TEMPLATES names a folder of .jinja files")
+def test_renders_what_transformers_renders_now():
+    """For every template of the folder, such as llama.cpp's models/templates."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    files = sorted(Path(os.environ["BIMETAL_TEMPLATES"]).glob("*.jinja"))
+    assert files
+    for file in files:
+        template = file.read_text(encoding="utf-8")
+        for label, conversation in GOLDEN["conversations"].items():
+            rest = {"add_generation_prompt": True} | conversation
+            try:
+                expected = render_jinja_template([rest.pop("messages")], chat_template=template, **rest)[0][0]
+            except (TemplateError, TypeError):
+                expected = None
+            try:
+                rendered = render(template, **conversation)
+            except BimetalError:
+                rendered = None
+            assert rendered == expected, (file.name, label)
+
+
+def test_a_refusal_says_what_the_template_says():
+    with pytest.raises(BimetalError, match=r"refuses this conversation: No user query found in messages\."):
+        render(TEMPLATES["Qwen3.5-4B"], [{"role": "system", "content": "Be terse."}])
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (None, "the model has no chat template"),
+        ("a\n{% if %}", "error in line 2"),
+        ("{% for x in y %}", "error in line 1"),
+        ("{{ x | no_such_filter }}", "error in line 1: No filter named 'no_such_filter'"),
+        ("{% for x in y %}" * 30 + "{% endfor %}" * 30, "nested too deeply"),
+        ("{{ (" * 5000, "nested too deeply"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ missing | tojson }}", "TypeError: Object of type Undefined"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ raise_exception('sorry, ' ~ messages[0].role) }}", "refuses this conversation: sorry, user"),
+    ],
+)
+def test_broken_templates(template, error):
+    with pytest.raises(BimetalError, match=error):
+        render(template, [USER])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ (messages | map(attribute='__class__') | list)[0]() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set n = namespace() %}{% set n.__html__ = raise_exception %}{{ n }}",
+        "{{ namespace({'__html__': raise_exception}) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='system') }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ self.__init__.__globals__ }}",
+    ],
+)
+def test_the_sandbox_refuses(attack):
+    with pytest.raises(BimetalError):
+        render(attack, [USER])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ dict.__base__ }}",
+    ],
+)
+def test_the_sandbox_shows_nothing(attack):
+    assert render(attack, [USER]) == ""
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("{'b': '<é>', 'a': [1, none, true]} | tojson", '{"b": "<é>", "a": [1, null, true]}'),
+        ("{'b': 1, 'a': 'é'} | tojson(ensure_ascii=true, sort_keys=true)", '{"a": "\\u00e9", "b": 1}'),
+        ("[1, {'a': 2}] | tojson(separators=(',', ':'))", '[1,{"a":2}]'),
+        ("[1] | tojson(indent=1)", "[\n 1\n]"),
+        ("dict(a=1).a ~ namespace(b=2).b ~ namespace({'c': 3}).c", "123"),
+        ("'<b>' ~ messages[0].content", "<b>Hi"),
+    ],
+)
+def test_expressions(expression, text):
+    assert render("{{ " + expression + " }}", [USER]) == text
+
+
+def test_statements():
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", [USER]) == "01"
+    assert render("a\n  {% if true %}\nb\n  {% endif %}\n", [USER]) == "a\nb\n"
+    assert re.fullmatch(r"20\d\d", render("{{ strftime_now('%Y') }}", [USER]))
+    scoped = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert render(scoped, [USER]) == "21"
+
+
+def test_no_content_is_empty_unless_the_template_looks_for_none():
+    messages = [USER, {"role": "assistant", "content": None}, {"role": "assistant"}]
+    assert render(PLAIN, messages) == "[user]Hi[assistant][assistant]"
+    looks = "{% for m in messages %}{{ 'none' if m['content'] is none else 'text' }},{% endfor %}"
+    assert render(looks, messages) == "text,none,none,"
+
+
+def test_text_parts_are_joined_unless_the_template_reads_them():
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    assert render(PLAIN, [{"role": "user", "content": parts}]) == "[user]One.\nTwo."
+    reads = "{% for p in messages[0].content %}<{{ p.text }}>{% endfor %}"
+    assert render(reads, [{"role": "user", "content": parts}]) == "<One.><Two.>"
+
+
+def test_arguments_as_json_text_are_objects_to_the_template():
+    def chat(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    for template in TEMPLATES.values():
+        assert render(template, chat('{"a": "é", "b": [1]}')) == render(template, chat({"a": "é", "b": [1]}))
+        assert render(template, chat("")) == render(template, chat({}))
+    assert '"arguments": not json' in render(TEMPLATES["Qwen-Qwen3-0.6B"], chat("not json"))
+
+
+def test_the_callers_messages_are_left_alone():
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [USER, {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]}]
+    before = json.dumps(messages)
+    render(TEMPLATES["Qwen3.5-4B"], messages)
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({"content": "Hi"}, "message 0 is .* not an object with a role"),
+        ("Hi", "message 0 is 'Hi', not an object with a role"),
+        ({"role": "user", "content": 7}, "message 0 has content of type int"),
+        ({"role": "user", "content": {"text": "Hi"}}, "message 0 has content of type dict"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "message 0 has a part of type 'image_url'; only text"),
+        ({"role": "user", "content": ["Hi"]}, "message 0 has a part of type 'str'"),
+        ({"role": "assistant", "tool_calls": 7}, "message 0 has tool_calls 7, not a list"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "message 0 has a tool call 'f', not an object"),
+    ],
+)
+def test_bad_messages(message, error):
+    with pytest.raises(BimetalError, match=error):
+        render(PLAIN, [message])
