@@ -24,10 +24,10 @@ from common.hub import choose_files, resolve_model
 ROOT = Path(hub.__file__).parents[1]
 BODY = bytes(range(256)) * 1200  # 300 KiB: several chunks of the server
 SAFETENSORS = {
-    "config.json": b"{}",
-    "generation_config.json": b"{}",
-    "tokenizer.json": b"{}",
-    "tokenizer_config.json": b"{}",
+    "config.json": b'{"of": "config"}',
+    "generation_config.json": b'{"of": "generation"}',
+    "tokenizer.json": b'{"of": "tokenizer"}',
+    "tokenizer_config.json": b'{"of": "tokenizer config"}',
     "chat_template.jinja": b"{{ messages }}",
     "model.safetensors.index.json": b'{"weight_map": {"a": "model-00001-of-00002.safetensors",'
     b' "b": "model-00002-of-00002.safetensors"}}',
