@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on 127.0.0.1: the part of its HTTP interface that huggingface_hub uses.
 
 Large files (`.gguf`, `.safetensors`) are answered as LFS files are: with their SHA-256, and a redirect to a second
-server, of another origin, that plays the content delivery network. Nothing is sent with Xet headers.
+server, of another origin, that plays the content delivery network. Xet is announced only where a Repo asks for it.
 Endpoints: https://huggingface.co/docs/hub/api
 """
 
@@ -24,13 +24,14 @@ def is_large(path: str) -> bool:
 
 @dataclass
 class Repo:
-    """A repository at one commit. gated: files need `token`; hidden: all of it does."""
+    """A repository at one commit. gated: files need `token`; hidden: all of it does; xet: large files announce Xet."""
 
     files: dict[str, bytes]
     commit: str = COMMIT
     revisions: tuple[str, ...] = ("main",)
     gated: bool = False
     hidden: bool = False
+    xet: bool = False
 
 
 @dataclass
@@ -155,6 +156,7 @@ def _handler(hub: HubServer, cdn: bool) -> type[BaseHTTPRequestHandler]:
                 body = [
                     {"type": "file", "path": path, "size": len(data), "oid": oid}
                     | ({"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}} if is_large(path) else {})
+                    | ({"xetHash": oid} if repo.xet and is_large(path) else {})
                     for path, data, oid in entries
                 ]
             else:
@@ -179,6 +181,8 @@ def _handler(hub: HubServer, cdn: bool) -> type[BaseHTTPRequestHandler]:
             if not is_large(path):
                 return self.answer_content(data, headers)
             headers |= {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
+            if repo.xet:
+                headers |= {"X-Xet-Hash": _oid(path, data), "X-Xet-Refresh-Route": f"{hub.url}/api/models/{name}/xet"}
             self.answer(302, headers | {"Location": f"{hub.cdn_url}/{name}/{path}"})
 
         def answer_content(self, data: bytes, headers: dict[str, str]) -> None:

@@ -221,6 +221,7 @@ def test_all_parts_of_a_split_file_come(cache: Path, name: str) -> None:
             None,
             "more than once; name the file, one of a-Q4_K_M.gguf, b-Q4_K_M.gguf",
         ),
+        (["mmproj-F16.gguf", "a-Q8_0.gguf"], "F16", "no quantization F16; name one of Q8_0"),
         (["mmproj-F16.gguf", "README.md"], None, "no .gguf file and no .safetensors, only README.md, mmproj-F16.gguf"),
         (["model.safetensors"], "Q4_0", "no .gguf file, only model.safetensors"),
         ([], None, "only nothing"),
@@ -230,6 +231,11 @@ def test_all_parts_of_a_split_file_come(cache: Path, name: str) -> None:
 def test_refused_choices(listed: list[str], quant: str | None, says: str) -> None:
     with pytest.raises(BimetalError, match=f"^org/x has .*{re.escape(says)}"):
         choose_files(listed, "org/x", quant=quant)
+
+
+@pytest.mark.parametrize("aside", ["mmproj-a-F16.gguf", "imatrix.gguf", "imatrix_unsloth.gguf"])
+def test_a_lone_gguf_needs_no_quantization(aside: str) -> None:
+    assert choose_files(["a-Q2_K.gguf", aside], "org/x") == (["a-Q2_K.gguf"], "a-Q2_K.gguf")
 
 
 @pytest.mark.parametrize(
@@ -325,6 +331,16 @@ def test_huggingface_hub_finds_what_was_fetched(cache: Path, server: HubServer) 
     assert try_to_load_from_cache("org/one", "one.Q5_0.gguf") == str(path)
 
 
+def test_files_that_announce_xet_come_by_http_too(
+    cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    server.repos["org/one"] = Repo({"one.Q5_0.gguf": BODY}, xet=True)
+    assert resolve_model("org/one").read_bytes() == BODY
+    assert sum(r.sent for r in server.sent("one.Q5_0.gguf")) == len(BODY)
+    assert not any("xet" in r.path for r in server.requests)
+
+
 def test_a_revision(cache: Path, server: HubServer) -> None:
     assert resolve_model("org/quants", revision="v1") == resolve_model("org/quants", revision=COMMIT)
     assert refusal("org/quants", revision="v2") == "org/quants has no revision 'v2'"
@@ -408,6 +424,15 @@ def test_a_full_disk(cache: Path, server: HubServer, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=len(BODY) - 1))
     assert re.search(r"needs 0\.00 GB, but the disk of .* set HF_HOME", refusal("org/one"))
     assert server.sent("one.Q5_0.gguf") == []
+
+
+def test_a_full_disk_is_enough_for_what_is_already_there(
+    cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_model("org/one")
+    server.repos["org/one"] = Repo(server.repos["org/one"].files, commit="d" * 40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert resolve_model("org/one").read_bytes() == BODY
 
 
 def test_a_disk_that_fills_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
