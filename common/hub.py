@@ -82,7 +82,7 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     A repository is asked for its current commit; what the cache lacks of it is downloaded, continuing what an earlier
     run has left. When it cannot be asked, a cached copy serves. Raises BimetalError.
     """
-    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    path = Path(os.path.expanduser(name))
     if name == "smollm2" or (name and os.path.exists(path)):
         if revision is not None:
             raise BimetalError(f"{name} is on this machine and has no revision {revision!r}")

@@ -132,7 +132,7 @@ def test_home_is_expanded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("~/m.gguf") == cache.parent / "m.gguf"
 
 
-@pytest.mark.parametrize("name", ["/nowhere/m.gguf", "./m.gguf", "../m.gguf", "~/nowhere.gguf"])
+@pytest.mark.parametrize("name", ["/nowhere/m.gguf", "./m.gguf", "../m.gguf", "~/nowhere.gguf", "~nobody-here/m.gguf"])
 def test_an_absent_path_is_not_taken_for_a_repository(cache: Path, server: HubServer, name: str) -> None:
     assert refusal(name) == f"there is no file or directory {name!r}"
     assert server.requests == []
