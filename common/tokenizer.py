@@ -7,6 +7,7 @@ that a character split over tokens is never shown by halves.
 
 import codecs
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ _END_TOKENS = (
     *("</assistant>", "〈|EOS|〉"),  # Laguna
 )
 
+_MAX_PIECE = 1024  # characters of a SentencePiece token; splitting one takes quadratic time
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 
@@ -133,12 +135,13 @@ class Tokenizer:
                        that a model calls plain text, such as <think>, are one id either way.
         """
         try:
-            with self._lock:
-                self._backend.encode_special_tokens = not parse_special
-                ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            text.encode()
         except UnicodeEncodeError as error:
             at = error.start
             raise BimetalError(f"the text has half a surrogate pair, {text[at]!r}, at position {at}") from None
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not add_special:
             return ids
         head = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
@@ -199,50 +202,59 @@ def load_tokenizer(path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
     config  GGUF metadata ("tokenizer.ggml.model", ...) or the contents of config.json
     """
     if "tokenizer.ggml.model" in config:
-        return _from_gguf(config, str(path))
+        try:
+            return _from_gguf(config)
+        except BimetalError as error:
+            raise BimetalError(f"{path}: {error}") from None
     folder = Path(path)
     return _from_folder(folder if folder.is_dir() else folder.parent, config)
 
 
-def _from_gguf(config: Mapping[str, Any], path: str) -> Tokenizer:
+def _from_gguf(config: Mapping[str, Any]) -> Tokenizer:
     """Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults where a key is absent: llama.cpp."""
 
     def get(key: str, kind: type, default: Any = ...) -> Any:
         value = config.get(f"tokenizer.ggml.{key}", default)
         if value is ...:
-            raise BimetalError(f"{path} has no tokenizer.ggml.{key}")
+            raise BimetalError(f"tokenizer.ggml.{key} is missing")
         if value is not None and not isinstance(value, kind):
-            raise BimetalError(f"{path}: tokenizer.ggml.{key} is {value!r:.60}, not a {kind.__name__}")
+            raise BimetalError(f"tokenizer.ggml.{key} is {value!r:.60}, not a {kind.__name__}")
         return value
 
     def get_list(key: str) -> list:
         value = get(key, object)
-        if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
-            raise BimetalError(f"{path}: tokenizer.ggml.{key} is {value!r:.60}, not a list")
-        return value.tolist() if hasattr(value, "tolist") else list(value)
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(value, list):
+            raise BimetalError(f"tokenizer.ggml.{key} is {value!r:.60}, not a list")
+        return value
 
     def get_id(key: str) -> int | None:
         id = get(f"{key}_token_id", int, None)
         if id is not None and not 0 <= id < len(tokens):
-            raise BimetalError(f"{path}: tokenizer.ggml.{key}_token_id is {id}, but there are {len(tokens)} tokens")
+            raise BimetalError(f"tokenizer.ggml.{key}_token_id is {id}, but there are {len(tokens)} tokens")
         return id
+
+    def around(name: str, id: int | None, default: bool) -> list[int]:
+        wanted = get(f"add_{name}_token", bool, None)
+        if wanted and id is None:
+            raise BimetalError(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
+        return [id] if id is not None and (default if wanted is None else wanted) else []
 
     model = get("model", str)
     tokens, types = get_list("tokens"), get_list("token_type")
     if len(types) != len(tokens):
-        raise BimetalError(f"{path}: {len(tokens)} tokens but {len(types)} entries in tokenizer.ggml.token_type")
+        raise BimetalError(f"there are {len(tokens)} tokens but {len(types)} entries in tokenizer.ggml.token_type")
     try:
         if model == "gpt2":
             name = get("pre", str)
             if name not in _PRE:
-                raise BimetalError(f"{path}: tokenizer.ggml.pre is {name!r}; supported: {', '.join(sorted(_PRE))}")
-            pre = _PRE[name]
-            backend, add_bos = _byte_level_bpe(tokens, get_list("merges"), pre), pre.add_bos
+                raise BimetalError(f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(sorted(_PRE))}")
+            backend, add_bos = _byte_level_bpe(tokens, get_list("merges"), _PRE[name]), _PRE[name].add_bos
         elif model == "llama":
             prefix_space = get("add_space_prefix", bool, True)
             backend, add_bos = _sentencepiece_bpe(tokens, get_list("scores"), types, prefix_space), True
         else:
-            raise BimetalError(f"{path}: tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE), llama")
+            raise BimetalError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE), llama")
         backend.add_tokens(
             [
                 AddedToken(token, special=type != _USER_DEFINED, normalized=False)
@@ -253,32 +265,37 @@ def _from_gguf(config: Mapping[str, Any], path: str) -> Tokenizer:
     except BimetalError:
         raise
     except Exception as error:  # the package raises plain Exception, TypeError and ValueError
-        raise BimetalError(f"{path}: the vocabulary cannot be used: {error}") from None
+        raise BimetalError(f"the vocabulary cannot be used: {error}") from None
 
     bos, eos = get_id("bos"), get_id("eos")
-    prefix = [bos] if bos is not None and get("add_bos_token", bool, add_bos) else []
-    suffix = [eos] if eos is not None and get("add_eos_token", bool, False) else []
-    templates = {
-        key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": source
-        for key, source in config.items()
-        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
-    }
-    end_ids = [id for id in (get_id("eot"), get_id("eom")) if id is not None]
+    templates = {}
+    for key, source in config.items():
+        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template."):
+            if not isinstance(source, str):
+                raise BimetalError(f"{key} is {source!r:.60}, not text")
+            templates[key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"] = source
     return Tokenizer(
-        backend, prefix=prefix, suffix=suffix, bos_id=bos, eos_id=eos, end_ids=end_ids, chat_templates=templates
+        backend,
+        prefix=around("bos", bos, add_bos),
+        suffix=around("eos", eos, False),
+        bos_id=bos,
+        eos_id=eos,
+        end_ids=[id for id in (get_id("eot"), get_id("eom")) if id is not None],
+        chat_templates=templates,
     )
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    vocabulary: dict[str, int] = {}
-    for id, token in enumerate(tokens):
-        vocabulary.setdefault(token or f"[EMPTY_{id}]", id)  # of duplicates the first, as when the model was trained
+    vocabulary = {token or f"[EMPTY_{id}]": id for id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        id, token = next((id, token) for id, token in enumerate(tokens) if token and vocabulary[token] != id)
+        raise BimetalError(f"the token {token!r} has two ids, {id} and {vocabulary[token]}")
     return vocabulary
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: _Pre) -> Backend:
-    # Python objects: 3 times as fast as writing a tokenizer.json for the package to parse. A token may start with " ".
-    pairs = [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1))]
+    # Python objects, because they load twice as fast as a tokenizer.json written for the package to parse.
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = Backend(models.BPE(_vocabulary(tokens), pairs, ignore_merges=pre.ignore_merges))
     splits = [
         pre_tokenizers.Split(Regex(pattern), "merged_with_next" if pattern is _NEWLINE_RUN else "isolated")
@@ -295,7 +312,11 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: _Pre) -> Backend:
 def _sentencepiece_bpe(tokens: list[str], scores: list[float], types: list[int], prefix_space: bool) -> Backend:
     """SentencePiece BPE: two neighbours merge if their text is a token, the best score first."""
     if len(scores) != len(tokens):
-        raise BimetalError(f"{len(tokens)} tokens but {len(scores)} entries in tokenizer.ggml.scores")
+        raise BimetalError(f"there are {len(tokens)} tokens but {len(scores)} entries in tokenizer.ggml.scores")
+    if not all(math.isfinite(score) for score in scores):
+        raise BimetalError("tokenizer.ggml.scores has a score that is not a number")
+    if (longest := max(map(len, tokens), default=0)) > _MAX_PIECE:
+        raise BimetalError(f"a token has {longest} characters; at most {_MAX_PIECE} are supported")
     vocabulary = _vocabulary(tokens)
     ranked = []
     for token, score, type in zip(tokens, scores, types, strict=True):
@@ -340,7 +361,9 @@ def _from_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     def declared(name: str) -> list[int]:
         """Ids of "bos" or "eos" from every file that names one, the tokenizer's own first."""
         token = settings.get(f"{name}_token")
-        ids = [backend.token_to_id(token["content"] if isinstance(token, dict) else token)] if token else []
+        if isinstance(token, dict):
+            token = token.get("content")
+        ids = [backend.token_to_id(token)] if isinstance(token, str) else []
         for source in (generation, config):
             value = source.get(f"{name}_token_id")
             ids += value if isinstance(value, list) else [value]
@@ -366,27 +389,33 @@ def _from_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Where a Hugging Face folder may keep chat templates; a later place overrides an earlier one."""
-    templates: dict[str, str] = {}
+    templates: dict[str, Any] = {}
     for source in (settings, _read_json(folder / "chat_template.json")):
-        found = source.get("chat_template") or {}
-        if isinstance(found, str):
-            found = {"default": found}
-        elif isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}
-        templates |= found
+        found = source.get("chat_template", [])
+        for entry in found if isinstance(found, list) else [{"name": "default", "template": found}]:
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+                raise BimetalError(f"{folder} has a chat template that is not text: {entry!r:.80}")
+            templates[entry["name"]] = entry["template"]
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates[file.stem] = _read_text(file)
     if (file := folder / "chat_template.jinja").is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = _read_text(file)
     return templates
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BimetalError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(_read_text(file))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise BimetalError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BimetalError(f"{file} holds a {type(value).__name__}, not an object")

@@ -1,0 +1,377 @@
+import gzip
+import json
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import BimetalError
+from common.tokenizer import load_tokenizer
+
+DATA = Path(__file__).parent.parent / "data" / "tokenizer_golden.json.gz"
+GOLDEN = json.loads(gzip.decompress(DATA.read_bytes()))
+BPE, SPM = GOLDEN["bpe"], GOLDEN["spm"]
+NFC = ("qwen2", "qwen35")
+
+
+def bpe(pre="gpt-2", **keys):
+    config = BPE["config"] | {"tokenizer.ggml.pre": pre}
+    return load_tokenizer("model.gguf", config | {f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+
+
+def spm(**keys):
+    return load_tokenizer("model.gguf", SPM["config"] | {f"tokenizer.ggml.{key}": value for key, value in keys.items()})
+
+
+TOKENIZERS = {pre: bpe(pre) for pre in BPE["ids"]} | {"spm": spm()}
+END, IM_END = (TOKENIZERS["gpt-2"].token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>"))
+BOS = SPM["config"]["tokenizer.ggml.bos_token_id"]
+EOS = SPM["config"]["tokenizer.ggml.eos_token_id"]
+
+
+@pytest.mark.parametrize("pre", BPE["ids"])
+def test_byte_level_ids(pre):
+    original = BPE["original_ids"]
+    for text, expected in zip(BPE["texts"], BPE["ids"][pre], strict=True):
+        ids = TOKENIZERS[pre].encode(text, add_special=False)
+        assert [original[id] for id in ids] == expected, text
+        assert TOKENIZERS[pre].decode(ids) == (unicodedata.normalize("NFC", text) if pre in NFC else text)
+
+
+def test_sentencepiece_ids():
+    for text, expected in zip(SPM["texts"], SPM["ids"], strict=True):
+        assert TOKENIZERS["spm"].encode(text, add_special=False) == expected, text
+        if "<tool>" not in text:
+            assert TOKENIZERS["spm"].decode(expected) == text
+
+
+@pytest.mark.model
+@pytest.mark.skipif("BIMETAL_VOCAB" not in os.environ, reason="BIMETAL_VOCAB names a folder of vocabulary GGUFs")
+@pytest.mark.parametrize("name", ["qwen2", "qwen35"])
+def test_published_vectors(name):
+    """llama.cpp's models/ggml-vocab-*.gguf with their .inp and .out, on the whole vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    file = Path(os.environ["BIMETAL_VOCAB"]) / f"ggml-vocab-{name}.gguf"
+    config = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
+    tokenizer = load_tokenizer(file, config)
+    with open(f"{file}.inp", encoding="utf-8", newline="") as texts:
+        split = texts.read().split("\n__ggml_vocab_test__\n")
+    lines = Path(f"{file}.out").read_text().splitlines()
+    assert len(lines) > 40
+    for text, line in zip(split, lines, strict=False):  # the last separator is followed by nothing
+        ids = tokenizer.encode(text, add_special=False)
+        if text == unicodedata.normalize("NFC", text):  # llama.cpp does not normalize, the Qwen tokenizers do
+            assert ids == [int(id) for id in line.split()], text
+        else:
+            assert ids == tokenizer.encode(unicodedata.normalize("NFC", text), add_special=False)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("pre", "module", "name"), [("qwen2", "qwen2", "Qwen2"), ("qwen35", "qwen3_5", "Qwen3_5")])
+def test_ids_are_those_of_transformers(pre, module, name):
+    transformers = pytest.importorskip("transformers")
+    config = BPE["config"]
+    vocabulary = {token: id for id, token in enumerate(config["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in config["tokenizer.ggml.merges"]]
+    kind = getattr(getattr(transformers.models, module), f"{name}Tokenizer")
+    reference = kind(vocab=vocabulary, merges=merges)
+    # What the golden has from llama.cpp, and texts on which normalizers and exotic case folding matter.
+    for text in [*BPE["texts"], "e\u0301a\u0300 \u1100\u1161", "\u212b it'\u017f \u212a", "a\r\n\r\nb \r"]:
+        if "<|" not in text:
+            assert TOKENIZERS[pre].encode(text) == reference.encode(text), text
+
+
+@given(st.text())
+@pytest.mark.parametrize("name", ["default", "glm4", "gpt-2", "laguna", "smollm"])
+def test_decoding_undoes_encoding(name, text):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    decoder = tokenizer.decoder()
+    pieces = [decoder.push(id) for id in ids]
+    assert "".join(pieces) == text, "nothing is held back at the end of a whole text"
+    assert decoder.flush() == ""
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
+def test_decoding_undoes_sentencepiece(text):
+    assert TOKENIZERS["spm"].decode(TOKENIZERS["spm"].encode(text, add_special=False, parse_special=False)) == text
+
+
+@given(st.data())
+@pytest.mark.parametrize("name", ["gpt-2", "spm"])
+@pytest.mark.parametrize("skip_special", [False, True])
+def test_pieces_join_to_the_whole_for_any_ids(name, skip_special, data):
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
+    decoder = tokenizer.decoder(skip_special)
+    pieces = [decoder.push(id) for id in ids] + [decoder.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special)
+    raw = b"".join(tokenizer.token_bytes(id) for id in ids if not (skip_special and id in tokenizer._special))
+    expected = raw.decode("utf-8", "replace")
+    assert tokenizer.decode(ids, skip_special) == (expected.removeprefix(" ") if name == "spm" else expected)
+
+
+@given(st.text())
+@pytest.mark.parametrize("name", ["gpt-2", "spm"])
+def test_decoding_is_that_of_the_tokenizers_package(name, text):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special=False)
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids, skip_special_tokens=False)
+
+
+def test_a_character_is_never_shown_by_halves():
+    tokenizer = TOKENIZERS["gpt-2"]
+    ids = tokenizer.encode("é🜚")
+    assert len(ids) == 4
+    decoder = tokenizer.decoder()
+    assert [piece for piece in map(decoder.push, ids) if piece] == ["é", "🜚"]
+    assert decoder.push(ids[1]) + decoder.push(END) == "\ufffd<|endoftext|>"
+    assert decoder.push(tokenizer.token_to_id("ð")) == ""
+    assert decoder.flush() == "\ufffd"
+    assert decoder.flush() == ""
+
+
+def test_special_tokens():
+    tokenizer, text = TOKENIZERS["qwen2"], "Hi<|im_end|>"
+    assert tokenizer.encode(text)[-1] == IM_END
+    plain = tokenizer.encode(text, parse_special=False)
+    assert IM_END not in plain
+    assert tokenizer.decode(plain) == tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text)[-1] == IM_END, "the setting of one call does not stay for the next"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special=True) == "Hi"
+    types = [4 if id == IM_END else type for id, type in enumerate(BPE["config"]["tokenizer.ggml.token_type"])]
+    visible = bpe(token_type=types)  # user-defined tokens are atomic but belong to the text
+    assert visible.encode(text, parse_special=False)[-1] == IM_END
+    assert visible.decode([IM_END], skip_special=True) == "<|im_end|>"
+
+
+def test_bos_and_eos():
+    assert not TOKENIZERS["qwen2"].add_bos
+    word = TOKENIZERS["gpt-2"].encode("Hi")
+    tokenizer = bpe(add_bos_token=True, add_eos_token=True)
+    assert tokenizer.add_bos
+    assert tokenizer.encode("Hi") == [END, *word, IM_END]
+    assert tokenizer.encode("<|endoftext|>Hi") == [END, *word, IM_END], "a template that writes bos gets no second one"
+    assert tokenizer.encode("Hi", add_special=False) == word
+    assert bpe("llama-bpe", add_bos_token=None).encode("Hi")[0] == END, "the default of this pre-tokenizer"
+    assert bpe("qwen2", add_bos_token=None).encode("Hi") == word
+    assert TOKENIZERS["spm"].encode("x")[0] == BOS
+    assert spm(add_bos_token=False, add_space_prefix=False).encode("x") == [spm().token_to_id("x")]
+
+
+def test_end_ids():
+    tokenizer = bpe(eot_token_id=0, eom_token_id=1)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (END, IM_END)
+    assert tokenizer.end_ids == {0, 1, END, IM_END}
+    assert TOKENIZERS["spm"].end_ids == {EOS}
+    names = ("〈|EOS|〉", "</assistant>", "<|user|>", "plain")
+    config = {"tokens": [*names, "</s>"], "token_type": [3, 4, 3, 1, 1], "merges": []}
+    assert bpe(**config, bos_token_id=0, eos_token_id=0).end_ids == {0, 1, 2}, "ordinary tokens end nothing"
+
+
+def test_words_of_the_vocabulary_that_no_merge_reaches():
+    tokens = [*BPE["config"]["tokenizer.ggml.tokens"], "Ġzyzzyva"]
+    types = [*BPE["config"]["tokenizer.ggml.token_type"], 1]
+    for pre, whole in (("glm4", True), ("llama-bpe", True), ("chatglm-bpe", False), ("qwen2", False)):
+        ids = bpe(pre, tokens=tokens, token_type=types).encode("a zyzzyva")
+        assert (ids[-1] == len(tokens) - 1) is whole
+
+
+def test_laguna_splits_before_a_run_of_newlines():
+    def pieces(name):
+        return [TOKENIZERS[name].decode([id]) for id in TOKENIZERS[name].encode("):\n")]
+
+    assert pieces("laguna") == ["):", "\n"]
+    assert pieces("qwen2") == ["):\n"]
+
+
+def test_chat_templates():
+    assert TOKENIZERS["qwen2"].chat_template is None
+    config = BPE["config"] | {"tokenizer.ggml.pre": "qwen2"}
+    config |= {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "tools"}
+    tokenizer = load_tokenizer("model.gguf", config | {"tokenizer.chat_templates": ["tool_use"]})
+    assert tokenizer.chat_template == "plain"
+    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "tools"}
+    with pytest.raises(BimetalError, match=r"tokenizer\.chat_template is 7, not text"):
+        load_tokenizer("model.gguf", config | {"tokenizer.chat_template": 7})
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; supported: chatglm-bpe, default, glm4, "),
+        ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2"),
+        ({"model": 7}, "tokenizer.ggml.model is 7, not a str"),
+        ({"tokens": "abc"}, "tokenizer.ggml.tokens is 'abc', not a list"),
+        ({"token_type": [1]}, "tokens but 1 entries in tokenizer.ggml.token_type"),
+        ({"merges": ["Ġ"]}, "the vocabulary cannot be used"),
+        ({"merges": ["Ġ nosuchtoken"]}, "the vocabulary cannot be used: .*nosuchtoken"),
+        ({"merges": [7]}, "the vocabulary cannot be used"),
+        ({"tokens": [7] * len(BPE["original_ids"])}, "has two ids"),
+        ({"tokens": ["x"] * len(BPE["original_ids"])}, "the token 'x' has two ids, 0 and "),
+        ({"eos_token_id": 10**6}, "tokenizer.ggml.eos_token_id is 1000000, but there are "),
+        ({"bos_token_id": -1}, "tokenizer.ggml.bos_token_id is -1"),
+        ({"add_bos_token": True, "bos_token_id": None}, "add_bos_token is true, but there is no bos_token_id"),
+        ({"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token is 'yes', not a bool"),
+    ],
+)
+def test_bad_byte_level_metadata(keys, error):
+    with pytest.raises(BimetalError, match=f"^model.gguf: .*{error}"):
+        bpe(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"scores": [0.0]}, "tokens but 1 entries in tokenizer.ggml.scores"),
+        ({"scores": [float("nan")] * 800}, "a score that is not a number"),
+        ({"scores": ["x"] * 800}, "the vocabulary cannot be used"),
+        ({"tokens": ["x" * 100_000, *map(str, range(799))]}, "a token has 100000 characters; at most 1024"),
+        ({"token_type": [1] * 799}, "800 tokens but 799 entries"),
+    ],
+)
+def test_bad_sentencepiece_metadata(keys, error):
+    with pytest.raises(BimetalError, match=error):
+        spm(**keys)
+
+
+@pytest.mark.parametrize("key", ["tokens", "token_type", "merges", "pre"])
+def test_missing_metadata(key):
+    config = BPE["config"] | {"tokenizer.ggml.pre": "qwen2"}
+    del config[f"tokenizer.ggml.{key}"]
+    with pytest.raises(BimetalError, match=f"^model.gguf: tokenizer.ggml.{key} is missing"):
+        load_tokenizer("model.gguf", config)
+
+
+def test_bad_input():
+    tokenizer = TOKENIZERS["gpt-2"]
+    with pytest.raises(BimetalError, match=r"half a surrogate pair, '\\ud800', at position 1"):
+        tokenizer.encode("a\ud800")
+    for id in (-1, tokenizer.vocab_size, 10**12):
+        with pytest.raises(BimetalError, match=f"token id {id} is not in the vocabulary of"):
+            tokenizer.decode([id])
+
+
+def test_tokens_that_only_fill_up():
+    count = len(BPE["original_ids"])
+    tokens = [*BPE["config"]["tokenizer.ggml.tokens"], "", "", "[PAD9]", "〈|SPARE|〉"]
+    tokenizer = bpe(tokens=tokens, token_type=[*BPE["config"]["tokenizer.ggml.token_type"], 1, 5, 5, 1])
+    assert tokenizer.vocab_size == count + 4
+    assert tokenizer.decode([count + 3]) == "〈|SPARE|〉"
+    assert count + 2 not in tokenizer.encode("[PAD9]")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    backend = bpe("qwen2")._backend
+    backend.encode_special_tokens = False
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def write(file, value):
+    file.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+
+
+def test_folder(folder):
+    write(folder / "tokenizer_config.json", {"eos_token": {"content": "<|im_end|>"}, "bos_token": None})
+    write(folder / "generation_config.json", {"eos_token_id": [IM_END, 5], "bos_token_id": END})
+    tokenizer = load_tokenizer(folder, {"model_type": "qwen3", "eos_token_id": 6})
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos) == (END, IM_END, False)
+    assert tokenizer.end_ids == {END, IM_END, 5, 6}
+    assert tokenizer.vocab_size == len(BPE["original_ids"])
+    assert tokenizer.chat_template is None
+    for text in BPE["texts"]:
+        assert tokenizer.encode(text) == TOKENIZERS["qwen2"].encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
+    assert load_tokenizer(folder / "model.safetensors", {}).encode("Hi") == tokenizer.encode("Hi")
+
+
+def test_folder_of_a_sentencepiece_model(tmp_path):
+    spm()._backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path, {"bos_token_id": BOS})
+    for text, expected in zip(SPM["texts"], SPM["ids"], strict=True):
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.decode(expected) == TOKENIZERS["spm"].decode(expected)
+
+
+def test_folder_bos(folder):
+    from tokenizers.processors import TemplateProcessing
+
+    word = TOKENIZERS["qwen2"].encode("Hi")
+    backend = bpe("qwen2")._backend
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", END)])
+    backend.save(str(folder / "tokenizer.json"))
+    write(folder / "special_tokens_map.json", {"bos_token": "<|endoftext|>"})
+    tokenizer = load_tokenizer(folder, {})
+    assert tokenizer.add_bos
+    assert tokenizer.encode("Hi") == tokenizer.encode("<|endoftext|>Hi") == [END, *word]
+    write(folder / "tokenizer_config.json", {"add_bos_token": False})
+    assert load_tokenizer(folder, {}).encode("Hi") == word
+
+
+def test_folder_templates(folder):
+    def templates():
+        return load_tokenizer(folder, {}).chat_templates
+
+    write(folder / "tokenizer_config.json", {"chat_template": "a"})
+    assert templates() == {"default": "a"}
+    named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "t"}]
+    write(folder / "tokenizer_config.json", {"chat_template": named})
+    assert templates() == {"default": "b", "tool_use": "t"}
+    write(folder / "chat_template.json", {"chat_template": "c"})
+    assert templates() == {"default": "c", "tool_use": "t"}
+    (folder / "additional_chat_templates").mkdir()
+    write(folder / "additional_chat_templates" / "rag.jinja", "r")
+    write(folder / "chat_template.jinja", "d")
+    assert templates() == {"default": "d", "tool_use": "t", "rag": "r"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "error"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer.json", "[]", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
+        ("generation_config.json", "[]", "generation_config.json holds a list, not an object"),
+        ("tokenizer_config.json", {"chat_template": 7}, "a chat template that is not text"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "x"}]}, "a chat template that is not text"),
+    ],
+)
+def test_broken_folder(folder, file, content, error):
+    write(folder / file, content)
+    with pytest.raises(BimetalError, match=error):
+        load_tokenizer(folder, {})
+
+
+def test_folder_without_a_supported_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(BimetalError, match=r"has no tokenizer\.json"):
+        load_tokenizer(tmp_path, {})
+    word_piece = {
+        "type": "WordPiece",
+        "unk_token": "u",
+        "continuing_subword_prefix": "#",
+        "max_input_chars_per_word": 9,
+    }
+    write(
+        tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": word_piece | {"vocab": {"u": 0}}}
+    )
+    with pytest.raises(BimetalError, match="decodes with nothing; byte-level BPE and SentencePiece are supported"):
+        load_tokenizer(tmp_path, {})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    spm()._backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(BimetalError, match=r"chat_template.jinja is not UTF-8: .* at byte 0"):
+        load_tokenizer(tmp_path, {})
+
+
+def test_importing_is_light():
+    code = "import sys, common.tokenizer; sys.exit(len({'jinja2', 'numpy', 'torch'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
