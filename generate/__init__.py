@@ -1,0 +1,43 @@
+"""Local LLM inference: `generate.load(model)` in Python, `python -m generate` on the command line.
+
+>>> import generate
+>>> llm = generate.load("smollm2")
+>>> llm.chat([{"role": "user", "content": "Name a prime number."}], max_tokens=32).text
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import common
+
+if TYPE_CHECKING:
+    from generate.llm import LLM, AsyncStream, Reply, Stream
+
+_ours, _found = Path(__file__).parents[1] / "common", Path(next(iter(common.__path__)))
+if not (_found / "reference.py").exists():
+    raise ImportError(
+        f"`import common` found {_found}, which shadows bimetal's own package at {_ours}; rename it or move it"
+    )
+
+__all__ = ["LLM", "AsyncStream", "Reply", "Stream", "load"]
+
+
+def load(model: str = "smollm2", backend: str | None = None, ctx: int | None = None, progress: bool = False) -> "LLM":
+    """Load a model and start the one thread that owns it.
+
+    model    a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2"
+    backend  "mlx", "cuda" or "numpy"; None picks what the machine has
+    ctx      most tokens of prompt and reply together; None: what the model was trained for
+    """
+    from generate.llm import LLM
+
+    return LLM(model, backend=backend, ctx=ctx, progress=progress)
+
+
+def __getattr__(name: str) -> Any:
+    """The classes, imported when first asked for: `python -m generate --help` needs none of them."""
+    if name in __all__:
+        from generate import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'generate' has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""The one place that picks a backend."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from common.errors import BimetalError, UsageError
+from common.ops import Ops
+
+
+@dataclass(frozen=True)
+class Found:
+    """One backend on this machine: whether it can run, on what, or what it lacks."""
+
+    name: str
+    usable: bool
+    what: str
+
+
+def find_cuda() -> Found:
+    if find_spec("cupy") is None:
+        lacks = "an NVIDIA GPU needs Linux" if platform.system() != "Linux" else "CuPy is not installed"
+        return Found("cuda", False, lacks)
+    return Found("cuda", False, "this version has no CUDA kernels yet")
+
+
+def find_mlx() -> Found:
+    if find_spec("mlx") is None:
+        return Found("mlx", False, "MLX is not installed: pip install 'bimetal[mlx]'")
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        return Found("mlx", False, f"MLX is installed but does not load: {error}")
+    if mx.default_device().type == mx.DeviceType.gpu:
+        info = mx.device_info()
+        gib = int(info.get("memory_size", 0)) / 2**30
+        return Found("mlx", True, f"{info.get('device_name', 'GPU')}, {gib:.0f} GiB, MLX {mx.__version__}")
+    return Found("mlx", True, f"CPU ({platform.machine()}), MLX {mx.__version__}")
+
+
+def find_numpy() -> Found:
+    import numpy
+
+    return Found("numpy", True, f"CPU ({platform.machine()}), NumPy {numpy.__version__}: the reference, slow")
+
+
+FINDERS: dict[str, Callable[[], Found]] = {"cuda": find_cuda, "mlx": find_mlx, "numpy": find_numpy}  # fastest first
+NAMES = tuple(FINDERS)
+
+
+def choose(name: str | None) -> Found:
+    """The backend called `name`, or the first of FINDERS that this machine can run."""
+    if name is not None and name not in FINDERS:
+        raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
+    if name is None:
+        return next(found for find in FINDERS.values() if (found := find()).usable)
+    found = FINDERS[name]()
+    if not found.usable:
+        raise BimetalError(f"backend {name} cannot run here: {found.what}")
+    return found
+
+
+def open_backend(name: str | None) -> Ops:
+    """The ops of the chosen backend; call it in the thread that will use them."""
+    chosen = choose(name).name
+    if chosen == "mlx":
+        from mlx_backend import open_mlx
+
+        return open_mlx()
+    from common.reference import NumpyOps
+
+    return NumpyOps()
+
+
+def run() -> int:
+    """`python -m generate devices`"""
+    chosen = choose(None).name
+    for find in FINDERS.values():
+        found = find()
+        mark = "chosen" if found.name == chosen else "usable" if found.usable else "no"
+        print(f"{found.name:6} {mark:7} {found.what}")
+    print(f"{chosen} is the first of {', '.join(NAMES)} that can run here; --backend picks another")
+    return 0

@@ -1,0 +1,174 @@
+"""The command line's flags. Imports nothing heavy: `--help` must answer at once."""
+
+import argparse
+import sys
+from typing import Any, NoReturn
+
+from common.errors import UsageError
+
+COMMANDS = {
+    "devices": "what was found on this machine, what is chosen and why",
+    "inspect": "a model's architecture, shapes, block types, tokenizer and memory by context length",
+    "bench": "prefill and decode speed at several context lengths, as a table",
+}
+BACKENDS = ("cuda", "mlx", "numpy")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The parsed arguments; `run` on them is the command's function."""
+    if argv and argv[0] in COMMANDS:
+        name, argv = argv[0], argv[1:]
+        args = {"devices": _devices, "inspect": _inspect, "bench": _bench}[name](
+            f"python -m generate {name}"
+        ).parse_args(argv)
+        args.run = {"devices": _run_devices, "inspect": _run_inspect, "bench": _run_bench}[name]
+        return args
+    if argv and not argv[0].startswith("-"):
+        raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
+    args = _text("python -m generate").parse_args(argv)
+    if args.chat and args.prompt is not None:
+        raise UsageError("--chat and --prompt exclude each other; in a chat the prompt is typed")
+    if args.chat and args.raw:
+        raise UsageError("--chat and --raw exclude each other; a chat needs the model's template")
+    if args.system is not None and args.raw:
+        raise UsageError("--system and --raw exclude each other; a system prompt needs the model's template")
+    if not args.chat and args.prompt is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
+    args.run = _run_chat if args.chat else _run_prompt
+    return args
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that `LLM.stream` takes."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    return {name: getattr(args, name) for name in (*names, "seed", "max_tokens")} | {"stop": args.stop}
+
+
+def _text(prog: str) -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
+    p = Parser(
+        prog=prog,
+        description="Generate text with a local model.",
+        epilog=f"commands (python -m generate COMMAND --help):\n{commands}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = p.add_argument_group("what to generate")
+    what.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; without it, stdin is the prompt")
+    what.add_argument("--chat", action="store_true", help="talk in turns; /help lists the commands")
+    what.add_argument("--system", metavar="TEXT", help="system prompt")
+    what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
+    _model(p.add_argument_group("model"))
+    s = p.add_argument_group("sampling (penalties, temperature, top-k, top-p, min-p, in that order)")
+    s.add_argument("--temperature", "--temp", type=_number, default=0.0, metavar="X", help="0 is greedy (default)")
+    s.add_argument("--top-p", type=_number, default=1.0, metavar="X", help="share of probability kept (default: 1)")
+    s.add_argument("--top-k", type=_count, default=0, metavar="N", help="tokens kept; 0 keeps all (default)")
+    s.add_argument(
+        "--min-p", type=_number, default=0.0, metavar="X", help="least share of the best token's probability"
+    )
+    s.add_argument("--repetition-penalty", "--repeat-penalty", type=_number, default=1.0, metavar="X", help="1 is none")
+    s.add_argument("--frequency-penalty", type=_number, default=0.0, metavar="X", help="per occurrence in the reply")
+    s.add_argument("--presence-penalty", type=_number, default=0.0, metavar="X", help="for any occurrence in the reply")
+    s.add_argument("--seed", type=_count, metavar="N", help="same seed, same text")
+    r = p.add_argument_group("reply")
+    r.add_argument(
+        "-n", "--max-tokens", type=_count, metavar="N", help="most tokens of the reply (default: the context)"
+    )
+    r.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply before TEXT; repeatable")
+    r.add_argument("--stats", action="store_true", help="print speed, time to first token and peak memory to stderr")
+    return p
+
+
+def _devices(prog: str) -> argparse.ArgumentParser:
+    return Parser(prog=prog, description=COMMANDS["devices"], allow_abbrev=False)
+
+
+def _inspect(prog: str) -> argparse.ArgumentParser:
+    p = Parser(prog=prog, description=COMMANDS["inspect"], allow_abbrev=False)
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    return p
+
+
+def _bench(prog: str) -> argparse.ArgumentParser:
+    p = Parser(prog=prog, description=COMMANDS["bench"], allow_abbrev=False)
+    _model(p)
+    p.add_argument(
+        "--contexts", type=_counts, default=[128, 512, 2048], metavar="N,N", help="prompt tokens of each row"
+    )
+    p.add_argument(
+        "--new-tokens", type=_count, default=64, metavar="N", help="decoded tokens of each run (default: 64)"
+    )
+    p.add_argument("--runs", type=_count, default=5, metavar="N", help="runs of each row; medians count (default: 5)")
+    p.add_argument(
+        "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
+    )
+    p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
+    p.add_argument("--verdict", choices=("keep", "drop", "info"), default="info", help="what the logged rows decided")
+    p.add_argument("--note", default="", metavar="TEXT", help="why, for the log")
+    return p
+
+
+MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, or smollm2"
+
+
+def _model(p: Any) -> None:
+    p.add_argument("-m", "--model", default="smollm2", metavar="MODEL", help=f"{MODEL_HELP} (default: smollm2)")
+    p.add_argument(
+        "-c", "--ctx", type=_count, metavar="N", help="most tokens of prompt and reply (default: as trained)"
+    )
+    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    counts = [_count(part) for part in text.split(",")]
+    if 0 in counts:
+        raise argparse.ArgumentTypeError("0 is not a number of prompt tokens")
+    return counts
+
+
+def _run_prompt(args: argparse.Namespace) -> int:
+    from generate.reply import run
+
+    return run(args)
+
+
+def _run_chat(args: argparse.Namespace) -> int:
+    from generate.chat import run
+
+    return run(args)
+
+
+def _run_devices(args: argparse.Namespace) -> int:
+    from generate.backends import run
+
+    return run()
+
+
+def _run_inspect(args: argparse.Namespace) -> int:
+    from generate.inspect import run
+
+    return run(args.model)
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    from generate.bench import run
+
+    return run(args)

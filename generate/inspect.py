@@ -1,0 +1,96 @@
+"""`python -m generate inspect MODEL`: what a checkpoint holds, read from its headers alone."""
+
+import math
+from collections import defaultdict
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.errors import BimetalError
+from common.hub import resolve_model
+from common.models import architecture
+from common.ops import Ops, Rope
+from common.step import state_bytes
+from common.tokenizer import load_tokenizer
+from common.weights import Layout, misfits
+from generate.backends import open_backend
+
+CONTEXTS = (512, 4096, 32768, 131072)
+
+
+def run(model: str) -> int:
+    checkpoint = open_checkpoint(resolve_model(model))
+    name, definition = architecture(checkpoint)
+    config = definition.read_config(checkpoint)
+    layout = definition.layout(config, checkpoint)
+    ops = open_backend(None)
+    print(f"{checkpoint.path}\n{name}, {checkpoint.format}")
+    _shapes(config)
+    _types(checkpoint, ops)
+    _tensors(checkpoint, layout)
+    _tokenizer(checkpoint)
+    _memory(checkpoint, layout, definition.state_spec(config), config.context, ops)
+    return 0
+
+
+def _shapes(config: Any) -> None:
+    print("\nshapes")
+    for key, value in asdict(config).items():
+        if isinstance(getattr(config, key), Rope):
+            rope = getattr(config, key)
+            turn = 2 * math.pi / rope.frequencies[-1]
+            value = f"{2 * len(rope.frequencies)} channels, the slowest pair turns in {turn:.0f} tokens"
+        elif key == "is_attention":
+            value = f"{sum(value)} attention and {len(value) - sum(value)} Gated DeltaNet layers"
+        elif is_dataclass(getattr(config, key)):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        print(f"  {key:12} {value}")
+
+
+def _types(checkpoint: Checkpoint, ops: Ops) -> None:
+    sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for tensor in checkpoint.tensors.values():
+        label = f"{tensor.type} {tensor.bits}-bit g{tensor.group_size}" if tensor.scales else tensor.type
+        sizes[label][0] += 1
+        sizes[label][1] += tensor.nbytes
+    held = {t.type: ops.holds(t.type) for t in checkpoint.tensors.values()}
+    print(f"\nblock types by bytes (as {ops.name} holds matrices of them)")
+    for label, (count, nbytes) in sorted(sizes.items(), key=lambda item: -item[1][1]):
+        print(f"  {label:18} {count:5} tensors {_mib(nbytes)}  {held[label.split()[0]]}")
+
+
+def _tensors(checkpoint: Checkpoint, layout: Layout) -> None:
+    missing, unknown = misfits(checkpoint, layout)
+    ignored: dict[str, int] = defaultdict(int)
+    for tensor in checkpoint.tensors:
+        if tensor not in layout.names() and (why := layout.ignored(tensor)):
+            ignored[why] += 1
+    print(f"\ntensors: {len(checkpoint.tensors)} in the file, {len(layout.names() & checkpoint.tensors.keys())} used")
+    for why, count in ignored.items():
+        print(f"  {count} left alone: {why}")
+    for title, names in (("missing", missing), ("not understood", unknown)):
+        for tensor in names:
+            print(f"  {title}: {tensor}")
+
+
+def _tokenizer(checkpoint: Checkpoint) -> None:
+    print("\ntokenizer")
+    try:
+        tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    except BimetalError as error:
+        print(f"  unusable: {error}")
+        return
+    ends = ", ".join(f"{tokenizer.decode([id])} {id}" for id in sorted(tokenizer.end_ids))
+    print(f"  {tokenizer.vocab_size} tokens; a reply ends at {ends or 'nothing'}")
+    print(f"  chat template: {'yes' if tokenizer.chat_template else 'no'}")
+
+
+def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops: Ops) -> None:
+    weights = sum(t.nbytes for name, t in checkpoint.tensors.items() if name in layout.names())
+    print(f"\nmemory: weights {_mib(weights).strip()} as stored; state per sequence on {ops.name}")
+    for tokens in sorted({n for n in CONTEXTS if n < context} | {context}):
+        print(f"  {tokens:8} tokens {_mib(state_bytes(spec, tokens, ops.item_bytes))}")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:9.1f} MiB"

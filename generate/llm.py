@@ -1,0 +1,310 @@
+"""The Python API: a loaded model (LLM) and the reply it is writing (Stream)."""
+
+import asyncio
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.chat import render
+from common.checkpoint import open_checkpoint
+from common.errors import BimetalError, UsageError
+from common.hub import resolve_model
+from common.models import load_model
+from common.sampling import Sampling
+from common.session import Logprob, Piece, Session, Stats
+from common.tokenizer import Tokenizer, load_tokenizer
+from generate.backends import open_backend
+from generate.owner import Owner
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+_DONE = object()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished reply.
+
+    tokens         ids of the text, without the end token
+    finish_reason  "stop", "length" or "cancelled"
+    logprobs       one per token where they were asked for, else empty
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+    logprobs: list[Logprob]
+
+
+class _Collected:
+    """What a stream has yielded so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.finish_reason: str | None = None
+        self.stats: Stats | None = None
+
+    def _collect(self, piece: Piece) -> Piece:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.finish_reason, self.stats = piece.finish_reason, piece.stats
+        return piece
+
+    def _reply(self) -> Reply:
+        assert self.finish_reason is not None
+        assert self.stats is not None
+        return Reply(self.text, self.tokens, self.finish_reason, self.stats, self.logprobs)
+
+
+class Stream(_Collected):
+    """An iterator of pieces; `text`, `tokens`, `logprobs` hold what came so far, `finish_reason` and `stats` the end.
+
+    `cancel()` ends the reply at the next step, and so does closing, leaving a `with` block or dropping the stream.
+    """
+
+    def __init__(self, start: Callable[[Callable[[Any], None], threading.Event], None]):
+        super().__init__()
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._cancel = threading.Event()
+        start(self._items.put, self._cancel)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        item = self._items.get()
+        if item is _DONE:
+            self._items.put(_DONE)  # a finished iterator stays finished
+            raise StopIteration
+        if isinstance(item, BaseException):
+            self._items.put(_DONE)
+            raise item
+        return self._collect(item)
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    close = cancel
+
+    def __del__(self) -> None:
+        self._cancel.set()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def reply(self) -> Reply:
+        """Read to the end. An interrupt (Ctrl-C) cancels the rest and keeps what came."""
+        for _ in self:
+            pass
+        return self._reply()
+
+
+class AsyncStream(_Collected):
+    """Stream's twin for `async for`; leaving the loop's task, or `cancel()`, ends the reply at the next step."""
+
+    def __init__(self, start: Callable[[Callable[[Any], None], threading.Event], None]):
+        super().__init__()
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+        self._cancel = threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def put(item: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+        start(put, self._cancel)
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        try:
+            item = await self._items.get()
+        except asyncio.CancelledError:
+            self._cancel.set()
+            raise
+        if item is _DONE or isinstance(item, BaseException):
+            self._items.put_nowait(_DONE)
+            raise StopAsyncIteration if item is _DONE else item
+        return self._collect(item)
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+    def __del__(self) -> None:
+        self._cancel.set()
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    async def reply(self) -> Reply:
+        """Read to the end."""
+        async for _ in self:
+            pass
+        return self._reply()
+
+
+def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
+    for cancel in list(running):
+        cancel.set()
+    owner.close()
+
+
+class LLM:
+    """A loaded model. Any thread may call it; calls run one after another in the thread that owns the model."""
+
+    tokenizer: Tokenizer
+
+    def __init__(self, model: str, backend: str | None = None, ctx: int | None = None, progress: bool = False):
+        self.path = resolve_model(model, progress=progress)
+        if ctx is not None and ctx < 1:
+            raise UsageError(f"ctx is {ctx}; it must be at least 1")
+        self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._owner = Owner(f"bimetal {self.path.name}")
+        self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
+        self._session: Session = self._owner.submit(lambda: self._load(backend, ctx, progress)).result()
+
+    def _load(self, backend: str | None, ctx: int | None, progress: bool) -> Session:
+        checkpoint = open_checkpoint(self.path)
+        self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+        model = load_model(checkpoint, open_backend(backend), progress)
+        self.backend, self.architecture = model.ops.name, model.architecture
+        self.context = ctx or model.config.context
+        self.trained_context: int = model.config.context
+        return Session(model, self.tokenizer, self.context)
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+        """The reply to `prompt` (text or token ids), piece by piece.
+
+        max_tokens    most tokens of the reply; None: to the end of the context
+        stop          strings that end the reply and are not part of it
+        logprobs      None, or how many alternatives to list beside each token's log-probability
+        on_prefill    called in the owner thread with (tokens read, tokens to read)
+        temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
+                      see common.sampling.Sampling; the default is greedy
+        """
+        return Stream(self._starter(self._ids(prompt), options))
+
+    def generate(self, prompt: Prompt, **options: Any) -> Reply:
+        """The whole reply to `prompt`; options as in `stream`."""
+        with self.stream(prompt, **options) as stream:
+            return stream.reply()
+
+    def stream_chat(self, messages: Sequence[Message], **options: Any) -> Stream:
+        """The assistant's reply to `messages`, piece by piece; options as in `stream`, `tools` and `template` too."""
+        return Stream(self._starter(self._chat_ids(messages, options), options))
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> Reply:
+        """The assistant's whole reply to `messages`; options as in `stream_chat`."""
+        with self.stream_chat(messages, **options) as stream:
+            return stream.reply()
+
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncStream:
+        """`stream` for `async for`."""
+        return AsyncStream(self._starter(self._ids(prompt), options))
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Reply:
+        """`generate`, awaited."""
+        async with self.astream(prompt, **options) as stream:
+            return await stream.reply()
+
+    def astream_chat(self, messages: Sequence[Message], **options: Any) -> AsyncStream:
+        """`stream_chat` for `async for`."""
+        return AsyncStream(self._starter(self._chat_ids(messages, options), options))
+
+    async def achat(self, messages: Sequence[Message], **options: Any) -> Reply:
+        """`chat`, awaited."""
+        async with self.astream_chat(messages, **options) as stream:
+            return await stream.reply()
+
+    def render(self, messages: Sequence[Message], tools: Any = None, **template: Any) -> str:
+        """`messages` as the model's chat template writes them, up to where the assistant's reply begins."""
+        special = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
+        tokens = {name: self.tokenizer.decode([id]) for name, id in special.items() if id is not None}
+        return render(self.tokenizer.chat_template, messages, tools, **tokens, **template)
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    def logits(self, prompt: Prompt) -> np.ndarray:
+        """The logits after each token of `prompt`: (T, vocab) float32."""
+        ids = self._ids(prompt)
+        return self._submit(lambda: self._session.logits(ids)).result()
+
+    async def alogits(self, prompt: Prompt) -> np.ndarray:
+        """`logits`, awaited."""
+        ids = self._ids(prompt)
+        return await asyncio.wrap_future(self._submit(lambda: self._session.logits(ids)))
+
+    # -- the owner thread ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Cancel what runs, end the owner thread and free the model."""
+        if self._shut.alive:
+            for cancel in list(self._running):
+                cancel.set()
+            self._owner.submit(lambda: delattr(self, "_session"))
+            self._shut()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, job: Callable[[], Any]) -> Any:
+        if not self._shut.alive:
+            raise BimetalError(f"{self.path.name} is closed; load it again")
+        return self._owner.submit(job)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(id) for id in prompt]
+
+    def _chat_ids(self, messages: Sequence[Message], options: dict[str, Any]) -> list[int]:
+        text = self.render(messages, options.pop("tools", None), **options.pop("template", {}))
+        return self.tokenizer.encode(text, add_special=False)
+
+    def _starter(
+        self, ids: list[int], options: dict[str, Any]
+    ) -> Callable[[Callable[[Any], None], threading.Event], None]:
+        """Check the options now, in the caller's thread; what remains puts pieces, then _DONE or an exception."""
+        max_tokens, stop = options.pop("max_tokens", None), options.pop("stop", ())
+        logprobs, on_prefill = options.pop("logprobs", None), options.pop("on_prefill", None)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        try:
+            sampling = Sampling(**options)
+        except TypeError:
+            known = ", ".join((*Sampling.__dataclass_fields__, "max_tokens", "stop", "logprobs", "on_prefill"))
+            unknown = next(name for name in options if name not in Sampling.__dataclass_fields__)
+            raise UsageError(f"{unknown} is not an option of generate; supported: {known}") from None
+
+        def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
+            def job() -> None:
+                try:
+                    for piece in self._session.stream(ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill):
+                        put(piece)
+                    put(_DONE)
+                except BaseException as error:
+                    put(error)
+
+            self._running.add(cancel)
+            self._submit(job)
+
+        return start

@@ -1,0 +1,43 @@
+"""The one thread that owns a loaded model: callers hand it jobs and wait, so that none of them interleave."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Owner:
+    """A daemon thread that runs jobs one after another.
+
+    MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
+    """
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """Let the jobs handed in so far finish, and end the thread."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whatever it is belongs to the caller
+                future.set_exception(error)
+            del item, future, job  # a job holds the caller's objects

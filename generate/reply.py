@@ -1,0 +1,94 @@
+"""One prompt, one reply: stream the text to stdout, the figures to stderr."""
+
+import argparse
+import sys
+from functools import partial
+
+from tqdm import tqdm
+
+from common.errors import UsageError
+from common.session import PREFILL_ROWS, Stats
+from generate.cli import sampling_options
+from generate.llm import LLM, Stream
+
+INTERRUPTED = 130
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = args.prompt if args.prompt is not None else _stdin()
+    with LLM(args.model, args.backend, args.ctx, progress=True) as llm:
+        options = sampling_options(args)
+        if args.raw or llm.tokenizer.chat_template is None:
+            if args.system is not None:
+                raise UsageError(f"{args.model} has no chat template, so --system has no place to go")
+            start = partial(llm.stream, prompt)
+        else:
+            messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+            messages.append({"role": "user", "content": prompt})
+            start = partial(llm.stream_chat, messages)
+        with PrefillBar() as bar, start(**options, on_prefill=bar.update) as stream:
+            whole = show(stream, bar)
+        print()
+        if args.stats and stream.stats:
+            print(figures(stream.stats), file=sys.stderr)
+        return 0 if whole else INTERRUPTED
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def show(stream: Stream, bar: "PrefillBar") -> bool:
+    """Print the reply as it comes; False if Ctrl-C ended it. The text so far stays, and the stats are read."""
+    whole = True
+    while True:
+        try:
+            for piece in stream:
+                bar.close()
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+            return whole
+        except KeyboardInterrupt:
+            if not whole:
+                raise
+            whole = False
+            stream.cancel()
+
+
+class PrefillBar:
+    """Progress over a long prompt, on a terminal only; `update` comes from the owner thread."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def update(self, read: int, total: int) -> None:
+        if total <= PREFILL_ROWS or not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            self._bar = tqdm(total=total, desc="reading the prompt", unit="token", leave=False)
+        self._bar.update(read - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> "PrefillBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def figures(stats: Stats) -> str:
+    """The stats of a reply in two lines."""
+    read = stats.prompt_tokens - stats.cached_tokens
+    cached = f" (and {stats.cached_tokens} kept from before)" if stats.cached_tokens else ""
+    return (
+        f"prefill {read} tokens{cached}, {stats.prefill_tps:.1f} tok/s, first token in {stats.prefill_seconds:.3f} s\n"
+        f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "
+        f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
+    )
