@@ -7,6 +7,7 @@ cannot be built; composed ops have a default here, and a backend overrides one o
 Letters: T rows (tokens of the step), H query heads, K key/value heads, D head size, E experts.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Rope:
 
 class Ops(ABC):
     name: str  # "numpy", "mlx", "cuda"
+    item_bytes: int  # of an activation, and of a cached key or value
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
 
     # -- weights and states ----------------------------------------------------------------------------------------
@@ -51,6 +53,10 @@ class Ops(ABC):
     @abstractmethod
     def weight_bytes(self, weight: Weight) -> int:
         """Bytes that `weight` occupies on the device."""
+
+    @abstractmethod
+    def holds(self, stored_type: str) -> str:
+        """How a matrix stored as `stored_type` is held, in words for a person: "as stored", "expanded to float32"."""
 
     @abstractmethod
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
@@ -141,6 +147,17 @@ class Ops(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Most memory that this process has held, in bytes: on the device, or resident where memory is shared."""
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a large copy in the memory that holds the weights, read and written bytes counted."""
+        source = np.ones(2**27, np.uint8)
+        target = np.empty_like(source)
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            np.copyto(target, source)
+            best = min(best, time.perf_counter() - started)
+        return 2 * source.nbytes / best
 
     # -- composed --------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ STATES: dict[type[Spec], Any] = {KVSpec: NumpyKV, ConvSpec: NumpyConv, DeltaSpec
 
 class NumpyOps(Ops):
     name = "numpy"
+    item_bytes = 4
 
     def weight(self, *parts: Tensor) -> Weight:
         return np.concatenate([dequantize(part) for part in parts], axis=-2)
@@ -142,6 +143,9 @@ class NumpyOps(Ops):
 
     def weight_bytes(self, weight: Weight) -> int:
         return weight.nbytes
+
+    def holds(self, stored_type: str) -> str:
+        return "as stored" if stored_type == "F32" else "expanded to float32"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         layers: list[dict[str, LayerState]] = [

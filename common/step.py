@@ -119,6 +119,20 @@ Spec = KVSpec | ConvSpec | DeltaSpec
 LayerSpec = Mapping[str, Spec]
 
 
+def state_bytes(spec: Sequence[LayerSpec], tokens: int, item_bytes: int) -> int:
+    """Bytes of a sequence's state at `tokens` tokens; keys, values and conv inputs take `item_bytes` each."""
+    total = 0
+    for layer in spec:
+        for s in layer.values():
+            if isinstance(s, KVSpec):
+                total += tokens * s.kv_heads * (s.key_dim + s.value_dim) * item_bytes
+            elif isinstance(s, ConvSpec):
+                total += (s.taps - 1) * s.channels * item_bytes
+            else:
+                total += s.heads * s.key_dim * s.value_dim * 4
+    return total
+
+
 class LayerState(Protocol):
     """One state of one layer. Its op writes the rows of a step beside the committed past; `commit` keeps some.
 

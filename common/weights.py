@@ -121,13 +121,18 @@ def load_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops, progress: boo
 
 def account(checkpoint: Checkpoint, layout: Layout) -> None:
     """Refuse a checkpoint with missing tensors or with tensors that neither the model nor `ignored` knows."""
-    wanted = layout.names()
-    missing = sorted(wanted - checkpoint.tensors.keys())
+    missing, unused = misfits(checkpoint, layout)
     if missing:
         raise BimetalError(f"{checkpoint.path} lacks {_listed(missing)}")
-    unused = sorted(n for n in checkpoint.tensors if n not in wanted and layout.ignored(n) is None)
     if unused:
         raise BimetalError(f"{checkpoint.path} has {_listed(unused)}, which this architecture does not use")
+
+
+def misfits(checkpoint: Checkpoint, layout: Layout) -> tuple[list[str], list[str]]:
+    """The names of tensors that the model misses, and of those that it does not understand."""
+    wanted = layout.names()
+    unused = (name for name in checkpoint.tensors if name not in wanted and layout.ignored(name) is None)
+    return sorted(wanted - checkpoint.tensors.keys()), sorted(unused)
 
 
 def _listed(names: list[str]) -> str:
