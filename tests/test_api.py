@@ -1,0 +1,184 @@
+"""`import generate`: the calls that notebooks and services make, on the NumPy backend."""
+
+import asyncio
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from tiny_chat import write
+
+import generate
+from common.errors import BimetalError, UsageError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with generate.load(str(folder), backend="numpy") as llm:
+        yield llm
+
+
+def test_generate_gives_text_tokens_reason_and_stats(llm):
+    reply = llm.generate("hello", max_tokens=12)
+    assert llm.tokenizer.decode(reply.tokens) == reply.text
+    assert reply.finish_reason == "length"
+    assert len(reply.tokens) == reply.stats.new_tokens == 12
+    assert reply.stats.decode_tps > 0
+
+
+def test_text_and_its_ids_are_the_same_prompt(llm):
+    assert (
+        llm.generate("hello", max_tokens=8).tokens == llm.generate(llm.tokenizer.encode("hello"), max_tokens=8).tokens
+    )
+
+
+def test_stream_yields_the_reply_and_collects_it(llm):
+    stream = llm.stream("hello", max_tokens=12, logprobs=2)
+    pieces = list(stream)
+    assert "".join(p.text for p in pieces) == stream.text == llm.generate("hello", max_tokens=12).text
+    assert len(stream.logprobs) == len(stream.tokens) == 12
+    assert stream.finish_reason == "length"
+    assert list(stream) == []
+
+
+def test_chat_renders_the_template(llm):
+    assert llm.render(MESSAGES) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    reply = llm.chat(MESSAGES, max_tokens=6)
+    assert reply.tokens == llm.generate(llm.tokenizer.encode(llm.render(MESSAGES)), max_tokens=6).tokens
+
+
+def test_logits_are_float32_rows_over_the_vocabulary(llm):
+    logits = llm.logits("hello")
+    assert (logits.shape, logits.dtype) == ((5, 258), np.float32)
+    assert logits[-1].argmax() == llm.generate("hello", max_tokens=1).tokens[0]
+
+
+def test_seed_repeats_and_temperature_varies(llm):
+    one, two, other = (llm.generate("hello", max_tokens=20, temperature=1.5, seed=s).tokens for s in (1, 1, 2))
+    assert one == two != other
+
+
+def test_async_twins(llm):
+    async def all_of_them():
+        whole = await llm.agenerate("hello", max_tokens=9)
+        stream = llm.astream("hello", max_tokens=9)
+        text = "".join([piece.text async for piece in stream])
+        chat = await llm.achat(MESSAGES, max_tokens=4)
+        logits = await llm.alogits("hello")
+        return whole, text, stream, chat, logits
+
+    whole, text, stream, chat, logits = asyncio.run(all_of_them())
+    assert whole.text == text == stream.text == llm.generate("hello", max_tokens=9).text
+    assert chat.tokens == llm.chat(MESSAGES, max_tokens=4).tokens
+    assert np.array_equal(logits, llm.logits("hello"))
+
+
+def test_two_threads_neither_crash_nor_interleave(llm):
+    prompts = [f"prompt {i}" for i in range(6)]
+    expected = [llm.generate(p, max_tokens=25).tokens for p in prompts]
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        results[i] = llm.generate(prompts[i], max_tokens=25).tokens
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[i] for i in range(len(prompts))] == expected
+
+
+def test_two_tasks_share_a_model(llm):
+    async def both():
+        return await asyncio.gather(*(llm.agenerate(p, max_tokens=15) for p in ("one", "two")))
+
+    replies = asyncio.run(both())
+    assert [r.tokens for r in replies] == [llm.generate(p, max_tokens=15).tokens for p in ("one", "two")]
+
+
+def test_cancel_ends_the_reply_and_keeps_the_text(llm):
+    stream = llm.stream("hello")
+    next(stream)
+    stream.cancel()
+    reply = stream.reply()
+    assert reply.finish_reason == "cancelled"
+    assert 0 < len(reply.tokens) < llm.context
+
+
+def test_a_dropped_stream_frees_the_model_for_the_next_caller(llm):
+    next(llm.stream("hello"))
+    gc.collect()
+    assert llm.generate("hello", max_tokens=3).finish_reason == "length"
+
+
+def test_cancelled_task_stops_the_reply(llm):
+    async def cancelled():
+        task = asyncio.create_task(llm.agenerate("hello"))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert llm.generate("hello", max_tokens=3).finish_reason == "length"
+
+
+def test_errors_reach_the_caller(llm):
+    with pytest.raises(UsageError, match="temperature is -1"):
+        llm.generate("hello", temperature=-1)
+    with pytest.raises(UsageError, match="tempreature is not an option of generate; supported: temperature, top_p"):
+        llm.stream("hello", tempreature=1)
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        llm.generate("")
+    with pytest.raises(BimetalError, match="the prompt has 300 tokens and the context holds 256"):
+        llm.generate([50] * 300)
+    with pytest.raises(BimetalError, match="the prompt has 300 tokens"):
+        asyncio.run(llm.agenerate([50] * 300))
+
+
+def test_loading_errors_reach_the_caller(folder, tmp_path):
+    with pytest.raises(UsageError, match="backend 'tpu' is unknown; supported: cuda, mlx, numpy"):
+        generate.load(str(folder), backend="tpu")
+    with pytest.raises(UsageError, match="ctx is 0"):
+        generate.load(str(folder), backend="numpy", ctx=0)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BimetalError):
+        generate.load(str(tmp_path), backend="numpy")
+
+
+def test_no_chat_template_is_said(tmp_path):
+    with (
+        generate.load(str(write(tmp_path, template=None)), backend="numpy") as llm,
+        pytest.raises(BimetalError, match="no chat template"),
+    ):
+        llm.chat(MESSAGES)
+
+
+def test_a_closed_model_refuses_and_its_stream_ends(folder):
+    with generate.load(str(folder), backend="numpy") as llm:
+        stream = llm.stream("hello")
+        next(stream)
+    assert stream.reply().finish_reason == "cancelled"
+    with pytest.raises(BimetalError, match="is closed; load it again"):
+        llm.generate("hello")
+    llm.close()  # twice is once
+
+
+def test_a_dropped_model_is_freed_with_its_thread(folder):
+    llm = generate.load(str(folder), backend="numpy")
+    llm.generate("hello", max_tokens=2)
+    gone, thread = weakref.ref(llm), llm._owner._thread
+    del llm
+    gc.collect()
+    thread.join(5)
+    assert gone() is None
+    assert not thread.is_alive()

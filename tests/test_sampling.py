@@ -1,0 +1,120 @@
+"""Sampling on rows whose distribution is known."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from common.errors import UsageError
+from common.sampling import Sampler, Sampling, log_softmax
+
+ROW = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
+
+
+def frequencies(row: np.ndarray, draws: int = 20000, **options: float) -> np.ndarray:
+    sampler = Sampler(Sampling(seed=1, **options))
+    counts = Counter(sampler.pick(row) for _ in range(draws))
+    return np.array([counts[i] for i in range(len(row))]) / draws
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 1.0}, [0.5, 0.25, 0.125, 0.0625, 0.0625]),
+        ({"temperature": 0.5}, np.array([0.5, 0.25, 0.125, 0.0625, 0.0625]) ** 2 / 0.3359375),
+        ({"temperature": 1.0, "top_k": 2}, [2 / 3, 1 / 3, 0, 0, 0]),
+        ({"temperature": 1.0, "top_p": 0.6}, [2 / 3, 1 / 3, 0, 0, 0]),  # the token that crosses 0.6 stays
+        ({"temperature": 1.0, "top_p": 1e-9}, [1, 0, 0, 0, 0]),
+        ({"temperature": 1.0, "min_p": 0.2}, [4 / 7, 2 / 7, 1 / 7, 0, 0]),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.8}, [2 / 3, 1 / 3, 0, 0, 0]),  # top-p acts on what top-k left
+        ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
+    ],
+)
+def test_frequencies(options, expected):
+    """20,000 draws: three standard deviations of a share are at most 0.0106."""
+    assert np.abs(frequencies(ROW, **options) - np.array(expected)).max() < 0.0106
+
+
+def test_chi_square_of_the_plain_distribution():
+    draws = 20000
+    expected = np.exp(ROW) * draws
+    observed = frequencies(ROW, draws, temperature=1.0) * draws
+    assert ((observed - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
+
+
+def test_same_seed_same_tokens():
+    rows = np.random.default_rng(0).normal(size=(50, 100)).astype(np.float32)
+    one, two, other = (
+        [sampler.pick(row) for row in rows]
+        for sampler in (Sampler(Sampling(temperature=1.0, seed=seed)) for seed in (7, 7, 8))
+    )
+    assert one == two
+    assert one != other
+
+
+def test_one_random_number_per_token():
+    """Speculative decoding asks in another rhythm and must meet the same numbers."""
+    sampler, bare = Sampler(Sampling(temperature=1.0, seed=3)), np.random.Generator(np.random.Philox(3))
+    for _ in range(10):
+        u = bare.random()
+        assert sampler.pick(ROW) == int(np.searchsorted(np.cumsum(np.exp(ROW.astype(np.float64))), u, side="right"))
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+    sampler = Sampler(Sampling(repetition_penalty=2.0), prompt=[0])
+    assert sampler.pick(np.array([3.0, 2.0, -9.0], np.float32)) == 1  # 3 / 2 < 2
+    sampler.accept(1)
+    assert sampler.pick(np.array([-1.0, -1.5, -1.9], np.float32)) == 2  # -2, -3, -1.9
+
+
+def test_frequency_and_presence_penalties_count_the_reply_only():
+    row = np.array([1.0, 0.5, 0.0], np.float32)
+    sampler = Sampler(Sampling(frequency_penalty=0.3), prompt=[0, 0, 0])
+    picks = []
+    for _ in range(4):
+        picks.append(sampler.pick(row))
+        sampler.accept(picks[-1])
+    assert picks == [0, 0, 1, 0]  # token 0 scores 1.0, 0.7, then 0.4 below 0.5; token 1 then falls to 0.2
+    sampler = Sampler(Sampling(presence_penalty=0.6))
+    sampler.accept(0)
+    sampler.accept(0)
+    assert sampler.pick(row) == 1  # 0.4 whatever the count
+
+
+def test_ties_go_to_the_smaller_id_at_any_temperature():
+    row = np.zeros(5, np.float32)
+    assert Sampler(Sampling()).pick(row) == 0
+    assert Sampler(Sampling(temperature=1.0, top_k=1, seed=0)).pick(row) == 0
+
+
+def test_nan_logits_are_refused():
+    with pytest.raises(FloatingPointError, match="1 of 3 logits are NaN"):
+        Sampler(Sampling()).pick(np.array([0, np.nan, 1], np.float32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"frequency_penalty": float("nan")},
+        {"presence_penalty": float("inf")},
+        {"seed": -1},
+    ],
+)
+def test_bad_parameters_are_named(options):
+    (name,) = options
+    with pytest.raises(UsageError, match=rf"^{name} is .*; it must be "):
+        Sampling(**options)
+
+
+def test_log_softmax_sums_to_one():
+    row = np.array([1000.0, 999.0, -1000.0], np.float32)
+    assert np.exp(log_softmax(row)).sum() == pytest.approx(1, abs=1e-12)

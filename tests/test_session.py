@@ -1,0 +1,208 @@
+"""One timeline: stop strings, ends, prefix reuse, cancellation, on the NumPy backend."""
+
+import threading
+
+import numpy as np
+import pytest
+from tiny_chat import CONTEXT, write
+
+from common.errors import BimetalError, UsageError
+from common.models import load_model
+from common.reference import NumpyOps
+from common.sampling import Sampling, log_softmax
+from common.session import PREFILL_ROWS, Session, StopText
+from common.tokenizer import load_tokenizer
+
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("tiny"))
+    return load_model(folder, NumpyOps()), load_tokenizer(folder, {})
+
+
+@pytest.fixture
+def session(parts):
+    return Session(*parts, CONTEXT)
+
+
+def generate(session, prompt=PROMPT, max_tokens=30, **options):
+    sampling = Sampling(**options.pop("sampling", {}))
+    pieces = list(session.stream(prompt, sampling, max_tokens, **options))
+    text = "".join(p.text for p in pieces)
+    return text, [t for p in pieces for t in p.tokens], pieces[-1].finish_reason, pieces
+
+
+def test_greedy_is_the_argmax_of_the_logits(session):
+    _, tokens, reason, _ = generate(session)
+    logits = session.logits(PROMPT + tokens)
+    assert tokens == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    assert reason == "length"
+
+
+def test_the_last_piece_alone_carries_reason_and_stats(session):
+    *_, pieces = generate(session)
+    assert all(p.finish_reason is None and p.stats is None for p in pieces[:-1])
+    stats = pieces[-1].stats
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (20, 0, 30)
+    assert (
+        stats.step_bytes
+        == sum(
+            w.nbytes for layer in session.model.weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        )
+        + session.model.weights.head.nbytes
+    )
+
+
+def test_max_tokens_one(session):
+    _, tokens, reason, _ = generate(session, max_tokens=1)
+    assert (len(tokens), reason) == (1, "length")
+
+
+def test_the_context_ends_the_reply(parts):
+    session = Session(*parts, 25)
+    _, tokens, reason, _ = generate(session, max_tokens=None)
+    assert reason == "length"
+    assert len(tokens) == 25 - len(PROMPT) + 1  # the token after the last place is still known
+    assert session.state.length == 25
+
+
+def test_a_prompt_that_fills_the_context_gets_one_token(parts):
+    _, tokens, reason, _ = generate(Session(*parts, len(PROMPT)), max_tokens=None)
+    assert (len(tokens), reason) == (1, "length")
+
+
+def test_an_end_token_ends_the_reply_and_is_not_part_of_it(session):
+    _, tokens, _, _ = generate(session)
+    end = tokens[10]
+    session.tokenizer.end_ids, before = frozenset({end}), session.tokenizer.end_ids
+    try:
+        session.reset()
+        _, cut, reason, pieces = generate(session)
+    finally:
+        session.tokenizer.end_ids = before
+    assert (cut, reason) == (tokens[: tokens.index(end)], "stop")
+    assert pieces[-1].stats.new_tokens == len(cut) + 1
+
+
+def test_a_stop_string_is_cut_wherever_tokens_split_it(session):
+    text, *_ = generate(session)
+    for width in (1, 2, 3, 5):
+        stop = text[7 : 7 + width]
+        cut, _, reason, _ = generate(session, stop=[stop])
+        assert (cut, reason) == (text[: text.find(stop)], "stop")
+
+
+def test_no_piece_shows_what_a_stop_string_takes_back(session):
+    text, *_ = generate(session)
+    stop = text[9:14]
+    shown = ""
+    for piece in session.stream(PROMPT, Sampling(), 30, stop=[stop]):
+        shown += piece.text
+        assert text[: text.find(stop)].startswith(shown)
+
+
+@pytest.mark.parametrize("text", ["abcabcabd", "aaaaab", "xxabc", "ab", ""])
+@pytest.mark.parametrize("stop", [["abd"], ["aab"], ["zz"], ["abc", "ca"], ["b", "bc"]])
+def test_stop_text_equals_a_search_over_the_whole(text, stop):
+    held = StopText(stop)
+    out = "".join(held.push(char) for char in text if not held.stopped)
+    if not held.stopped:
+        out += held.flush()
+    # the stop string that is complete first ends the text
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+    assert out == (text[: min(ends)[1]] if ends else text)
+    assert held.stopped == bool(ends)
+
+
+def test_log_probabilities_are_those_of_the_model(session):
+    _, tokens, _, pieces = generate(session, top_logprobs=3, sampling={"temperature": 1.0, "seed": 5})
+    rows = session.logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    logprobs = [lp for p in pieces for lp in p.logprobs]
+    assert [lp.token for lp in logprobs] == tokens
+    for lp, row in zip(logprobs, rows, strict=True):
+        expected = log_softmax(row)
+        assert lp.logprob == pytest.approx(expected[lp.token], abs=1e-4)
+        assert [id for id, _ in lp.top] == np.argsort(-expected)[:3].tolist()
+
+
+def test_a_longer_prompt_reuses_what_was_read(session):
+    _, tokens, _, _ = generate(session)
+    longer = PROMPT + tokens + [70, 71, 72]
+    _, warm, _, pieces = generate(session, longer)
+    session.reset()
+    _, cold, _, _ = generate(session, longer)
+    assert warm == cold
+    assert pieces[-1].stats.cached_tokens == len(PROMPT) + len(tokens) - 1  # the newest token was never run
+
+
+def test_the_same_prompt_again_reads_nothing(session):
+    _, first, _, _ = generate(session)
+    _, second, _, pieces = generate(session)
+    assert first == second
+    assert pieces[-1].stats.cached_tokens == len(PROMPT)
+
+
+def test_another_continuation_of_the_last_prompt_goes_back_to_its_end(session):
+    generate(session)
+    other = [*PROMPT, 99, 98]
+    _, warm, _, pieces = generate(session, other)
+    assert pieces[-1].stats.cached_tokens == len(PROMPT)
+    session.reset()
+    assert warm == generate(session, other)[1]
+
+
+def test_another_prompt_starts_over(session):
+    generate(session)
+    _, tokens, _, pieces = generate(session, [90, 91, 92])
+    assert pieces[-1].stats.cached_tokens == 0
+    session.reset()
+    assert tokens == generate(session, [90, 91, 92])[1]
+
+
+def test_a_reply_left_in_the_middle_leaves_a_usable_session(session):
+    _, whole, _, _ = generate(session)
+    session.reset()
+    stream = session.stream(PROMPT, Sampling(), 30)
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    assert session.tokens == (PROMPT + whole)[: session.state.length]
+    assert generate(session)[1] == whole
+
+
+def test_cancel_before_prefill_and_while_decoding(session):
+    cancel = threading.Event()
+    pieces = []
+    for piece in session.stream(PROMPT, Sampling(), 30, cancel=cancel):
+        pieces.append(piece)
+        cancel.set()
+    assert pieces[-1].finish_reason == "cancelled"
+    assert len(pieces) <= 3
+    *_, (last,) = generate(session, [80, 81], cancel=cancel)
+    assert (last.text, last.finish_reason, last.stats.new_tokens) == ("", "cancelled", 0)
+
+
+def test_prefill_in_pieces_reports_progress(parts):
+    model, tokenizer = parts
+    session = Session(model, tokenizer, 2 * PREFILL_ROWS + 10)
+    seen = []
+    prompt = [40 + i % 50 for i in range(PREFILL_ROWS + 7)]
+    list(session.stream(prompt, Sampling(), 1, on_prefill=lambda read, total: seen.append((read, total))))
+    assert seen == [(PREFILL_ROWS, len(prompt)), (len(prompt), len(prompt))]
+
+
+def test_refusals(session):
+    for options, message in (
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [1000]}, "token id 1000 is outside the vocabulary of 258"),
+        ({"prompt": [-1]}, "token id -1 is outside"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"stop": [""]}, "a stop string is empty"),
+        ({"top_logprobs": 1000}, "top_logprobs is 1000"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            generate(session, **options)
+    with pytest.raises(BimetalError, match=f"the prompt has {CONTEXT + 1} tokens and the context holds {CONTEXT}"):
+        generate(session, [50] * (CONTEXT + 1))

@@ -1,0 +1,70 @@
+"""A random chat model small enough to generate hundreds of tokens a second on any backend."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+HIDDEN, LAYERS, HEADS, HEAD_DIM, FFN, CONTEXT = 32, 2, 4, 8, 48, 256
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE) -> Path:
+    """A llama checkpoint of one-byte tokens with its tokenizer in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate(["<|im_start|>", END, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<|im_start|>", END])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": END} | ({"chat_template": template} if template else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": len(vocabulary),
+                "hidden_size": HIDDEN,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": HEADS,
+                "num_key_value_heads": HEADS,
+                "intermediate_size": FFN,
+                "max_position_embeddings": CONTEXT,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": False,
+            }
+        )
+    )
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return rng.normal(0, 2 / columns**0.5, (rows, columns)).astype(np.float32)
+
+    weights = {
+        "model.embed_tokens.weight": matrix(len(vocabulary), HIDDEN),
+        "lm_head.weight": matrix(len(vocabulary), HIDDEN),
+    }
+    weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
+    for i in range(LAYERS):
+        layer = {
+            "self_attn.q_proj": matrix(HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.k_proj": matrix(HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.v_proj": matrix(HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.o_proj": matrix(HIDDEN, HEADS * HEAD_DIM),
+            "mlp.gate_proj": matrix(FFN, HIDDEN),
+            "mlp.up_proj": matrix(FFN, HIDDEN),
+            "mlp.down_proj": matrix(HIDDEN, FFN),
+            "input_layernorm": np.ones(HIDDEN, np.float32),
+            "post_attention_layernorm": np.ones(HIDDEN, np.float32),
+        }
+        weights |= {f"model.layers.{i}.{name}.weight": value for name, value in layer.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
