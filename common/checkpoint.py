@@ -45,8 +45,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         return _open_directory(path)
-    if not path.exists():
-        raise BimetalError(f"{path} does not exist")
+    if not path.is_file():
+        raise BimetalError(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.suffix == ".safetensors":
@@ -111,7 +111,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BimetalError(f"{index} has no weight_map from tensor names to files")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
             raise BimetalError(f"{index} puts tensor {name!r} into {file!r}, which is not the name of a file beside it")
     return weight_map
 

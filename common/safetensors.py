@@ -139,6 +139,8 @@ def fold_quantized(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[s
             folded[name] = _fold(tensor, scales, tensors.get(f"{module}.biases"), *_settings(table, module))
         elif kind in ("scales", "biases") and packed:
             continue
+        elif kind == "global_scale" and packed:  # mlx-lm's nvfp4 experts can have one
+            raise BimetalError(f"tensor {name!r} scales a whole packed tensor, which is not supported")
         elif kind == "scales" and table:
             raise BimetalError(f"tensor {name!r} has no packed (U32) weight beside it")
         else:
@@ -159,7 +161,8 @@ def _settings(table: dict[str, Any], module: str) -> tuple[str, int, int]:
         raise BimetalError(f"module {module!r} has the quantization mode {mode!r}; supported are {', '.join(MODES)}")
     default_bits, default_group = DEFAULTS[mode]
     bits, group_size = settings.get("bits", default_bits), settings.get("group_size", default_group)
-    if type(bits) is not int or bits not in MODES[mode][0] or group_size not in MODES[mode][1]:
+    integers = type(bits) is int and type(group_size) is int
+    if not integers or bits not in MODES[mode][0] or group_size not in MODES[mode][1]:
         raise BimetalError(
             f"module {module!r} is {mode} with bits {bits!r} and group_size {group_size!r}; supported are "
             f"bits {MODES[mode][0]} and group_size {MODES[mode][1]}"
@@ -175,7 +178,7 @@ def _fold(weight: Tensor, scales: Tensor, biases: Tensor | None, mode: str, bits
         raise BimetalError(f"tensor {scales.name!r} is {scales.type}; {mode} needs {' or '.join(scale_types)}")
     *rows, words = weight.shape
     shape = (*rows, words * 32 // bits)
-    if len(rows) not in (1, 2) or words * 32 % bits or scales.shape != (*rows, shape[-1] / group_size):
+    if len(rows) not in (1, 2) or scales.shape != (*rows, shape[-1] / group_size):
         raise BimetalError(
             f"tensor {weight.name!r} has shape {weight.shape} and its scales {scales.shape}, which does not fit "
             f"{bits} bits and group_size {group_size}"

@@ -84,10 +84,10 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 def map_file(path: Path) -> np.ndarray:
     """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use."""
     try:
+        if path.stat().st_size == 0:
+            raise BimetalError(f"{path} is empty")
         with path.open("rb") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except ValueError:
-        raise BimetalError(f"{path} is empty") from None
     except OSError as error:
         raise BimetalError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -160,6 +160,9 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         open_checkpoint(tmp_path / "nothing.gguf")
     with pytest.raises(BimetalError, match="neither a directory nor"):
         open_checkpoint(write(tmp_path / "model.bin", b"x"))
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(BimetalError, match=r"pipe\.gguf is not a regular file"):  # opening it would wait forever
+        open_checkpoint(tmp_path / "pipe.gguf")
     if os.geteuid():
         (path := write(tmp_path / "locked.gguf", GOOD)).chmod(0)
         with pytest.raises(BimetalError, match="cannot be read: Permission denied"):
