@@ -1,0 +1,280 @@
+"""The command line as a person meets it: what it prints, where, and with which exit code."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_chat import write
+
+from generate.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch):
+    """Run a command in this process; (exit code, stdout, stderr)."""
+
+    def run(*argv: str, stdin: str | None = None, model: bool = True) -> tuple[int, str, str]:
+        if stdin is not None:
+            monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = main([*argv, *(("--model", folder, "--backend", "numpy") if model else ())])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_is_quick_and_imports_no_backend():
+    code = (
+        "import sys; from generate.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'mlx', 'cupy', 'tokenizers', 'jinja2', 'huggingface_hub', 'tqdm'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for flag in ("--temperature", "--chat", "--stop", "devices", "inspect", "bench"):
+        assert flag in done.stdout
+
+
+def test_a_prompt_streams_to_stdout_and_nothing_else(run):
+    code, out, err = run("--prompt", "hi", "-n", "8")
+    assert (code, err) == (0, "")
+    assert len(out) > 1
+    assert out.endswith("\n")
+
+
+def test_stdin_is_the_prompt(run):
+    assert run("-n", "8", stdin="hi")[1] == run("--prompt", "hi", "-n", "8")[1]
+
+
+def test_raw_sends_no_template(run):
+
+    code, out, _ = run("--prompt", "hi", "--raw", "-n", "8")
+    assert code == 0
+    assert out != run("--prompt", "hi", "-n", "8")[1]
+
+
+def test_system_prompt_changes_the_reply(run):
+    assert run("--prompt", "hi", "--system", "Be brief.", "-n", "8")[1] != run("--prompt", "hi", "-n", "8")[1]
+
+
+def test_stats_go_to_stderr(run):
+    _, out, err = run("--prompt", "hi", "-n", "8", "--stats")
+    assert out == run("--prompt", "hi", "-n", "8")[1]
+    for figure in ("prefill", "tok/s", "GB/s", "first token in", "peak memory"):
+        assert figure in err
+
+
+def test_seed_and_stop(run):
+    warm = ("--prompt", "hi", "-n", "20", "--temperature", "1.2", "--seed", "4")
+    _, out, _ = run(*warm)
+    assert run(*warm)[1] == out
+    stop = out[5:7]
+    assert run(*warm, "--stop", stop)[1] == out[: out.find(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temperature", "x"], "'x' is not a number"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be at least 0"),
+        (["--top-p", "2"], "top_p is 2.0"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--max-tokens", "-3"], "'-3' is not a whole number of at least 0"),
+        (["--ctx", "0"], "ctx is 0"),
+        (["--stop", ""], "a stop string is empty"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--chat"], "--chat and --prompt exclude each other"),
+        (["--raw", "--system", "x"], "--system and --raw exclude each other"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+)
+def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message):
+    raw = ["--raw"] if argv == ["--prompt", ""] else []  # a template writes something around an empty prompt
+    code, out, err = run("--prompt", "hi", *argv, *raw)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["no-such-command"], 2, "'no-such-command' is not a command; commands: devices, inspect, bench"),
+        (["-p", "x", "--model", "/no/such.gguf"], 1, "/no/such.gguf"),
+        (["-p", "x", "--backend", "tpu"], 2, "invalid choice: 'tpu'"),
+        (["inspect"], 2, "the following arguments are required: MODEL"),
+        (["inspect", "/no/such.gguf"], 1, "/no/such.gguf"),
+        (["bench", "--contexts", "0"], 2, "0 is not a number of prompt tokens"),
+        (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
+    ],
+)
+def test_bad_commands_and_models(run, argv, code, message):
+    got, out, err = run(*argv, model=False)
+    assert (got, out) == (code, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_prompt_longer_than_the_context(run):
+    code, out, err = run("--prompt", "x" * 300)
+    assert (code, out) == (1, "")
+    assert "tokens and the context holds 256; shorten it or raise ctx (the model was trained for 256)" in err
+
+
+def test_a_truncated_model_is_one_sentence(run, folder, tmp_path):
+    for name in os.listdir(folder):
+        data = Path(folder, name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2] if name.endswith(".safetensors") else data)
+    code, out, err = run("-p", "x", "--backend", "numpy", "--model", str(tmp_path), model=False)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "model.safetensors" in err
+
+
+def test_devices_names_the_choice_and_the_reason(run):
+    code, out, _ = run("devices", model=False)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[:3]] == ["cuda", "mlx", "numpy"]
+    chosen = next(line.split()[0] for line in out.splitlines() if " chosen " in line)
+    assert f"{chosen} is the first of cuda, mlx, numpy that can run here" in out
+
+
+def test_inspect_lists_what_is_there(run, folder):
+    code, out, _ = run("inspect", folder, model=False)
+    assert code == 0
+    for part in (
+        "llama, safetensors",
+        "hidden       32",
+        "F32",
+        "21 in the file, 21 used",
+        "<|im_end|> 1",
+        "256 tokens",
+    ):
+        assert part in out
+
+
+def test_inspect_names_a_tensor_that_it_does_not_understand(run, folder, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    write(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"model.layers.0.mystery.weight": weights["model.norm.weight"]}, tmp_path / "model.safetensors")
+    code, out, _ = run("inspect", str(tmp_path), model=False)
+    assert code == 0
+    assert "not understood: model.layers.0.mystery.weight" in out
+    code, _, err = run("-p", "x", "--backend", "numpy", "--model", str(tmp_path), model=False)
+    assert (code, "model.layers.0.mystery.weight" in err) == (1, True)
+
+
+def test_bench_prints_a_table_and_logs_rows(run, tmp_path):
+    log = tmp_path / "rows.tsv"
+    argv = ["bench", "--contexts", "8,16", "--new-tokens", "4", "--runs", "2", "--log", str(log), "--note", "a test"]
+    code, out, err = run(*argv)
+    assert (code, err) == (0, "")
+    assert "copy bandwidth" in out
+    header, *rows = (line.split("\t") for line in log.read_text().splitlines())
+    assert [row[header.index("context")] for row in rows] == ["8", "16"]
+    assert run(*argv)[0] == 0
+    assert len(log.read_text().splitlines()) == 5  # one header
+
+
+# -- the conversation ------------------------------------------------------------------------------------------------
+
+
+def test_chat_remembers_saves_and_loads(run, tmp_path):
+    file = tmp_path / "talk.json"
+    code, out, err = run("--chat", "-n", "5", stdin=f"hello\nand then?\n/save {file}\n/quit\n")
+    assert (code, err) == (0, "")
+    saved = json.loads(file.read_text())
+    assert [m["role"] for m in saved["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert saved["messages"][2]["content"] == "and then?"
+    assert out.startswith(saved["messages"][1]["content"])
+    again = tmp_path / "again.json"
+    run("--chat", "-n", "5", stdin=f"/load {file}\n/save {again}\n")
+    assert json.loads(again.read_text()) == saved
+
+
+def test_reset_forgets_and_regen_repeats(run, tmp_path):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    run("--chat", "-n", "5", stdin=f"hello\n/save {one}\n/regen\n/save {two}\n")
+    assert json.loads(one.read_text()) == json.loads(two.read_text())  # greedy
+    run("--chat", "-n", "5", stdin=f"noise\n/reset\nhello\n/save {two}\n")
+    assert json.loads(one.read_text()) == json.loads(two.read_text())
+
+
+def test_a_message_of_several_lines(run, tmp_path):
+    file = tmp_path / "talk.json"
+    run("--chat", "-n", "2", stdin=f'"""\nfirst\nsecond\n"""\n/save {file}\n')
+    assert json.loads(file.read_text())["messages"][0]["content"] == "first\nsecond"
+
+
+def test_chat_errors_do_not_end_the_chat(run, tmp_path):
+    stdin = f"/nonsense\n/save\n/load {tmp_path / 'absent'}\n/regen\n{'x' * 400}\nhello\n/stats\n"
+    code, out, err = run("--chat", "-n", "3", stdin=stdin)
+    assert code == 0
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["error"] * 5
+    assert "decode 3 tokens" in out
+
+
+def test_chat_needs_a_template(run, tmp_path):
+    code, _, err = run(
+        "--chat", "--model", str(write(tmp_path, template=None)), "--backend", "numpy", stdin="", model=False
+    )
+    assert (code, "has no chat template" in err) == (2, True)
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def start(*argv: str, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "generate", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_ctrl_c_keeps_the_text_and_exits_with_130(folder):
+    process = start("--model", folder, "--backend", "numpy", "--ctx", "100000", "-p", "hi", "--raw")
+    first = process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert first + rest
+    assert b"Traceback" not in err
+
+
+def test_ctrl_c_in_a_chat_stops_the_reply_and_not_the_program(folder, tmp_path):
+    file = tmp_path / "talk.json"
+    process = start("--chat", "--model", folder, "--backend", "numpy", "--ctx", "100000", stdin=subprocess.PIPE)
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    _, err = process.communicate(f"/save {file}\n/quit\n".encode(), timeout=30)
+    assert (process.returncode, b"Traceback" in err) == (0, False)
+    messages = json.loads(file.read_text())["messages"]
+    assert len(messages) == 2
+    assert len(messages[1]["content"]) >= 5
+
+
+def test_a_closed_pipe_is_quiet(folder):
+    process = start("--model", folder, "--backend", "numpy", "--ctx", "100000", "-p", "hi", "--raw")
+    process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(30) == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()
