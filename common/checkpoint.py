@@ -62,13 +62,17 @@ def _open_directory(path: Path) -> Checkpoint:
         return _open_safetensors([path / "model.safetensors"])
     if (path / INDEX).exists():
         return _open_index(path / INDEX)
-    files = sorted(path.glob("*.gguf"))
-    models = [file for file in files if not (match := SPLIT_NAME.fullmatch(file.name)) or match["part"] == "00001"]
+    models: dict[str, Path] = {}  # by name without the number of a part
+    for file in sorted(path.glob("*.gguf")):
+        if "mmproj" not in file.name:  # a vision tower, beside the model it belongs to
+            split = SPLIT_NAME.fullmatch(file.name)
+            models.setdefault(f"{split['stem']}-of-{split['count']}" if split else file.name, file)
     if len(models) > 1:
-        raise BimetalError(f"{path} has several models, name one of them: {', '.join(file.name for file in models)}")
-    if not files:
+        names = ", ".join(file.name for file in models.values())
+        raise BimetalError(f"{path} has several models, name one of them: {names}")
+    if not models:
         raise BimetalError(f"{path} has no model.safetensors, no {INDEX} and no .gguf file")
-    return _open_gguf(files[0])
+    return _open_gguf(*models.values())
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -76,12 +80,14 @@ def _open_gguf(path: Path) -> Checkpoint:
     if match := SPLIT_NAME.fullmatch(path.name):
         count = int(match["count"])
         names = [f"{match['stem']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
-        missing = [name for name in names if not (path.parent / name).exists()]
-        if missing or path.name not in names:
-            raise BimetalError(f"{path} is one of {count} files; missing are {', '.join(missing[:8])}")
+        if path.name not in names:
+            raise BimetalError(f"{path} has a part number that is not from 1 to {count}")
+        if missing := [name for name in names if not (path.parent / name).exists()]:
+            some = ", ".join(missing[:8])
+            raise BimetalError(f"{path} is one of {count} files, and {len(missing)} are missing, such as {some}")
         parts = [path.parent / name for name in names]
 
-    configs: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
         config, in_part = read_gguf(part)
@@ -91,13 +97,13 @@ def _open_gguf(path: Path) -> Checkpoint:
         if twice := tensors.keys() & in_part.keys():
             raise BimetalError(f"{part} has tensors that an earlier part has too, such as {min(twice)!r}")
         tensors |= in_part
-        configs.append(config)
-    expected = configs[0].get("split.tensors.count", len(tensors))
+        first = first or config
+    expected = first.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise BimetalError(
             f"{path} says the model has {expected!r} tensors; its {len(parts)} files have {len(tensors)}"
         )
-    return Checkpoint(path, "gguf", configs[0], tensors)
+    return Checkpoint(path, "gguf", first, tensors)
 
 
 def _open_index(index: Path) -> Checkpoint:

@@ -175,8 +175,10 @@ def test_directory_with_gguf(tmp_path):
     write(tmp_path / "a.gguf", GOOD)
     checkpoint = open_checkpoint(tmp_path)
     assert (checkpoint.path, checkpoint.format) == (tmp_path / "a.gguf", "gguf")
-    write(tmp_path / "b.gguf", GOOD)
-    with pytest.raises(BimetalError, match=r"several models, name one of them: a\.gguf, b\.gguf"):
+    write(tmp_path / "mmproj-a.gguf", GOOD)
+    assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
+    write(tmp_path / "B-00002-of-00003.gguf", GOOD)
+    with pytest.raises(BimetalError, match=r"several models, name one of them: B-00002-of-00003\.gguf, a\.gguf"):
         open_checkpoint(tmp_path)
 
 
@@ -231,8 +233,10 @@ def test_broken_splits_are_named(tmp_path):
     paths = write_split(tmp_path, good)
     for path in paths[1:]:
         path.unlink()
-    with pytest.raises(BimetalError, match=r"one of 3 files; missing are m-00002-of-00003.gguf, m-00003-of-00003.gguf"):
+    with pytest.raises(BimetalError, match=r"one of 3 files, and 2 are missing, such as m-00002-of-00003.gguf, m-0"):
         open_checkpoint(paths[0])
+    with pytest.raises(BimetalError, match=r"m-00004-of-00003.gguf has a part number that is not from 1 to 3"):
+        open_checkpoint(write(tmp_path / "m-00004-of-00003.gguf", good[0]))
     with pytest.raises(BimetalError, match=r"says it is part 0 \(from 0\) of 3"):
         open_checkpoint(paths[0].rename(tmp_path / "renamed.gguf"))
 
