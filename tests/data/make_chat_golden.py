@@ -76,6 +76,10 @@ CONVERSATIONS: dict[str, dict] = {
         "tools": TOOLS,
         "enable_thinking": True,
     },
+    "reasoning by an older name, then a call": {
+        "messages": [TRAIN, CALL | {"reasoning": "A train."}, RESULT],
+        "tools": TOOLS,
+    },
     "no messages": {"messages": []},
     "no user": {"messages": [SYSTEM]},
     "unknown role": {"messages": [say("judge", "Guilty."), HELLO]},

@@ -4,9 +4,9 @@
 
 FOLDER holds ggml-vocab-qwen2.gguf and ggml-vocab-qwen35.gguf with their .inp (texts) and .out (ids), from
 https://github.com/ggml-org/llama.cpp/tree/master/models (MIT). Of the vocabulary stay the tokens that occur in the
-texts, so that every merge that could apply to them is there. All ids are
-llama.cpp's on the small vocabulary; for "qwen2" and "qwen35" the published ones must agree. The SentencePiece model is trained here, on
-source text of Python's standard library; its ids are SentencePiece's own, and llama.cpp must agree.
+texts, so that every merge that could apply to them is there. All ids are llama.cpp's on the small vocabulary; for
+"qwen2" and "qwen35" the published ones must agree. The SentencePiece model is trained here, on source text of Python's
+standard library; its ids are llama.cpp's, and SentencePiece must agree.
 Needs gguf, llama-cpp-python and sentencepiece.
 """
 
@@ -25,6 +25,9 @@ import gguf
 import llama_cpp
 import sentencepiece
 
+# Merges of our own: Qwen has no numbers of two digits, which would hide how the others split them.
+DIGITS = {"11": "1 1", "111": "11 1", "1111": "11 11"}
+
 # What the published texts lack: newline runs after punctuation, long numbers, code, mixed scripts, control tokens.
 TEXTS = [
     "def f(x):\n    if x > 10:\n        return [1234567, 0.5]\n\n\n    return None\n",
@@ -34,6 +37,7 @@ TEXTS = [
     "नमस्ते दुनिया, tiếng Việt, ภาษาไทย, العَرَبِيَّة, 한국어, 日本語ｶﾅ",
     "<|im_start|>user\nHi <|im_end|>there<|endoftext|>",
     "tabs\tand\u00a0other\u2003spaces\u3000 ½ ² Ⅷ ٣",
+    "1 11 111 1111 11111 111111 1111111",
     "👩\u200d👩\u200d👧 🏳️\u200d🌈 \u200b\ufeff e\u0301 \u0301",
 ]
 PRES = ("chatglm-bpe", "default", "glm4", "gpt-2", "laguna", "llama-bpe", "qwen2", "qwen35", "smollm")
@@ -67,14 +71,14 @@ def reduce(vocabulary: dict, texts: list[str]) -> tuple[dict, list[int]]:
     merges = [merge for merge in vocabulary["tokenizer.ggml.merges"] if merge.replace(" ", "") in spelled]
     small = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [tokens[i] for i in kept],
-        "tokenizer.ggml.token_type": [types[i] for i in kept],
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.tokens": [*(tokens[id] for id in kept), *DIGITS],
+        "tokenizer.ggml.token_type": [*(types[id] for id in kept), *(1 for _ in DIGITS)],
+        "tokenizer.ggml.merges": [*merges, *DIGITS.values()],
         "tokenizer.ggml.bos_token_id": kept.index(151643),
         "tokenizer.ggml.eos_token_id": kept.index(151645),
         "tokenizer.ggml.add_bos_token": False,
     }
-    return small, kept
+    return small, [*kept, *(len(tokens) + n for n in range(len(DIGITS)))]
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -145,6 +145,7 @@ def test_special_tokens():
     assert tokenizer.decode(plain) == tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text)[-1] == IM_END, "the setting of one call does not stay for the next"
     assert tokenizer.decode(tokenizer.encode(text), skip_special=True) == "Hi"
+    assert TOKENIZERS["spm"].encode("<unk>", add_special=False) == [TOKENIZERS["spm"].token_to_id("<unk>")]
     types = [4 if id == IM_END else type for id, type in enumerate(BPE["config"]["tokenizer.ggml.token_type"])]
     visible = bpe(token_type=types)  # user-defined tokens are atomic but belong to the text
     assert visible.encode(text, parse_special=False)[-1] == IM_END
