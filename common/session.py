@@ -125,7 +125,8 @@ class Session:
                 pending.tokens.append(token)
                 if top_logprobs is not None:
                     pending.logprobs.append(_logprob(self.model.ops.read(row)[-1], token, top_logprobs))
-                pending.text = text.push(decoder.push(token))
+                known = token < self.tokenizer.vocab_size  # a padded vocabulary ends in ids without text
+                pending.text = text.push(decoder.push(token) if known else "")
                 if text.stopped:
                     reason = "stop"
                     break

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import ModuleType
 
 from common.errors import BimetalError, UsageError
 from common.ops import Ops
@@ -64,13 +65,20 @@ def choose(name: str | None) -> Found:
 def open_backend(name: str | None) -> Ops:
     """The ops of the chosen backend; call it in the thread that will use them."""
     chosen = choose(name).name
-    if chosen == "mlx":
-        from mlx_backend import open_mlx
+    if chosen == "numpy":
+        from common.reference import NumpyOps
 
-        return open_mlx()
-    from common.reference import NumpyOps
+        return NumpyOps()
+    return backend_package(chosen).open_ops()
 
-    return NumpyOps()
+
+def backend_package(name: str) -> ModuleType:
+    """The package of backend `name`: the one place that imports any."""
+    if name != "mlx":
+        raise UsageError(f"{name} is no backend package")
+    import mlx_backend
+
+    return mlx_backend
 
 
 def run() -> int:

@@ -17,13 +17,13 @@ import numpy as np
 from tqdm import tqdm
 
 from common.decode.plain import plain
-from common.errors import BimetalError, UsageError
+from common.errors import UsageError
 from common.hub import resolve_model
 from common.models import Model, load_model
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
 from common.step import Step
-from generate.backends import open_backend
+from generate.backends import backend_package, open_backend
 
 COLUMNS = (
     "date",
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"no context of {args.contexts} leaves room for {args.new_tokens} new tokens within {limit}")
     runners: dict[str, Runner] = {ops.name: ours(model)}
     if args.peer:
-        runners[args.peer] = mlx_lm(path)
+        runners[args.peer] = peer(path)
     copy = ops.copy_bandwidth()
     print(f"{path.name} on {ops.name}, {machine()}; copy bandwidth {copy / 1e9:.1f} GB/s")
     print(f"{'':8} {'context':>8} {'prefill tok/s':>14} {'decode tok/s (min..max)':>28} {'GB/s':>7} {'of copy':>8}")
@@ -151,21 +151,15 @@ def ours(model: Model) -> Runner:
     return once
 
 
-def mlx_lm(path: Path) -> Runner:
+def peer(path: Path) -> Runner:
     """mlx-lm's own model and loop over the same safetensors folder."""
-    try:
-        import mlx.core as mx
-        from mlx_lm import load
-        from mlx_lm.generate import generate_step
-    except ImportError:
-        raise BimetalError("the peer mlx-lm is not installed: pip install mlx-lm") from None
     if not path.is_dir():
         raise UsageError(f"mlx-lm reads safetensors folders, {path} is a file")
-    model = load(str(path))[0]
+    tokens_of = backend_package("mlx").mlx_lm(path, PREFILL_ROWS)
 
     def once(prompt: np.ndarray, new_tokens: int) -> Timing:
         with Clock() as prefill:
-            tokens = generate_step(mx.array(prompt), model, max_tokens=new_tokens, prefill_step_size=PREFILL_ROWS)
+            tokens = tokens_of(prompt, new_tokens)
             next(tokens)
         with Clock() as decode:
             _take(tokens, new_tokens - 1)
