@@ -204,7 +204,7 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _attention_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
-    parts = (
+    parts: tuple[Stored, ...] = (
         at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden)),  # per head: D rows of q, D of gate
         at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
         at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
@@ -313,8 +313,8 @@ def _ignored(dialect: str, layers: int, name: str) -> str | None:
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    attention = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
-    delta = {
+    attention: LayerSpec = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
+    delta: LayerSpec = {
         "conv": ConvSpec(2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim, c.taps),
         "delta": DeltaSpec(c.value_heads, c.key_dim, c.value_dim),
     }

@@ -46,6 +46,7 @@ DELTA = {
 EXPERTS = {
     **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
 }
+TIED = {"tie_word_embeddings": True}
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 128,
@@ -55,9 +56,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
 MODELS = {  # class, configuration, stored type of the matrices
     "llama": (
         LlamaForCausalLM,
-        LlamaConfig(
-            **SIZES, **HEADS, vocab_size=96, num_hidden_layers=3, rope_parameters=LLAMA3, tie_word_embeddings=True
-        ),
+        LlamaConfig(**SIZES, **HEADS, vocab_size=96, num_hidden_layers=3, rope_parameters=LLAMA3, **TIED),
         torch.bfloat16,
     ),
     "llama-untied": (
@@ -68,9 +67,7 @@ MODELS = {  # class, configuration, stored type of the matrices
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, **HEADS, vocab_size=96, num_hidden_layers=3), torch.bfloat16),
     "qwen3-yarn": (
         Qwen3ForCausalLM,
-        Qwen3Config(
-            **SIZES, **HEADS, vocab_size=96, num_hidden_layers=2, rope_parameters=YARN, tie_word_embeddings=True
-        ),
+        Qwen3Config(**SIZES, **HEADS, vocab_size=96, num_hidden_layers=2, rope_parameters=YARN, **TIED),
         torch.bfloat16,
     ),
     "qwen35": (

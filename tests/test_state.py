@@ -1,0 +1,256 @@
+"""The state contract, for keys and values, convolutions and recurrent matrices, on every backend.
+
+A row of a tree gives the logits of its path read alone; committing a path is reading it alone; a step without a commit
+leaves no trace; a snapshot is a place to come back to. Every comparison is with a fresh state that read the tokens as
+one plain chain.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import BimetalError
+from common.step import PAST, Step
+
+LOGIT = 5e-4  # between two float32 ways to the same logits, tests/models/test_golden.py
+STATE = 1e-4  # of the largest element
+TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
+MORE = TEXT[100:110]
+
+# trunk of depth 0, 3 and 4, then two branches whose rows alternate; a convolution window is 4 rows
+FORKS = {
+    0: [PAST, PAST, 0, 1, 2, 3, 4, 5],
+    3: [PAST, 0, 1, 2, 2, 3, 4, 5, 6, 7, 8],
+    4: [PAST, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9],
+}
+
+quick = settings(max_examples=12, deadline=None, derandomize=True)
+parent_lists = st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(PAST, t - 1) for t in range(n))))
+pasts = st.sampled_from([0, 1, 2, 3, 4, 9])  # around the 3 rows that a convolution keeps
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen35"])
+def model(ops, request):
+    model = tiny.load(request.param, ops)
+    if request.param == "qwen3":
+        return model
+    # one round of Qwen3.5's layers has every kind of state
+    layers = SimpleNamespace(**vars(model.weights) | {"layers": model.weights.layers[:4]})
+    return replace(model, config=replace(model.config, is_attention=model.config.is_attention[:4]), weights=layers)
+
+
+def started(model, past, capacity=tiny.CAPACITY):
+    """A state that holds the first `past` tokens of the text."""
+    state = model.new_state(capacity)
+    if past:
+        tiny.run(model, state, TEXT[:past])
+    return state
+
+
+def tree_of(parents, past):
+    tokens = TEXT[40 : 40 + len(parents)]
+    return Step.tree(tokens, parents, past)
+
+
+def path_to(row, parents):
+    return [] if row == PAST else [*path_to(parents[row], parents), row]
+
+
+def forward(model, state, step):
+    return np.array(model.ops.read(model.forward(state, step)))
+
+
+def continued(model, state):
+    """Logits of a few more tokens, read one by one."""
+    return tiny.run(model, state, MORE, [1] * len(MORE))
+
+
+def identical(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def assert_same_state(model, state, other):
+    expected = tiny.arrays_of(model, other)
+    for key, array in tiny.arrays_of(model, state).items():
+        scale = max(np.abs(expected[key]).max(initial=0), 1e-3)
+        assert np.abs(array - expected[key]).max(initial=0) / scale < STATE, key
+    assert state.length == other.length
+
+
+def check_tree(model, parents, past):
+    """Every row against its path, then the commit of every path, and of none."""
+    tree = tree_of(parents, past)
+    logits = forward(model, started(model, past), tree)
+    for row in range(PAST, len(parents)):
+        path = path_to(row, parents)
+        alone = started(model, past)
+        if path:
+            along = tiny.run(model, alone, np.asarray(tree.tokens)[path])
+            assert np.abs(logits[path] - along).max() < LOGIT, f"row {row} of {parents}"
+        state = started(model, past)
+        forward(model, state, tree)
+        state.commit(path)
+        assert_same_state(model, state, alone)
+        assert np.abs(continued(model, state) - continued(model, alone)).max() < LOGIT, f"after {path} of {parents}"
+
+
+@quick
+@given(parents=parent_lists, past=pasts)
+def test_trees(model, parents, past):
+    check_tree(model, parents, past)
+
+
+@pytest.mark.parametrize("past", [0, 2, 9])
+@pytest.mark.parametrize("depth", FORKS)
+def test_forks(model, depth, past):
+    check_tree(model, FORKS[depth], past)
+
+
+@pytest.mark.parametrize("kept", range(7))
+def test_part_of_a_chain(model, kept):
+    state, alone = started(model, 5), started(model, 5)
+    forward(model, state, Step.chain(TEXT[5:11], 5))
+    state.commit(range(kept))
+    if kept:
+        tiny.run(model, alone, TEXT[5 : 5 + kept])
+    assert_same_state(model, state, alone)
+    assert np.abs(continued(model, state) - continued(model, alone)).max() < LOGIT
+
+
+@pytest.mark.parametrize("past", [0, 9])
+def test_step_changes_nothing(model, past):
+    """A step may be run again, and other steps in between, bit for bit."""
+    state, tree = started(model, past), tree_of(FORKS[3], past)
+    before = tiny.arrays_of(model, state)
+    first = forward(model, state, tree)
+    forward(model, state, Step.chain(TEXT[60:90], past))
+    forward(model, state, Step.chain(TEXT[60:61], past))
+    assert np.array_equal(first, forward(model, state, tree))
+    assert identical(before, tiny.arrays_of(model, state))
+
+
+@pytest.mark.parametrize("past", [0, 9])
+def test_last_step_counts(model, past):
+    """A commit keeps rows of the last step, whatever ran before it."""
+    state, alone, tree = started(model, past), started(model, past), tree_of(FORKS[3], past)
+    forward(model, state, Step.chain(TEXT[60:90], past))
+    forward(model, state, tree)
+    state.commit(path_to(9, FORKS[3]))
+    tiny.run(model, alone, np.asarray(tree.tokens)[path_to(9, FORKS[3])])
+    assert_same_state(model, state, alone)
+
+
+@pytest.mark.parametrize("past", [0, 9])
+def test_reject_everything(model, past):
+    state, tree = started(model, past), tree_of(FORKS[4], past)
+    before = tiny.arrays_of(model, state)
+    forward(model, state, tree)
+    state.commit([])
+    assert identical(before, tiny.arrays_of(model, state))
+    assert state.length == past
+    assert np.array_equal(continued(model, state), continued(model, started(model, past)))
+
+
+def test_tree_larger_than_the_room_left(model):
+    """Capacity bounds what is committed, not what a step tries."""
+    state = started(model, 9, capacity=11)
+    forward(model, state, tree_of(FORKS[4], 9))
+    state.commit([0, 1])
+    alone = started(model, 9)
+    tiny.run(model, alone, TEXT[40:42])
+    assert_same_state(model, state, alone)
+
+
+@pytest.mark.parametrize("past", [0, 2, 9])
+def test_restore(model, past):
+    """A snapshot survives steps, commits and its own restore, bit for bit."""
+    state = started(model, past)
+    before, snapshot = tiny.arrays_of(model, state), state.snapshot()
+    first = continued(model, state)
+    for _ in range(2):
+        state.restore(snapshot)
+        assert identical(before, tiny.arrays_of(model, state))
+        assert state.length == past
+        forward(model, state, tree_of(FORKS[0], past))
+        state.commit([1, 3])
+        state.restore(snapshot)
+        assert np.array_equal(continued(model, state), first)
+
+
+def test_restore_of_a_lost_snapshot(model):
+    state = started(model, 3)
+    early = state.snapshot()
+    tiny.run(model, state, TEXT[3:6])
+    late = state.snapshot()
+    state.restore(early)
+    tiny.run(model, state, TEXT[20:30])
+    with pytest.raises(ValueError, match="the snapshot at 6 tokens is gone"):
+        state.restore(late)
+    after = state.snapshot()
+    state.restore(early)
+    with pytest.raises(ValueError, match="the snapshot at 13 tokens is gone"):
+        state.restore(after)
+    assert_same_state(model, state, started(model, 3))
+
+
+def test_states_are_apart(model):
+    """Two sequences in turns do not see each other."""
+    one, other = started(model, 3), model.new_state(tiny.CAPACITY)
+    tiny.run(model, other, TEXT[50:55])
+    tiny.run(model, one, TEXT[3:9])
+    tiny.run(model, other, TEXT[55:57])
+    assert_same_state(model, one, started(model, 9))
+
+
+moves = st.one_of(
+    st.tuples(st.just("read"), st.integers(1, 6)),
+    st.tuples(st.just("tree"), parent_lists, st.integers(PAST, 8)),
+    st.tuples(st.just("snapshot")),
+    st.tuples(st.just("restore"), st.integers(0, 8)),
+)
+
+
+@quick
+@given(history=st.lists(moves, min_size=3, max_size=10))
+def test_any_history(model, history):
+    """Whatever was tried, the state is that of the committed tokens read in order."""
+    state, tokens, saved = model.new_state(tiny.CAPACITY), [], []
+    for move, *rest in history:
+        if move == "read":
+            tiny.run(model, state, TEXT[len(tokens) + 7 :][: rest[0]])
+            tokens = [*tokens, *TEXT[len(tokens) + 7 :][: rest[0]]]
+        elif move == "tree":
+            parents, row = rest
+            tree = tree_of(parents, len(tokens))
+            forward(model, state, tree)
+            path = path_to(min(row, len(parents) - 1), parents)
+            state.commit(path)
+            tokens = [*tokens, *np.asarray(tree.tokens)[path]]
+        elif move == "snapshot":
+            saved.append((tokens, state.snapshot()))
+        elif saved:
+            index = rest[0] % len(saved)
+            tokens, snapshot = saved[index]
+            state.restore(snapshot)
+            saved = [(kept, s) for kept, s in saved if len(kept) <= len(tokens)]
+    alone = model.new_state(tiny.CAPACITY)
+    if tokens:
+        tiny.run(model, alone, np.array(tokens))
+    assert_same_state(model, state, alone)
+
+
+def test_mixed_sequences_are_refused(model):
+    step = Step(TEXT[:2], np.arange(2, dtype=np.int32), np.array([PAST, PAST], np.int32), np.array([0, 1], np.int32))
+    with pytest.raises(BimetalError, match=r"one sequence per step, got slots \[0, 1\]"):
+        forward(model, model.new_state(8), step)
+
+
+def test_block_is_refused_by_recurrent_layers(ops):
+    model = tiny.load("qwen35", ops)
+    with pytest.raises(BimetalError, match="no order for a recurrent layer"):
+        forward(model, model.new_state(8), Step.block(TEXT[:3], 0))
