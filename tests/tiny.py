@@ -65,16 +65,18 @@ def logits_of(model: Model, ids: np.ndarray, pieces: Iterable[int] = ()) -> np.n
 
 def arrays_of(model: Model, state: State) -> dict[str, np.ndarray]:
     """What the state holds, by kind and layer: keys and values (n, K, D), conv (taps - 1, C), delta (Hv, Dk, Dv)."""
-    read, arrays = model.ops.read, {}
+    arrays = {}
     for i, layer in enumerate(state.layers):
-        kinds = vars(layer)
-        if "kv" in kinds:
-            arrays[f"keys.{i}"] = read(layer.kv.keys[: state.length])
-            arrays[f"values.{i}"] = read(layer.kv.values[: state.length])
-        if "delta" in kinds:
-            arrays[f"conv.{i}"] = read(layer.conv.tail)
-            arrays[f"delta.{i}"] = read(layer.delta.matrix)
-    return {name: np.array(array) for name, array in arrays.items()}
+        for kind, stored in vars(layer).items():
+            parts = {"kv": ("keys", "values"), "conv": ("tail",), "delta": ("matrix",)}[kind]
+            for part in parts:
+                array = model.ops.read(getattr(stored, part))
+                if kind == "kv":
+                    array = (array if model.ops.name == "numpy" else array[0].swapaxes(0, 1))[: state.length]
+                elif kind == "delta" and model.ops.name == "mlx":
+                    array = array[0].swapaxes(1, 2)
+                arrays[f"{part if kind == 'kv' else kind}.{i}"] = np.array(array)
+    return arrays
 
 
 @dataclass(frozen=True)

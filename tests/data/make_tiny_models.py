@@ -90,7 +90,10 @@ MODELS = {  # class, configuration, stored type of the matrices
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, stored: torch.dtype, generator: torch.Generator) -> None:
-    """Weights that no layer is indifferent to: unit gains, norms away from 1, decays from 0.98 to 0.1 per token."""
+    """Weights that no layer is indifferent to: unit gains, norms away from 1, decays from 0.98 to 0.1 per token.
+
+    The first layer's q and k are small, as eps under their L2 norm shows only there.
+    """
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("A_log"):
@@ -99,6 +102,8 @@ def randomize(model: torch.nn.Module, stored: torch.dtype, generator: torch.Gene
             p.add_(0.3 * noise)
         elif "conv1d" in name:
             p.copy_(noise)
+            if "layers.0." in name:
+                p[: -DELTA["linear_num_value_heads"] * DELTA["linear_value_head_dim"]] *= 0.01
         else:
             gain = 2 if "embed" in name or "lm_head" in name else 0.7 if name.endswith(OUTPUTS) else 1.2
             p.copy_(gain * noise / p.shape[-1] ** 0.5)
