@@ -1,0 +1,320 @@
+"""MlxOps: the op contract on MLX's default device, the Metal GPU of a Mac or the CPU.
+
+MLX is lazy: ops build a graph, and `read`, `sample` or the commit of a prefill chunk have it computed.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from common.errors import BimetalError
+from common.ops import Array, Ops, Rope, Weight
+from common.quants import dequantize
+from common.reference import L2_EPS, peak_resident_bytes
+from common.sampling import Sampler
+from common.step import LayerSpec, State, Step
+from common.tensors import Tensor
+from mlx_backend.states import MlxDelta, MlxKV, new_state
+from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, load_matrix, nbytes
+
+SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
+
+
+def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """One kernel for an elementwise expression on Metal; on the CPU that would need a C++ compiler at run time."""
+    return mx.compile(fn, shapeless=True) if mx.metal.is_available() else fn
+
+
+@_fused
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+@_fused
+def _mul_sigmoid(x: mx.array, gate: mx.array) -> mx.array:
+    return x * mx.sigmoid(gate)
+
+
+@_fused
+def _log_decay(a: mx.array, dt_bias: mx.array, decay: mx.array) -> mx.array:
+    return decay * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0)
+
+
+class MlxOps(Ops):
+    """dtype: of activations, dense weights, affine scales, keys and values; recurrent matrices are float32."""
+
+    name = "mlx"
+    runs_ahead = True
+
+    def __init__(self, dtype: mx.Dtype = mx.float32):
+        self.dtype = dtype
+        self.item_bytes = dtype.size
+        self._narrow: dict[int, tuple[mx.array, mx.array]] = {}  # by id: a float32 vector, and itself in `dtype`
+        self._masks: WeakKeyDictionary[Step, dict[tuple[int, int | None], mx.array]] = WeakKeyDictionary()
+        self._wavelengths: dict[Rope, mx.array] = {}
+        self._constants: dict[tuple[int, float], mx.array] = {}
+
+    def weight(self, *parts: Tensor) -> Weight:
+        return load_matrix(parts, self.dtype)
+
+    def vector(self, tensor: Tensor) -> Array:
+        return mx.array(dequantize(tensor))
+
+    def weight_bytes(self, weight: Weight) -> int:
+        return nbytes(weight)
+
+    def holds(self, stored_type: str) -> str:
+        target = GGUF_MAPPING.get(stored_type)
+        if target is not None:
+            return f"{target.mode}, {target.bits} bits, groups of {target.group_size}: {target.fidelity}"
+        name = str(self.dtype).rpartition(".")[2]
+        kept = stored_type in MODES or stored_type == {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[name]
+        return "as stored" if kept else f"as {name}"
+
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        return new_state(spec, capacity, self.dtype)
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Weight, tokens: Array) -> Array:
+        ids = tokens if isinstance(tokens, mx.array) else mx.array(np.asarray(tokens, np.int32))
+        if len(table) > 1:
+            raise BimetalError("an embedding table cannot be stacked from several formats")
+        part = table[0]
+        if not isinstance(part, Packed):
+            return part[ids]
+        biases = None if part.biases is None else part.biases[ids]
+        codes, scales = part.codes[ids], part.scales[ids]
+        return mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=self.dtype)
+
+    def linear(self, x: Array, w: Weight) -> Array:
+        out = [_matmul(x, part) for part in w]
+        return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
+
+    def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
+        return mx.fast.rms_norm(x, None if weight is None else self._like_activations(weight), eps)
+
+    def _like_activations(self, vector: mx.array) -> mx.array:
+        """The vector in the activations' dtype, so that products are not promoted to float32; cast once."""
+        if vector.dtype == self.dtype:
+            return vector
+        if id(vector) not in self._narrow:
+            self._narrow[id(vector)] = vector, vector.astype(self.dtype)
+        return self._narrow[id(vector)][1]
+
+    def rope(self, x: Array, positions: np.ndarray, rope: Rope) -> Array:
+        T = len(x)
+        n = 2 * len(rope.frequencies)
+        if rope not in self._wavelengths:
+            self._wavelengths[rope] = mx.array(1 / np.array(rope.frequencies), mx.float32)
+        rotate = partial(mx.fast.rope, dims=n, traditional=False, base=None, scale=1.0, freqs=self._wavelengths[rope])
+        if T == 1 or np.array_equal(positions, np.arange(positions[0], positions[0] + T)):
+            y = rotate(x.swapaxes(0, 1)[None], offset=int(positions[0]))[0].swapaxes(0, 1)  # (1, H, T, D)
+        else:
+            y = rotate(x[:, :, None], offset=mx.array(positions))[:, :, 0]  # (T, H, 1, D)
+        if rope.magnitude == 1:
+            return y
+        return mx.concatenate([y[..., :n] * rope.magnitude, y[..., n:]], axis=-1)
+
+    def add(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        return _swiglu(gate, up)
+
+    def mul_sigmoid(self, x: Array, gate: Array) -> Array:
+        return _mul_sigmoid(x, gate)
+
+    # -- ops that read and write their own state --------------------------------------------------------------------
+
+    def attention(
+        self, q: Array, k: Array, v: Array, kv: MlxKV, step: Step, scale: float, window: int | None = None
+    ) -> Array:
+        step.the_slot()
+        T, past = len(q), kv.past
+        kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
+        start = 0 if window is None else max(0, min(past, int(step.positions.min()) - window + 1))
+        keys, values = (x[:, :, start : past + T] for x in (kv.keys, kv.values))
+        mask = self._mask(step, past - start, past, window)
+        out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
+        return out[0].swapaxes(0, 1)
+
+    def _mask(self, step: Step, shown: int, past: int, window: int | None) -> mx.array | str | None:
+        """What the step's rows see of the last `shown` committed rows and of themselves; None is everything."""
+        T = len(step)
+        if T == 1 and window is None:
+            return None
+        if window is None or (step.is_chain and past + T <= window):
+            if step.parents is None:
+                return None
+            if step.is_chain:
+                return None if T == 1 else "causal"
+        masks = self._masks.setdefault(step, {})
+        if (past, window) not in masks:
+            seen = np.concatenate([np.ones((T, shown), bool), step.visible], axis=1)
+            if window is not None:
+                position = np.concatenate([np.arange(past - shown, past), step.positions])
+                seen &= position[None, :] > step.positions[:, None] - window
+            masks[past, window] = mx.array(seen)
+        return masks[past, window]
+
+    def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
+        step.the_slot()
+        T, n = len(x), len(conv.tail)
+        conv.stream = mx.concatenate([conv.tail, x], axis=0)  # row t of the step at n + t, committed rows before n
+        taps = self._like_activations(taps)
+        if step.is_chain:
+            out = sum((conv.stream[j : j + T] * taps[:, j] for j in range(1, n + 1)), conv.stream[:T] * taps[:, 0])
+        else:
+            out = (conv.stream[mx.array(_windows(step, n))] * taps.T).sum(axis=1)
+        return out * mx.sigmoid(out)
+
+    def gated_delta(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        a: Array,
+        b: Array,
+        decay: Array,
+        dt_bias: Array,
+        delta: MlxDelta,
+        step: Step,
+    ) -> Array:
+        step.the_slot()
+        _parents(step)
+        repeats, D = v.shape[1] // k.shape[1], k.shape[-1]
+        # x / sqrt(sum x² + eps) is RMSNorm with eps / D, over sqrt(D); q is divided by sqrt(D) once more
+        q = mx.fast.rms_norm(q, self._constant(D, 1 / D), L2_EPS / D)
+        k = mx.fast.rms_norm(k, self._constant(D, D**-0.5), L2_EPS / D)
+        q, k, v = (x[None] for x in (mx.tile(q, (1, repeats, 1)), mx.tile(k, (1, repeats, 1)), v))
+        g, beta = _log_decay(a, dt_bias, decay)[None], mx.sigmoid(b.astype(mx.float32))[None]
+        delta.rows = k, v, mx.exp(g), beta
+        if step.is_chain:
+            out, delta.after = mx.fast.gated_delta_update(q, *delta.rows, delta.matrix)
+            return out[0]
+        delta.after = None
+        return _delta_tree(q[0], k[0], v[0], g[0], beta[0], delta.matrix[0], step.visible).astype(v.dtype)
+
+    def _constant(self, size: int, value: float) -> mx.array:
+        if (size, value) not in self._constants:
+            self._constants[size, value] = mx.full((size,), value, self.dtype)
+        return self._constants[size, value]
+
+    # -- experts ---------------------------------------------------------------------------------------------------
+
+    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+        ids = mx.argsort(-logits, axis=-1)[:, :top_k]
+        best = mx.take_along_axis(logits, ids, axis=-1)
+        return ids, mx.softmax(best, axis=-1, precise=True)  # the others cancel when the best are renormalized
+
+    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
+        T, k = ids.shape
+        rows = mx.arange(T * k) // k
+        experts = ids.reshape(-1)
+        ordered = T * k >= SORT_ROWS
+        if ordered:
+            order = mx.argsort(experts)
+            rows, experts = rows[order], experts[order]
+        y = _gather_matmul(x[rows], gate_up, experts, ordered)
+        F = y.shape[-1] // 2
+        y = _gather_matmul(_swiglu(y[:, :F], y[:, F:]), down, experts, ordered)
+        if ordered:
+            y = y[mx.argsort(order)]
+        return (y.reshape(T, k, -1) * weights[:, :, None].astype(y.dtype)).sum(axis=1)
+
+    # -- the way out -----------------------------------------------------------------------------------------------
+
+    def sample(self, logits: Array, sampler: Sampler) -> Array:
+        if not sampler.is_argmax:
+            return mx.array([sampler.pick(row) for row in self.read(logits)], mx.int32)
+        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+        tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
+        mx.async_eval(tokens)  # the device works on while the host prints
+        return tokens
+
+    def read(self, x: Array) -> np.ndarray:
+        if mx.issubdtype(x.dtype, mx.floating):
+            return np.array(x.astype(mx.float32))
+        out = np.array(x)
+        if (out == NOT_A_TOKEN).any():
+            raise FloatingPointError("the logits of a row hold NaN")
+        return out
+
+    def peak_bytes(self) -> int:
+        return max(peak_resident_bytes(), mx.get_peak_memory())
+
+
+NOT_A_TOKEN = -1  # what `sample` gives for NaN logits, which only the host can refuse
+
+
+def _matmul(x: mx.array, part: Part) -> mx.array:
+    if isinstance(part, Packed):
+        return mx.quantized_matmul(
+            x, *part[:3], transpose=True, group_size=part.group_size, bits=part.bits, mode=part.mode
+        )
+    return x @ part.T
+
+
+def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:
+    """Row i of x (n, columns) through matrix experts[i] of w (E, rows, columns): (n, rows)."""
+    x, out = x[:, None], []
+    for part in w:
+        if isinstance(part, Packed):
+            y = mx.gather_qmm(
+                x,
+                *part[:3],
+                rhs_indices=experts,
+                transpose=True,
+                group_size=part.group_size,
+                bits=part.bits,
+                mode=part.mode,
+                sorted_indices=ordered,
+            )
+        else:
+            y = mx.gather_mm(x, part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
+        out.append(y[:, 0])
+    return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
+
+
+def _parents(step: Step) -> np.ndarray:
+    if step.parents is None:
+        raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
+    return step.parents
+
+
+def _windows(step: Step, n: int) -> np.ndarray:
+    """(T, n + 1): where each row's convolution window lies in the stream of n committed rows and the step's."""
+    parents = _parents(step)
+    at = n + np.arange(len(parents))
+    windows = [at]
+    for _ in range(n):
+        at = np.where(at >= n, n + parents[np.maximum(at - n, 0)], at - 1)  # PAST lands on n - 1
+        windows.append(at)
+    return np.stack(windows[::-1], axis=1)
+
+
+def _delta_tree(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, S: mx.array, visible: np.ndarray
+) -> mx.array:
+    """The gated delta rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
+
+    What row t adds to the matrix is k_t d_t', where (I + A) d = r: A couples a row to its strict ancestors, so that as
+    many substitutions as the tree is deep solve it exactly. S is (Hv, Dv, Dk), g the logarithm of the decay.
+    """
+    q, k, v = (x.swapaxes(0, 1).astype(mx.float32) for x in (q, k, v))  # (H, T, D)
+    g, beta = g.T, beta.T[:, :, None]  # (H, T)
+    seen = mx.array(visible)
+    total = mx.where(seen, g[:, None, :], 0).sum(axis=-1)  # log decay from the root down to each row
+    ratio = mx.exp(mx.where(seen, total[:, :, None] - total[:, None, :], -mx.inf))
+    A = beta * ratio * (k @ k.swapaxes(1, 2)) * mx.array(~np.eye(len(visible), dtype=bool))
+    since, past = mx.exp(total)[:, :, None], S.swapaxes(1, 2)
+    r = d = beta * (v - since * (k @ past))
+    for _ in range(int(visible.sum(axis=1).max()) - 1):
+        d = r - A @ d
+    out = since * (q @ past) + (ratio * (q @ k.swapaxes(1, 2))) @ d
+    return out.swapaxes(0, 1)

@@ -1,0 +1,247 @@
+"""From stored tensors to MLX's packed matrices: weights stay quantized, in MLX's own group formats.
+
+MLX multiplies affine groups (w = scale * code + bias; 2, 3, 4, 5, 6 or 8 bits; 32, 64 or 128 columns), mxfp4, mxfp8 and
+nvfp4. MLX checkpoints hold these already; `GGUF_MAPPING` says what becomes of each GGUF type.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from common.errors import BimetalError
+from common.quants import BLOCKS, CHUNK, DECODERS, IQ4_VALUES, PLAIN, _fields, _floats, _half, _k_scales, dequantize
+from common.tensors import Tensor
+
+
+class Packed(NamedTuple):
+    """Quantized rows as mx.quantized_matmul takes them: codes are uint32 words, a bit stream from the lowest bit up."""
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    group_size: int
+    bits: int
+    mode: str
+
+
+Part = mx.array | Packed
+Weight = tuple[Part, ...]  # parts to be stacked by rows, one per storage format; mostly a single one
+
+
+class Target(NamedTuple):
+    """What a GGUF type becomes, and the largest error of a value relative to the largest magnitude of its group.
+
+    error       with float32 scales, which the CPU device uses: 0 is exact up to float32 rounding
+    half_error  with float16 scales, for weights whose group minimum is of the size of its range, as trained ones are
+    """
+
+    mode: str
+    bits: int
+    group_size: int
+    error: float
+    half_error: float
+
+    @property
+    def fidelity(self) -> str:
+        return "exact" if self.error == 0 else f"nearly exact (max relative error {self.error:g})"
+
+
+def _affine(bits: int, error: float = 0, half_error: float = 0) -> Target:
+    return Target("affine", bits, 32, error, half_error)
+
+
+# One affine group cannot hold two scales of 16 values: those types go to the nearest of 256 levels of 32 values.
+_NEAREST = _affine(8, 0.004, 0.005)
+GGUF_MAPPING: dict[str, Target] = {
+    **{"Q4_0": _affine(4), "Q4_1": _affine(4), "Q5_0": _affine(5), "Q5_1": _affine(5), "Q8_0": _affine(8)},
+    **{"Q4_K": _affine(4, 0, 0.002), "Q5_K": _affine(5, 0, 0.002)},
+    **{"IQ4_NL": _affine(8), "IQ4_XS": _affine(8, 0, 0.001)},
+    **dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), _NEAREST),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), _NEAREST),
+    "MXFP4": Target("mxfp4", 4, 32, 0, 0),
+    "NVFP4": Target("nvfp4", 4, 16, 0, 0),
+}
+
+
+MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # of MLX checkpoints: kept as stored
+
+
+def load_matrix(parts: tuple[Tensor, ...], dtype: mx.Dtype) -> Weight:
+    """The parts, (rows, columns) or (E, rows, columns) each, with neighbours of one format as one matrix.
+
+    dtype  of the activations: that of dense matrices and of affine scales, so that no product is promoted
+    """
+    groups: list[list[Tensor]] = []
+    for part in parts:
+        if groups and _format(groups[-1][0]) == _format(part):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return tuple(_packed(group, dtype) if _format(group[0]) else _dense(group, dtype) for group in groups)
+
+
+def stored_dtype(tensors: Iterable[Tensor]) -> mx.Dtype:
+    """The float type that holds most of a checkpoint's bytes; the scales' of quantized ones, float16 in GGUF blocks."""
+    sizes = {mx.float16: 0, mx.bfloat16: 0, mx.float32: 0}
+    for tensor in tensors:
+        type_ = tensor.scales.type if tensor.scales is not None else tensor.type
+        sizes[{"BF16": mx.bfloat16, "U8": mx.bfloat16, "F32": mx.float32}.get(type_, mx.float16)] += tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def nbytes(weight: Weight) -> int:
+    return sum(
+        sum(a.nbytes for a in part if isinstance(a, mx.array)) if isinstance(part, Packed) else part.nbytes
+        for part in weight
+    )
+
+
+def _format(tensor: Tensor) -> Target | None:
+    """The packed format of a tensor; None for plain numbers."""
+    if tensor.scales is not None:
+        return Target(tensor.type, tensor.bits, tensor.group_size, 0, 0)
+    return GGUF_MAPPING.get(tensor.type)
+
+
+def _dense(parts: list[Tensor], dtype: mx.Dtype) -> mx.array:
+    arrays = []
+    for part in parts:
+        if part.type == "BF16":
+            array = mx.array(part.data.view("<u2").reshape(part.shape)).view(mx.bfloat16)
+        elif part.type in ("F16", "F32"):
+            array = mx.array(part.data.view(PLAIN[part.type]).reshape(part.shape))
+        else:
+            array = mx.array(dequantize(part))
+        arrays.append(array.astype(dtype))
+    out = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=-2)
+    mx.eval(out)
+    return out
+
+
+def _packed(parts: list[Tensor], dtype: mx.Dtype) -> Packed:
+    target = _format(parts[0])
+    assert target is not None
+    mode, bits, size = target.mode, target.bits, target.group_size
+    lead, columns = parts[0].shape[:-2], parts[0].shape[-1]
+    rows = [part.shape[-2] for part in parts]
+    scale_type = mx.float32 if mode == "affine" else mx.uint8
+    out = [_filled((*lead, sum(rows), columns * bits // 32), mx.uint32)]
+    out += [_filled((*lead, sum(rows), columns // size), scale_type) for _ in range(2 if mode == "affine" else 1)]
+    for part, end in zip(parts, np.cumsum(rows), strict=True):
+        _repack(part, target, *(np.asarray(a)[..., end - part.shape[-2] : end, :] for a in out))
+    if mode == "affine" and dtype != mx.float32:
+        out[1:] = [a.astype(dtype) for a in out[1:]]
+        if not all(mx.isfinite(a).all() for a in out[1:]):
+            raise BimetalError(f"{parts[0].name}: a scale of its {parts[0].type} groups is beyond {dtype}")
+    return Packed(out[0], out[1], out[2] if mode == "affine" else None, size, bits, mode)
+
+
+def _filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Zeros that exist: NumPy then writes into MLX's own memory, and no second copy of a matrix is ever made."""
+    out = mx.zeros(shape, dtype)
+    mx.eval(out)
+    return out
+
+
+def _repack(tensor: Tensor, target: Target, codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> None:
+    """Write the tensor's groups into `codes`, `scales` and, for affine groups, `biases`: a few rows at a time."""
+    step = max(1, CHUNK // tensor.shape[-1])
+    for index in np.ndindex(*tensor.shape[:-2]):
+        for start in range(0, tensor.shape[-2], step):
+            rows = (*index, slice(start, start + step))
+            groups = _mlx_groups(tensor, rows) if tensor.scales is not None else _gguf_groups(tensor, target, rows)
+            for out, values in zip((codes, scales, *biases), groups, strict=True):
+                out[rows] = values.reshape(out[rows].shape)
+
+
+Groups = tuple[np.ndarray, ...]  # uint32 words, scales, biases of affine groups
+
+
+def _mlx_groups(tensor: Tensor, rows: tuple) -> Groups:
+    words = tensor.data[rows].view("<u4")
+    parts = [part for part in (tensor.scales, tensor.biases) if part is not None]
+    return words, *(part.data[rows] if part.type == "U8" else _floats(part.data[rows], part.type) for part in parts)
+
+
+def _gguf_groups(tensor: Tensor, target: Target, rows: tuple) -> Groups:
+    blocks = tensor.data[rows].reshape(-1, BLOCKS[tensor.type].bytes)
+    codes, *scales = _SPLIT.get(tensor.type, _nearest(tensor.type))(blocks)
+    return pack_codes(codes, target.bits), *scales
+
+
+def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 codes, (n, 32 k), as MLX's stream of `bits` bits each, from the lowest up: uint32 (n, k * bits)."""
+    if bits == 8:
+        return codes.view("<u4")
+    eights = codes.view("<u8")  # each pass halves the number of fields: 8 of 8 bits, 4 of 2 bits, 2 of 4 bits
+    for width, even in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
+        low = np.uint64(even)
+        eights = (eights & low) | ((eights & ~low) >> np.uint64(width - width // 8 * bits))
+    words = eights.view("<u4")[:, ::2] if bits == 4 else eights.view(np.uint8).reshape(-1, 8)[:, :bits]
+    return np.ascontiguousarray(words).reshape(len(codes), -1).view("<u4")
+
+
+# -- GGUF blocks, uint8 (n, bytes), as codes (n, elements), scales and biases (n, groups) ------------------------------
+
+
+def _symmetric(codes: Callable[[np.ndarray], np.ndarray], zero: int) -> Callable[[np.ndarray], Groups]:
+    """scale * (code - zero), the scale being the block's first two bytes."""
+
+    def split(b: np.ndarray) -> Groups:
+        scales = _half(b[:, :2])
+        return codes(b), scales, -zero * scales
+
+    return split
+
+
+def _with_minimum(split: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], Groups]:
+    return lambda b: (split(b), _half(b[:, :2]), _half(b[:, 2:4]))
+
+
+def _k_quant(split: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], Groups]:
+    def groups(b: np.ndarray) -> Groups:
+        scales, minima = _k_scales(b)
+        return split(b), scales, -minima
+
+    return groups
+
+
+def _five(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return _fields(low, 4, 16) | (_fields(high, 1, 1) << 4)
+
+
+def _iq4_xs(b: np.ndarray) -> Groups:
+    fine = (_fields(b[:, 4:8], 4, 1) | (_fields(b[:, 2:4], 2, 1) << 4)).astype(np.float32) - 32
+    scales = _half(b[:, :2]) * fine
+    return _IQ4_CODES[_fields(b[:, 8:], 4, 16)], scales, -127 * scales
+
+
+def _nearest(type_: str) -> Callable[[np.ndarray], Groups]:
+    """256 levels between the least and the largest of 32 decoded values."""
+
+    def split(b: np.ndarray) -> Groups:
+        values = DECODERS[type_](b).reshape(-1, 32)
+        low, high = values.min(axis=1, keepdims=True), values.max(axis=1, keepdims=True)
+        scales = (high - low) / 255
+        codes = np.rint((values - low) / np.where(scales == 0, 1, scales)).astype(np.uint8)
+        return codes, scales, low
+
+    return split
+
+
+_IQ4_CODES = (IQ4_VALUES + 127).astype(np.uint8)
+_SPLIT: dict[str, Callable[[np.ndarray], Groups]] = {
+    "Q4_0": _symmetric(lambda b: _fields(b[:, 2:], 4, 16), 8),
+    "Q5_0": _symmetric(lambda b: _five(b[:, 6:], b[:, 2:6]), 16),
+    "Q8_0": _symmetric(lambda b: b[:, 2:] ^ np.uint8(0x80), 128),
+    "IQ4_NL": _symmetric(lambda b: _IQ4_CODES[_fields(b[:, 2:], 4, 16)], 127),
+    "IQ4_XS": _iq4_xs,
+    "Q4_1": _with_minimum(lambda b: _fields(b[:, 4:], 4, 16)),
+    "Q5_1": _with_minimum(lambda b: _five(b[:, 8:], b[:, 4:8])),
+    "Q4_K": _k_quant(lambda b: _fields(b[:, 16:], 4, 32)),
+    "Q5_K": _k_quant(lambda b: _fields(b[:, 48:], 4, 32) | (_fields(b[:, 16:48], 1, 32) << 4)),
+    "MXFP4": lambda b: (_fields(b[:, 1:], 4, 16), b[:, :1]),
+    "NVFP4": lambda b: (_fields(b[:, 4:], 4, 8), b[:, :4] & 0x7F),  # ggml ignores the sign of a scale
+}
