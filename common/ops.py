@@ -72,6 +72,10 @@ class Ops(ABC):
     def linear(self, x: Array, w: Weight) -> Array:
         """x (T, columns), w (rows, columns) -> (T, rows)"""
 
+    def head_linear(self, x: Array, w: Weight) -> Array:
+        """Each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
+        raise NotImplementedError
+
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
         """x / sqrt(mean(x², last axis) + eps) * weight, computed in float32"""
@@ -92,6 +96,10 @@ class Ops(ABC):
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         """x * sigmoid(gate); a gate with a trailing axis of 1 scales whole rows"""
 
+    def mul_softplus(self, x: Array, gate: Array) -> Array:
+        """x * log(1 + exp(gate)), in float32; a gate with a trailing axis of 1 scales whole rows"""
+        raise NotImplementedError
+
     # -- ops that read and write their own state --------------------------------------------------------------------
 
     @abstractmethod
@@ -103,6 +111,35 @@ class Ops(ABC):
         q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
         A window of n hides positions at or below the row's own minus n.
         """
+
+    def latent_attention(
+        self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
+    ) -> Array:
+        """Attention of all heads over one key per token, latent || k_rope, whose latent part is also the value.
+
+        q_latent (T, H, R), q_rope (T, H, P), latent (T, R), k_rope (T, P) -> (T, H, R). Multi-head latent attention
+        with the matrices that expand keys and values moved to the query and the output (DeepSeek-V2, arXiv 2405.04434).
+        """
+        raise NotImplementedError
+
+    def expanded_attention(
+        self,
+        q_nope: Array,
+        q_rope: Array,
+        latent: Array,
+        k_rope: Array,
+        k_up: Weight,
+        v_up: Weight,
+        kv: Any,
+        step: Step,
+        scale: float,
+    ) -> Array:
+        """Multi-head latent attention as trained: a head's key is k_up.T latent || k_rope, its value v_up latent.
+
+        q_nope (T, H, N), q_rope (T, H, P), latent (T, R), k_rope (T, P), k_up (H, R, N), v_up (H, V, R) -> (T, H, V).
+        The state is that of `latent_attention`; keys and values live only as long as the op.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
@@ -126,6 +163,13 @@ class Ops(ABC):
     @abstractmethod
     def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
         """logits (T, E) -> ids (T, top_k), weights (T, top_k): softmax over all experts, the best renormalized to 1"""
+
+    def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
+        """logits (T, E), bias (E,) -> ids (T, top_k), weights (T, top_k), in float32.
+
+        The best by sigmoid(logits) + bias; their sigmoids, without the bias, scaled to a sum of `scale`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:

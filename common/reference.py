@@ -14,7 +14,19 @@ from common.errors import BimetalError
 from common.ops import Array, Ops, Rope, Weight
 from common.quants import dequantize
 from common.sampling import Sampler
-from common.step import PAST, ConvSpec, DeltaSpec, KVSpec, LayerSpec, LayerState, Spec, State, Step
+from common.step import (
+    PAST,
+    ConvSpec,
+    DeltaSpec,
+    KVSpec,
+    LatentSpec,
+    LayerSpec,
+    LayerState,
+    Spec,
+    State,
+    Step,
+    WindowSpec,
+)
 from common.tensors import Tensor
 
 L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
@@ -69,6 +81,51 @@ def _grown(rows: np.ndarray, room: int, keep: int) -> np.ndarray:
     grown = np.empty((room, *rows.shape[1:]), rows.dtype)
     grown[:keep] = rows[:keep]
     return grown
+
+
+class NumpyWindow:
+    """Keys (n, K, D) and values (n, K, Dv) of the last n <= window committed rows, oldest first."""
+
+    def __init__(self, spec: WindowSpec):
+        self.window = spec.window
+        self.keys = np.empty((0, spec.kv_heads, spec.key_dim), np.float32)
+        self.values = np.empty((0, spec.kv_heads, spec.value_dim), np.float32)
+        self.rows = self.keys, self.values  # the step's
+        self.past = 0  # committed rows, gone ones included
+
+    def write(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keep the step's rows until the commit; the keys and values of the window and of them."""
+        self.rows = k, v
+        return np.concatenate([self.keys, k]), np.concatenate([self.values, v])
+
+    def commit(self, path: np.ndarray) -> None:
+        k, v = self.rows
+        self.keys = np.concatenate([self.keys, k[path]])[-self.window :].copy()  # a view would keep all of them
+        self.values = np.concatenate([self.values, v[path]])[-self.window :].copy()
+        self.rows = k[:0], v[:0]
+        self.past += len(path)
+
+    def snapshot(self) -> Any:
+        return self.keys, self.values, self.past  # commits replace the arrays, and never write into them
+
+    def restore(self, snapshot: Any) -> None:
+        self.keys, self.values, self.past = snapshot
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class NumpyLatent(NumpyKV):
+    """Rows (n, 1, R + P) of committed tokens, then the step's: keys whose first R channels are the values."""
+
+    def __init__(self, spec: LatentSpec):
+        super().__init__(KVSpec(1, spec.latent_dim + spec.rope_dim, 0))
+
+    def write_rows(self, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
+        """Put the step's rows behind the past: (n, R + P) of both."""
+        row = np.concatenate([latent, k_rope], axis=-1)[:, None]
+        return self.write(row, row[..., :0])[0][:, 0]
 
 
 class NumpyConv:
@@ -128,7 +185,13 @@ def delta_rule(S: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, b
     return S + k[:, :, None] * correction[:, None, :]
 
 
-STATES: dict[type[Spec], Any] = {KVSpec: NumpyKV, ConvSpec: NumpyConv, DeltaSpec: NumpyDelta}
+STATES: dict[type[Spec], Any] = {
+    KVSpec: NumpyKV,
+    WindowSpec: NumpyWindow,
+    LatentSpec: NumpyLatent,
+    ConvSpec: NumpyConv,
+    DeltaSpec: NumpyDelta,
+}
 
 
 class NumpyOps(Ops):
@@ -159,6 +222,9 @@ class NumpyOps(Ops):
     def linear(self, x: Array, w: Weight) -> Array:
         return x @ w.T
 
+    def head_linear(self, x: Array, w: Weight) -> Array:
+        return np.einsum("thc,hrc->thr", x, w, optimize=True)
+
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
         x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
         return x if weight is None else x * weight
@@ -180,23 +246,48 @@ class NumpyOps(Ops):
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         return x * sigmoid(gate)
 
+    def mul_softplus(self, x: Array, gate: Array) -> Array:
+        return x * softplus(gate)
+
     def attention(
         self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float, window: int | None = None
     ) -> Array:
         step.the_slot()
-        T, H, D = q.shape
-        K = k.shape[1]
         past = kv.past
         keys, values = kv.write(k, v)
-        seen = np.concatenate([np.ones((T, past), bool), step.visible], axis=1)
-        if window is not None:
-            position = np.concatenate([np.arange(past), step.positions])  # a committed row's place is its position
+        seen = _seen(step, len(keys))
+        if window is not None:  # a committed row's place is its position
+            position = np.concatenate([np.arange(past - (len(keys) - len(k)), past), step.positions])
             seen &= position[None, :] > step.positions[:, None] - window
-        scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)
-        scores = np.where(seen, scores, -np.inf)
-        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        scores /= scores.sum(axis=-1, keepdims=True)
-        return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
+        return _attend(q, keys, values, seen, scale)
+
+    def latent_attention(
+        self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
+    ) -> Array:
+        step.the_slot()
+        rows = kv.write_rows(latent, k_rope)[:, None]
+        q = np.concatenate([q_latent, q_rope], axis=-1)
+        return _attend(q, rows, rows[..., : latent.shape[1]], _seen(step, len(rows)), scale)
+
+    def expanded_attention(
+        self,
+        q_nope: Array,
+        q_rope: Array,
+        latent: Array,
+        k_rope: Array,
+        k_up: Weight,
+        v_up: Weight,
+        kv: Any,
+        step: Step,
+        scale: float,
+    ) -> Array:
+        step.the_slot()
+        rows, R = kv.write_rows(latent, k_rope), latent.shape[1]
+        k_nope = np.einsum("nr,hrc->nhc", rows[:, :R], k_up, optimize=True)
+        k_rope = np.broadcast_to(rows[:, None, R:], (*k_nope.shape[:2], k_rope.shape[1]))
+        q, keys = np.concatenate([q_nope, q_rope], axis=-1), np.concatenate([k_nope, k_rope], axis=-1)
+        values = np.einsum("nr,hvr->nhv", rows[:, :R], v_up, optimize=True)
+        return _attend(q, keys, values, _seen(step, len(rows)), scale)
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
@@ -235,6 +326,12 @@ class NumpyOps(Ops):
         weights = np.take_along_axis(p, ids, axis=-1)
         return ids, weights / weights.sum(axis=-1, keepdims=True)
 
+    def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
+        p = sigmoid(logits)
+        ids = np.argsort(-(p + bias), axis=-1, kind="stable")[:, :top_k]
+        weights = np.take_along_axis(p, ids, axis=-1)
+        return ids, weights * (np.float32(scale) / weights.sum(axis=-1, keepdims=True))
+
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
         out = np.zeros_like(x)
         for expert in np.unique(ids):
@@ -257,6 +354,23 @@ def peak_resident_bytes() -> int:
     """The process's peak resident set; getrusage counts KiB on Linux and bytes on macOS."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _seen(step: Step, n: int) -> np.ndarray:
+    """(T, n) bool: which of n rows, the last T of them the step's, each row of the step may see"""
+    T = len(step)
+    return np.concatenate([np.ones((T, n - T), bool), step.visible], axis=1)
+
+
+def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float) -> np.ndarray:
+    """softmax(scale q·k) v over the seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)"""
+    T, H, D = q.shape
+    K = keys.shape[1]
+    scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)
+    scores = np.where(seen, scores, -np.inf)
+    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
 
 
 def _parents(step: Step) -> np.ndarray:

@@ -99,6 +99,24 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class WindowSpec:
+    """Keys and values of one attention layer that sees the last `window` tokens: those rows alone are kept."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """One row per token of a latent attention layer, shared by its heads: a compressed part and a roped part."""
+
+    latent_dim: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
 class ConvSpec:
     """The last taps - 1 inputs of one short convolution."""
 
@@ -115,7 +133,7 @@ class DeltaSpec:
     value_dim: int
 
 
-Spec = KVSpec | ConvSpec | DeltaSpec
+Spec = KVSpec | WindowSpec | LatentSpec | ConvSpec | DeltaSpec
 LayerSpec = Mapping[str, Spec]
 
 
@@ -126,6 +144,10 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, item_bytes: int) -> int:
         for s in layer.values():
             if isinstance(s, KVSpec):
                 total += tokens * s.kv_heads * (s.key_dim + s.value_dim) * item_bytes
+            elif isinstance(s, WindowSpec):
+                total += min(tokens, s.window) * s.kv_heads * (s.key_dim + s.value_dim) * item_bytes
+            elif isinstance(s, LatentSpec):
+                total += tokens * (s.latent_dim + s.rope_dim) * item_bytes
             elif isinstance(s, ConvSpec):
                 total += (s.taps - 1) * s.channels * item_bytes
             else:

@@ -7,12 +7,15 @@ from typing import Any
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
-from common.models import llama, qwen35
+from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
 from common.step import State, Step
 from common.weights import Layout, Matrix, load_weights
 
 ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type
+    "deepseek2": glm,
+    "glm4_moe_lite": glm,
+    "laguna": laguna,
     "llama": llama,
     "qwen3": llama,
     "qwen35": qwen35,

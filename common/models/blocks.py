@@ -1,6 +1,7 @@
-"""What the model files share: reading rope settings, the dense FFN, the head."""
+"""What the model files share: reading rope settings, the dense FFN, experts behind a sigmoid router, the head."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,18 @@ from common.errors import BimetalError
 from common.ops import Array, Ops, Rope
 from common.quants import dequantize
 from common.tensors import Tensor
+from common.weights import Matrix, Names, Stored, Table, Vector
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts behind a sigmoid router, and shared ones of `shared_ffn` channels in all."""
+
+    count: int
+    top_k: int
+    ffn: int
+    shared_ffn: int
+    scale: float  # sum of the chosen experts' weights
 
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
@@ -17,6 +30,56 @@ def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
     y = ops.linear(x, w.gate_up)
     F = y.shape[-1] // 2
     return ops.linear(ops.swiglu(y[:, :F], y[:, F:]), w.down)
+
+
+def ffn_weights(at: Names, hidden: int, ffn: int) -> Table:
+    return {
+        "gate_up": Matrix(
+            at("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden)),
+            at("mlp.up_proj.weight", "ffn_up.weight", (ffn, hidden)),
+        ),
+        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (hidden, ffn))),
+    }
+
+
+def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
+    """The best experts of each row, plus the shared ones as they are: x (T, hidden) -> (T, hidden)"""
+    ids, weights = ops.route_sigmoid(ops.linear(x, w.router), w.router_bias, e.top_k, e.scale)
+    return ops.add(ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights), swiglu_ffn(ops, w, x))
+
+
+def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:
+    """Under any of the names that training, transformers and mlx-lm give them, experts stacked or one by one."""
+
+    def first(hf: str, *others: str) -> str:
+        return next((name for name in (hf, *others) if at.has(name)), hf)
+
+    def experts(part: str, gguf: str, shape: tuple[int, ...]) -> Stored:
+        if at.has(f"mlp.experts.0.{part}.weight"):
+            return Stored(tuple(f"{at.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count)), shape)
+        return at(first(f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}"), gguf, shape)
+
+    E, F, S = e.count, e.ffn, e.shared_ffn
+    if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
+        gate_up = Matrix(at("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden)))
+    else:
+        gate_up = Matrix(
+            experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden)),
+            experts("up_proj", "ffn_up_exps.weight", (E, F, hidden)),
+        )
+    shared = "mlp.shared_expert" if at.has("mlp.shared_expert.gate_proj.weight") else "mlp.shared_experts"
+    bias = first("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
+    return {
+        "router": Matrix(at(first("mlp.gate.weight", "mlp.gate.proj.weight"), "ffn_gate_inp.weight", (E, hidden))),
+        "router_bias": Vector(at(bias, "exp_probs_b.bias", (E,))),
+        "experts_gate_up": gate_up,
+        "experts_down": Matrix(experts("down_proj", "ffn_down_exps.weight", (E, hidden, F))),
+        "gate_up": Matrix(
+            at(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden)),
+            at(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden)),
+        ),
+        "down": Matrix(at(f"{shared}.down_proj.weight", "ffn_down_shexp.weight", (hidden, S))),
+    }
 
 
 def head(ops: Ops, w: Any, x: Array, rows: slice, eps: float) -> Array:

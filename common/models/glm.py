@@ -1,0 +1,284 @@
+"""GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts behind a sigmoid router.
+
+The state of a layer is one row per token for all heads: a normed latent and a roped key. A step of few rows attends to
+the rows as they lie, a step of many expands them into keys and values first; both give the same numbers. Rope pairs
+are stored side by side and loaded as half-split, by the order of the rows that make them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.config import Keys
+from common.errors import BimetalError
+from common.models.blocks import (
+    Experts,
+    ffn_weights,
+    gguf_rope,
+    head,
+    hf_rope,
+    sigmoid_moe,
+    sigmoid_moe_weights,
+    swiglu_ffn,
+)
+from common.ops import Array, Ops, Rope
+from common.quants import dequantize
+from common.step import LatentSpec, LayerSpec, State, Step
+from common.tensors import Tensor
+from common.weights import Fix, Layout, Matrix, Names, Table, Vector, dense, rows
+
+LATENT_EPS = 1e-6  # of transformers, whatever rms_norm_eps says; llama.cpp uses its rms epsilon here too
+GLM_VOCAB = 154880  # its early GGUF files name no gating function, or a wrong one
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab: int
+    hidden: int
+    layers: int
+    dense_layers: int  # the first ones; the others have experts
+    heads: int
+    q_latent: int  # R of the queries
+    latent: int  # R of keys and values
+    nope_dim: int  # N, channels of a key without position
+    rope_dim: int  # P
+    value_dim: int  # V
+    rope: Rope
+    ffn: int
+    experts: Experts
+    eps: float
+    latent_eps: float
+    context: int
+    tied: bool
+
+    @property
+    def expand_from(self) -> int:
+        """Rows from which a step expands the latents.
+
+        That takes R (N + V) products per head and key, once; each query then saves 2 R - N - V.
+        """
+        saved = 2 * self.latent - self.nope_dim - self.value_dim
+        return -(-self.latent * (self.nope_dim + self.value_dim) // saved) if saved > 0 else 2**31
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def read_config(checkpoint: Checkpoint) -> Config:
+    return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+
+
+def _hf_config(checkpoint: Checkpoint) -> Config:
+    keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    keys.expect("hidden_act", "silu")
+    keys.expect("attention_bias", False)
+    keys.expect("rope_interleave", True)
+    keys.expect("rope_scaling.rope_type", "default")
+    keys.expect("rope_scaling.type", "default")
+    keys.expect("rope_parameters.rope_type", "default")
+    keys.expect("partial_rotary_factor", 1, 1.0)
+    keys.expect("rope_parameters.partial_rotary_factor", 1, 1.0)
+    keys.expect("topk_method", "noaux_tc")
+    keys.expect("scoring_func", "sigmoid")
+    keys.expect("norm_topk_prob", True)
+    keys.expect("n_group", 1)
+    keys.expect("topk_group", 1)
+    keys.expect("moe_layer_freq", 1)
+    layers, ffn, rope_dim = (
+        keys.size("num_hidden_layers"),
+        keys.size("moe_intermediate_size"),
+        keys.size("qk_rope_head_dim"),
+    )
+    kinds = keys.read("mlp_layer_types", list, [])
+    leading = kinds.index("sparse") if "sparse" in kinds else keys.read("first_k_dense_replace", int, 1)
+    if kinds and kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
+        raise BimetalError(f"{keys.where}: mlp_layer_types must be dense, then sparse, for {layers} layers")
+    return Config(
+        vocab=keys.size("vocab_size"),
+        hidden=keys.size("hidden_size"),
+        layers=layers,
+        dense_layers=leading,
+        heads=keys.size("num_attention_heads"),
+        q_latent=keys.size("q_lora_rank"),
+        latent=keys.size("kv_lora_rank"),
+        nope_dim=keys.size("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=keys.size("v_head_dim"),
+        rope=hf_rope(keys, rope_dim, 1e6),
+        ffn=keys.size("intermediate_size"),
+        experts=Experts(
+            keys.size("n_routed_experts"),
+            keys.size("num_experts_per_tok"),
+            ffn,
+            ffn * keys.size("n_shared_experts"),
+            keys.positive("routed_scaling_factor", 1.0),
+        ),
+        eps=keys.positive("rms_norm_eps", 1e-5),
+        latent_eps=LATENT_EPS,
+        context=keys.size("max_position_embeddings"),
+        tied=keys.read("tie_word_embeddings", bool, False),
+    )
+
+
+def _gguf_config(checkpoint: Checkpoint) -> Config:
+    keys = Keys(checkpoint.config, str(checkpoint.path), prefix="deepseek2.", nested=False)
+    keys.expect("rope.scaling.type", "none")
+    keys.expect("expert_weights_norm", True)
+    keys.expect("expert_group_count", 1)
+    keys.expect("expert_group_used_count", 1)
+    layers = keys.size("block_count") - keys.read("nextn_predict_layers", int, 0)
+    if layers < 1:
+        raise BimetalError(f"{checkpoint.path}: deepseek2.nextn_predict_layers leaves {layers} layers")
+    table = checkpoint.tensors.get("token_embd.weight")
+    vocab = table.shape[0] if table else keys.size("vocab_size")
+    if vocab != GLM_VOCAB or keys.get("expert_gating_func") != 1:
+        keys.expect("expert_gating_func", 2)  # where it is absent, the router's bias that the table asks for implies it
+    rope_dim, ffn = keys.size("rope.dimension_count"), keys.size("expert_feed_forward_length")
+    eps = keys.positive("attention.layer_norm_rms_epsilon")
+    return Config(
+        vocab=vocab,
+        hidden=keys.size("embedding_length"),
+        layers=layers,
+        dense_layers=keys.read("leading_dense_block_count", int),
+        heads=keys.size("attention.head_count"),
+        q_latent=keys.size("attention.q_lora_rank"),
+        latent=keys.size("attention.kv_lora_rank"),
+        nope_dim=keys.size("attention.key_length_mla") - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=keys.size("attention.value_length_mla"),
+        rope=gguf_rope(keys, rope_dim, None),
+        ffn=keys.size("feed_forward_length"),
+        experts=Experts(
+            keys.size("expert_count"),
+            keys.size("expert_used_count"),
+            ffn,
+            ffn * keys.size("expert_shared_count"),
+            keys.positive("expert_weights_scale"),
+        ),
+        eps=eps,
+        latent_eps=eps,
+        context=keys.size("context_length"),
+        tied="output.weight" not in checkpoint.tensors,
+    )
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    dialect = "gguf" if checkpoint.format == "gguf" else "hf"
+    at = Names(dialect, "", checkpoint.tensors)
+    top: Table = {
+        "embed": Matrix(at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "norm": Vector(at("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "head": None if c.tied else Matrix(at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+    }
+    prefix = "blk." if dialect == "gguf" else "model.layers."
+    layers = []
+    for i in range(c.layers):
+        at = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
+        ffn = ffn_weights(at, c.hidden, c.ffn) if i < c.dense_layers else sigmoid_moe_weights(at, c.hidden, c.experts)
+        layers.append({**_attention_weights(c, at), **ffn})
+    return Layout(top, layers, partial(_ignored, prefix, c.layers))
+
+
+def _attention_weights(c: Config, at: Names) -> Table:
+    H, R, N, P, V = c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
+    split = np.arange(P).reshape(-1, 2).T.ravel()  # pairs (0, 1), (2, 3), ... to (j, j + P/2)
+    q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + split]].ravel()
+    if at.has("self_attn.kv_b_proj.weight") or at.has("attn_kv_b.weight"):
+        fused = partial(at, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
+        k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, N + V, slice(0, N)))))
+        v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, N + V, slice(N, N + V))))
+    else:
+        k_up = at("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N))
+        v_up = at("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R))
+    kv_down = at(
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "attn_kv_a_mqa.weight",
+        (R + P, c.hidden),
+        _always(rows(np.r_[:R, R + split])),
+    )
+    q_up = at("self_attn.q_b_proj.weight", "attn_q_b.weight", (H * (N + P), c.q_latent), _always(rows(q_rows)))
+    return {
+        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "down_qkv": Matrix(at("self_attn.q_a_proj.weight", "attn_q_a.weight", (c.q_latent, c.hidden)), kv_down),
+        "q_norm": Vector(at("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (c.q_latent,))),
+        "q_up": Matrix(q_up),
+        "kv_norm": Vector(at("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (R,))),
+        "k_up": Matrix(k_up),
+        "v_up": Matrix(v_up),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * V))),
+        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+    }
+
+
+def _always(fix: Fix) -> dict[str, Fix]:
+    return {"hf": fix, "gguf": fix}
+
+
+def _head_rows(kv: Tensor, heads: int, per_head: int, part: slice) -> Tensor:
+    """Rows `part` of every head's rows: (heads * per_head, columns) -> (heads, n, columns), quantized as stored."""
+    if kv.shape[0] != heads * per_head:
+        raise ValueError("rows")
+
+    def cut(tensor: Tensor) -> Tensor:
+        data = tensor.data.reshape(heads, per_head, -1)[:, part]
+        return replace(tensor, shape=(*data.shape[:2], tensor.shape[-1]), data=np.ascontiguousarray(data))
+
+    return replace(cut(kv), scales=kv.scales and cut(kv.scales), biases=kv.biases and cut(kv.biases))
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """The last two axes swapped; a quantized tensor becomes float32, because its blocks lie along the rows."""
+    H, N, R = tensor.shape
+    if tensor.type not in ("F32", "F16", "BF16"):
+        return dense(tensor.name, dequantize(tensor).swapaxes(1, 2))
+    items = tensor.data.reshape(H, N, R, -1).swapaxes(1, 2)
+    return replace(tensor, shape=(H, R, N), data=np.ascontiguousarray(items).reshape(H, R, -1))
+
+
+def _ignored(prefix: str, layers: int, name: str) -> str | None:
+    layer = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else ""
+    return "multi-token-prediction block, not run" if layer.isdigit() and int(layer) >= layers else None
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def state_spec(c: Config) -> list[LayerSpec]:
+    return [{"latent": LatentSpec(c.latent, c.rope_dim)}] * c.layers
+
+
+def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
+    """The logits (n, vocab) of `rows` of the step."""
+    x = ops.embed(w.embed, step.tokens)
+    for i, layer in enumerate(w.layers):
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, i < c.dense_layers), x)
+    return head(ops, w, x, rows, c.eps)
+
+
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, is_dense: bool, x: Array) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.latent, step, ops.rms_norm(x, w.attn_norm, c.eps)))
+    z = ops.rms_norm(x, w.ffn_norm, c.eps)
+    return ops.add(x, swiglu_ffn(ops, w, z) if is_dense else sigmoid_moe(ops, c.experts, w, z))
+
+
+def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
+    """Multi-head latent attention, x (T, hidden) -> (T, hidden)"""
+    T, H, R, N, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.value_dim
+    down = ops.linear(x, w.down_qkv)
+    q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.latent_eps), w.q_up).reshape(T, H, N + c.rope_dim)
+    q_nope, q_rope = q[..., :N], ops.rope(q[..., N:], step.positions, c.rope)
+    latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.latent_eps)
+    k_rope = ops.rope(down[:, None, c.q_latent + R :], step.positions, c.rope)[:, 0]
+    scale = (N + c.rope_dim) ** -0.5
+    if c.expand_from <= T:
+        o = ops.expanded_attention(q_nope, q_rope, latent, k_rope, w.k_up, w.v_up, state, step, scale)
+    else:
+        o = ops.latent_attention(ops.head_linear(q_nope, w.k_up), q_rope, latent, k_rope, state, step, scale)
+        o = ops.head_linear(o, w.v_up)
+    return ops.linear(o.reshape(T, H * V), w.o)

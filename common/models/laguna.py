@@ -1,0 +1,260 @@
+"""Laguna (`laguna`): gated attention, three layers of four within a window, and experts behind a sigmoid router.
+
+Layers differ in their number of query heads and in their rope. The gate on attention's output is a softplus, one per
+head (XS.2) or one per channel (M.1), which the shape of its matrix tells.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.config import Keys
+from common.errors import BimetalError
+from common.models.blocks import (
+    Experts,
+    ffn_weights,
+    gguf_rope,
+    head,
+    hf_rope,
+    sigmoid_moe,
+    sigmoid_moe_weights,
+    swiglu_ffn,
+)
+from common.ops import Array, Ops, Rope
+from common.step import KVSpec, LayerSpec, State, Step, WindowSpec
+from common.weights import Layout, Matrix, Names, Table, Vector
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab: int
+    hidden: int
+    heads: tuple[int, ...]  # query heads per layer
+    kv_heads: int
+    head_dim: int
+    is_sliding: tuple[bool, ...]  # per layer
+    window: int  # keys that a row of a sliding layer sees, itself included
+    rope: Rope
+    sliding_rope: Rope
+    gate_per_channel: bool
+    is_sparse: tuple[bool, ...]  # per layer; the others have a dense FFN
+    ffn: int
+    experts: Experts
+    eps: float
+    context: int
+    tied: bool
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def read_config(checkpoint: Checkpoint) -> Config:
+    c = _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+    if odd := [heads for heads in c.heads if heads % c.kv_heads]:
+        raise BimetalError(f"{checkpoint.path}: {c.kv_heads} KV heads do not divide {odd[0]} query heads")
+    return c
+
+
+def _hf_config(checkpoint: Checkpoint) -> Config:
+    where = f"{checkpoint.path} config.json"
+    keys = Keys(checkpoint.config, where)
+    keys.expect("hidden_act", "silu")
+    for key in ("attention_bias", "qkv_bias", "moe_apply_router_weight_on_input", "swa_attention_sink_enabled"):
+        keys.expect(key, False)
+    keys.expect("moe_router_logit_softcapping", 0, 0.0)
+    keys.expect("moe_router_score_func", "sigmoid")
+    layers, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim")
+    heads = keys.read("num_attention_heads_per_layer", list, [keys.size("num_attention_heads")] * layers)
+    kinds = _per_layer(keys, "layer_types", KINDS, ["full_attention"] * layers)
+    mlps = _per_layer(keys, "mlp_layer_types", ("dense", "sparse"), ["dense"] + ["sparse"] * (layers - 1))
+    if len(heads) != layers or not all(isinstance(h, int) and h > 0 for h in heads):
+        raise BimetalError(f"{where}: num_attention_heads_per_layer must list heads for {layers} layers")
+
+    def rope(kind: str) -> Rope:
+        values = {"rope_parameters": keys.read(f"rope_parameters.{kind}", dict)}
+        share = Keys(values, f"{where} {kind}").positive("rope_parameters.partial_rotary_factor", 1.0)
+        return hf_rope(Keys(values, f"{where} {kind}"), int(head_dim * share))
+
+    is_sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    full = rope("full_attention")
+    gate = f"{_prefix(checkpoint)}model.layers.0.self_attn.g_proj.weight"
+    return Config(
+        vocab=keys.size("vocab_size"),
+        hidden=keys.size("hidden_size"),
+        heads=tuple(heads),
+        kv_heads=keys.size("num_key_value_heads"),
+        head_dim=head_dim,
+        is_sliding=is_sliding,
+        window=keys.size("sliding_window") if any(is_sliding) else 0,
+        rope=full,
+        sliding_rope=rope("sliding_attention") if any(is_sliding) else full,
+        gate_per_channel=_gate_per_channel(checkpoint, gate, heads[0], head_dim),
+        is_sparse=tuple(mlp == "sparse" for mlp in mlps),
+        ffn=keys.size("intermediate_size"),
+        experts=Experts(
+            keys.size("num_experts"),
+            keys.size("num_experts_per_tok"),
+            keys.size("moe_intermediate_size"),
+            keys.size("shared_expert_intermediate_size"),
+            keys.positive("moe_routed_scaling_factor", 1.0),
+        ),
+        eps=keys.positive("rms_norm_eps", 1e-6),
+        context=keys.size("max_position_embeddings"),
+        tied=keys.read("tie_word_embeddings", bool, False),
+    )
+
+
+def _gguf_config(checkpoint: Checkpoint) -> Config:
+    keys = Keys(checkpoint.config, str(checkpoint.path), prefix="laguna.", nested=False)
+    if keys.get("attention.gating_type") is not None:
+        raise BimetalError(
+            f"{checkpoint.path} names its keys as Ollama does; supported: files of llama.cpp's converter"
+        )
+    keys.expect("expert_gating_func", 2)  # sigmoid, also where the key is absent
+    keys.expect("expert_weights_norm", True)
+    keys.expect("expert_shared_count", 1)
+    layers, head_dim = keys.size("block_count"), keys.size("attention.key_length")
+    keys.expect("attention.value_length", head_dim)
+    heads = keys.get("attention.head_count")
+    if not isinstance(heads, list):
+        heads = [keys.size("attention.head_count")] * layers
+    if len(heads) != layers or not all(isinstance(h, int) and h > 0 for h in heads):
+        raise BimetalError(f"{checkpoint.path}: laguna.attention.head_count must list heads for {layers} layers")
+    window = keys.read("attention.sliding_window", int, 0)  # none in M.1
+    pattern = keys.get("attention.sliding_window_pattern") or 4
+    if isinstance(pattern, int):
+        pattern = [i % pattern > 0 for i in range(layers)]
+    if not isinstance(pattern, list) or len(pattern) < layers:
+        raise BimetalError(f"{checkpoint.path}: laguna.attention.sliding_window_pattern does not cover {layers} layers")
+    is_sliding = tuple(window > 0 and bool(slides) for slides in pattern[:layers])
+    dense = keys.read("leading_dense_block_count", int)
+    table = checkpoint.tensors.get("token_embd.weight")
+    rope = gguf_rope(keys, keys.size("rope.dimension_count"), None)
+    # The factor on YaRN's channels: a file says 1 where its writer meant 1 times the derived one. Others are final.
+    factor = keys.positive("rope.scaling.yarn_attn_factor", 1.0)
+    plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
+    return Config(
+        vocab=table.shape[0] if table else keys.size("vocab_size"),
+        hidden=keys.size("embedding_length"),
+        heads=tuple(heads),
+        kv_heads=keys.size("attention.head_count_kv"),
+        head_dim=head_dim,
+        is_sliding=is_sliding,
+        window=window,
+        rope=rope if factor == 1 else replace(rope, magnitude=factor),
+        sliding_rope=gguf_rope(
+            Keys(plain, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count_swa", head_dim), None
+        ),
+        gate_per_channel=_gate_per_channel(checkpoint, "blk.0.attn_gate.weight", heads[0], head_dim),
+        is_sparse=tuple(i >= dense for i in range(layers)),
+        ffn=keys.size("feed_forward_length"),
+        experts=Experts(
+            keys.size("expert_count"),
+            keys.size("expert_used_count"),
+            keys.size("expert_feed_forward_length"),
+            keys.size("expert_shared_feed_forward_length"),
+            keys.positive("expert_weights_scale"),
+        ),
+        eps=keys.positive("attention.layer_norm_rms_epsilon"),
+        context=keys.size("context_length"),
+        tied="output.weight" not in checkpoint.tensors,
+    )
+
+
+def _per_layer(keys: Keys, key: str, names: tuple[str, ...], default: list[str]) -> list[str]:
+    values = keys.read(key, list, default)
+    if len(values) != len(default) or any(value not in names for value in values):
+        raise BimetalError(f"{keys.where}: {key} must name {' or '.join(names)} for {len(default)} layers")
+    return values
+
+
+def _gate_per_channel(checkpoint: Checkpoint, name: str, heads: int, head_dim: int) -> bool:
+    """By the shape of the gate's matrix: the configuration's `gating` says true for either kind."""
+    gate = checkpoint.tensors.get(name)
+    if gate is None:
+        raise BimetalError(f"{checkpoint.path} lacks tensor {name}, whose shape tells the kind of attention gate")
+    if gate.shape[0] not in (heads, heads * head_dim):
+        raise BimetalError(f"{name}: {gate.shape[0]} rows, expected {heads} (per head) or {heads * head_dim}")
+    return gate.shape[0] == heads * head_dim
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    dialect, prefix = ("gguf", "") if checkpoint.format == "gguf" else ("hf", _prefix(checkpoint))
+    at = Names(dialect, prefix, checkpoint.tensors)
+    top: Table = {
+        "embed": Matrix(at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "norm": Vector(at("model.norm.weight", "output_norm.weight", (c.hidden,))),
+        "head": None if c.tied else Matrix(at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+    }
+    layers = []
+    for i, heads in enumerate(c.heads):
+        at = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}model.layers.{i}.", checkpoint.tensors)
+        ffn = sigmoid_moe_weights(at, c.hidden, c.experts) if c.is_sparse[i] else ffn_weights(at, c.hidden, c.ffn)
+        layers.append({**_attention_weights(c, at, heads), **ffn})
+    return Layout(top, layers, lambda name: None)
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    """Repacked checkpoints put all names under one prefix."""
+    wrapped = "language_model.model.embed_tokens.weight" in checkpoint.tensors
+    return "language_model." if wrapped else ""
+
+
+def _attention_weights(c: Config, at: Names, heads: int) -> Table:
+    K, D = c.kv_heads, c.head_dim
+    gates = heads * D if c.gate_per_channel else heads
+    return {
+        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "qkvg": Matrix(
+            at("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden)),
+            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
+            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+            at("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden)),
+        ),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, heads * D))),
+        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
+        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
+        "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
+    }
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def state_spec(c: Config) -> list[LayerSpec]:
+    full = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
+    sliding = {"kv": WindowSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
+    return [sliding if slides else full for slides in c.is_sliding]
+
+
+def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
+    """The logits (n, vocab) of `rows` of the step."""
+    x = ops.embed(w.embed, step.tokens)
+    for i, layer in enumerate(w.layers):
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, i), x)
+    return head(ops, w, x, rows, c.eps)
+
+
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Array) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps)))
+    z = ops.rms_norm(x, w.ffn_norm, c.eps)
+    return ops.add(x, sigmoid_moe(ops, c.experts, w, z) if c.is_sparse[layer] else swiglu_ffn(ops, w, z))
+
+
+def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
+    """Grouped-query attention with a softplus gate on its output, x (T, hidden) -> (T, hidden)"""
+    T, H, K, D = x.shape[0], c.heads[layer], c.kv_heads, c.head_dim
+    rope, window = (c.sliding_rope, c.window) if c.is_sliding[layer] else (c.rope, None)
+    qkvg = ops.linear(x, w.qkvg)
+    q = ops.norm_rope(qkvg[:, : H * D].reshape(T, H, D), w.q_norm, step.positions, rope, c.eps)
+    k = ops.norm_rope(qkvg[:, H * D : (H + K) * D].reshape(T, K, D), w.k_norm, step.positions, rope, c.eps)
+    v = qkvg[:, (H + K) * D : (H + 2 * K) * D].reshape(T, K, D)
+    gate = qkvg[:, (H + 2 * K) * D :].reshape(T, H, D if c.gate_per_channel else 1)
+    o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=window)
+    return ops.linear(ops.mul_softplus(o, gate).reshape(T, H * D), w.o)
