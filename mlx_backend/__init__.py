@@ -7,8 +7,8 @@ from mlx_backend.ops import MlxOps
 from mlx_backend.weights import stored_dtype
 
 
-def open_ops(checkpoint: Checkpoint | None = None) -> MlxOps:
+def open_ops(checkpoint: Checkpoint) -> MlxOps:
     """MLX on its default device: float32 on the CPU, on a GPU the type in which `checkpoint` stores most bytes."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
-    return MlxOps(mx.float16 if checkpoint is None else stored_dtype(checkpoint.tensors.values()))
+    return MlxOps(stored_dtype(checkpoint.tensors.values()))

@@ -18,7 +18,7 @@ from common.reference import L2_EPS, peak_resident_bytes
 from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
-from mlx_backend.states import MlxDelta, MlxKV, new_state
+from mlx_backend.states import MlxDelta, MlxRows, new_state
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, load_matrix, nbytes
 
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
@@ -37,6 +37,11 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 @_fused
 def _mul_sigmoid(x: mx.array, gate: mx.array) -> mx.array:
     return x * mx.sigmoid(gate)
+
+
+@_fused
+def _mul_softplus(x: mx.array, gate: mx.array) -> mx.array:
+    return (x * mx.logaddexp(gate.astype(mx.float32), 0)).astype(x.dtype)
 
 
 @_fused
@@ -95,6 +100,9 @@ class MlxOps(Ops):
         out = [_matmul(x, part) for part in w]
         return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 
+    def head_linear(self, x: Array, w: Weight) -> Array:
+        return _by_head(x.swapaxes(0, 1), w).swapaxes(0, 1)
+
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
         return mx.fast.rms_norm(x, None if weight is None else self._like_activations(weight), eps)
 
@@ -129,38 +137,86 @@ class MlxOps(Ops):
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         return _mul_sigmoid(x, gate)
 
+    def mul_softplus(self, x: Array, gate: Array) -> Array:
+        return _mul_softplus(x, gate)
+
     # -- ops that read and write their own state --------------------------------------------------------------------
 
     def attention(
-        self, q: Array, k: Array, v: Array, kv: MlxKV, step: Step, scale: float, window: int | None = None
+        self, q: Array, k: Array, v: Array, kv: MlxRows, step: Step, scale: float, window: int | None = None
     ) -> Array:
         step.the_slot()
-        T, past = len(q), kv.past
-        kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
-        start = 0 if window is None else max(0, min(past, int(step.positions.min()) - window + 1))
-        keys, values = (x[:, :, start : past + T] for x in (kv.keys, kv.values))
-        mask = self._mask(step, past - start, past, window)
+        past = kv.past
+        keys, values = kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
+        if window is not None:  # the first row that any row of the step may see
+            first = past + len(step) - keys.shape[2]
+            hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
+            keys, values = keys[:, :, hidden:], values[:, :, hidden:]
+        return self._attend(q, keys, values, step, past, scale, window)
+
+    def latent_attention(
+        self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: MlxRows, step: Step, scale: float
+    ) -> Array:
+        step.the_slot()
+        past = kv.past
+        (rows,) = kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])
+        q = mx.concatenate([q_latent, q_rope], axis=-1)
+        return self._attend(q, rows, rows[..., : latent.shape[1]], step, past, scale)
+
+    def expanded_attention(
+        self,
+        q_nope: Array,
+        q_rope: Array,
+        latent: Array,
+        k_rope: Array,
+        k_up: Weight,
+        v_up: Weight,
+        kv: MlxRows,
+        step: Step,
+        scale: float,
+    ) -> Array:
+        step.the_slot()
+        past, R = kv.past, latent.shape[1]
+        (rows,) = kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])
+        k_nope, values = _by_head(rows[..., :R], k_up, transpose=False), _by_head(rows[..., :R], v_up)
+        roped = mx.broadcast_to(rows[..., R:], (*k_nope.shape[:3], k_rope.shape[1]))
+        q, keys = mx.concatenate([q_nope, q_rope], axis=-1), mx.concatenate([k_nope, roped], axis=-1)
+        return self._attend(q, keys, values, step, past, scale)
+
+    def _attend(
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        step: Step,
+        past: int,
+        scale: float,
+        window: int | None = None,
+    ) -> mx.array:
+        """q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)"""
+        mask = self._mask(step, keys.shape[2] - len(step), past, window)
         out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
         return out[0].swapaxes(0, 1)
 
     def _mask(self, step: Step, shown: int, past: int, window: int | None) -> mx.array | str | None:
         """What the step's rows see of the last `shown` committed rows and of themselves; None is everything."""
         T = len(step)
-        if T == 1 and window is None:
-            return None
-        if window is None or (step.is_chain and past + T <= window):
-            if step.parents is None:
+        if window is None or int(step.positions.max()) < window:
+            if T == 1 or step.parents is None:
                 return None
             if step.is_chain:
-                return None if T == 1 else "causal"
+                return "causal"
+            window = None
+        elif T == 1 and shown < window:
+            return None
         masks = self._masks.setdefault(step, {})
-        if (past, window) not in masks:
+        if (shown, window) not in masks:
             seen = np.concatenate([np.ones((T, shown), bool), step.visible], axis=1)
             if window is not None:
                 position = np.concatenate([np.arange(past - shown, past), step.positions])
                 seen &= position[None, :] > step.positions[:, None] - window
-            masks[past, window] = mx.array(seen)
-        return masks[past, window]
+            masks[shown, window] = mx.array(seen)
+        return masks[shown, window]
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
@@ -212,6 +268,12 @@ class MlxOps(Ops):
         best = mx.take_along_axis(logits, ids, axis=-1)
         return ids, mx.softmax(best, axis=-1, precise=True)  # the others cancel when the best are renormalized
 
+    def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
+        p = mx.sigmoid(logits.astype(mx.float32))
+        ids = mx.argsort(-(p + bias), axis=-1)[:, :top_k]
+        best = mx.take_along_axis(p, ids, axis=-1)
+        return ids, best * (scale / best.sum(axis=-1, keepdims=True))
+
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
         T, k = ids.shape
         rows = mx.arange(T * k) // k
@@ -252,12 +314,21 @@ class MlxOps(Ops):
 NOT_A_TOKEN = -1  # what `sample` gives for NaN logits, which only the host can refuse
 
 
-def _matmul(x: mx.array, part: Part) -> mx.array:
+def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
     if isinstance(part, Packed):
         return mx.quantized_matmul(
-            x, *part[:3], transpose=True, group_size=part.group_size, bits=part.bits, mode=part.mode
+            x, *part[:3], transpose=transpose, group_size=part.group_size, bits=part.bits, mode=part.mode
         )
-    return x @ part.T
+    return x @ (part.swapaxes(-1, -2) if transpose else part)
+
+
+def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
+    """x (..., H or 1, T, columns), w (H, rows, columns) -> (..., H, T, rows); of transposed matrices, by rows"""
+    if len(w) > 1:
+        raise BimetalError("matrices of heads cannot be stacked from several formats")
+    (part,) = w
+    heads = part.codes.shape[0] if isinstance(part, Packed) else part.shape[0]
+    return _matmul(mx.broadcast_to(x, (*x.shape[:-3], heads, *x.shape[-2:])), part, transpose)
 
 
 def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:

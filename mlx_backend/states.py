@@ -6,55 +6,73 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from common.step import ConvSpec, DeltaSpec, KVSpec, LayerSpec, Spec, State
+from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, LayerState, Spec, State, WindowSpec
 
 PREFILL = 32  # rows of a commit from which it is a prompt's
-KV_ROWS = 256  # keys and values grow by this many rows, or by a quarter where that is more
+ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
 
 
-class MlxKV:
-    """Keys (1, K, n, D) and values (1, K, n, Dv) of committed rows, then the step's rows, then room."""
+class MlxRows:
+    """Rows that attention reads: keys and values, or latent rows, in one buffer (1, K, room, D) each.
 
-    def __init__(self, spec: KVSpec, dtype: mx.Dtype):
-        self.keys = mx.zeros((1, spec.kv_heads, 0, spec.key_dim), dtype)
-        self.values = mx.zeros((1, spec.kv_heads, 0, spec.value_dim), dtype)
-        self.past = 0
+    A buffer holds the committed rows at start..end, then the step's rows, then room for more. With a window, start
+    follows the end, and rows before it are dropped when the buffer grows.
+    """
 
-    def write(self, k: mx.array, v: mx.array) -> None:
-        """Put the step's rows, (1, K, T, D), behind the past."""
-        end = self.past + k.shape[2]
-        if end > self.keys.shape[2]:
-            room = end + max(KV_ROWS, end // 4)
-            self.keys, self.values = _grown(self.keys, room), _grown(self.values, room)
-        self.keys[:, :, self.past : end] = k
-        self.values[:, :, self.past : end] = v
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: mx.Dtype, window: int | None = None):
+        self.buffers = [mx.zeros((1, heads, 0, size), dtype) for heads, size in shapes]
+        self.start = self.end = 0
+        self.past = 0  # committed rows, dropped ones included
+        self.window = window
+
+    def write(self, *rows: mx.array) -> list[mx.array]:
+        """Put the step's rows, (1, K, T, D), behind the past; the kept rows and them, (1, K, end - start + T, D)."""
+        T = rows[0].shape[2]
+        if self.end + T > self.buffers[0].shape[2]:
+            kept = self.end - self.start
+            room = T + max(ROOM, kept // 4)
+            self.buffers = [_grown(buffer[:, :, self.start : self.end], room) for buffer in self.buffers]
+            self.start, self.end = 0, kept
+        for buffer, new in zip(self.buffers, rows, strict=True):
+            buffer[:, :, self.end : self.end + T] = new
+        return [buffer[:, :, self.start : self.end + T] for buffer in self.buffers]
 
     def commit(self, path: np.ndarray) -> None:
-        end = self.past + len(path)
+        end = self.end + len(path)
         if not np.array_equal(path, np.arange(len(path))):
-            rows = mx.array(self.past + path)
-            self.keys[:, :, self.past : end] = self.keys[:, :, rows]
-            self.values[:, :, self.past : end] = self.values[:, :, rows]
-        self.past = end
+            rows = mx.array(self.end + path)
+            for buffer in self.buffers:
+                buffer[:, :, self.end : end] = buffer[:, :, rows]
+        self.end = end
+        self.past += len(path)
+        if self.window is not None:
+            self.start = max(self.start, end - self.window)
 
     def snapshot(self) -> Any:
-        return self.past
+        if self.window is None:
+            return self.past
+        return self.past, [buffer[:, :, self.start : self.end] for buffer in self.buffers]
 
     def restore(self, snapshot: Any) -> None:
-        self.past = snapshot
+        if self.window is None:
+            self.past = self.end = snapshot
+        else:
+            self.past, kept = snapshot
+            self.buffers = list(kept)  # full, so that the next write copies them
+            self.start, self.end = 0, kept[0].shape[2]
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
+        return self.buffers
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers)
 
 
 def _grown(rows: mx.array, room: int) -> mx.array:
-    B, K, n, D = rows.shape
-    return mx.concatenate([rows, mx.zeros((B, K, room - n, D), rows.dtype)], axis=2)
+    B, K, _, D = rows.shape
+    return mx.concatenate([rows, mx.zeros((B, K, room, D), rows.dtype)], axis=2)
 
 
 class MlxConv:
@@ -67,7 +85,7 @@ class MlxConv:
     def commit(self, path: np.ndarray) -> None:
         n, t = len(self.tail), len(path)
         if np.array_equal(path, np.arange(t)):
-            self.tail = self.stream[t : t + n]
+            self.tail = mx.contiguous(self.stream[t : t + n])  # a slice would keep the whole stream alive
         else:
             self.tail = self.stream[mx.array(np.concatenate([np.arange(n), n + path])[t:])]
         self.stream = self.tail
@@ -90,7 +108,7 @@ class MlxConv:
 class MlxDelta:
     """The recurrent matrix per head as MLX lays it, (1, Hv, Dv, Dk) float32, and the step's rows for a replay."""
 
-    def __init__(self, spec: DeltaSpec, dtype: mx.Dtype):
+    def __init__(self, spec: DeltaSpec):
         self.matrix = mx.zeros((1, spec.heads, spec.value_dim, spec.key_dim), mx.float32)
         self.rows: tuple[mx.array, ...] = ()  # k, v (1, T, H, D), exp(g), beta (1, T, H)
         self.after: mx.array | None = None  # the matrix after all rows of a chain
@@ -121,7 +139,18 @@ class MlxDelta:
         return self.matrix.nbytes
 
 
-STATES: dict[type[Spec], Any] = {KVSpec: MlxKV, ConvSpec: MlxConv, DeltaSpec: MlxDelta}
+def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
+    match s:
+        case KVSpec():
+            return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype)
+        case WindowSpec():
+            return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype, s.window)
+        case LatentSpec():
+            return MlxRows([(1, s.latent_dim + s.rope_dim)], dtype)
+        case ConvSpec():
+            return MlxConv(s, dtype)
+        case DeltaSpec():
+            return MlxDelta(s)
 
 
 class MlxState(State):
@@ -132,4 +161,4 @@ class MlxState(State):
 
 
 def new_state(spec: Sequence[LayerSpec], capacity: int, dtype: mx.Dtype) -> MlxState:
-    return MlxState([{name: STATES[type(s)](s, dtype) for name, s in layer.items()} for layer in spec], capacity)
+    return MlxState([{name: _layer_state(s, dtype) for name, s in layer.items()} for layer in spec], capacity)

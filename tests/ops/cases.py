@@ -1,0 +1,303 @@
+"""Every op over odd shapes, as data: a case runs on any backend, and NumpyOps says what should come out.
+
+Inputs reach a backend as an embedding's rows do, so that they have the dtype of its activations.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.ops import Array, Ops, Rope
+from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, Step, WindowSpec
+from common.tensors import Tensor
+from common.weights import dense
+
+ROWS = (1, 7, 33, 65)
+PASTS = (0, 1, 255, 256, 257)
+
+# Largest error of an output relative to its largest value, in float32, float16 and bfloat16 activations: a few units
+# in the last place of the inputs' rounding (6e-8, 5e-4, 4e-3), times what the op adds up.
+TOLERANCE = {
+    "embed": (0, 5e-4, 4e-3),
+    "linear": (1e-6, 3e-3, 2e-2),
+    "head_linear": (1e-6, 3e-3, 2e-2),
+    "rms_norm": (1e-6, 2e-3, 1e-2),
+    "rope": (2e-5, 2e-3, 2e-2),  # angles of a few hundred radians are rounded to float32
+    "rope_far": (2e-2, 2e-2, 3e-2),  # and of 1e5 radians: see test_far_rope
+    "elementwise": (1e-6, 2e-3, 2e-2),
+    "attention": (2e-6, 3e-3, 2e-2),
+    "latent_attention": (2e-6, 3e-3, 2e-2),
+    "short_conv": (1e-6, 3e-3, 2e-2),
+    "gated_delta": (1e-5, 1e-2, 6e-2),  # a recurrence over all rows
+    "route": (1e-6, 3e-3, 2e-2),
+    "moe": (3e-6, 1e-2, 6e-2),
+    "moe_dense": (3e-6, 1e-2, 6e-2),
+}
+
+
+Run = Callable[["Inputs"], list[Array]]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    op: str  # a key of TOLERANCE
+    run: Run
+
+    def __call__(self, ops: Ops) -> list[np.ndarray]:
+        return [ops.read(out) for out in self.run(Inputs(ops))]
+
+
+class Inputs:
+    """The same numbers for every backend, drawn in the order asked for."""
+
+    def __init__(self, ops: Ops):
+        self.ops, self.random = ops, np.random.default_rng(7)
+
+    def draw(self, *shape: int, scale: float = 1) -> np.ndarray:
+        # rounded, so that each activation dtype holds them exactly
+        return np.round(self.random.normal(size=shape) * scale * 32).astype(np.float32) / 32
+
+    def rows(self, *shape: int, scale: float = 1) -> Array:
+        """Activations (T, ...)"""
+        values = self.draw(*shape, scale=scale).reshape(shape[0], -1)
+        table = self.ops.weight(dense("rows", values))
+        return self.ops.embed(table, np.arange(shape[0], dtype=np.int32)).reshape(shape)
+
+    def weight(self, *shape: int) -> Any:
+        return self.ops.weight(dense("weight", self.draw(*shape)))
+
+    def packed(self, *shape: int) -> Any:
+        """A matrix stored in Q8_0 blocks."""
+        codes = self.random.integers(-127, 128, size=(*shape[:-1], shape[-1] // 32, 32)).astype(np.int8)
+        scales = np.full((*codes.shape[:-1], 1), 2**-6, np.float16)
+        blocks = np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=-1)
+        return self.ops.weight(Tensor("packed", "Q8_0", shape, blocks.reshape(*shape[:-1], -1)))
+
+    def vector(self, *shape: int, scale: float = 1) -> Array:
+        return self.ops.vector(dense("vector", self.draw(*shape, scale=scale)))
+
+    def state(self, spec: LayerSpec) -> Any:
+        return self.ops.new_state([spec], 10000)
+
+
+def a_step(kind: str, T: int, start: int) -> Step:
+    """A chain, a block, or a random tree of T rows."""
+    tokens = np.zeros(T, np.int32)
+    if kind == "tree":
+        random = np.random.default_rng(T)
+        return Step.tree(tokens, [int(random.integers(max(-1, t - 6), t)) for t in range(T)], start)
+    return Step.chain(tokens, start) if kind == "chain" else Step.block(tokens, start)
+
+
+def a_path(step: Step) -> list[int]:
+    """The last row of the step and its ancestors, root first."""
+    if step.parents is None:
+        return list(range(len(step)))
+    path, row = [], len(step) - 1
+    while row >= 0:
+        path.append(row)
+        row = int(step.parents[row])
+    return path[::-1]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def rows_cases() -> Iterator[Case]:
+    def embed(T: int) -> Run:
+        return lambda i: [i.rows(T, 96)]
+
+    def linear(T: int, shape: Sequence[int]) -> Run:
+        return lambda i: [i.ops.linear(i.rows(T, shape[1]), i.weight(*shape))]
+
+    def head_linear(T: int, shape: Sequence[int]) -> Run:
+        return lambda i: [i.ops.head_linear(i.rows(T, shape[0], shape[2]), i.weight(*shape))]
+
+    def of_two(op: str, T: int, gate: int) -> Run:
+        return lambda i: [getattr(i.ops, op)(i.rows(T, 48), i.rows(T, gate, scale=4))]
+
+    def rms_norm(T: int) -> Run:
+        return lambda i: [
+            i.ops.rms_norm(i.rows(T, 96), i.vector(96), 1e-5),
+            i.ops.rms_norm(i.rows(T, 3, 40), None, 1e-6),
+        ]
+
+    def gated_rms_norm(T: int) -> Run:
+        return lambda i: [i.ops.gated_rms_norm(i.rows(T, 3, 16), i.vector(16), i.rows(T, 3, 16), 1e-6)]
+
+    for T in ROWS:
+        yield Case(f"embed-{T}", "embed", embed(T))
+        for shape in ((5, 3), (64, 96), (1, 160)):
+            yield Case(f"linear-{T}-{shape}", "linear", linear(T, shape))
+        yield Case(f"head_linear-{T}", "head_linear", head_linear(T, (3, 5, 24)))
+        for op, gate in (("add", 48), ("swiglu", 48), ("mul_sigmoid", 48), ("mul_sigmoid", 1), ("mul_softplus", 1)):
+            yield Case(f"{op}-{T}-{gate}", "elementwise", of_two(op, T, gate))
+        yield Case(f"rms_norm-{T}", "rms_norm", rms_norm(T))
+        yield Case(f"gated_rms_norm-{T}", "rms_norm", gated_rms_norm(T))
+    yield Case("linear-slice", "linear", lambda i: [i.ops.linear(i.rows(7, 96)[2:5, 32:64], i.weight(5, 32))])
+
+
+def rope_cases() -> Iterator[Case]:
+    def rotate(op: str, T: int, D: int, positions: np.ndarray, rope: Rope) -> Run:
+        if op == "norm_rope":
+            return lambda i: [i.ops.norm_rope(i.rows(T, 3, D), i.vector(D), positions, rope, 1e-6)]
+        return lambda i: [i.ops.rope(i.rows(T, 5, D)[:, 1:4], positions, rope)]
+
+    for D, dim, magnitude in ((64, 64, 1.0), (64, 16, 1.0), (32, 24, 1.3)):
+        rope = Rope(tuple(1e4 ** (-2 * j / dim) for j in range(dim // 2)), magnitude)
+        for T in ROWS:
+            for kind, positions in (
+                ("chain", np.arange(300, 300 + T)),
+                ("tree", a_step("tree", T, 300).positions),
+                ("any", np.random.default_rng(T).permutation(300)[:T]),
+            ):
+                for op in ("rope", "norm_rope"):
+                    run = rotate(op, T, D, positions.astype(np.int32), rope)
+                    yield Case(f"{op}-{D}-{dim}-{T}-{kind}", "rope", run)
+            yield Case(f"rope-{D}-{dim}-{T}-far", "rope_far", rotate("rope", T, D, np.arange(10**5, 10**5 + T), rope))
+
+
+# -- ops with a state: rows before, a step, its commit, and a row after ------------------------------------------------
+
+
+def stateful(spec: LayerSpec, past: int, kind: str, T: int, call: Callable[[Inputs, Any, Step], Array]) -> Run:
+    def run(i: Inputs) -> list[Array]:
+        state, out = i.state(spec), []
+        if past:
+            call(i, state[0].state, Step.chain(np.zeros(past, np.int32), 0))
+            state.commit(np.arange(past))
+        step = a_step(kind, T, past)
+        out.append(call(i, state[0].state, step))
+        state.commit(a_path(step))
+        if kind != "block":
+            out.append(call(i, state[0].state, Step.chain(np.zeros(2, np.int32), state.length)))
+        return out
+
+    return run
+
+
+def attention_cases() -> Iterator[Case]:
+    def attend(H: int, K: int, D: int, Dv: int, window: int | None) -> Callable[[Inputs, Any, Step], Array]:
+        def call(i: Inputs, kv: Any, step: Step) -> Array:
+            T = len(step)
+            return i.ops.attention(
+                i.rows(T, H, D), i.rows(T, K, D), i.rows(T, K, Dv), kv, step, scale=D**-0.5, window=window
+            )
+
+        return call
+
+    def kept(window: int | None, K: int, D: int, Dv: int) -> LayerSpec:
+        return {"state": KVSpec(K, D, Dv) if window is None else WindowSpec(K, D, Dv, window)}
+
+    def case(past: int, kind: str, T: int, H: int, K: int, D: int, Dv: int, window: int | None, spec: str) -> Case:
+        layer = kept(window if spec == "window" else None, K, D, Dv)
+        run = stateful(layer, past, kind, T, attend(H, K, D, Dv, window))
+        return Case(f"attention-{spec}{window or ''}-past{past}-{kind}{T}-{H}.{K}.{D}.{Dv}", "attention", run)
+
+    for past in PASTS:
+        for kind in ("chain", "tree", "block"):
+            for T in ROWS:
+                yield case(past, kind, T, 6, 2, 16, 16, None, "kv")
+    for spec in ("kv", "window"):
+        for window in (1, 8, 64):
+            for past in (0, 5, 257):
+                for kind in ("chain", "tree"):
+                    for T in (1, 7, 33):
+                        yield case(past, kind, T, 4, 2, 16, 16, window, spec)
+    yield case(7, "chain", 7, 3, 3, 24, 8, None, "kv")
+    yield case(7, "tree", 7, 8, 1, 64, 64, None, "kv")
+
+
+def latent_cases() -> Iterator[Case]:
+    H, R, P, N, V = 3, 16, 8, 12, 10
+
+    def latent(i: Inputs, kv: Any, step: Step) -> Array:
+        T = len(step)
+        q, q_rope, rows, k_rope = i.rows(T, H, R), i.rows(T, H, P), i.rows(T, R), i.rows(T, P)
+        return i.ops.latent_attention(q, q_rope, rows, k_rope, kv, step, scale=0.2)
+
+    def expanded(i: Inputs, kv: Any, step: Step) -> Array:
+        T = len(step)
+        q, q_rope, rows, k_rope = i.rows(T, H, N), i.rows(T, H, P), i.rows(T, R), i.rows(T, P)
+        k_up, v_up = i.weight(H, R, N), i.weight(H, V, R)
+        return i.ops.expanded_attention(q, q_rope, rows, k_rope, k_up, v_up, kv, step, scale=0.05)
+
+    for past in (0, 256):
+        for kind in ("chain", "tree", "block"):
+            for T in (1, 7, 33):
+                for name, call in (("latent", latent), ("expanded", expanded)):
+                    run = stateful({"state": LatentSpec(R, P)}, past, kind, T, call)
+                    yield Case(f"{name}_attention-past{past}-{kind}{T}", "latent_attention", run)
+
+
+def recurrent_cases() -> Iterator[Case]:
+    def conv(C: int, taps: int) -> Callable[[Inputs, Any, Step], Array]:
+        def call(i: Inputs, state: Any, step: Step) -> Array:
+            return i.ops.short_conv(i.rows(len(step), C + 2)[:, 1:-1], i.vector(C, taps), state, step)
+
+        return call
+
+    def delta(Hk: int, Hv: int, Dk: int, Dv: int) -> Callable[[Inputs, Any, Step], Array]:
+        def call(i: Inputs, state: Any, step: Step) -> Array:
+            T = len(step)
+            q, k, v = i.rows(T, Hk, Dk), i.rows(T, Hk, Dk), i.rows(T, Hv, Dv)
+            a, b = i.rows(T, Hv), i.rows(T, Hv)
+            decay = i.ops.vector(dense("decay", -np.exp(i.draw(Hv))))
+            return i.ops.gated_delta(q, k, v, a, b, decay, i.vector(Hv), state, step)
+
+        return call
+
+    for past in (0, 2, 65):
+        for kind in ("chain", "tree"):
+            for T in ROWS:
+                for taps in (2, 4):
+                    run = stateful({"state": ConvSpec(10, taps)}, past, kind, T, conv(10, taps))
+                    yield Case(f"short_conv-{taps}-past{past}-{kind}{T}", "short_conv", run)
+                for Hk, Hv, Dk, Dv in ((2, 4, 32, 32), (3, 3, 64, 32), (1, 5, 128, 128)):
+                    run = stateful({"state": DeltaSpec(Hv, Dk, Dv)}, past, kind, T, delta(Hk, Hv, Dk, Dv))
+                    yield Case(f"gated_delta-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def expert_cases() -> Iterator[Case]:
+    def softmax(T: int, E: int, k: int) -> Run:
+        return lambda i: list(i.ops.route_softmax(_distinct(i, T, E), k))
+
+    def sigmoid(T: int, E: int, k: int) -> Run:
+        return lambda i: list(i.ops.route_sigmoid(_distinct(i, T, E), i.ops.vector(dense("b", np.zeros(E))), k, 2.5))
+
+    def moe(T: int, E: int, k: int, stored: str) -> Run:
+        def run(i: Inputs) -> list[Array]:
+            ids, weights = i.ops.route_softmax(_distinct(i, T, E), k)
+            matrix = getattr(i, stored)
+            return [i.ops.moe(i.rows(T, 64), matrix(E, 2 * 32, 64), matrix(E, 64, 32), ids, weights)]
+
+        return run
+
+    for T in ROWS:
+        for E, k in ((8, 2), (5, 5), (64, 7)):
+            yield Case(f"route_softmax-{T}-{E}-{k}", "route", softmax(T, E, k))
+            yield Case(f"route_sigmoid-{T}-{E}-{k}", "route", sigmoid(T, E, k))
+            yield Case(f"moe-{T}-{E}-{k}", "moe", moe(T, E, k, "packed"))
+            yield Case(f"moe-{T}-{E}-{k}-dense", "moe_dense", moe(T, E, k, "weight"))
+
+
+def _distinct(i: Inputs, T: int, E: int) -> Array:
+    """Logits that no rounding makes equal: the order of experts is then the same everywhere."""
+    values = np.stack([i.random.permutation(E) for _ in range(T)]).astype(np.float32) / 16 - 1
+    return i.ops.embed(i.ops.weight(dense("logits", values)), np.arange(T, dtype=np.int32))
+
+
+CASES = [
+    *rows_cases(),
+    *rope_cases(),
+    *attention_cases(),
+    *latent_cases(),
+    *recurrent_cases(),
+    *expert_cases(),
+]
