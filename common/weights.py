@@ -5,6 +5,7 @@ canonical one (norm weights as multiplied, half-split rope rows, value heads til
 by name what is missing, unused or misshapen, and hands each tensor to the backend once.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.ops import Ops
-from common.quants import check_scales, dequantize
+from common.quants import PLAIN, check_scales, dequantize
 from common.tensors import Tensor, stack
 
 Fix = Callable[[Tensor], Tensor]
@@ -142,6 +143,8 @@ def _listed(names: list[str]) -> str:
 
 def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
     parts = [_canonical(checkpoint, stored) for stored in entry.parts]
+    if isinstance(entry, Vector) and not np.isfinite(dequantize(parts[0])).all():
+        raise BimetalError(f"{parts[0].name} is not finite")  # as stored, or once fixed: exp of a large A_log
     handle = ops.weight(*parts) if isinstance(entry, Matrix) else ops.vector(parts[0])
     for stored in entry.parts:
         for name in stored.names:
@@ -154,15 +157,20 @@ def _canonical(checkpoint: Checkpoint, stored: Stored) -> Tensor:
     for tensor in tensors:
         check_scales(tensor)
     tensor = stack(tensors) if len(tensors) > 1 else tensors[0]
+    misshapen = f"{tensor.name}: shape {tensor.shape}, the model's configuration says {stored.shape}"
+    if math.prod(tensor.shape) != math.prod(stored.shape):  # before a fix that takes rows could hide it
+        raise BimetalError(misshapen)
+    if tensor.scales is None and tensor.type in PLAIN and not tensor.type.startswith("F"):
+        raise BimetalError(f"{tensor.name} holds {tensor.type} values; weights are floats")
     try:
         tensor = stored.fix(tensor) if stored.fix else tensor
     except (ValueError, IndexError) as error:
         if isinstance(error, BimetalError):
             raise
         # a fix reshapes by the configuration's sizes
-        raise BimetalError(f"{tensor.name}: shape {tensor.shape} does not fit the model's configuration") from error
+        raise BimetalError(misshapen) from error
     if tensor.shape != stored.shape:
-        raise BimetalError(f"{tensor.name}: shape {tensor.shape}, the model's configuration says {stored.shape}")
+        raise BimetalError(misshapen)
     return tensor
 
 

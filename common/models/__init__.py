@@ -31,7 +31,7 @@ def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
     """The checkpoint's architecture and the module that defines it."""
     key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
     name = checkpoint.config.get(key)
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise BimetalError(f"{checkpoint.path}: {key} is {name!r}; supported: {supported}")
     return name, ARCHITECTURES[name]

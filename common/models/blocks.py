@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.ops import Array, Ops, Rope
@@ -87,10 +88,31 @@ def head(ops: Ops, w: Any, x: Array, rows: slice, eps: float) -> Array:
     return ops.linear(ops.rms_norm(x[rows], w.norm, eps), w.embed if w.head is None else w.head)
 
 
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}
+ROPE_KEYS |= {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}  # llama3
+ROPE_KEYS |= {"beta_fast", "beta_slow", "attention_factor", "truncate"}  # yarn
+
+
+def check_sizes(checkpoint: Checkpoint, layers: int, heads: int, kv_heads: int, *rows: int) -> None:
+    """Refuse sizes that the file's tensors cannot have, before anything as large is built."""
+    if heads % kv_heads:
+        raise BimetalError(f"{checkpoint.path}: {kv_heads} key/value heads do not divide {heads} heads")
+    if layers > len(checkpoint.tensors):
+        raise BimetalError(f"{checkpoint.path} says it has {layers} layers, and has {len(checkpoint.tensors)} tensors")
+    most = max((math.prod(tensor.shape) for tensor in checkpoint.tensors.values()), default=0)
+    if max(rows) > most:
+        raise BimetalError(
+            f"{checkpoint.path} says that a tensor has {max(rows)} rows; its largest has {most} elements"
+        )
+
+
 def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
     """Rope of `dim` channels as config.json states it: rope_parameters, or the older rope_theta and rope_scaling."""
     theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", default_theta))
-    group = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
+    _check_rope(keys.where, theta, dim)
+    group = "rope_parameters" if keys.read("rope_parameters", dict, {}) else "rope_scaling"
+    if unknown := sorted(keys.read(group, dict, {}).keys() - ROPE_KEYS):
+        raise BimetalError(f"{keys.where}: {group}.{unknown[0]} is not supported")
     kind = keys.get(f"{group}.rope_type") or keys.get(f"{group}.type") or "default"
     if kind in ("default", "mrope"):
         return Rope(_frequencies(theta, dim))
@@ -111,14 +133,16 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         factor = keys.positive(f"{group}.factor")
         fast = keys.positive(f"{group}.beta_fast", 32.0)
         slow = keys.positive(f"{group}.beta_slow", 1.0)
-        magnitude = keys.get(f"{group}.attention_factor")
-        return _yarn(theta, dim, factor, original, fast, slow, float(magnitude) if magnitude else None)
+        keys.expect(f"{group}.truncate", True)
+        magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
+        return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")
 
 
 def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float = 10000.0) -> Rope:
     """Rope of `dim` channels from GGUF metadata; `factors` is the file's rope_freqs.weight, divisors per pair."""
     theta = keys.positive("rope.freq_base", default_theta)
+    _check_rope(keys.where, theta, dim)
     if keys.get("rope.dimension_count") not in (None, dim):
         raise BimetalError(f"{keys.where}: rope.dimension_count is {keys.get('rope.dimension_count')}, expected {dim}")
     frequencies = _frequencies(theta, dim)
@@ -137,8 +161,17 @@ def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float
         original = keys.size("rope.scaling.original_context_length", keys.size("context_length", 1))
         fast = keys.positive("rope.scaling.yarn_beta_fast", 32.0)
         slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
-        return _yarn(theta, dim, factor, original, fast, slow, None)
+        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+            keys.expect(f"rope.scaling.{key}", 1.0)
+        return Rope(_yarn(theta, dim, factor, original, fast, slow), _yarn_magnitude(factor))
     raise BimetalError(f"{keys.where}: rope.scaling.type {kind!r}; supported: none, linear, yarn")
+
+
+def _check_rope(where: str, theta: float, dim: int) -> None:
+    if theta <= 1:
+        raise BimetalError(f"{where}: the rope base is {theta}, expected a number above 1")
+    if dim < 2 or dim % 2:
+        raise BimetalError(f"{where}: rope turns {dim} channels of a head, expected an even number")
 
 
 def _frequencies(theta: float, dim: int) -> tuple[float, ...]:
@@ -160,9 +193,7 @@ def _llama3(frequencies: tuple[float, ...], factor: float, low: float, high: flo
     return tuple(scaled(f) for f in frequencies)
 
 
-def _yarn(
-    theta: float, dim: int, factor: float, original: int, fast: float, slow: float, magnitude: float | None
-) -> Rope:
+def _yarn(theta: float, dim: int, factor: float, original: int, fast: float, slow: float) -> tuple[float, ...]:
     """YaRN (Peng et al., arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
 
     def pair_with(turns: float) -> float:
@@ -173,6 +204,8 @@ def _yarn(
     for j, f in enumerate(_frequencies(theta, dim)):
         ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)
         frequencies.append(f * (1 - ramp) + f / factor * ramp)
-    if magnitude is None:
-        magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return Rope(tuple(frequencies), magnitude)
+    return tuple(frequencies)
+
+
+def _yarn_magnitude(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0

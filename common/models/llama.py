@@ -8,7 +8,7 @@ import numpy as np
 
 from common.checkpoint import Checkpoint
 from common.config import Keys
-from common.models.blocks import gguf_rope, head, hf_rope, swiglu_ffn
+from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
 from common.step import KVSpec, LayerSpec, State, Step
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
@@ -40,15 +40,18 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("attention_bias", False)
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
-    heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
-    head_dim = keys.size("head_dim", max(hidden // heads, 1))
+    keys.expect("partial_rotary_factor", 1.0)
+    keys.expect("rope_parameters.partial_rotary_factor", 1.0)
+    heads, hidden, layers = keys.size("num_attention_heads"), keys.size("hidden_size"), keys.size("num_hidden_layers")
+    head_dim, kv_heads = keys.size("head_dim", max(hidden // heads, 1)), keys.size("num_key_value_heads", heads)
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
     return Config(
         architecture=keys.read("model_type", str),
         vocab=keys.size("vocab_size"),
         hidden=hidden,
-        layers=keys.size("num_hidden_layers"),
+        layers=layers,
         heads=heads,
-        kv_heads=keys.size("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=keys.size("intermediate_size"),
         eps=keys.positive("rms_norm_eps", 1e-6),
@@ -61,18 +64,20 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
 def _gguf_config(checkpoint: Checkpoint) -> Config:
     architecture = checkpoint.config["general.architecture"]
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
+    heads, hidden, layers = keys.size("attention.head_count"), keys.size("embedding_length"), keys.size("block_count")
     head_dim = keys.size("attention.key_length", max(hidden // heads, 1))
+    kv_heads = keys.size("attention.head_count_kv", heads)
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
     keys.expect("attention.value_length", head_dim)
     keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
     return Config(
         architecture=architecture,
-        vocab=table.shape[0] if table else keys.size("vocab_size"),
+        vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
         hidden=hidden,
-        layers=keys.size("block_count"),
+        layers=layers,
         heads=heads,
-        kv_heads=keys.size("attention.head_count_kv", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=keys.size("feed_forward_length"),
         eps=keys.positive("attention.layer_norm_rms_epsilon"),

@@ -13,7 +13,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import gguf_rope, head, hf_rope, swiglu_ffn
+from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
 from common.step import ConvSpec, DeltaSpec, KVSpec, LayerSpec, State, Step
 from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
@@ -55,6 +55,8 @@ def read_config(checkpoint: Checkpoint) -> Config:
     c = _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
     if c.value_heads % c.key_heads:
         raise BimetalError(f"{checkpoint.path}: {c.key_heads} key heads do not divide {c.value_heads} value heads")
+    if c.experts and c.experts.top_k > c.experts.count:
+        raise BimetalError(f"{checkpoint.path}: a token takes {c.experts.top_k} experts of {c.experts.count}")
     return c
 
 
@@ -69,31 +71,37 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     kinds = keys.read("layer_types", list, [])
     if kinds and (len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}):
         raise BimetalError(f"{where}: layer_types must name linear_attention or full_attention for {layers} layers")
+    heads, kv_heads = keys.size("num_attention_heads"), keys.size("num_key_value_heads")
+    key_heads, key_dim = keys.size("linear_num_key_heads"), keys.size("linear_key_head_dim")
+    value_heads, value_dim = keys.size("linear_num_value_heads"), keys.size("linear_value_head_dim")
+    experts = keys.read("num_experts", int, 0)
+    check_sizes(
+        checkpoint, layers, heads, kv_heads, heads * head_dim, key_heads * key_dim, value_heads * value_dim, experts
+    )
     interval = keys.size("full_attention_interval", 4)
     rotary = keys.positive("rope_parameters.partial_rotary_factor", keys.positive("partial_rotary_factor", 0.25))
-    is_moe = keys.get("num_experts") not in (None, 0)
     tied = keys.read("tie_word_embeddings", bool, bool(checkpoint.config.get("tie_word_embeddings", False)))
     return Config(
         vocab=keys.size("vocab_size"),
         hidden=keys.size("hidden_size"),
         is_attention=tuple(k == "full_attention" for k in kinds) or _every(interval, layers),
-        heads=keys.size("num_attention_heads"),
-        kv_heads=keys.size("num_key_value_heads"),
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=hf_rope(keys, int(head_dim * rotary)),
-        key_heads=keys.size("linear_num_key_heads"),
-        value_heads=keys.size("linear_num_value_heads"),
-        key_dim=keys.size("linear_key_head_dim"),
-        value_dim=keys.size("linear_value_head_dim"),
+        rope=hf_rope(keys, _rotary(where, head_dim * rotary, head_dim)),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
         taps=keys.size("linear_conv_kernel_dim", 4),
-        ffn=0 if is_moe else keys.size("intermediate_size"),
+        ffn=0 if experts else keys.size("intermediate_size"),
         experts=Experts(
             keys.size("num_experts"),
             keys.size("num_experts_per_tok"),
             keys.size("moe_intermediate_size"),
             keys.size("shared_expert_intermediate_size"),
         )
-        if is_moe
+        if experts
         else None,
         eps=keys.positive("rms_norm_eps", 1e-6),
         context=keys.size("max_position_embeddings"),
@@ -114,27 +122,29 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
             f"{checkpoint.path}: {architecture}.attention.recurrent_layers lists {len(recurrent)} of {layers} layers"
         )
     kv_heads = keys.get("attention.head_count_kv")
-    if isinstance(kv_heads, list):  # per layer, 0 on Gated DeltaNet layers
+    if isinstance(kv_heads, list) and all(isinstance(n, int) for n in kv_heads):  # 0 on Gated DeltaNet layers
         flat = checkpoint.config | {keys.prefix + "attention.head_count_kv": max(kv_heads, default=0)}
         keys = Keys(flat, keys.where, keys.prefix, nested=False)
-    head_dim, value_heads = keys.size("attention.key_length"), keys.size("ssm.time_step_rank")
-    inner = keys.size("ssm.inner_size")
+    head_dim, heads, kv_heads = (keys.size(f"attention.{key}") for key in ("key_length", "head_count", "head_count_kv"))
+    key_heads, key_dim = keys.size("ssm.group_count"), keys.size("ssm.state_size")
+    value_heads, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim, key_heads * key_dim, value_heads, inner)
     keys.expect("attention.value_length", head_dim)
     keys.expect("expert_gating_func", 1)
     keys.expect("expert_weights_scale", 0.0, 1.0)
     is_moe = architecture == "qwen35moe"
     table = checkpoint.tensors.get("token_embd.weight")
     return Config(
-        vocab=table.shape[0] if table else keys.size("vocab_size"),
+        vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
         hidden=keys.size("embedding_length"),
         is_attention=tuple(not r for r in recurrent) or _every(keys.size("full_attention_interval", 4), layers),
-        heads=keys.size("attention.head_count"),
-        kv_heads=keys.size("attention.head_count_kv"),
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=gguf_rope(keys, keys.size("rope.dimension_count"), None),
-        key_heads=keys.size("ssm.group_count"),
+        rope=gguf_rope(keys, _rotary(keys.where, keys.size("rope.dimension_count"), head_dim), None),
+        key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=keys.size("ssm.state_size"),
+        key_dim=key_dim,
         value_dim=inner // value_heads,
         taps=keys.size("ssm.conv_kernel"),
         ffn=0 if is_moe else keys.size("feed_forward_length"),
@@ -150,6 +160,12 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
     )
+
+
+def _rotary(where: str, channels: float, head_dim: int) -> int:
+    if channels > head_dim:
+        raise BimetalError(f"{where}: rope turns {channels} channels of a head of {head_dim}")
+    return int(channels)
 
 
 def _every(interval: int, layers: int) -> tuple[bool, ...]:
@@ -196,7 +212,7 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
     for prefix in ("model.language_model.", "language_model.model.", "model."):
         if prefix + "embed_tokens.weight" in checkpoint.tensors:
             conv = next((t for n, t in checkpoint.tensors.items() if n.endswith("conv1d.weight")), None)
-            return ("mlx" if conv is not None and conv.shape[-1] == 1 else "hf"), prefix
+            return ("mlx" if conv is not None and conv.shape[-1:] == (1,) else "hf"), prefix
     raise BimetalError(
         f"{checkpoint.path} lacks embed_tokens.weight under model., model.language_model. or language_model.model."
     )
@@ -234,7 +250,7 @@ def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
         return {"hf": fix, "mlx": fix}
 
     decay = mapped(lambda A_log: -np.exp(A_log[tiled]))
-    taps = mapped(lambda conv: conv.reshape(channels, c.taps)[qkv_rows])
+    taps = {"hf": mapped(lambda conv: conv[:, 0][qkv_rows]), "mlx": mapped(lambda conv: conv[..., 0][qkv_rows])}
     return {
         "qkvzba": Matrix(
             at("linear_attn.in_proj_qkv.weight", "attn_qkv.weight", (channels, c.hidden), grouped(rows(qkv_rows))),
@@ -242,7 +258,7 @@ def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
             at("linear_attn.in_proj_b.weight", "ssm_beta.weight", (c.value_heads, c.hidden), grouped(rows(tiled))),
             at("linear_attn.in_proj_a.weight", "ssm_alpha.weight", (c.value_heads, c.hidden), grouped(rows(tiled))),
         ),
-        "taps": Vector(at("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), grouped(taps))),
+        "taps": Vector(at("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), taps)),
         "decay": Vector(at("linear_attn.A_log", "ssm_a", (c.value_heads,), grouped(decay))),
         "dt_bias": Vector(at("linear_attn.dt_bias", "ssm_dt.bias", (c.value_heads,), grouped(rows(tiled)))),
         "delta_norm": Vector(at("linear_attn.norm.weight", "ssm_norm.weight", (c.value_dim,))),  # never around 0
