@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 
+from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.ops import Ops
 
@@ -62,14 +63,14 @@ def choose(name: str | None) -> Found:
     return found
 
 
-def open_backend(name: str | None) -> Ops:
-    """The ops of the chosen backend; call it in the thread that will use them."""
+def open_backend(name: str | None, checkpoint: Checkpoint) -> Ops:
+    """The ops of the chosen backend, in the precision that `checkpoint` asks for; call it in the thread that uses them."""
     chosen = choose(name).name
     if chosen == "numpy":
         from common.reference import NumpyOps
 
         return NumpyOps()
-    return backend_package(chosen).open_ops()
+    return backend_package(chosen).open_ops(checkpoint)
 
 
 def backend_package(name: str) -> ModuleType:

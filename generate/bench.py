@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
 from common.errors import UsageError
 from common.hub import resolve_model
@@ -69,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if args.runs < 1 or args.new_tokens < 2:
         raise UsageError("--runs must be at least 1 and --new-tokens at least 2")
     path = resolve_model(args.model)
-    ops = open_backend(args.backend)
-    model = load_model(path, ops, progress=True)
+    checkpoint = open_checkpoint(path)
+    ops = open_backend(args.backend, checkpoint)
+    model = load_model(checkpoint, ops, progress=True)
     limit = args.ctx or model.config.context
     fits = [n for n in args.contexts if n + args.new_tokens <= limit]
     if not fits:

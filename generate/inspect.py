@@ -23,7 +23,7 @@ def run(model: str) -> int:
     name, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)
-    ops = open_backend(None)
+    ops = open_backend(None, checkpoint)
     print(f"{checkpoint.path}\n{name}, {checkpoint.format}")
     _shapes(config)
     _types(checkpoint, ops)

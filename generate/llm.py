@@ -5,7 +5,7 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models import load_model
+from common.reply import ReplyParser
 from common.sampling import Sampling
-from common.session import Logprob, Piece, Session, Stats
+from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import open_backend
 from generate.owner import Owner
@@ -31,9 +32,11 @@ _DONE = object()
 class Reply:
     """A finished reply.
 
-    tokens         ids of the text, without the end token
-    finish_reason  "stop", "length" or "cancelled"
+    text           the answer; a chat's reasoning and tool calls are not part of it
+    tokens         ids of all that the model wrote, without the end token
+    finish_reason  "stop", "tool_calls", "length" or "cancelled"
     logprobs       one per token where they were asked for, else empty
+    tool_calls     as in OpenAI's API: {"id", "type": "function", "function": {"name", "arguments": JSON text}}
     """
 
     text: str
@@ -41,13 +44,26 @@ class Reply:
     finish_reason: str
     stats: Stats
     logprobs: list[Logprob]
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, to go on with; templates decide how long they keep the reasoning."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
 
 
 class _Collected:
     """What a stream has yielded so far."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text = self.reasoning = ""
+        self.tool_calls: list[dict[str, Any]] = []
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] = []
         self.finish_reason: str | None = None
@@ -55,6 +71,8 @@ class _Collected:
 
     def _collect(self, piece: Piece) -> Piece:
         self.text += piece.text
+        self.reasoning += piece.reasoning
+        self.tool_calls += [{k: v for k, v in call.items() if k != "index"} for call in piece.tool_calls]
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.finish_reason, self.stats = piece.finish_reason, piece.stats
@@ -63,11 +81,13 @@ class _Collected:
     def _reply(self) -> Reply:
         assert self.finish_reason is not None
         assert self.stats is not None
-        return Reply(self.text, self.tokens, self.finish_reason, self.stats, self.logprobs)
+        parts = (self.reasoning, self.tool_calls)
+        return Reply(self.text, self.tokens, self.finish_reason, self.stats, self.logprobs, *parts)
 
 
 class Stream(_Collected):
-    """An iterator of pieces; `text`, `tokens`, `logprobs` hold what came so far, `finish_reason` and `stats` the end.
+    """An iterator of pieces; `text`, `reasoning`, `tool_calls`, `tokens`, `logprobs` hold what came so far,
+    `finish_reason` and `stats` the end.
 
     `cancel()` ends the reply at the next step, and so does closing, leaving a `with` block or dropping the stream.
     """
@@ -160,6 +180,17 @@ class AsyncStream(_Collected):
         return self._reply()
 
 
+def _thinking(template: str, think: bool) -> dict[str, bool]:
+    """The variable that turns thinking on or off in a chat template."""
+    if "enable_thinking" in template:
+        return {"enable_thinking": think}
+    if think:
+        raise UsageError("the model's chat template cannot turn thinking on; leave think out")
+    if "<think>" in template:
+        raise UsageError("the model's chat template cannot turn thinking off; leave think out")
+    return {}
+
+
 def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
     for cancel in list(running):
         cancel.set()
@@ -183,7 +214,7 @@ class LLM:
     def _load(self, backend: str | None, ctx: int | None, progress: bool) -> Session:
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-        model = load_model(checkpoint, open_backend(backend), progress)
+        model = load_model(checkpoint, open_backend(backend, checkpoint), progress)
         self.backend, self.architecture = model.ops.name, model.architecture
         self.context = ctx or model.config.context
         self.trained_context: int = model.config.context
@@ -209,8 +240,16 @@ class LLM:
             return stream.reply()
 
     def stream_chat(self, messages: Sequence[Message], **options: Any) -> Stream:
-        """The assistant's reply to `messages`, piece by piece; options as in `stream`, `tools` and `template` too."""
-        return Stream(self._starter(self._chat_ids(messages, options), options))
+        """The assistant's reply to `messages`, piece by piece; options as in `stream`, and
+
+        think     whether to think before the answer; None: as the model's chat template has it
+        tools     what the model may call, as in OpenAI's API. A call leaves the text once it is whole; a malformed one,
+                  or one in a syntax that common.tools does not know, stays there as the model wrote it
+        template  a dict of what else the chat template reads
+
+        Stop strings count in the reasoning and in calls too.
+        """
+        return Stream(self._starter(*self._chat(messages, options)))
 
     def chat(self, messages: Sequence[Message], **options: Any) -> Reply:
         """The assistant's whole reply to `messages`; options as in `stream_chat`."""
@@ -228,18 +267,21 @@ class LLM:
 
     def astream_chat(self, messages: Sequence[Message], **options: Any) -> AsyncStream:
         """`stream_chat` for `async for`."""
-        return AsyncStream(self._starter(self._chat_ids(messages, options), options))
+        return AsyncStream(self._starter(*self._chat(messages, options)))
 
     async def achat(self, messages: Sequence[Message], **options: Any) -> Reply:
         """`chat`, awaited."""
         async with self.astream_chat(messages, **options) as stream:
             return await stream.reply()
 
-    def render(self, messages: Sequence[Message], tools: Any = None, **template: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Any = None, think: bool | None = None, **template: Any) -> str:
         """`messages` as the model's chat template writes them, up to where the assistant's reply begins."""
         special = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
-        tokens = {name: self.tokenizer.decode([id]) for name, id in special.items() if id is not None}
-        return render(self.tokenizer.chat_template, messages, tools, **tokens, **template)
+        tokens: dict[str, Any] = {name: self.tokenizer.decode([id]) for name, id in special.items() if id is not None}
+        source = self._template(tools)
+        if think is not None:
+            template |= _thinking(source or "", think)
+        return render(source, messages, tools, **(tokens | template))
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -277,12 +319,26 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(id) for id in prompt]
 
-    def _chat_ids(self, messages: Sequence[Message], options: dict[str, Any]) -> list[int]:
-        text = self.render(messages, options.pop("tools", None), **options.pop("template", {}))
-        return self.tokenizer.encode(text, add_special=False)
+    def _template(self, tools: Any) -> str | None:
+        """The template's source; some models have one of their own for conversations with tools."""
+        source = self.tokenizer.chat_template
+        if tools:
+            source = self.tokenizer.chat_templates.get("tool_use", source)
+            if source is not None and "tools" not in source:
+                raise UsageError("the model's chat template has no place for tools; leave them out")
+        return source
+
+    def _chat(
+        self, messages: Sequence[Message], options: dict[str, Any]
+    ) -> tuple[list[int], dict[str, Any], ReplyParser]:
+        """The prompt's ids, the options that are left, and what takes the reply apart."""
+        tools, think = options.pop("tools", None), options.pop("think", None)
+        text = self.render(messages, tools, think, **options.pop("template", {}))
+        parser = ReplyParser(self._template(tools) or "", text, tools)
+        return self.tokenizer.encode(text, add_special=False), options, parser
 
     def _starter(
-        self, ids: list[int], options: dict[str, Any]
+        self, ids: list[int], options: dict[str, Any], parser: ReplyParser | None = None
     ) -> Callable[[Callable[[Any], None], threading.Event], None]:
         """Check the options now, in the caller's thread; what remains puts pieces, then _DONE or an exception."""
         max_tokens, stop = options.pop("max_tokens", None), options.pop("stop", ())
@@ -298,7 +354,8 @@ class LLM:
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             def job() -> None:
                 try:
-                    for piece in self._session.stream(ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill):
+                    pieces = self._session.stream(ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill)
+                    for piece in pieces if parser is None else take_apart(pieces, parser):
                         put(piece)
                     put(_DONE)
                 except BaseException as error:
