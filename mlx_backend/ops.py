@@ -75,7 +75,7 @@ class MlxOps(Ops):
     def holds(self, stored_type: str) -> str:
         target = GGUF_MAPPING.get(stored_type)
         if target is not None:
-            return f"{target.mode}, {target.bits} bits, groups of {target.group_size}: {target.fidelity}"
+            return f"{target.mode}, {target.bits} bits, groups of {target.group_size}: {target.fidelity(self.dtype)}"
         name = str(self.dtype).rpartition(".")[2]
         kept = stored_type in MODES or stored_type == {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[name]
         return "as stored" if kept else f"as {name}"

@@ -25,6 +25,14 @@ class MlxRows:
         self.past = 0  # committed rows, dropped ones included
         self.window = window
 
+    @property
+    def keys(self) -> mx.array:
+        return self.buffers[0]
+
+    @property
+    def values(self) -> mx.array:
+        return self.buffers[-1]
+
     def write(self, *rows: mx.array) -> list[mx.array]:
         """Put the step's rows, (1, K, T, D), behind the past; the kept rows and them, (1, K, end - start + T, D)."""
         T = rows[0].shape[2]

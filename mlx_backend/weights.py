@@ -33,38 +33,35 @@ Weight = tuple[Part, ...]  # parts to be stacked by rows, one per storage format
 class Target(NamedTuple):
     """What a GGUF type becomes, and the largest error of a value relative to the largest magnitude of its group.
 
-    error       with float32 scales, which the CPU device uses: 0 is exact up to float32 rounding
-    half_error  with float16 scales, for weights whose group minimum is of the size of its range, as trained ones are
+    errors  with scales in float32 (0: exact up to rounding the product), float16 and bfloat16
     """
 
     mode: str
     bits: int
     group_size: int
-    error: float
-    half_error: float
+    errors: tuple[float, float, float] = (0, 0, 0)
 
-    @property
-    def fidelity(self) -> str:
-        return "exact" if self.error == 0 else f"nearly exact (max relative error {self.error:g})"
-
-
-def _affine(bits: int, error: float = 0, half_error: float = 0) -> Target:
-    return Target("affine", bits, 32, error, half_error)
+    def fidelity(self, dtype: mx.Dtype) -> str:
+        error = self.errors[(mx.float32, mx.float16, mx.bfloat16).index(dtype)]
+        return "exact" if error == 0 else f"nearly exact (max relative error {error:g})"
 
 
-# One affine group cannot hold two scales of 16 values: those types go to the nearest of 256 levels of 32 values.
-_NEAREST = _affine(8, 0.004, 0.005)
+def _affine(bits: int, half: float = 0, bfloat: float = 0.004) -> Target:
+    return Target("affine", bits, 32, (0, half, bfloat))
+
+
+# One affine group cannot hold two scales of 16 values: those types go to the nearest of 256 levels of 32 values, as do
+# the ones that index codebooks, at nine bits per value instead of sixteen.
+_NEAREST = Target("affine", 8, 32, (0.004, 0.006, 0.015))
 GGUF_MAPPING: dict[str, Target] = {
     **{"Q4_0": _affine(4), "Q4_1": _affine(4), "Q5_0": _affine(5), "Q5_1": _affine(5), "Q8_0": _affine(8)},
-    **{"Q4_K": _affine(4, 0, 0.002), "Q5_K": _affine(5, 0, 0.002)},
-    **{"IQ4_NL": _affine(8), "IQ4_XS": _affine(8, 0, 0.001)},
+    **{"Q4_K": _affine(4, 0.0015, 0.012), "Q5_K": _affine(5, 0.0015, 0.012)},
+    **{"IQ4_NL": _affine(8, 0.001, 0.015), "IQ4_XS": _affine(8, 0.002, 0.015)},
     **dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), _NEAREST),
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), _NEAREST),
-    "MXFP4": Target("mxfp4", 4, 32, 0, 0),
-    "NVFP4": Target("nvfp4", 4, 16, 0, 0),
+    "MXFP4": Target("mxfp4", 4, 32),
+    "NVFP4": Target("nvfp4", 4, 16),
 }
-
-
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # of MLX checkpoints: kept as stored
 
 
@@ -101,7 +98,7 @@ def nbytes(weight: Weight) -> int:
 def _format(tensor: Tensor) -> Target | None:
     """The packed format of a tensor; None for plain numbers."""
     if tensor.scales is not None:
-        return Target(tensor.type, tensor.bits, tensor.group_size, 0, 0)
+        return Target(tensor.type, tensor.bits, tensor.group_size)
     return GGUF_MAPPING.get(tensor.type)
 
 
