@@ -239,9 +239,7 @@ def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
     keys, values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
     channels = 2 * keys + values
     repeats = c.value_heads // c.key_heads
-    tiled = (
-        np.arange(c.value_heads).reshape(c.key_heads, repeats).T.ravel()
-    )  # tiled head r * Hk + g is stored g * R + r
+    tiled = np.arange(c.value_heads).reshape(c.key_heads, repeats).T.ravel()  # head r * Hk + g is stored g * R + r
     value_rows = (tiled[:, None] * c.value_dim + np.arange(c.value_dim)).ravel()
     qkv_rows = np.concatenate([np.arange(2 * keys), 2 * keys + value_rows])
 
@@ -250,7 +248,10 @@ def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
         return {"hf": fix, "mlx": fix}
 
     decay = mapped(lambda A_log: -np.exp(A_log[tiled]))
-    taps = {"hf": mapped(lambda conv: conv[:, 0][qkv_rows]), "mlx": mapped(lambda conv: conv[..., 0][qkv_rows])}
+    taps = {  # a depthwise convolution's weight has an axis of length 1
+        "hf": mapped(lambda conv: conv.squeeze(1)[qkv_rows]),
+        "mlx": mapped(lambda conv: conv.squeeze(2)[qkv_rows]),
+    }
     return {
         "qkvzba": Matrix(
             at("linear_attn.in_proj_qkv.weight", "attn_qkv.weight", (channels, c.hidden), grouped(rows(qkv_rows))),
