@@ -10,6 +10,7 @@ COMMANDS = {
     "devices": "what was found on this machine, what is chosen and why",
     "inspect": "a model's architecture, shapes, block types, tokenizer and memory by context length",
     "bench": "prefill and decode speed at several context lengths, as a table",
+    "perplexity": "how well a model predicts a text, and how far it is from a reference",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
 
@@ -23,10 +24,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The parsed arguments; `run` on them is the command's function."""
     if argv and argv[0] in COMMANDS:
         name, argv = argv[0], argv[1:]
-        args = {"devices": _devices, "inspect": _inspect, "bench": _bench}[name](
-            f"python -m generate {name}"
-        ).parse_args(argv)
-        args.run = {"devices": _run_devices, "inspect": _run_inspect, "bench": _run_bench}[name]
+        flags, run = {
+            "devices": (_devices, _run_devices),
+            "inspect": (_inspect, _run_inspect),
+            "bench": (_bench, _run_bench),
+            "perplexity": (_perplexity, _run_perplexity),
+        }[name]
+        args = flags(f"python -m generate {name}").parse_args(argv)
+        args.run = run
         return args
     if argv and not argv[0].startswith("-"):
         raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
@@ -35,6 +40,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("--chat and --prompt exclude each other; in a chat the prompt is typed")
     if args.chat and args.raw:
         raise UsageError("--chat and --raw exclude each other; a chat needs the model's template")
+    if args.think is not None and args.raw:
+        raise UsageError("--think and --raw exclude each other; thinking is a matter of the model's template")
     if args.system is not None and args.raw:
         raise UsageError("--system and --raw exclude each other; a system prompt needs the model's template")
     if not args.chat and args.prompt is None and sys.stdin.isatty():
@@ -50,7 +57,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _text(prog: str) -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
+    commands = "\n".join(f"  {name:12}{what}" for name, what in COMMANDS.items())
     p = Parser(
         prog=prog,
         description="Generate text with a local model.",
@@ -78,6 +85,12 @@ def _text(prog: str) -> argparse.ArgumentParser:
     r = p.add_argument_group("reply")
     r.add_argument(
         "-n", "--max-tokens", type=_count, metavar="N", help="most tokens of the reply (default: the context)"
+    )
+    r.add_argument(
+        "--think",
+        action=argparse.BooleanOptionalAction,
+        help="reason before the answer, or not (default: as the model's template has it); a terminal shows the "
+        "reasoning dimmed, a pipe gets the answer alone",
     )
     r.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply before TEXT; repeatable")
     r.add_argument("--stats", action="store_true", help="print speed, time to first token and peak memory to stderr")
@@ -110,6 +123,30 @@ def _bench(prog: str) -> argparse.ArgumentParser:
     p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
     p.add_argument("--verdict", choices=("keep", "drop", "info"), default="info", help="what the logged rows decided")
     p.add_argument("--note", default="", metavar="TEXT", help="why, for the log")
+    return p
+
+
+def _perplexity(prog: str) -> argparse.ArgumentParser:
+    p = Parser(
+        prog=prog,
+        description="The perplexity of a model over a text, by llama-perplexity's convention: windows read from an "
+        "empty state, the second half of each scored. Against a reference also KL divergence and agreement.",
+        allow_abbrev=False,
+    )
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
+    p.add_argument("--ctx-window", type=_count, default=512, metavar="N", help="tokens of a window (default: 512)")
+    p.add_argument("--max-tokens", type=_count, metavar="N", help="read the first N tokens of the text (default: all)")
+    r = p.add_mutually_exclusive_group()
+    r.add_argument("--reference", metavar="MODEL", help="compare with this model")
+    r.add_argument("--reference-file", metavar="FILE", help="compare with what --save-reference left")
+    r.add_argument(
+        "--save-reference",
+        metavar="FILE",
+        help="keep the log-probabilities, two bytes per scored token and vocabulary entry",
+    )
+    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
 
@@ -170,5 +207,11 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 def _run_bench(args: argparse.Namespace) -> int:
     from generate.bench import run
+
+    return run(args)
+
+
+def _run_perplexity(args: argparse.Namespace) -> int:
+    from generate.perplexity import run
 
     return run(args)

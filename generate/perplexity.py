@@ -1,0 +1,132 @@
+"""`python -m generate perplexity MODEL --text FILE`: how well it predicts a text, and how far it is from another."""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from common.checkpoint import open_checkpoint
+from common.errors import BimetalError, UsageError
+from common.hub import resolve_model
+from common.models import Model, load_model
+from common.perplexity import (
+    Block,
+    Estimate,
+    Result,
+    check_saved,
+    cut_windows,
+    measure,
+    open_saved,
+    save,
+    score,
+    scored_targets,
+)
+from common.tokenizer import Tokenizer, load_tokenizer
+from generate.backends import open_backend
+
+
+def run(args: argparse.Namespace) -> int:
+    text = _read_text(Path(args.text))
+    path, model, tokenizer = _load(args.model, args.backend)
+    if args.ctx_window > model.config.context:
+        raise UsageError(
+            f"--ctx-window is {args.ctx_window}, and the model was trained for {model.config.context} tokens"
+        )
+    ids = _tokens(tokenizer, text)
+    windows = cut_windows(ids[: args.max_tokens], args.ctx_window, tokenizer.bos_id if tokenizer.add_bos else None)
+    reference_name, reference = _reference(args, model, text, ids, windows)
+    blocks = score(model, windows)
+    if args.save_reference:
+        blocks = save(Path(args.save_reference), path.name, windows, model.config.vocab, blocks)
+    result = measure(_with_bar(blocks, len(scored_targets(windows))), reference)
+    if args.json:
+        print(json.dumps(_as_json(path, model, args, windows, result, reference_name), indent=2))
+    else:
+        _print(path, model, args, windows, result, reference_name)
+    return 0
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BimetalError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _load(name: str, backend: str | None) -> tuple[Path, Model, Tokenizer]:
+    path = resolve_model(name)
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    return path, load_model(checkpoint, open_backend(backend, checkpoint), progress=True), tokenizer
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special=False, parse_special=False)
+
+
+def _reference(
+    args: argparse.Namespace, model: Model, text: str, ids: list[int], windows: np.ndarray
+) -> tuple[str | None, Iterator[Block] | None]:
+    """The reference's name and scored rows, if one was asked for."""
+    if args.reference_file:
+        file = Path(args.reference_file)
+        saved = open_saved(file)
+        check_saved(saved, file, windows, model.config.vocab)
+        return saved.model, saved.blocks()
+    if args.reference:
+        path, other, tokenizer = _load(args.reference, args.backend)
+        if other.config.vocab != model.config.vocab:
+            raise BimetalError(
+                f"{path} has a vocabulary of {other.config.vocab} tokens and the model one of {model.config.vocab}; "
+                "only models of one vocabulary can be compared"
+            )
+        if (theirs := _tokens(tokenizer, text)) != ids:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), min(len(ids), len(theirs))
+            )
+            raise BimetalError(
+                f"{path} has another tokenizer than the model: it reads {len(theirs)} tokens instead of {len(ids)} in "
+                f"the text, and token {at} is the first to differ"
+            )
+        return path.name, score(other, windows)
+    return None, None
+
+
+def _with_bar(blocks: Iterable[Block], total: int) -> Iterator[Block]:
+    with tqdm(total=total, desc="scoring", unit="token", leave=False, disable=None) as bar:
+        for block in blocks:
+            yield block
+            bar.update(len(block.targets))
+
+
+def _as_json(
+    path: Path, model: Model, args: argparse.Namespace, windows: np.ndarray, result: Result, reference: str | None
+) -> dict:
+    count, size = windows.shape
+    about = {"model": str(path), "backend": model.ops.name, "text": args.text, "tokens": windows.size}
+    return about | {"windows": count, "window": size, "reference": reference} | asdict(result)
+
+
+def _print(
+    path: Path, model: Model, args: argparse.Namespace, windows: np.ndarray, result: Result, reference: str | None
+) -> None:
+    count, size = windows.shape
+    print(f"{path.name} on {model.ops.name}, {args.text}")
+    print(f"{windows.size} tokens in {count} windows of {size}; {result.scored} scored, the second half of each window")
+    print(f"perplexity  {_shown(result.perplexity)}")
+    if (a := result.agreement) is not None:
+        print(f"against {reference}")
+        print(f"  its perplexity  {_shown(a.perplexity)}")
+        print(f"  mean KL         {a.kl.value:.6f} ± {a.kl.error:.6f} nats")
+        print(f"  99 % KL         {a.kl_99:.6f} nats")
+        print(f"  same top token  {a.top1.value:.2%} ± {a.top1.error:.2%}")
+    if args.save_reference:
+        print(f"saved as a reference in {args.save_reference}")
+
+
+def _shown(estimate: Estimate) -> str:
+    return f"{estimate.value:.4f} ± {estimate.error:.4f}"
