@@ -205,9 +205,13 @@ class Ops(ABC):
 
     # -- composed --------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[Step], Array], step: Step) -> Array:
-        """fn(step); a backend that captures graphs replays one per (fn, rows bucket), so build fn once."""
-        return fn(step)
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step) -> Array:
+        """fn(state, step), kept by the caller for as long as it likes.
+
+        A backend that captures graphs replays one per (fn, state, rows bucket), for as long as fn lives: build fn once.
+        Ops inside receive the step that the backend hands to fn, which may live on the device.
+        """
+        return fn(state, step)
 
     def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
         """block(x), around each layer: where a backend resets its arena and a tap reads hidden states."""

@@ -1,7 +1,8 @@
 """The architectures, by the names that checkpoints give them, and one function that loads any of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,15 @@ class Model:
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
         """The logits (n, vocab) of `rows` of the step; commits nothing."""
+        fn = self._every_row if rows == slice(None) else partial(self._logits, rows=rows)
+        return self.ops.run(fn, state, step)
+
+    @cached_property
+    def _every_row(self) -> Callable[[State, Step], Array]:
+        """What decoders run step after step: one function, so that a backend may capture it."""
+        return partial(self._logits, rows=slice(None))
+
+    def _logits(self, state: State, step: Step, rows: slice) -> Array:
         return self.definition.forward(self.ops, self.config, self.weights, state, step, rows)
 
 
