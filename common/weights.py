@@ -29,11 +29,14 @@ class Stored:
     """Where a weight lies in the checkpoint at hand: its full name, its canonical shape, and the way there.
 
     Several names are the layer's experts, one tensor each, to be stacked.
+
+    part_of  shape of the tensor of which `fix` takes this weight, where it holds another one too
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     fix: Fix | None = None
+    part_of: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,9 @@ def _canonical(checkpoint: Checkpoint, stored: Stored) -> Tensor:
     for tensor in tensors:
         check_scales(tensor)
     tensor = stack(tensors) if len(tensors) > 1 else tensors[0]
-    misshapen = f"{tensor.name}: shape {tensor.shape}, the model's configuration says {stored.shape}"
-    if math.prod(tensor.shape) != math.prod(stored.shape):  # before a fix that takes rows could hide it
+    expected = stored.part_of or stored.shape
+    misshapen = f"{tensor.name}: shape {tensor.shape}, the model's configuration says {expected}"
+    if math.prod(tensor.shape) != math.prod(expected):  # before a fix that takes rows could hide it
         raise BimetalError(misshapen)
     if tensor.scales is None and tensor.type in PLAIN and not tensor.type.startswith("F"):
         raise BimetalError(f"{tensor.name} holds {tensor.type} values; weights are floats")

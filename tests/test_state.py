@@ -1,4 +1,4 @@
-"""The state contract, for keys and values, convolutions and recurrent matrices, on every backend.
+"""The state contract, for keys and values, windows, latent rows, convolutions and recurrent matrices, on every backend.
 
 A row of a tree gives the logits of its path read alone; committing a path is reading it alone; a step without a commit
 leaves no trace; a snapshot is a place to come back to. Every comparison is with a fresh state that read the tokens as
@@ -34,14 +34,20 @@ parent_lists = st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(PAST,
 pasts = st.sampled_from([0, 1, 2, 3, 4, 9])  # around the 3 rows that a convolution keeps
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen35"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "glm"])
 def model(ops, request):
     model = tiny.load(request.param, ops)
+    c = model.config
     if request.param == "qwen3":
         return model
-    # one round of Qwen3.5's layers has every kind of state
-    layers = SimpleNamespace(**vars(model.weights) | {"layers": model.weights.layers[:4]})
-    return replace(model, config=replace(model.config, is_attention=model.config.is_attention[:4]), weights=layers)
+    if request.param == "qwen35":  # one round of layers has every kind of state
+        c = replace(c, is_attention=c.is_attention[:4])
+    elif request.param == "laguna":  # a full layer, and one whose window the rows of these tests leave
+        c = replace(c, heads=c.heads[:2], is_sliding=c.is_sliding[:2], is_sparse=c.is_sparse[:2], window=5)
+    else:
+        c = replace(c, layers=2)
+    layers = model.weights.layers[: len(model.definition.state_spec(c))]
+    return replace(model, config=c, weights=SimpleNamespace(**vars(model.weights) | {"layers": layers}))
 
 
 def started(model, past, capacity=tiny.CAPACITY):

@@ -1,4 +1,4 @@
-"""Tiny models under tests/data/models (see make_tiny_models.py), and how tests run and measure them."""
+"""Tiny models under tests/data/models (make_tiny_models.py, make_tiny_laguna_glm.py), and how tests run them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from common.ops import Ops
 from common.step import State, Step
 
 FOLDER = Path(__file__).parent / "data" / "models"
-MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe"]
+MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe", "laguna", "laguna-m1", "glm"]
 CAPACITY = 640
 
 
@@ -64,18 +64,23 @@ def logits_of(model: Model, ids: np.ndarray, pieces: Iterable[int] = ()) -> np.n
 
 
 def arrays_of(model: Model, state: State) -> dict[str, np.ndarray]:
-    """What the state holds, by kind and layer: keys and values (n, K, D), conv (taps - 1, C), delta (Hv, Dk, Dv)."""
+    """What the state holds, by kind and layer: keys and values (n, K, D), of a window its last rows alone; latent
+    (n, R + P), conv (taps - 1, C), delta (Hv, Dk, Dv).
+    """
     arrays = {}
     for i, layer in enumerate(state.layers):
         for kind, stored in vars(layer).items():
-            parts = {"kv": ("keys", "values"), "conv": ("tail",), "delta": ("matrix",)}[kind]
+            parts = {"kv": ("keys", "values"), "latent": ("keys",), "conv": ("tail",), "delta": ("matrix",)}[kind]
             for part in parts:
                 array = model.ops.read(getattr(stored, part))
-                if kind == "kv":
-                    array = (array if model.ops.name == "numpy" else array[0].swapaxes(0, 1))[: state.length]
+                if kind in ("kv", "latent") and model.ops.name == "numpy":
+                    array = array[: state.length]
+                elif kind in ("kv", "latent"):
+                    array = array[0].swapaxes(0, 1)[stored.start : stored.end]
                 elif kind == "delta" and model.ops.name == "mlx":
                     array = array[0].swapaxes(1, 2)
-                arrays[f"{part if kind == 'kv' else kind}.{i}"] = np.array(array)
+                name = part if kind == "kv" else kind
+                arrays[f"{name}.{i}"] = np.array(array[:, 0] if kind == "latent" else array)
     return arrays
 
 

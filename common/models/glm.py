@@ -16,6 +16,7 @@ from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import (
     Experts,
+    check_sizes,
     ffn_weights,
     gguf_rope,
     head,
@@ -87,11 +88,10 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("n_group", 1)
     keys.expect("topk_group", 1)
     keys.expect("moe_layer_freq", 1)
-    layers, ffn, rope_dim = (
-        keys.size("num_hidden_layers"),
-        keys.size("moe_intermediate_size"),
-        keys.size("qk_rope_head_dim"),
-    )
+    layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
+    nope_dim, rope_dim, value_dim = (keys.size(f"{k}_head_dim") for k in ("qk_nope", "qk_rope", "v"))
+    check_sizes(checkpoint, layers, heads, 1, heads * (nope_dim + rope_dim), heads * value_dim)
+    ffn = keys.size("moe_intermediate_size")
     kinds = keys.read("mlp_layer_types", list, [])
     leading = kinds.index("sparse") if "sparse" in kinds else keys.read("first_k_dense_replace", int, 1)
     if kinds and kinds != ["dense"] * leading + ["sparse"] * (layers - leading):
@@ -101,12 +101,12 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         hidden=keys.size("hidden_size"),
         layers=layers,
         dense_layers=leading,
-        heads=keys.size("num_attention_heads"),
+        heads=heads,
         q_latent=keys.size("q_lora_rank"),
         latent=keys.size("kv_lora_rank"),
-        nope_dim=keys.size("qk_nope_head_dim"),
+        nope_dim=nope_dim,
         rope_dim=rope_dim,
-        value_dim=keys.size("v_head_dim"),
+        value_dim=value_dim,
         rope=hf_rope(keys, rope_dim, 1e6),
         ffn=keys.size("intermediate_size"),
         experts=Experts(
@@ -136,19 +136,24 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     vocab = table.shape[0] if table else keys.size("vocab_size")
     if vocab != GLM_VOCAB or keys.get("expert_gating_func") != 1:
         keys.expect("expert_gating_func", 2)  # where it is absent, the router's bias that the table asks for implies it
-    rope_dim, ffn = keys.size("rope.dimension_count"), keys.size("expert_feed_forward_length")
+    heads, rope_dim = keys.size("attention.head_count"), keys.size("rope.dimension_count")
+    key_dim, value_dim = keys.size("attention.key_length_mla"), keys.size("attention.value_length_mla")
+    if key_dim <= rope_dim:
+        raise BimetalError(f"{checkpoint.path}: {rope_dim} roped channels leave none of a key's {key_dim} for its rest")
+    check_sizes(checkpoint, layers, heads, 1, heads * key_dim, heads * value_dim)
+    ffn = keys.size("expert_feed_forward_length")
     eps = keys.positive("attention.layer_norm_rms_epsilon")
     return Config(
         vocab=vocab,
         hidden=keys.size("embedding_length"),
         layers=layers,
         dense_layers=keys.read("leading_dense_block_count", int),
-        heads=keys.size("attention.head_count"),
+        heads=heads,
         q_latent=keys.size("attention.q_lora_rank"),
         latent=keys.size("attention.kv_lora_rank"),
-        nope_dim=keys.size("attention.key_length_mla") - rope_dim,
+        nope_dim=key_dim - rope_dim,
         rope_dim=rope_dim,
-        value_dim=keys.size("attention.value_length_mla"),
+        value_dim=value_dim,
         rope=gguf_rope(keys, rope_dim, None),
         ffn=keys.size("feed_forward_length"),
         experts=Experts(
@@ -191,8 +196,9 @@ def _attention_weights(c: Config, at: Names) -> Table:
     q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + split]].ravel()
     if at.has("self_attn.kv_b_proj.weight") or at.has("attn_kv_b.weight"):
         fused = partial(at, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
-        k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, N + V, slice(0, N)))))
-        v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, N + V, slice(N, N + V))))
+        k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, slice(0, N)))))
+        v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, slice(N, N + V))))
+        k_up, v_up = (replace(part, part_of=(H * (N + V), R)) for part in (k_up, v_up))
     else:
         k_up = at("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N))
         v_up = at("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R))
@@ -220,13 +226,11 @@ def _always(fix: Fix) -> dict[str, Fix]:
     return {"hf": fix, "gguf": fix}
 
 
-def _head_rows(kv: Tensor, heads: int, per_head: int, part: slice) -> Tensor:
-    """Rows `part` of every head's rows: (heads * per_head, columns) -> (heads, n, columns), quantized as stored."""
-    if kv.shape[0] != heads * per_head:
-        raise ValueError("rows")
+def _head_rows(kv: Tensor, heads: int, part: slice) -> Tensor:
+    """Rows `part` of every head's rows: (heads * rows, columns) -> (heads, n, columns), quantized as stored."""
 
     def cut(tensor: Tensor) -> Tensor:
-        data = tensor.data.reshape(heads, per_head, -1)[:, part]
+        data = tensor.data.reshape(heads, -1, tensor.data.shape[-1])[:, part]
         return replace(tensor, shape=(*data.shape[:2], tensor.shape[-1]), data=np.ascontiguousarray(data))
 
     return replace(cut(kv), scales=kv.scales and cut(kv.scales), biases=kv.biases and cut(kv.biases))

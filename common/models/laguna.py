@@ -13,6 +13,7 @@ from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import (
     Experts,
+    check_sizes,
     ffn_weights,
     gguf_rope,
     head,
@@ -52,10 +53,7 @@ class Config:
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
-    c = _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
-    if odd := [heads for heads in c.heads if heads % c.kv_heads]:
-        raise BimetalError(f"{checkpoint.path}: {c.kv_heads} KV heads do not divide {odd[0]} query heads")
-    return c
+    return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -66,12 +64,11 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         keys.expect(key, False)
     keys.expect("moe_router_logit_softcapping", 0, 0.0)
     keys.expect("moe_router_score_func", "sigmoid")
-    layers, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim")
-    heads = keys.read("num_attention_heads_per_layer", list, [keys.size("num_attention_heads")] * layers)
+    layers, head_dim, kv_heads = keys.size("num_hidden_layers"), keys.size("head_dim"), keys.size("num_key_value_heads")
+    check_sizes(checkpoint, layers, kv_heads, kv_heads, kv_heads * head_dim)
+    heads = _heads(keys, "num_attention_heads_per_layer", "num_attention_heads", layers, kv_heads)
     kinds = _per_layer(keys, "layer_types", KINDS, ["full_attention"] * layers)
     mlps = _per_layer(keys, "mlp_layer_types", ("dense", "sparse"), ["dense"] + ["sparse"] * (layers - 1))
-    if len(heads) != layers or not all(isinstance(h, int) and h > 0 for h in heads):
-        raise BimetalError(f"{where}: num_attention_heads_per_layer must list heads for {layers} layers")
 
     def rope(kind: str) -> Rope:
         values = {"rope_parameters": keys.read(f"rope_parameters.{kind}", dict)}
@@ -84,8 +81,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     return Config(
         vocab=keys.size("vocab_size"),
         hidden=keys.size("hidden_size"),
-        heads=tuple(heads),
-        kv_heads=keys.size("num_key_value_heads"),
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         is_sliding=is_sliding,
         window=keys.size("sliding_window") if any(is_sliding) else 0,
@@ -117,12 +114,10 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("expert_weights_norm", True)
     keys.expect("expert_shared_count", 1)
     layers, head_dim = keys.size("block_count"), keys.size("attention.key_length")
+    kv_heads = keys.size("attention.head_count_kv")
     keys.expect("attention.value_length", head_dim)
-    heads = keys.get("attention.head_count")
-    if not isinstance(heads, list):
-        heads = [keys.size("attention.head_count")] * layers
-    if len(heads) != layers or not all(isinstance(h, int) and h > 0 for h in heads):
-        raise BimetalError(f"{checkpoint.path}: laguna.attention.head_count must list heads for {layers} layers")
+    check_sizes(checkpoint, layers, kv_heads, kv_heads, kv_heads * head_dim)
+    heads = _heads(keys, "attention.head_count", "attention.head_count", layers, kv_heads)
     window = keys.read("attention.sliding_window", int, 0)  # none in M.1
     pattern = keys.get("attention.sliding_window_pattern") or 4
     if isinstance(pattern, int):
@@ -132,15 +127,16 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     is_sliding = tuple(window > 0 and bool(slides) for slides in pattern[:layers])
     dense = keys.read("leading_dense_block_count", int)
     table = checkpoint.tensors.get("token_embd.weight")
-    rope = gguf_rope(keys, keys.size("rope.dimension_count"), None)
-    # The factor on YaRN's channels: a file says 1 where its writer meant 1 times the derived one. Others are final.
+    # The factor on YaRN's channels: a file says 1 where its writer meant 1 times the derived one; others are final.
     factor = keys.positive("rope.scaling.yarn_attn_factor", 1.0)
+    derived = {key: value for key, value in checkpoint.config.items() if not key.endswith(".yarn_attn_factor")}
+    rope = gguf_rope(Keys(derived, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count"), None)
     plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
     return Config(
         vocab=table.shape[0] if table else keys.size("vocab_size"),
         hidden=keys.size("embedding_length"),
-        heads=tuple(heads),
-        kv_heads=keys.size("attention.head_count_kv"),
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         is_sliding=is_sliding,
         window=window,
@@ -162,6 +158,18 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
     )
+
+
+def _heads(keys: Keys, per_layer: str, for_all: str, layers: int, kv_heads: int) -> tuple[int, ...]:
+    """Query heads of each layer: listed, or one number."""
+    heads = keys.get(per_layer)
+    if not isinstance(heads, list):
+        heads = [keys.size(for_all)] * layers
+    if len(heads) != layers or not all(type(h) is int and h > 0 and h % kv_heads == 0 for h in heads):
+        raise BimetalError(
+            f"{keys.where}: {keys.prefix}{per_layer} must list, for {layers} layers, multiples of {kv_heads} KV heads"
+        )
+    return tuple(heads)
 
 
 def _per_layer(keys: Keys, key: str, names: tuple[str, ...], default: list[str]) -> list[str]:

@@ -6,9 +6,11 @@ norm weights plus 1, -exp(A_log), value heads tiled over key heads, rope pairs o
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import gguf_laguna_glm
 import numpy as np
 
 from common.checkpoint import open_checkpoint
@@ -44,24 +46,39 @@ TOP["lm_head.weight"] = "output.weight"
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
 
-def write_gguf(folder: Path, path: Path, matrices: str = "F32", mtp: bool = False, expand: bool = False) -> Path:
+def write_gguf(
+    folder: Path,
+    path: Path,
+    matrices: str = "F32",
+    mtp: bool = False,
+    expand: bool = False,
+    change: Callable[[dict, dict], None] = lambda keys, tensors: None,
+) -> Path:
     """`folder`'s model at `path`, its matrices of type F32, F16 or a quantized one where their width allows it.
 
     mtp     append a multi-token-prediction block to a Qwen3.5, as its original files have
     expand  store what gguf-py reads back from the quantized matrices, as F32
+    change  is given the keys and tensors of a Laguna or GLM before they are written
     """
     config = json.loads((folder / "config.json").read_text())
     weights = {name: dequantize(tensor) for name, tensor in open_checkpoint(folder).tensors.items()}
-    architecture = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}.get(
-        config["model_type"], config["model_type"]
-    )
-    writer = gguf.GGUFWriter(path, architecture)
-    _write_keys(writer, config, architecture, mtp)
-    tensors = _tensors(config, architecture, weights)
-    if mtp:
-        tensors |= _mtp_block(config, tensors)
-    if config["rope_parameters"]["rope_type"] == "llama3":
-        tensors["rope_freqs.weight"] = _llama3_divisors(config)
+    if config["model_type"] in gguf_laguna_glm.CONVERTERS:
+        architecture, keys, tensors = gguf_laguna_glm.CONVERTERS[config["model_type"]](config, weights)
+        change(keys, tensors)
+        writer = gguf.GGUFWriter(path, architecture)
+        gguf_laguna_glm.write_keys(writer, architecture, keys)
+    else:
+        architecture = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}.get(
+            config["model_type"], config["model_type"]
+        )
+        writer = gguf.GGUFWriter(path, architecture)
+        _write_keys(writer, config, architecture, mtp)
+        tensors = _tensors(config, architecture, weights)
+        if mtp:
+            tensors |= _mtp_block(config, tensors)
+        if config["rope_parameters"]["rope_type"] == "llama3":
+            tensors["rope_freqs.weight"] = _llama3_divisors(config)
+    writer.add_tokenizer_model("none")
     for name, array in tensors.items():
         dense = array.ndim == 1 or name.endswith(("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight"))
         kind = TYPES["F32" if dense else matrices]
@@ -92,7 +109,6 @@ def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: b
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
     if rope["rope_type"] == "yarn":

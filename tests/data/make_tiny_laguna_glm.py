@@ -1,0 +1,106 @@
+"""Write tests/data/models/laguna, laguna-m1 and glm, as make_tiny_models.py does for the other models.
+
+Beyond what that file describes, golden.npz of a model holds
+
+keys.i, values.i    of a sliding layer: every sixteenth of the window's last rows
+latent.i            (32, R + P) float32 of a latent layer, every sixteenth position: normed latent, roped key
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make_tiny_models import HEADS, HERE, POSITIONS, SIZES, golden, make
+from transformers import DynamicCache, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LagunaConfig, LagunaForCausalLM
+
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e2, "factor": 8.0, "original_max_position_embeddings": 128},
+    **{"beta_fast": 4.0, "beta_slow": 1.0, "partial_rotary_factor": 0.5},
+}
+LAGUNA = {
+    **(SIZES | HEADS | EXPERTS),
+    **{"vocab_size": 96, "num_experts": 8, "shared_expert_intermediate_size": 24, "moe_routed_scaling_factor": 2.5},
+}
+MODELS: dict[str, tuple[Any, Any]] = {
+    "laguna": (
+        LagunaForCausalLM,
+        LagunaConfig(
+            **LAGUNA,
+            num_hidden_layers=6,
+            layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+            num_attention_heads_per_layer=[4, 6, 6, 6, 4, 6],
+            sliding_window=24,
+            rope_parameters={
+                "full_attention": YARN | {"attention_factor": 1.1},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+        ),
+    ),
+    "laguna-m1": (  # no window, a gate per channel, a derived attention factor, two dense layers
+        LagunaForCausalLM,
+        LagunaConfig(
+            **LAGUNA,
+            num_hidden_layers=3,
+            mlp_layer_types=["dense", "dense", "sparse"],
+            gating="per-element",
+            rope_parameters={"full_attention": YARN},
+        ),
+    ),
+    "glm": (
+        Glm4MoeLiteForCausalLM,
+        Glm4MoeLiteConfig(
+            **(SIZES | EXPERTS),
+            **{"vocab_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3},
+            **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24},
+            n_routed_experts=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+    ),
+}
+
+
+def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
+    arrays = {}
+    for i, layer in enumerate(cache.layers):
+        keys, values = (x[0].transpose(0, 1).numpy() for x in (layer.keys, layer.values))
+        if config.model_type == "glm4_moe_lite":
+            arrays[f"latent.{i}"] = np.concatenate([keys, values], axis=-1)[::16, 0]
+        elif config.layer_types[i] == "sliding_attention":
+            arrays[f"keys.{i}"] = keys[-config.sliding_window :][::16]
+            arrays[f"values.{i}"] = values[-config.sliding_window :][::16]
+        else:
+            arrays[f"keys.{i}"], arrays[f"values.{i}"] = keys[::16], values[::16]
+    return arrays
+
+
+def write(name: str, cls: Any, config: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    create = cls if config.model_type != "glm4_moe_lite" else partial(_with_biases, cls)
+    model = make(HERE / name, create, config, torch.bfloat16, seed)
+    ids = torch.randint(0, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(seed))
+    cache = DynamicCache()  # without the configuration: keeps the rows before the window too
+    arrays = golden(partial(model, past_key_values=cache), ids)
+    arrays = {key: array for key, array in arrays.items() if "." not in key} | states(cache, config)
+    np.savez_compressed(HERE / name / "golden.npz", **arrays)
+    p = np.exp(arrays["logits"] - arrays["lse"][arrays["rows"], None])
+    print(f"{name:13} logit std {arrays['logits'].std():.2f}, top probability {p.max(-1).mean():.2f}")
+
+
+@torch.no_grad()
+def _with_biases(cls: Any, config: Any) -> Any:
+    """The routers' biases are buffers here, which `randomize` does not reach."""
+    model = cls(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape))
+    return model
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for seed, (name, (cls, config)) in enumerate(MODELS.items(), start=100):
+        write(name, cls, config, seed)
