@@ -290,7 +290,7 @@ def _moe_weights(c: Config, at: Names) -> Table:
 
     def experts(hf: str, gguf: str, shape: tuple[int, ...]) -> Stored:
         """One stacked tensor, or in newer Hugging Face files one tensor per expert."""
-        if at.dialect == "hf" and at.has(f"mlp.experts.0.{hf}.weight"):
+        if at.dialect == "hf" and not at.has(f"mlp.experts.{hf}"):
             return Stored(tuple(f"{at.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape)
         return at(f"mlp.experts.{hf}", gguf, shape, mlx=f"mlp.switch_mlp.{hf}.weight")
 

@@ -1,0 +1,286 @@
+"""What a checkpoint may not be: each mistake is refused with one sentence that names the thing."""
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+from gguf_files import write_gguf
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.errors import BimetalError
+from common.models import load_model
+from common.reference import NumpyOps
+from common.tensors import Tensor
+from common.weights import dense
+
+FORMATS = ["safetensors", "gguf"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Callable[[str, str], Checkpoint]:
+    folder = tmp_path_factory.mktemp("gguf")
+
+    def checkpoint(name: str, form: str) -> Checkpoint:
+        if form == "safetensors":
+            return tiny.checkpoint(name)
+        path = folder / f"{name}.gguf"
+        if not path.exists():
+            write_gguf(tiny.FOLDER / name, path, mtp=name.startswith("qwen35"))
+        return open_checkpoint(path)
+
+    return checkpoint
+
+
+def changed(checkpoint: Checkpoint, key: str, value: object) -> Checkpoint:
+    """With one key of the configuration set, or taken out where the value is ...; "a/b" is key b within a."""
+    config = deepcopy(checkpoint.config)
+    *outer, last = key.split("/")
+    group = config
+    for part in outer:
+        group = group[part]
+    if value is ...:
+        del group[last]
+    else:
+        group[last] = value
+    return replace(checkpoint, config=config)
+
+
+def refusal(checkpoint: Checkpoint) -> str:
+    with pytest.raises(BimetalError) as caught:
+        load_model(checkpoint, NumpyOps())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+REQUIRED = {
+    (
+        "llama",
+        "safetensors",
+    ): "model_type vocab_size num_attention_heads hidden_size num_hidden_layers intermediate_size "
+    "max_position_embeddings rope_parameters/factor rope_parameters/low_freq_factor rope_parameters/high_freq_factor "
+    "rope_parameters/original_max_position_embeddings",
+    ("llama", "gguf"): "attention.head_count embedding_length block_count feed_forward_length context_length "
+    "attention.layer_norm_rms_epsilon",
+    ("qwen3-yarn", "safetensors"): "rope_parameters/factor",
+    ("qwen3-yarn", "gguf"): "rope.scaling.factor",
+    ("qwen35", "safetensors"): "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim intermediate_size "
+    "max_position_embeddings",
+    (
+        "qwen35",
+        "gguf",
+    ): "block_count attention.key_length attention.head_count attention.head_count_kv embedding_length "
+    "ssm.time_step_rank ssm.inner_size ssm.group_count ssm.state_size ssm.conv_kernel rope.dimension_count "
+    "feed_forward_length context_length attention.layer_norm_rms_epsilon",
+    ("qwen35moe", "safetensors"): "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size",
+    (
+        "qwen35moe",
+        "gguf",
+    ): "expert_count expert_used_count expert_feed_forward_length expert_shared_feed_forward_length",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "key"), [(*where, key) for where, keys in REQUIRED.items() for key in keys.split()]
+)
+def test_missing_key(checkpoints, name, form, key):
+    checkpoint = checkpoints(name, form)
+    full = f"{checkpoint.config['general.architecture']}.{key}" if form == "gguf" else key
+    assert key.replace("/", ".") in refusal(changed(checkpoint, full, ...))
+
+
+WRONG = [  # model, format, key, value, what the sentence says
+    ("llama", "safetensors", "model_type", "gpt2", "model_type is 'gpt2'; supported: "),
+    ("llama", "safetensors", "model_type", ["llama"], "model_type is ['llama']; supported: "),
+    ("llama", "gguf", "general.architecture", "falcon", "general.architecture is 'falcon'; supported: "),
+    ("llama", "safetensors", "hidden_act", "gelu", "hidden_act is 'gelu'; supported: silu"),
+    ("llama", "safetensors", "attention_bias", True, "attention_bias is True; supported: False"),
+    ("llama", "safetensors", "mlp_bias", True, "mlp_bias is True; supported: False"),
+    ("llama", "safetensors", "partial_rotary_factor", 0.5, "partial_rotary_factor is 0.5; supported: 1.0"),
+    ("qwen3", "safetensors", "use_sliding_window", True, "use_sliding_window is True; supported: False"),
+    ("llama", "safetensors", "hidden_size", 0, "hidden_size is 0, expected a number from 1"),
+    ("llama", "safetensors", "hidden_size", -32, "hidden_size is -32, expected a number from 1"),
+    ("llama", "safetensors", "hidden_size", 1 << 40, "hidden_size is 1099511627776, expected a number from 1"),
+    ("llama", "safetensors", "hidden_size", "32", "hidden_size is '32', expected int"),
+    ("llama", "safetensors", "hidden_size", 32.0, "hidden_size is 32.0, expected int"),
+    ("llama", "safetensors", "num_hidden_layers", True, "num_hidden_layers is True, expected int"),
+    ("llama", "safetensors", "num_hidden_layers", 10**9, "says it has 1000000000 layers, and has "),
+    ("llama", "gguf", "llama.block_count", 10**9, "says it has 1000000000 layers, and has "),
+    ("qwen35", "gguf", "qwen35.block_count", 10**9, "says it has 999999999 layers, and has "),
+    ("llama", "safetensors", "head_dim", 10**9, "says that a tensor has 4000000000 rows"),
+    ("qwen35", "safetensors", "linear_value_head_dim", 10**9, "says that a tensor has 6000000000 rows"),
+    ("qwen35moe", "safetensors", "num_experts", 10**9, "says that a tensor has 1000000000 rows"),
+    ("qwen35", "gguf", "qwen35.ssm.inner_size", 10**9, "says that a tensor has 1000000000 rows"),
+    ("llama", "safetensors", "num_key_value_heads", 3, "3 key/value heads do not divide 4 heads"),
+    ("qwen35", "safetensors", "linear_num_key_heads", 4, "4 key heads do not divide 6 value heads"),
+    ("qwen35moe", "safetensors", "num_experts_per_tok", 9, "a token takes 9 experts of 8"),
+    ("llama", "safetensors", "rms_norm_eps", 0, "rms_norm_eps is 0.0, expected a finite number above 0"),
+    ("llama", "safetensors", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a finite number above 0"),
+    ("llama", "safetensors", "rope_parameters", [1e4], "rope_parameters is [10000.0], expected dict"),
+    (
+        "llama",
+        "safetensors",
+        "rope_parameters/rope_type",
+        "longrope",
+        "rope type 'longrope'; supported: default, linear",
+    ),
+    ("llama", "safetensors", "rope_parameters/short_factor", [1.0], "rope_parameters.short_factor is not supported"),
+    ("llama", "safetensors", "rope_parameters/rope_theta", 1.0, "the rope base is 1.0, expected a number above 1"),
+    ("llama", "safetensors", "head_dim", 3, "rope turns 3 channels of a head, expected an even number"),
+    (
+        "qwen3-yarn",
+        "safetensors",
+        "rope_parameters/truncate",
+        False,
+        "rope_parameters.truncate is False; supported: True",
+    ),
+    ("qwen3-yarn", "safetensors", "rope_parameters/mscale", 1.0, "rope_parameters.mscale is not supported"),
+    (
+        "qwen3-yarn",
+        "gguf",
+        "qwen3.rope.scaling.type",
+        "longrope",
+        "rope.scaling.type 'longrope'; supported: none, linear",
+    ),
+    ("qwen3-yarn", "gguf", "qwen3.rope.scaling.attn_factor", 2.0, "rope.scaling.attn_factor is 2.0; supported: 1.0"),
+    ("llama", "gguf", "llama.rope.dimension_count", 8, "rope.dimension_count is 8, expected 16"),
+    ("llama", "gguf", "llama.attention.value_length", 8, "attention.value_length is 8; supported: 16"),
+    ("llama", "gguf", "llama.expert_count", 8, "llama.expert_count is 8; supported: 0"),
+    ("qwen35", "safetensors", "attn_output_gate", False, "attn_output_gate is False; supported: True"),
+    (
+        "qwen35",
+        "safetensors",
+        "layer_types",
+        ["full_attention"],
+        "layer_types must name linear_attention or full_attention",
+    ),
+    ("qwen35", "safetensors", "layer_types", ["sliding_attention"] * 8, "layer_types must name linear_attention or"),
+    ("qwen35", "safetensors", "rope_parameters/partial_rotary_factor", 1.5, "rope turns 24.0 channels of a head of 16"),
+    ("qwen35", "gguf", "qwen35.rope.dimension_count", 24, "rope turns 24 channels of a head of 16"),
+    ("qwen35", "gguf", "qwen35.nextn_predict_layers", 9, "nextn_predict_layers leaves 0 layers"),
+    ("qwen35", "gguf", "qwen35.attention.recurrent_layers", [True], "recurrent_layers lists 1 of 8 layers"),
+    ("qwen35moe", "gguf", "qwen35moe.expert_gating_func", 2, "expert_gating_func is 2; supported: 1"),
+    ("qwen35moe", "gguf", "qwen35moe.expert_weights_scale", 2.5, "expert_weights_scale is 2.5; supported: 0.0 or 1.0"),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "key", "value", "says"), WRONG)
+def test_wrong_key(checkpoints, name, form, key, value, says):
+    assert says in refusal(changed(checkpoints(name, form), key, value))
+
+
+def with_tensor(checkpoint: Checkpoint, name: str, tensor: Tensor | None) -> Checkpoint:
+    tensors = {n: t for n, t in checkpoint.tensors.items() if n != name}
+    return replace(checkpoint, tensors=tensors | ({name: tensor} if tensor else {}))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "qwen35moe"])
+def test_every_tensor_counts(checkpoints, name, form):
+    """Without any one tensor, and with any one too long by a row, the file is refused by that tensor's name."""
+    checkpoint = checkpoints(name, form)
+    optional = {"rope_freqs.weight", "output.weight"}  # without them: an unscaled rope, a tied head
+    skipped = "blk.4."  # the multi-token-prediction block of qwen35moe
+    for key, tensor in checkpoint.tensors.items():
+        if key in optional or key.startswith(skipped):
+            continue
+        assert re.search(
+            rf"lacks tensor {re.escape(key)}$|lacks embed_tokens", refusal(with_tensor(checkpoint, key, None))
+        )
+        if key != "token_embd.weight":  # whose length is the vocabulary's size
+            longer = dense(key, np.ones((tensor.shape[0] + 1, *tensor.shape[1:])))
+            assert key in refusal(with_tensor(checkpoint, key, longer))
+
+
+def test_missing_tensors_are_listed(checkpoints):
+    checkpoint = checkpoints("llama", "safetensors")
+    kept = {n: t for n, t in checkpoint.tensors.items() if ".1." not in n}
+    message = refusal(replace(checkpoint, tensors=kept))
+    assert "lacks tensors model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, " in message
+    assert message.endswith("and 6 more")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.bias"),
+        ("llama", "model.layers.3.input_layernorm.weight"),
+        ("qwen3", "model.layers.0.self_attn.sinks"),
+        ("qwen35", "model.layers.3.linear_attn.A_log"),
+        ("qwen35", "model.layers.0.mlp.gate.weight"),
+    ],
+)
+def test_unused_tensor(checkpoints, name, key):
+    message = refusal(with_tensor(checkpoints(name, "safetensors"), key, dense(key, np.ones(32))))
+    assert message.endswith(f"has tensor {key}, which this architecture does not use")
+
+
+SHAPES = [  # model, format, tensor, shape in the file
+    ("llama", "safetensors", "model.embed_tokens.weight", (32, 96)),
+    ("llama", "safetensors", "model.norm.weight", ()),
+    ("llama", "safetensors", "model.norm.weight", (1, 32)),
+    ("qwen35", "safetensors", "model.layers.0.linear_attn.conv1d.weight", (4, 1, 144)),
+    ("qwen35", "safetensors", "model.layers.0.linear_attn.conv1d.weight", (144, 4)),
+    ("qwen35", "safetensors", "model.layers.0.linear_attn.conv1d.weight", ()),
+    ("qwen35", "safetensors", "model.layers.0.linear_attn.out_proj.weight", (96, 32)),
+    ("qwen35", "gguf", "blk.0.ssm_conv1d.weight", (4, 144)),
+    ("qwen35moe", "gguf", "blk.0.ffn_gate_inp_shexp.weight", (1, 32)),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "key", "shape"), SHAPES)
+def test_misshapen_tensor(checkpoints, name, form, key, shape):
+    tensor = dense(key, np.ones(shape))
+    message = refusal(with_tensor(checkpoints(name, form), key, replace(tensor, shape=shape)))
+    assert key in message
+    assert str(shape) in message
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.0.linear_attn.conv1d.weight"])
+def test_vector_that_is_not_finite(checkpoints, key, value):
+    checkpoint = checkpoints("qwen35", "safetensors")
+    values = np.ones(checkpoint.tensors[key].shape)
+    values.flat[3] = value
+    assert re.search(rf"{key}.* not finite", refusal(with_tensor(checkpoint, key, dense(key, values))))
+
+
+def test_decay_that_overflows(checkpoints):
+    key = "model.layers.0.linear_attn.A_log"
+    with np.errstate(over="ignore"):
+        message = refusal(with_tensor(checkpoints("qwen35", "safetensors"), key, dense(key, np.full(6, 1000.0))))
+    assert message == f"{key} is not finite"
+
+
+def test_scale_that_is_not_finite(tmp_path):
+    checkpoint = open_checkpoint(write_gguf(tiny.FOLDER / "llama", tmp_path / "m.gguf", "Q8_0"))
+    tensor = checkpoint.tensors["blk.0.attn_q.weight"]
+    data = tensor.data.copy()
+    data.reshape(-1, 34)[1, :2] = 0x00, 0x7E  # float16 NaN
+    message = refusal(with_tensor(checkpoint, tensor.name, replace(tensor, data=data)))
+    assert "'blk.0.attn_q.weight' (Q8_0) is not finite at block 1" in message
+
+
+@pytest.mark.parametrize("type_", ["I32", "U32"])
+def test_integers_are_no_weights(checkpoints, type_):
+    checkpoint = checkpoints("llama", "safetensors")
+    key = "model.norm.weight"
+    assert refusal(with_tensor(checkpoint, key, replace(checkpoint.tensors[key], type=type_))) == (
+        f"{key} holds {type_} values; weights are floats"
+    )
+
+
+def test_experts_stored_differently(checkpoints):
+    checkpoint = checkpoints("qwen35moe", "safetensors")
+    key = "model.layers.0.mlp.experts.2.gate_proj.weight"
+    message = refusal(with_tensor(checkpoint, key, dense(key, np.ones((16, 32)))))
+    assert message == (
+        f"{key} is F32 (16, 32) but {key.replace('.2.', '.0.')} is BF16 (16, 32); "
+        "the experts of a layer must be stored alike"
+    )
