@@ -1,0 +1,163 @@
+"""The same weights under every name and layout that writers give them: the golden logits do not change.
+
+Each dialect is the tiny model's checkpoint with tensors and keys renamed or laid out anew, in memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+from gguf_files import write_gguf
+from test_golden import KL, LOGIT
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.models import load_model
+from common.quants import dequantize
+from common.reference import NumpyOps
+from common.tensors import Tensor, stack
+from common.weights import dense
+
+ROWS = 128
+
+
+def mapped(tensor: Tensor, fn: Callable[[np.ndarray], np.ndarray]) -> Tensor:
+    return dense(tensor.name, fn(dequantize(tensor)))
+
+
+def renamed(c: Checkpoint, name: Callable[[str], str]) -> Checkpoint:
+    return replace(c, tensors={name(key): tensor for key, tensor in c.tensors.items()})
+
+
+def as_trained_with_vision(c: Checkpoint) -> Checkpoint:
+    """The released Qwen3.5: text under model.language_model, its keys under text_config, vision and MTP beside it."""
+    c = renamed(c, lambda key: key.replace("model.", "model.language_model.", 1))
+    extra = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate_proj.weight")
+    outer = {"model_type": c.config["model_type"].replace("_text", ""), "text_config": c.config}
+    return replace(c, config=outer, tensors=c.tensors | {key: dense(key, np.ones((2, 2))) for key in extra})
+
+
+def of_mlx_lm(c: Checkpoint) -> Checkpoint:
+    """mlx-lm's conversion: 1 added to norms, taps on the middle axis, experts stacked, under language_model.model."""
+    tensors = {}
+    for key, tensor in c.tensors.items():
+        if key.endswith("conv1d.weight"):
+            tensor = mapped(tensor, lambda conv: conv.swapaxes(1, 2))
+        elif key.endswith("norm.weight") and "linear_attn" not in key:
+            tensor = mapped(tensor, lambda w: w + 1)
+        tensors["language_model." + key] = tensor
+    for part in ("gate", "up", "down"):
+        for i in range(len(c.config["layer_types"])):
+            names = [f"language_model.model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(8)]
+            if names[0] in tensors:
+                whole = f"language_model.model.layers.{i}.mlp.switch_mlp.{part}_proj.weight"
+                tensors[whole] = stack([tensors.pop(name) for name in names])
+    return replace(c, tensors=tensors)
+
+
+def with_stacked_experts(c: Checkpoint) -> Checkpoint:
+    """Experts of a layer in two tensors, as transformers holds them."""
+    tensors = dict(c.tensors)
+    for i in range(4):
+        parts = [
+            [dequantize(tensors.pop(f"model.layers.{i}.mlp.experts.{e}.{p}_proj.weight")) for e in range(8)]
+            for p in ("gate", "up", "down")
+        ]
+        gate, up, down = map(np.stack, parts)
+        for name, array in (("gate_up_proj", np.concatenate([gate, up], axis=1)), ("down_proj", down)):
+            tensors[f"model.layers.{i}.mlp.experts.{name}"] = dense(name, array)
+    return replace(c, tensors=tensors)
+
+
+def with_old_rope_keys(c: Checkpoint) -> Checkpoint:
+    """rope_theta and rope_scaling, before transformers 5."""
+    config = dict(c.config)
+    rope = dict(config.pop("rope_parameters"))
+    theta, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    config |= {"rope_theta": theta, "rope_scaling": rope if rope["rope_type"] != "default" else None}
+    return replace(c, config=config | ({"partial_rotary_factor": share} if share else {}))
+
+
+def with_interval(c: Checkpoint) -> Checkpoint:
+    config = {key: value for key, value in c.config.items() if key != "layer_types"}
+    return replace(c, config=config | {"full_attention_interval": 4})
+
+
+def in_float32(c: Checkpoint) -> Checkpoint:
+    return replace(c, tensors={key: mapped(tensor, lambda w: w) for key, tensor in c.tensors.items()})
+
+
+SAFETENSORS = [
+    ("qwen35", as_trained_with_vision),
+    ("qwen35moe", as_trained_with_vision),
+    ("qwen35", of_mlx_lm),
+    ("qwen35moe", of_mlx_lm),
+    ("qwen35moe", with_stacked_experts),
+    ("llama", with_old_rope_keys),
+    ("qwen3-yarn", with_old_rope_keys),
+    ("qwen35", with_old_rope_keys),
+    ("qwen35", with_interval),
+    ("qwen35", in_float32),
+]
+
+
+def fused(c: Checkpoint, kind: str, wholes: str, parts: tuple[str, ...], axis: int) -> Checkpoint:
+    """Tensors `parts` of each block that has them as one tensor, where the block has a tensor `kind`."""
+    tensors = dict(c.tensors)
+    for key in c.tensors:
+        if key.endswith("." + kind):
+            block = key.removesuffix(kind)
+            arrays = [dequantize(tensors.pop(block + part)) for part in parts]
+            tensors[block + wholes] = dense(block + wholes, np.concatenate(arrays, axis))
+    return replace(c, tensors=tensors)
+
+
+def fused_attention(c: Checkpoint) -> Checkpoint:
+    return fused(c, "attn_q.weight", "attn_qkv.weight", ("attn_q.weight", "attn_k.weight", "attn_v.weight"), 0)
+
+
+def fused_experts(c: Checkpoint) -> Checkpoint:
+    parts = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+    return fused(c, parts[0], "ffn_gate_up_exps.weight", parts, 1)
+
+
+def other_norm_name(c: Checkpoint) -> Checkpoint:
+    return renamed(c, lambda key: key.replace("post_attention_norm", "ffn_norm"))
+
+
+def listed_layers(c: Checkpoint) -> Checkpoint:
+    """Which layers are recurrent, and the key/value heads of each, as arrays; the last is the prediction block."""
+    is_recurrent = [(i + 1) % 4 != 0 for i in range(c.config["qwen35.block_count"] - 1)] + [False]
+    heads = [0 if r else c.config["qwen35.attention.head_count_kv"] for r in is_recurrent]
+    keys = {"qwen35.attention.recurrent_layers": is_recurrent, "qwen35.attention.head_count_kv": heads}
+    config = {key: value for key, value in c.config.items() if "full_attention_interval" not in key}
+    return replace(c, config=config | keys)
+
+
+GGUF = [
+    ("qwen35", fused_attention),
+    ("qwen35moe", fused_experts),
+    ("qwen35", other_norm_name),
+    ("qwen35", listed_layers),
+]
+
+
+def assert_golden(checkpoint: Checkpoint, name: str) -> None:
+    errors = tiny.golden_errors(
+        tiny.logits_of(load_model(checkpoint, NumpyOps()), tiny.golden(name)["ids"][:ROWS]), name
+    )
+    assert errors.logit < LOGIT[name]
+    assert errors.top1 == 1
+    assert errors.kl < KL
+
+
+@pytest.mark.parametrize(("name", "dialect"), SAFETENSORS)
+def test_safetensors(name, dialect):
+    assert_golden(dialect(tiny.checkpoint(name)), name)
+
+
+@pytest.mark.parametrize(("name", "dialect"), GGUF)
+def test_gguf(name, dialect, tmp_path):
+    path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", mtp=True)
+    assert_golden(dialect(open_checkpoint(path)), name)
