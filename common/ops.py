@@ -72,9 +72,9 @@ class Ops(ABC):
     def linear(self, x: Array, w: Weight) -> Array:
         """x (T, columns), w (rows, columns) -> (T, rows)"""
 
+    @abstractmethod
     def head_linear(self, x: Array, w: Weight) -> Array:
         """Each head by its own matrix: x (T, H, columns), w (H, rows, columns) -> (T, H, rows)"""
-        raise NotImplementedError
 
     @abstractmethod
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
@@ -96,9 +96,9 @@ class Ops(ABC):
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
         """x * sigmoid(gate); a gate with a trailing axis of 1 scales whole rows"""
 
+    @abstractmethod
     def mul_softplus(self, x: Array, gate: Array) -> Array:
         """x * log(1 + exp(gate)), in float32; a gate with a trailing axis of 1 scales whole rows"""
-        raise NotImplementedError
 
     # -- ops that read and write their own state --------------------------------------------------------------------
 
@@ -112,6 +112,7 @@ class Ops(ABC):
         A window of n hides positions at or below the row's own minus n.
         """
 
+    @abstractmethod
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
     ) -> Array:
@@ -120,8 +121,8 @@ class Ops(ABC):
         q_latent (T, H, R), q_rope (T, H, P), latent (T, R), k_rope (T, P) -> (T, H, R). Multi-head latent attention
         with the matrices that expand keys and values moved to the query and the output (DeepSeek-V2, arXiv 2405.04434).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def expanded_attention(
         self,
         q_nope: Array,
@@ -139,7 +140,6 @@ class Ops(ABC):
         q_nope (T, H, N), q_rope (T, H, P), latent (T, R), k_rope (T, P), k_up (H, R, N), v_up (H, V, R) -> (T, H, V).
         The state is that of `latent_attention`; keys and values live only as long as the op.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
@@ -164,12 +164,12 @@ class Ops(ABC):
     def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
         """logits (T, E) -> ids (T, top_k), weights (T, top_k): softmax over all experts, the best renormalized to 1"""
 
+    @abstractmethod
     def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
         """logits (T, E), bias (E,) -> ids (T, top_k), weights (T, top_k), in float32.
 
         The best by sigmoid(logits) + bias; their sigmoids, without the bias, scaled to a sum of `scale`.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
