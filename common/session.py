@@ -5,7 +5,7 @@ The command line, the Python API and the bench all generate through `Session.str
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from common.decode.plain import plain
 from common.errors import BimetalError, UsageError
 from common.models import Model
 from common.ops import Array
+from common.reply import Parts, ReplyParser, overlap
 from common.sampling import Sampler, Sampling, log_softmax
 from common.step import Snapshot, Step
 from common.tokenizer import Tokenizer
@@ -58,14 +59,33 @@ class Stats:
 
 
 @dataclass
-class Piece:
-    """Text that became certain, the tokens it came from, and on the last piece why the reply ended."""
+class Piece(Parts):
+    """What became certain of a reply, the tokens it came from, and on the last piece why the reply ended.
 
-    text: str
+    finish_reason  "stop": an end token or a stop string; "tool_calls": the same, after calls; "length": max_tokens or
+                   the context; "cancelled"
+    """
+
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop": end token or stop string; "length": max_tokens or context; "cancelled"
+    finish_reason: str | None = None
     stats: Stats | None = None
+
+
+def take_apart(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
+    """The same reply with its reasoning and tool calls out of the text; a piece comes when any of them is certain."""
+    out = Piece()
+    for piece in pieces:
+        out.tokens += piece.tokens
+        out.logprobs += piece.logprobs
+        parser.push(piece.text, out)
+        if piece.finish_reason:
+            parser.finish(out)
+            called = parser.calls and piece.finish_reason == "stop"
+            out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
+        if out.text or out.reasoning or out.tool_calls or out.finish_reason:
+            yield out
+            out = Piece()
 
 
 class Session:
@@ -103,7 +123,7 @@ class Session:
         logits = self._prefill(prompt, cancel, on_prefill)
         first = last = time.perf_counter()
         reply: list[int] = []
-        pending = Piece("")
+        pending = Piece()
         text = StopText(stop)
         decoder = self.tokenizer.decoder()
         reason = "cancelled"
@@ -134,7 +154,7 @@ class Session:
                     break
                 if pending.text:
                     yield pending
-                    pending = Piece("")
+                    pending = Piece()
         if not text.stopped:
             pending.text += text.push(decoder.flush()) + text.flush()
         pending.finish_reason = "stop" if text.stopped else reason
@@ -241,18 +261,13 @@ class StopText:
             self.stopped = True
             out, self.held = self.held[: min(ends)], ""
             return out
-        keep = max(_overlap(self.held, s) for s in self.stop)
+        keep = max(overlap(self.held, s) for s in self.stop)
         out, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return out
 
     def flush(self) -> str:
         out, self.held = self.held, ""
         return out
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _logprob(row: np.ndarray, token: int, top: int) -> Logprob:

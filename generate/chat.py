@@ -40,7 +40,8 @@ class Chat:
     """The history and the commands that act on it."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace):
-        self.llm, self.options, self.show_stats = llm, sampling_options(args), args.stats
+        self.llm, self.show_stats = llm, args.stats
+        self.options = sampling_options(args) | {"think": args.think}
         self.system: str | None = args.system
         self.history: list[dict[str, Any]] = []
         self.last_figures = "no reply yet"
@@ -85,7 +86,7 @@ class Chat:
             self.history.pop()  # the message that could not be answered
             raise
         print()
-        self.history.append({"role": "assistant", "content": stream.text})
+        self.history.append(stream.reply().message)
         assert stream.stats
         self.last_figures = figures(stream.stats)
         if self.show_stats:
@@ -135,7 +136,8 @@ class Chat:
         try:
             saved = json.loads(path.read_text())
             system, messages = saved["system"], saved["messages"]
-            history = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+            keys = ("role", "content", "reasoning_content")
+            history = [{key: str(m[key]) for key in keys if key in m or key != "reasoning_content"} for m in messages]
         except (ValueError, KeyError, TypeError) as error:
             raise BimetalError(f"{path} is not a conversation that /save wrote: {error}") from None
         self.system, self.history = system, history

@@ -19,6 +19,7 @@ from common.reply import ReplyParser
 from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
+from common.tools import schemas
 from generate.backends import open_backend
 from generate.owner import Owner
 
@@ -323,6 +324,7 @@ class LLM:
         """The template's source; some models have one of their own for conversations with tools."""
         source = self.tokenizer.chat_template
         if tools:
+            schemas(tools)  # refuses what is no tool
             source = self.tokenizer.chat_templates.get("tool_use", source)
             if source is not None and "tools" not in source:
                 raise UsageError("the model's chat template has no place for tools; leave them out")

@@ -12,6 +12,7 @@ from generate.cli import sampling_options
 from generate.llm import LLM, Stream
 
 INTERRUPTED = 130
+DIM, RESET = "\x1b[2m", "\x1b[0m"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,11 +22,13 @@ def run(args: argparse.Namespace) -> int:
         if args.raw or llm.tokenizer.chat_template is None:
             if args.system is not None:
                 raise UsageError(f"{args.model} has no chat template, so --system has no place to go")
+            if args.think is not None:
+                raise UsageError(f"{args.model} has no chat template, so it cannot be told to think or not")
             start = partial(llm.stream, prompt)
         else:
             messages = [{"role": "system", "content": args.system}] if args.system is not None else []
             messages.append({"role": "user", "content": prompt})
-            start = partial(llm.stream_chat, messages)
+            start = partial(llm.stream_chat, messages, think=args.think)
         with PrefillBar() as bar, start(**options, on_prefill=bar.update) as stream:
             whole = show(stream, bar)
         print()
@@ -42,14 +45,25 @@ def _stdin() -> str:
 
 
 def show(stream: Stream, bar: "PrefillBar") -> bool:
-    """Print the reply as it comes; False if Ctrl-C ended it. The text so far stays, and the stats are read."""
-    whole = True
+    """Print the reply as it comes; False if Ctrl-C ended it. The text so far stays, and the stats are read.
+
+    A terminal shows the reasoning dimmed; anything else gets the answer alone.
+    """
+    whole, thinking, terminal = True, False, sys.stdout.isatty()
     while True:
         try:
             for piece in stream:
                 bar.close()
+                if piece.reasoning and terminal:
+                    sys.stdout.write(f"{DIM}{piece.reasoning}{RESET}")
+                    thinking = True
+                if piece.text and thinking:
+                    sys.stdout.write("\n\n")
+                    thinking = False
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
+            if whole and stream.reasoning and not stream.text:
+                print("the reply ended before the answer began; see --max-tokens and --no-think", file=sys.stderr)
             return whole
         except KeyboardInterrupt:
             if not whole:

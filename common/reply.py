@@ -1,0 +1,149 @@
+"""What a model wrote, taken apart while it is being written: reasoning, text and tool calls."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.tools import CLOSE, OPEN, find_syntax, read_call, schemas
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass
+class Parts:
+    """What became certain of a reply.
+
+    tool_calls  as OpenAI streams them: {"index", "id", "type", "function": {"name", "arguments": JSON text}}
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ReplyParser:
+    """Takes one reply apart as its chat template taught the model to write it; no part of a tag is ever shown.
+
+    However a reply is cut into pieces, its parts are the same. Reasoning goes up to </think>, where the prompt ends
+    with <think> or the reply begins with it, and loses the white space around it; a call inside it is reasoning. Calls
+    are looked for if there are tools and the template shows a syntax of common.tools. What turns out to be no call is
+    text, tags included, and so is a call that never ends.
+    """
+
+    def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None):
+        """template: Jinja source; prompt: what it rendered; tools: as in OpenAI's API."""
+        self._schemas = schemas(tools or ())
+        self._syntax = find_syntax(template) if tools else None
+        bare = self._syntax.bare if self._syntax else ""
+        self._openers = (OPEN, *(bare.format(name) for name in self._schemas if bare))
+        self._thinks = THINK in template
+        self._state: Callable[[Parts, bool], bool] = self._text
+        if self._thinks:
+            self._state = self._reasoning if prompt.rstrip().endswith(THINK) else self._start
+        self._held = ""  # read and not yet shown
+        self._shown = False  # whether any text has been shown, or any reasoning while it lasts
+        self._body = self._scan = 0  # where a call's body begins in _held, and how far its end has been looked for
+        self._bare = False  # whether that call began without <tool_call>
+        self._after_call = False
+        self.calls = 0
+
+    def push(self, text: str, parts: Parts) -> None:
+        """Read more of the reply and add what is now certain to `parts`."""
+        self._held += text
+        while self._state(parts, False):
+            pass
+
+    def finish(self, parts: Parts) -> None:
+        """The reply has ended: add what was held back."""
+        while self._state(parts, True):
+            pass
+
+    # The states. Each takes what it can from _held, and returns whether the state that it has set can go on.
+
+    def _start(self, parts: Parts, end: bool) -> bool:
+        begun = self._held.lstrip()
+        if begun.startswith(THINK):
+            self._held, self._state = begun[len(THINK) :], self._reasoning
+            return True
+        if THINK.startswith(begun) and not end:
+            return False
+        self._state = self._text
+        return True
+
+    def _reasoning(self, parts: Parts, end: bool) -> bool:
+        at = self._held.find(END_THINK)
+        until = at if at >= 0 else len(self._held) - (0 if end else overlap(self._held, END_THINK))
+        sure = self._held[:until].rstrip()
+        parts.reasoning += sure if self._shown else sure.lstrip()
+        self._shown |= bool(sure)
+        if at < 0:
+            self._held = "" if end else self._held[len(sure) :]
+            return False
+        self._held, self._state, self._shown = self._held[at + len(END_THINK) :], self._text, False
+        return True
+
+    def _text(self, parts: Parts, end: bool) -> bool:
+        if self._thinks and not self._shown:
+            self._held = self._held.lstrip("\n")
+        if self._syntax is None:
+            self._show(parts, len(self._held))
+            return False
+        found = [(at, opener) for opener in self._openers if (at := self._held.find(opener)) >= 0]
+        if found:
+            at, opener = min(found)
+            self._show(parts, len(self._held[:at].rstrip()))
+            self._bare = opener != OPEN
+            self._body = self._scan = self._held.find(opener) + (0 if self._bare else len(OPEN))
+            self._state = self._call
+            return True
+        if not end:
+            keep = max(overlap(self._held, opener) for opener in self._openers)
+            self._show(parts, len(self._held[: len(self._held) - keep].rstrip()))
+        elif self._held.strip() or not self._after_call:
+            self._show(parts, len(self._held))
+        return False
+
+    def _call(self, parts: Parts, end: bool) -> bool:
+        assert self._syntax
+        lead = self._syntax.lead
+        if not lead.startswith(self._held[self._body :].lstrip()[: len(lead)]):
+            self._show(parts, self._body)  # this becomes no call, so nobody has to wait for its end
+            self._state = self._text
+            return True
+        at = self._held.find(CLOSE, self._scan)
+        if at < 0 and not end:
+            self._scan = max(self._body, len(self._held) - len(CLOSE) + 1)
+            return False
+        closed = at >= 0
+        after = at + len(CLOSE) if closed else len(self._held)
+        function = None
+        if closed or self._bare:
+            try:
+                function = read_call(self._syntax, self._held[self._body : at if closed else after], self._schemas)
+                if function is None and closed:
+                    self._scan = after
+                    return True
+            except ValueError:
+                pass  # no call, but text
+        if function is None:
+            self._show(parts, after)
+        else:
+            # Random under a seed too: ids must differ between turns, and no template of these families prints them.
+            id = f"call_{secrets.token_hex(12)}"
+            parts.tool_calls.append({"index": self.calls, "id": id, "type": "function", "function": function})
+            self.calls += 1
+            self._held, self._after_call = self._held[after:], True
+        self._state = self._text
+        return True
+
+    def _show(self, parts: Parts, until: int) -> None:
+        text, self._held = self._held[:until], self._held[until:]
+        parts.text += text
+        if text:
+            self._shown, self._after_call = True, False
+
+
+def overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that begins `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -1,0 +1,231 @@
+"""Tool calls as models write them: which syntax a chat template teaches, and what one call in it says.
+
+Three syntaxes cover the families we run. Each call stands between <tool_call> and </tool_call>:
+
+    Hermes, Qwen2.5, Qwen3      {"name": NAME, "arguments": {...}}
+    Qwen3-Coder, Qwen3.5/3.6    <function=NAME> <parameter=KEY>⏎VALUE⏎</parameter> ... </function>
+    GLM-4.5 to 4.7, Laguna      NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> ...
+
+The last two write strings as they are and other values as JSON; the tool's JSON schema says which of them a value is.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from common.errors import UsageError
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name to the JSON schema of its parameters
+Call = tuple[str, dict[str, Any]]  # name and arguments
+Parse = Callable[[str, Schemas], Call | None]
+
+_NAME = r"[\w.:/-]+"
+
+
+class Syntax(NamedTuple):
+    """How a family writes a call.
+
+    parse  the call in the text between the tags; None if that text ends inside a value, so that the closing tag belongs
+           to the value; ValueError if it is no call
+    lead   what follows <tool_call> and white space in every call
+    bare   what begins a call of the tool {} where models often forget <tool_call>
+    """
+
+    parse: Parse
+    lead: str = ""
+    bare: str = ""
+
+
+def find_syntax(template: str) -> Syntax | None:
+    """The syntax that a chat template shows its model; None if it is none of ours."""
+    if OPEN not in template:
+        return None
+    if "<function=" in template and "<parameter=" in template:
+        return QWEN_XML
+    if "<arg_key>" in template:
+        return GLM
+    return HERMES if "arguments" in template else None
+
+
+def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
+    """The parameters of each tool, given as in OpenAI's API: {"type": "function", "function": {...}}."""
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"tools is {tools!r:.80}, not a list")
+    found = {}
+    for at, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str):
+            raise UsageError(f"tool {at} is {tool!r:.80}, not an object whose function has a name")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise UsageError(f"the parameters of tool {name} are {parameters!r:.80}, not a JSON schema")
+        found[name] = parameters
+    return found
+
+
+def read_call(syntax: Syntax, body: str, schemas: Schemas) -> dict[str, str] | None:
+    """The call in `body` as OpenAI writes it: name, and arguments as JSON text. None and ValueError as Syntax.parse."""
+    try:
+        call = syntax.parse(body, schemas)
+        if call is None:
+            return None
+        arguments = json.dumps(call[1], ensure_ascii=False, allow_nan=False)
+        arguments.encode()  # half a surrogate pair is a ValueError too
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return {"name": call[0], "arguments": arguments}
+
+
+def _hermes(body: str, schemas: Schemas) -> Call | None:
+    try:
+        call = json.loads(body, strict=False)  # models put line breaks into strings
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            return None
+        raise
+    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name) or not isinstance(arguments, dict):
+        raise ValueError("not a name and arguments")
+    return name, arguments
+
+
+def _tagged(head: str, argument: str, close: str, tail: str, framed: bool) -> Parse:
+    """A parser of a name and arguments between tags, from patterns.
+
+    head      the call up to its first argument; group 1 is the name
+    argument  an argument up to its value; group 1 is the key
+    close     the tag after a value
+    tail      what follows the last argument
+    framed    values stand on lines of their own
+    """
+    begin, opening = re.compile(rf"\s*{head}"), re.compile(rf"\s*{argument}")
+    end = re.compile(rf"\s*{tail}\s*\Z")
+    tags, after = re.compile(rf"{argument}|{close}"), re.compile(rf"\s*(?:{argument}|{tail}\s*\Z)")
+
+    def parse(body: str, schemas: Schemas) -> Call | None:
+        match = begin.match(body)
+        if match is None:
+            raise ValueError("no name")
+        name, arguments = match[1], dict[str, Any]()
+        schema = schemas.get(name, {})
+        while not end.match(body, match.end()):
+            match = opening.match(body, match.end())
+            if match is None or match[1].strip() in arguments:
+                raise ValueError("neither a new argument nor the end")
+            key, start = match[1].strip(), match.end()
+            match = closing(body, start)
+            if match is None:
+                return None
+            value = body[start : match.start()]
+            if framed:
+                value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = typed(value, _property(schema, key), schema)
+        return name, arguments
+
+    def closing(body: str, start: int) -> re.Match[str] | None:
+        """The tag that ends the value at `start`: not one of a pair inside it, nor one with more of the value after."""
+        depth = 0
+        for tag in tags.finditer(body, start):
+            if tag[0] != close:
+                depth += 1
+            elif depth:
+                depth -= 1
+            elif after.match(body, tag.end()):
+                return tag
+        return None
+
+    return parse
+
+
+HERMES = Syntax(_hermes, lead="{")
+QWEN_XML = Syntax(
+    _tagged(rf"<function=({_NAME})>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", framed=True),
+    lead="<function=",
+    bare="<function={}>",
+)
+GLM = Syntax(_tagged(f"({_NAME})", r"<arg_key>([^<]+)</arg_key>\s*<arg_value>", "</arg_value>", "", framed=False))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+_NAMES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+_TYPES = frozenset({*_NAMES.values(), "object"})
+_PYTHON = {"None": None, "True": True, "False": False}  # Qwen's templates print these as Python does
+
+
+def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value that `text` stands for under a JSON schema, whose $refs lead into `root`.
+
+    Where strings are allowed, JSON of another allowed type is taken as that, the rest as it is. Where they are not,
+    JSON is taken as it is, and what is not JSON stays text: the tool can then tell the model what is wrong with it.
+    """
+    types = _types(schema, root)
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        value = _PYTHON.get(text.strip(), text)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return text
+        if "integer" in types and "number" not in types and value.is_integer():
+            value = int(value)
+    kind = _type(value)
+    if "string" in types and (kind == "string" or kind not in types):
+        return text
+    return value
+
+
+def _type(value: Any) -> str:
+    return _NAMES.get(type(value), "object")
+
+
+def _property(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows; all of them where it does not say."""
+    types: set[str] = set()
+    left, seen = [schema], set[int]()  # a $ref may lead back
+    while left:
+        schema = left.pop()
+        if id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        if not isinstance(schema, Mapping):
+            return _TYPES
+        named, members = schema.get("type"), [*_list(schema, "anyOf"), *_list(schema, "oneOf")]
+        if isinstance(reference := schema.get("$ref"), str):
+            left.append(_follow(reference, root))
+        elif named is not None:
+            types |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        elif "const" in schema:
+            types.add(_type(schema["const"]))
+        elif values := _list(schema, "enum"):
+            types |= {_type(value) for value in values}
+        elif members:
+            left += members
+        else:
+            return _TYPES
+    if "number" in types:
+        types.add("integer")
+    return _TYPES & types or _TYPES
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _follow(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a $ref such as #/$defs/Town points to, None if nothing."""
+    node: Any = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
