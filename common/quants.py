@@ -170,12 +170,12 @@ def _plain(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
 # ---- pieces of blocks -----------------------------------------------------------------------------------------------
 
 
-def _half(data: np.ndarray) -> np.ndarray:
+def half_floats(data: np.ndarray) -> np.ndarray:
     """float16 scales, uint8 (n, 2k) → float32 (n, k)."""
     return data.view("<f2").astype(np.float32)
 
 
-def _fields(data: np.ndarray, bits: int, run: int) -> np.ndarray:
+def bit_fields(data: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Bit fields, uint8 (n, k) → uint8 (n, k · 8 / bits): the lowest field of `run` bytes, then their next, ..."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return ((data.reshape(len(data), -1, 1, run) >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(data), -1)
@@ -196,39 +196,39 @@ def _shifted(scales: np.ndarray, codes: np.ndarray, minima: np.ndarray) -> np.nd
 
 
 def _q4_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * (_fields(b[:, 2:], 4, 16).astype(np.float32) - 8)
+    return half_floats(b[:, :2]) * (bit_fields(b[:, 2:], 4, 16).astype(np.float32) - 8)
 
 
 def _q4_1(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * _fields(b[:, 4:], 4, 16) + _half(b[:, 2:4])
+    return half_floats(b[:, :2]) * bit_fields(b[:, 4:], 4, 16) + half_floats(b[:, 2:4])
 
 
 def _five_bits(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return (_fields(low, 4, 16) | (_fields(high, 1, 1) << 4)).astype(np.float32)
+    return (bit_fields(low, 4, 16) | (bit_fields(high, 1, 1) << 4)).astype(np.float32)
 
 
 def _q5_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * (_five_bits(b[:, 6:], b[:, 2:6]) - 16)
+    return half_floats(b[:, :2]) * (_five_bits(b[:, 6:], b[:, 2:6]) - 16)
 
 
 def _q5_1(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * _five_bits(b[:, 8:], b[:, 4:8]) + _half(b[:, 2:4])
+    return half_floats(b[:, :2]) * _five_bits(b[:, 8:], b[:, 4:8]) + half_floats(b[:, 2:4])
 
 
 def _q8_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * b[:, 2:].view(np.int8)
+    return half_floats(b[:, :2]) * b[:, 2:].view(np.int8)
 
 
 def _iq4_nl(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, :2]) * IQ4_VALUES[_fields(b[:, 2:], 4, 16)]
+    return half_floats(b[:, :2]) * IQ4_VALUES[bit_fields(b[:, 2:], 4, 16)]
 
 
 def _mxfp4(b: np.ndarray) -> np.ndarray:
-    return _e8m0(b[:, :1], -128) * FP4_DOUBLED[_fields(b[:, 1:], 4, 16)]
+    return _e8m0(b[:, :1], -128) * FP4_DOUBLED[bit_fields(b[:, 1:], 4, 16)]
 
 
 def _nvfp4(b: np.ndarray) -> np.ndarray:  # 64 values, a scale for every 16
-    return _scaled(_UE4M3_HALVED[b[:, :4]], FP4_DOUBLED[_fields(b[:, 4:], 4, 8)])
+    return _scaled(_UE4M3_HALVED[b[:, :4]], FP4_DOUBLED[bit_fields(b[:, 4:], 4, 8)])
 
 
 # ---- 256 values -----------------------------------------------------------------------------------------------------
@@ -236,41 +236,43 @@ def _nvfp4(b: np.ndarray) -> np.ndarray:  # 64 values, a scale for every 16
 
 def _q2_k(b: np.ndarray) -> np.ndarray:
     scales, minima = b[:, :16] & 15, b[:, :16] >> 4
-    return _shifted(_half(b[:, 80:82]) * scales, _fields(b[:, 16:80], 2, 32), _half(b[:, 82:84]) * minima)
+    return _shifted(
+        half_floats(b[:, 80:82]) * scales, bit_fields(b[:, 16:80], 2, 32), half_floats(b[:, 82:84]) * minima
+    )
 
 
 def _q3_k(b: np.ndarray) -> np.ndarray:
-    scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << 4)
-    codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << 2)  # a clear high bit subtracts 4
-    return _scaled(_half(b[:, 108:]) * (scales.astype(np.float32) - 32), codes.astype(np.float32) - 4)
+    scales = bit_fields(b[:, 96:104], 4, 8) | (bit_fields(b[:, 104:108], 2, 4) << 4)
+    codes = bit_fields(b[:, 32:96], 2, 32) | (bit_fields(b[:, :32], 1, 32) << 2)  # a clear high bit subtracts 4
+    return _scaled(half_floats(b[:, 108:]) * (scales.astype(np.float32) - 32), codes.astype(np.float32) - 4)
 
 
-def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima of the 8 groups of Q4_K and Q5_K, (n, 8) each: 6-bit numbers in bytes 4 to 16."""
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 6) << 4)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | ((middle >> 6) << 4)], axis=1)
-    return _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima
+    return half_floats(b[:, :2]) * scales, half_floats(b[:, 2:4]) * minima
 
 
 def _q4_k(b: np.ndarray) -> np.ndarray:
-    scales, minima = _k_scales(b)
-    return _shifted(scales, _fields(b[:, 16:], 4, 32), minima)
+    scales, minima = k_scales(b)
+    return _shifted(scales, bit_fields(b[:, 16:], 4, 32), minima)
 
 
 def _q5_k(b: np.ndarray) -> np.ndarray:
-    scales, minima = _k_scales(b)
-    return _shifted(scales, _fields(b[:, 48:], 4, 32) | (_fields(b[:, 16:48], 1, 32) << 4), minima)
+    scales, minima = k_scales(b)
+    return _shifted(scales, bit_fields(b[:, 48:], 4, 32) | (bit_fields(b[:, 16:48], 1, 32) << 4), minima)
 
 
 def _q6_k(b: np.ndarray) -> np.ndarray:
-    codes = _fields(b[:, :128], 4, 64) | (_fields(b[:, 128:192], 2, 32) << 4)
-    return _scaled(_half(b[:, 208:]) * b[:, 192:208].view(np.int8), codes.astype(np.float32) - 32)
+    codes = bit_fields(b[:, :128], 4, 64) | (bit_fields(b[:, 128:192], 2, 32) << 4)
+    return _scaled(half_floats(b[:, 208:]) * b[:, 192:208].view(np.int8), codes.astype(np.float32) - 32)
 
 
 def _iq4_xs(b: np.ndarray) -> np.ndarray:
-    scales = _fields(b[:, 4:8], 4, 1) | (_fields(b[:, 2:4], 2, 1) << 4)
-    return _scaled(_half(b[:, :2]) * (scales.astype(np.float32) - 32), IQ4_VALUES[_fields(b[:, 8:], 4, 16)])
+    scales = bit_fields(b[:, 4:8], 4, 1) | (bit_fields(b[:, 2:4], 2, 1) << 4)
+    return _scaled(half_floats(b[:, :2]) * (scales.astype(np.float32) - 32), IQ4_VALUES[bit_fields(b[:, 8:], 4, 16)])
 
 
 def _trits(data: np.ndarray, count: int, run: int) -> np.ndarray:
@@ -282,11 +284,11 @@ def _trits(data: np.ndarray, count: int, run: int) -> np.ndarray:
 
 def _tq1_0(b: np.ndarray) -> np.ndarray:
     digits = [_trits(b[:, :32], 5, 32), _trits(b[:, 32:48], 5, 16), _trits(b[:, 48:52], 4, 4)]
-    return _half(b[:, 52:]) * np.concatenate(digits, axis=1)
+    return half_floats(b[:, 52:]) * np.concatenate(digits, axis=1)
 
 
 def _tq2_0(b: np.ndarray) -> np.ndarray:
-    return _half(b[:, 64:]) * (_fields(b[:, :64], 2, 32).astype(np.float32) - 1)
+    return half_floats(b[:, 64:]) * (bit_fields(b[:, :64], 2, 32).astype(np.float32) - 1)
 
 
 # ---- 256 values, from codebooks -------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ def _sign_patterns() -> np.ndarray:
 
 def _signs(data: np.ndarray) -> np.ndarray:
     """One sign per bit, uint8 (n, k) → float32 ±1 (n, 8k)."""
-    return 1 - 2 * _fields(data, 1, 1).astype(np.float32)
+    return 1 - 2 * bit_fields(data, 1, 1).astype(np.float32)
 
 
 def _grid(type_: str, codes: np.ndarray) -> np.ndarray:
@@ -325,30 +327,30 @@ def _packed_signs(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _iq2_xxs(b: np.ndarray) -> np.ndarray:
     scales, signs = _packed_signs(b[:, 2:].view("<u4")[:, 1::2])
     codes = b[:, 2:].reshape(len(b), 8, 8)[:, :, :4].reshape(len(b), 32)
-    return _scaled(_half(b[:, :2]) * (scales + 0.5) * 0.25, _grid("IQ2_XXS", codes) * signs)
+    return _scaled(half_floats(b[:, :2]) * (scales + 0.5) * 0.25, _grid("IQ2_XXS", codes) * signs)
 
 
 def _iq2_xs(b: np.ndarray) -> np.ndarray:
-    codes, scales = b[:, 2:66].view("<u2"), _fields(b[:, 66:], 4, 1).astype(np.float32)
+    codes, scales = b[:, 2:66].view("<u2"), bit_fields(b[:, 66:], 4, 1).astype(np.float32)
     signs = _sign_patterns()[codes >> 9].reshape(len(b), -1)
-    return _scaled(_half(b[:, :2]) * (scales + 0.5) * 0.25, _grid("IQ2_XS", codes & 511) * signs)
+    return _scaled(half_floats(b[:, :2]) * (scales + 0.5) * 0.25, _grid("IQ2_XS", codes & 511) * signs)
 
 
 def _iq2_s(b: np.ndarray) -> np.ndarray:
-    codes = b[:, 2:34] | (_fields(b[:, 66:74], 2, 1).astype(np.uint16) << 8)
-    scales = _fields(b[:, 74:], 4, 1).astype(np.float32)
-    return _scaled(_half(b[:, :2]) * (scales + 0.5) * 0.25, _grid("IQ2_S", codes) * _signs(b[:, 34:66]))
+    codes = b[:, 2:34] | (bit_fields(b[:, 66:74], 2, 1).astype(np.uint16) << 8)
+    scales = bit_fields(b[:, 74:], 4, 1).astype(np.float32)
+    return _scaled(half_floats(b[:, :2]) * (scales + 0.5) * 0.25, _grid("IQ2_S", codes) * _signs(b[:, 34:66]))
 
 
 def _iq3_xxs(b: np.ndarray) -> np.ndarray:
     scales, signs = _packed_signs(b[:, 66:].view("<u4"))
-    return _scaled(_half(b[:, :2]) * (scales + 0.5) * 0.5, _grid("IQ3_XXS", b[:, 2:66]) * signs)
+    return _scaled(half_floats(b[:, :2]) * (scales + 0.5) * 0.5, _grid("IQ3_XXS", b[:, 2:66]) * signs)
 
 
 def _iq3_s(b: np.ndarray) -> np.ndarray:
-    codes = b[:, 2:66] | (_fields(b[:, 66:74], 1, 1).astype(np.uint16) << 8)
-    scales = _fields(b[:, 106:], 4, 1).astype(np.float32)
-    return _scaled(_half(b[:, :2]) * (2 * scales + 1), _grid("IQ3_S", codes) * _signs(b[:, 74:106]))
+    codes = b[:, 2:66] | (bit_fields(b[:, 66:74], 1, 1).astype(np.uint16) << 8)
+    scales = bit_fields(b[:, 106:], 4, 1).astype(np.float32)
+    return _scaled(half_floats(b[:, :2]) * (2 * scales + 1), _grid("IQ3_S", codes) * _signs(b[:, 74:106]))
 
 
 def _iq1_s(b: np.ndarray) -> np.ndarray:
@@ -356,11 +358,11 @@ def _iq1_s(b: np.ndarray) -> np.ndarray:
     codes = b[:, 2:34] | (_threes(words) << 8)
     delta = np.where(words & 0x8000, np.float32(-0.125), np.float32(0.125)).repeat(32, axis=1)
     scales = 2 * ((words >> 12) & 7).astype(np.float32) + 1
-    return _scaled(_half(b[:, :2]) * scales, _grid("IQ1_S", codes) + delta)
+    return _scaled(half_floats(b[:, :2]) * scales, _grid("IQ1_S", codes) + delta)
 
 
 def _iq1_m(b: np.ndarray) -> np.ndarray:
-    high = _fields(b[:, 32:48], 4, 1)
+    high = bit_fields(b[:, 32:48], 4, 1)
     codes = b[:, :32] | ((high & 7).astype(np.uint16) << 8)
     delta = np.where(high & 8, np.float32(-0.125), np.float32(0.125)).repeat(8, axis=1)
     scales = 2 * _threes(b[:, 48:].view("<u2")).astype(np.float32) + 1
@@ -438,10 +440,10 @@ def _decode_mlx(tensor: Tensor, out: np.ndarray) -> None:
             out[rows] = _scaled(scale(scales[rows]), values[codes])
         else:
             assert tensor.biases is not None
-            biases = _floats(tensor.biases.data.reshape(len(out), -1)[rows], tensor.biases.type)
-            out[rows] = _shifted(_floats(scales[rows], tensor.scales.type), codes, -biases)
+            biases = floats(tensor.biases.data.reshape(len(out), -1)[rows], tensor.biases.type)
+            out[rows] = _shifted(floats(scales[rows], tensor.scales.type), codes, -biases)
 
 
-def _floats(data: np.ndarray, type_: str) -> np.ndarray:
+def floats(data: np.ndarray, type_: str) -> np.ndarray:
     """Stored floats, uint8 (rows, bytes) → float32 (rows, count)."""
     return DECODERS["BF16"](data) if type_ == "BF16" else data.view(PLAIN[type_]).astype(np.float32)

@@ -30,6 +30,11 @@ def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 @_fused
+def _silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+@_fused
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
@@ -222,12 +227,12 @@ class MlxOps(Ops):
         step.the_slot()
         T, n = len(x), len(conv.tail)
         conv.stream = mx.concatenate([conv.tail, x], axis=0)  # row t of the step at n + t, committed rows before n
-        taps = self._like_activations(taps)
         if step.is_chain:
-            out = sum((conv.stream[j : j + T] * taps[:, j] for j in range(1, n + 1)), conv.stream[:T] * taps[:, 0])
+            windows = mx.as_strided(conv.stream, (T, n + 1, x.shape[1]), (x.shape[1], x.shape[1], 1))
         else:
-            out = (conv.stream[mx.array(_windows(step, n))] * taps.T).sum(axis=1)
-        return out * mx.sigmoid(out)
+            windows = conv.stream[mx.array(_windows(step, n))]
+        out = (windows * self._like_activations(taps).T).sum(axis=1)
+        return _silu(out)
 
     def gated_delta(
         self,

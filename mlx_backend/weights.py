@@ -11,7 +11,18 @@ import mlx.core as mx
 import numpy as np
 
 from common.errors import BimetalError
-from common.quants import BLOCKS, CHUNK, DECODERS, IQ4_VALUES, PLAIN, _fields, _floats, _half, _k_scales, dequantize
+from common.quants import (
+    BLOCKS,
+    CHUNK,
+    DECODERS,
+    IQ4_VALUES,
+    PLAIN,
+    bit_fields,
+    dequantize,
+    floats,
+    half_floats,
+    k_scales,
+)
 from common.tensors import Tensor
 
 
@@ -159,7 +170,7 @@ Groups = tuple[np.ndarray, ...]  # uint32 words, scales, biases of affine groups
 def _mlx_groups(tensor: Tensor, rows: tuple) -> Groups:
     words = tensor.data[rows].view("<u4")
     parts = [part for part in (tensor.scales, tensor.biases) if part is not None]
-    return words, *(part.data[rows] if part.type == "U8" else _floats(part.data[rows], part.type) for part in parts)
+    return words, *(part.data[rows] if part.type == "U8" else floats(part.data[rows], part.type) for part in parts)
 
 
 def _gguf_groups(tensor: Tensor, target: Target, rows: tuple) -> Groups:
@@ -187,32 +198,32 @@ def _symmetric(codes: Callable[[np.ndarray], np.ndarray], zero: int) -> Callable
     """scale * (code - zero), the scale being the block's first two bytes."""
 
     def split(b: np.ndarray) -> Groups:
-        scales = _half(b[:, :2])
+        scales = half_floats(b[:, :2])
         return codes(b), scales, -zero * scales
 
     return split
 
 
 def _with_minimum(split: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], Groups]:
-    return lambda b: (split(b), _half(b[:, :2]), _half(b[:, 2:4]))
+    return lambda b: (split(b), half_floats(b[:, :2]), half_floats(b[:, 2:4]))
 
 
 def _k_quant(split: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], Groups]:
     def groups(b: np.ndarray) -> Groups:
-        scales, minima = _k_scales(b)
+        scales, minima = k_scales(b)
         return split(b), scales, -minima
 
     return groups
 
 
 def _five(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    return _fields(low, 4, 16) | (_fields(high, 1, 1) << 4)
+    return bit_fields(low, 4, 16) | (bit_fields(high, 1, 1) << 4)
 
 
 def _iq4_xs(b: np.ndarray) -> Groups:
-    fine = (_fields(b[:, 4:8], 4, 1) | (_fields(b[:, 2:4], 2, 1) << 4)).astype(np.float32) - 32
-    scales = _half(b[:, :2]) * fine
-    return _IQ4_CODES[_fields(b[:, 8:], 4, 16)], scales, -127 * scales
+    fine = (bit_fields(b[:, 4:8], 4, 1) | (bit_fields(b[:, 2:4], 2, 1) << 4)).astype(np.float32) - 32
+    scales = half_floats(b[:, :2]) * fine
+    return _IQ4_CODES[bit_fields(b[:, 8:], 4, 16)], scales, -127 * scales
 
 
 def _nearest(type_: str) -> Callable[[np.ndarray], Groups]:
@@ -230,15 +241,15 @@ def _nearest(type_: str) -> Callable[[np.ndarray], Groups]:
 
 _IQ4_CODES = (IQ4_VALUES + 127).astype(np.uint8)
 _SPLIT: dict[str, Callable[[np.ndarray], Groups]] = {
-    "Q4_0": _symmetric(lambda b: _fields(b[:, 2:], 4, 16), 8),
+    "Q4_0": _symmetric(lambda b: bit_fields(b[:, 2:], 4, 16), 8),
     "Q5_0": _symmetric(lambda b: _five(b[:, 6:], b[:, 2:6]), 16),
     "Q8_0": _symmetric(lambda b: b[:, 2:] ^ np.uint8(0x80), 128),
-    "IQ4_NL": _symmetric(lambda b: _IQ4_CODES[_fields(b[:, 2:], 4, 16)], 127),
+    "IQ4_NL": _symmetric(lambda b: _IQ4_CODES[bit_fields(b[:, 2:], 4, 16)], 127),
     "IQ4_XS": _iq4_xs,
-    "Q4_1": _with_minimum(lambda b: _fields(b[:, 4:], 4, 16)),
+    "Q4_1": _with_minimum(lambda b: bit_fields(b[:, 4:], 4, 16)),
     "Q5_1": _with_minimum(lambda b: _five(b[:, 8:], b[:, 4:8])),
-    "Q4_K": _k_quant(lambda b: _fields(b[:, 16:], 4, 32)),
-    "Q5_K": _k_quant(lambda b: _fields(b[:, 48:], 4, 32) | (_fields(b[:, 16:48], 1, 32) << 4)),
-    "MXFP4": lambda b: (_fields(b[:, 1:], 4, 16), b[:, :1]),
-    "NVFP4": lambda b: (_fields(b[:, 4:], 4, 8), b[:, :4] & 0x7F),  # ggml ignores the sign of a scale
+    "Q4_K": _k_quant(lambda b: bit_fields(b[:, 16:], 4, 32)),
+    "Q5_K": _k_quant(lambda b: bit_fields(b[:, 48:], 4, 32) | (bit_fields(b[:, 16:48], 1, 32) << 4)),
+    "MXFP4": lambda b: (bit_fields(b[:, 1:], 4, 16), b[:, :1]),
+    "NVFP4": lambda b: (bit_fields(b[:, 4:], 4, 8), b[:, :4] & 0x7F),  # ggml ignores the sign of a scale
 }
