@@ -64,7 +64,7 @@ def choose(name: str | None) -> Found:
 
 
 def open_backend(name: str | None, checkpoint: Checkpoint) -> Ops:
-    """The ops of the chosen backend, in the precision that `checkpoint` asks for; call it in the thread that uses them."""
+    """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them."""
     chosen = choose(name).name
     if chosen == "numpy":
         from common.reference import NumpyOps

