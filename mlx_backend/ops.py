@@ -126,9 +126,9 @@ class MlxOps(Ops):
             self._wavelengths[rope] = mx.array(1 / np.array(rope.frequencies), mx.float32)
         rotate = partial(mx.fast.rope, dims=n, traditional=False, base=None, scale=1.0, freqs=self._wavelengths[rope])
         if T == 1 or np.array_equal(positions, np.arange(positions[0], positions[0] + T)):
-            y = rotate(x.swapaxes(0, 1)[None], offset=int(positions[0]))[0].swapaxes(0, 1)  # (1, H, T, D)
+            y = rotate(x.swapaxes(0, 1)[None], offset=int(positions[0])).squeeze(0).swapaxes(0, 1)  # one sequence
         else:
-            y = rotate(x[:, :, None], offset=mx.array(positions))[:, :, 0]  # (T, H, 1, D)
+            y = rotate(x[:, :, None], offset=mx.array(positions)).squeeze(2)  # T sequences of one row
         if rope.magnitude == 1:
             return y
         return mx.concatenate([y[..., :n] * rope.magnitude, y[..., n:]], axis=-1)
@@ -201,7 +201,7 @@ class MlxOps(Ops):
         """q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)"""
         mask = self._mask(step, keys.shape[2] - len(step), past, window)
         out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
-        return out[0].swapaxes(0, 1)
+        return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
 
     def _mask(self, step: Step, shown: int, past: int, window: int | None) -> mx.array | str | None:
         """What the step's rows see of the last `shown` committed rows and of themselves; None is everything."""
@@ -257,9 +257,9 @@ class MlxOps(Ops):
         delta.rows = k, v, mx.exp(g), beta
         if step.is_chain:
             out, delta.after = mx.fast.gated_delta_update(q, *delta.rows, delta.matrix)
-            return out[0]
+            return out.squeeze(0)
         delta.after = None
-        return _delta_tree(q[0], k[0], v[0], g[0], beta[0], delta.matrix[0], step.visible).astype(v.dtype)
+        return _delta_tree(q, k, v, g, beta, delta.matrix, step.visible).astype(v.dtype)
 
     def _constant(self, size: int, value: float) -> mx.array:
         if (size, value) not in self._constants:
@@ -353,7 +353,7 @@ def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> 
             )
         else:
             y = mx.gather_mm(x, part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
-        out.append(y[:, 0])
+        out.append(y.squeeze(1))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 
 
@@ -380,8 +380,9 @@ def _delta_tree(
     """The gated delta rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
 
     What row t adds to the matrix is k_t d_t', where (I + A) d = r: A couples a row to its strict ancestors, so that as
-    many substitutions as the tree is deep solve it exactly. S is (Hv, Dv, Dk), g the logarithm of the decay.
+    many substitutions as the tree is deep solve it exactly. S is (1, Hv, Dv, Dk), g the logarithm of the decay.
     """
+    q, k, v, g, beta, S = (x.squeeze(0) for x in (q, k, v, g, beta, S))
     q, k, v = (x.swapaxes(0, 1).astype(mx.float32) for x in (q, k, v))  # (H, T, D)
     g, beta = g.T, beta.T[:, :, None]  # (H, T)
     seen = mx.array(visible)

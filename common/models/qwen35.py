@@ -356,8 +356,8 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> 
     """Grouped-query attention with a sigmoid gate on its output, x (T, hidden) -> (T, hidden)"""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
-    q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2, D)
-    q, gate = q_gate[:, :, 0], q_gate[:, :, 1]
+    q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2 * D)
+    q, gate = q_gate[..., :D], q_gate[..., D:]
     k = qkv[:, 2 * H * D : (2 * H + K) * D].reshape(T, K, D)
     v = qkv[:, (2 * H + K) * D :].reshape(T, K, D)
     q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
