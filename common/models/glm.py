@@ -273,13 +273,13 @@ def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, is_dense: bool, x
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
     """Multi-head latent attention, x (T, hidden) -> (T, hidden)"""
-    T, H, R, N, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.value_dim
+    T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     down = ops.linear(x, w.down_qkv)
-    q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.latent_eps), w.q_up).reshape(T, H, N + c.rope_dim)
-    q_nope, q_rope = q[..., :N], ops.rope(q[..., N:], step.positions, c.rope)
+    q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.latent_eps), w.q_up).reshape(T, H, N + P)
+    q_nope, q_rope = q[:, :, :N], ops.rope(q[:, :, N:], step.positions, c.rope)
     latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.latent_eps)
-    k_rope = ops.rope(down[:, None, c.q_latent + R :], step.positions, c.rope)[:, 0]
-    scale = (N + c.rope_dim) ** -0.5
+    k_rope = ops.rope(down[:, c.q_latent + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
+    scale = (N + P) ** -0.5
     if c.expand_from <= T:
         o = ops.expanded_attention(q_nope, q_rope, latent, k_rope, w.k_up, w.v_up, state, step, scale)
     else:

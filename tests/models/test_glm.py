@@ -10,6 +10,7 @@ from gguf_files import write_gguf
 from oracles import llama_cpp_logits, mlx_lm_logits, mlx_lm_model, write_mlx_lm
 from test_golden import KL
 from test_laguna import ROUTER_TRAPS
+from test_ops_only import Opaque, OpaqueOps, run
 from test_traps import config, errors_of, fresh, op, rotate_adjacent, weight
 
 from common.checkpoint import open_checkpoint
@@ -322,6 +323,10 @@ def test_one_form_for_all(ops, form):
     model, ids = tiny.load("glm", ops), tiny.golden("glm")["ids"]
     assert passes(tiny.golden_errors(tiny.logits_of(model, ids), "glm"))
     assert passes(tiny.golden_errors(tiny.logits_of(model, ids[:128], [30, 1, 1, 40]), "glm"))
+
+
+def test_forms_compute_through_ops_only(form):
+    assert all(type(output) is Opaque for output in run("glm", OpaqueOps()))
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
