@@ -25,6 +25,10 @@ class Experts:
     shared_ffn: int
     scale: float  # sum of the chosen experts' weights
 
+    def __post_init__(self) -> None:
+        if self.top_k > self.count:
+            raise BimetalError(f"the configuration chooses {self.top_k} of {self.count} experts")
+
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
     """x (T, hidden) -> down(silu(gate x) * up x); w.gate_up stacks both by rows"""

@@ -90,7 +90,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("moe_layer_freq", 1)
     layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
     nope_dim, rope_dim, value_dim = (keys.size(f"{k}_head_dim") for k in ("qk_nope", "qk_rope", "v"))
-    check_sizes(checkpoint, layers, heads, 1, heads * (nope_dim + rope_dim), heads * value_dim)
+    latent = keys.size("kv_lora_rank")
+    check_sizes(checkpoint, layers, heads, 1, heads * (nope_dim + rope_dim), heads * value_dim, latent + rope_dim)
     ffn = keys.size("moe_intermediate_size")
     kinds = keys.read("mlp_layer_types", list, [])
     leading = kinds.index("sparse") if "sparse" in kinds else keys.read("first_k_dense_replace", int, 1)
@@ -103,7 +104,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         dense_layers=leading,
         heads=heads,
         q_latent=keys.size("q_lora_rank"),
-        latent=keys.size("kv_lora_rank"),
+        latent=latent,
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         value_dim=value_dim,
@@ -119,7 +120,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         eps=keys.positive("rms_norm_eps", 1e-5),
         latent_eps=LATENT_EPS,
         context=keys.size("max_position_embeddings"),
-        tied=keys.read("tie_word_embeddings", bool, False),
+        tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
     )
 
 
@@ -140,7 +141,8 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     key_dim, value_dim = keys.size("attention.key_length_mla"), keys.size("attention.value_length_mla")
     if key_dim <= rope_dim:
         raise BimetalError(f"{checkpoint.path}: {rope_dim} roped channels leave none of a key's {key_dim} for its rest")
-    check_sizes(checkpoint, layers, heads, 1, heads * key_dim, heads * value_dim)
+    latent = keys.size("attention.kv_lora_rank")
+    check_sizes(checkpoint, layers, heads, 1, heads * key_dim, heads * value_dim, latent + rope_dim)
     ffn = keys.size("expert_feed_forward_length")
     eps = keys.positive("attention.layer_norm_rms_epsilon")
     return Config(
@@ -150,7 +152,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         dense_layers=keys.read("leading_dense_block_count", int),
         heads=heads,
         q_latent=keys.size("attention.q_lora_rank"),
-        latent=keys.size("attention.kv_lora_rank"),
+        latent=latent,
         nope_dim=key_dim - rope_dim,
         rope_dim=rope_dim,
         value_dim=value_dim,

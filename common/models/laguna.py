@@ -53,7 +53,15 @@ class Config:
 
 
 def read_config(checkpoint: Checkpoint) -> Config:
-    return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+    c = _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+    if any(heads % c.kv_heads for heads in c.heads):
+        raise BimetalError(f"{checkpoint.path}: {c.kv_heads} KV heads do not divide {sorted(set(c.heads))} query heads")
+    for rope in (c.rope, c.sliding_rope):
+        if 2 * len(rope.frequencies) > c.head_dim:
+            raise BimetalError(
+                f"{checkpoint.path}: rope turns {2 * len(rope.frequencies)} channels of a head of {c.head_dim}"
+            )
+    return c
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -66,7 +74,10 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("moe_router_score_func", "sigmoid")
     layers, head_dim, kv_heads = keys.size("num_hidden_layers"), keys.size("head_dim"), keys.size("num_key_value_heads")
     check_sizes(checkpoint, layers, kv_heads, kv_heads, kv_heads * head_dim)
-    heads = _heads(keys, "num_attention_heads_per_layer", "num_attention_heads", layers, kv_heads)
+    same = [keys.size("num_attention_heads")] * layers
+    heads = _heads(
+        keys, "num_attention_heads_per_layer", keys.read("num_attention_heads_per_layer", list, same), layers
+    )
     kinds = _per_layer(keys, "layer_types", KINDS, ["full_attention"] * layers)
     mlps = _per_layer(keys, "mlp_layer_types", ("dense", "sparse"), ["dense"] + ["sparse"] * (layers - 1))
 
@@ -100,7 +111,8 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         ),
         eps=keys.positive("rms_norm_eps", 1e-6),
         context=keys.size("max_position_embeddings"),
-        tied=keys.read("tie_word_embeddings", bool, False),
+        tied=keys.read("tie_word_embeddings", bool, False)
+        and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors),
     )
 
 
@@ -117,12 +129,15 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     kv_heads = keys.size("attention.head_count_kv")
     keys.expect("attention.value_length", head_dim)
     check_sizes(checkpoint, layers, kv_heads, kv_heads, kv_heads * head_dim)
-    heads = _heads(keys, "attention.head_count", "attention.head_count", layers, kv_heads)
-    window = keys.read("attention.sliding_window", int, 0)  # none in M.1
-    pattern = keys.get("attention.sliding_window_pattern") or 4
-    if isinstance(pattern, int):
-        pattern = [i % pattern > 0 for i in range(layers)]
-    if not isinstance(pattern, list) or len(pattern) < layers:
+    listed = keys.get("attention.head_count")
+    same = [] if isinstance(listed, list) else [keys.size("attention.head_count")] * layers
+    heads = _heads(keys, "attention.head_count", same or listed, layers)
+    window = keys.size("attention.sliding_window") if keys.get("attention.sliding_window") else 0  # none in M.1
+    pattern = keys.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        period = keys.size("attention.sliding_window_pattern", 4)
+        pattern = [i % period > 0 for i in range(layers)]
+    if len(pattern) < layers:
         raise BimetalError(f"{checkpoint.path}: laguna.attention.sliding_window_pattern does not cover {layers} layers")
     is_sliding = tuple(window > 0 and bool(slides) for slides in pattern[:layers])
     dense = keys.read("leading_dense_block_count", int)
@@ -160,15 +175,9 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     )
 
 
-def _heads(keys: Keys, per_layer: str, for_all: str, layers: int, kv_heads: int) -> tuple[int, ...]:
-    """Query heads of each layer: listed, or one number."""
-    heads = keys.get(per_layer)
-    if not isinstance(heads, list):
-        heads = [keys.size(for_all)] * layers
-    if len(heads) != layers or not all(type(h) is int and h > 0 and h % kv_heads == 0 for h in heads):
-        raise BimetalError(
-            f"{keys.where}: {keys.prefix}{per_layer} must list, for {layers} layers, multiples of {kv_heads} KV heads"
-        )
+def _heads(keys: Keys, key: str, heads: list[Any], layers: int) -> tuple[int, ...]:
+    if len(heads) != layers or not all(type(h) is int and 0 < h < 2**31 for h in heads):
+        raise BimetalError(f"{keys.where}: {keys.prefix}{key} must list the query heads of {layers} layers")
     return tuple(heads)
 
 
