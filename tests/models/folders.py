@@ -1,4 +1,4 @@
-"""Hugging Face folders for tests: a tiny model with other names or keys, and models of weights given by a formula."""
+"""Checkpoints for tests: a tiny model with other names or keys, weights given by a formula, and shapes alone."""
 
 import json
 import zlib
@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.quants import dequantize
+from common.tensors import Tensor
+from common.weights import Layout
 
+Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, np.ndarray]
 
 
@@ -43,7 +46,20 @@ def formula_weight(name: str, *shape: int) -> np.ndarray:
     return noise.astype(np.float32)
 
 
-def formula_ffn(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+def shapes_only(architecture: str, keys: Mapping[str, Any], shapes: Shapes) -> Checkpoint:
+    """A GGUF file of a real model's size without a single value."""
+    config = {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in keys.items()}
+    tensors = {name: Tensor(name, "F16", shape, np.empty((*shape[:-1], 0))) for name, shape in shapes.items()}
+    return Checkpoint(Path("model.gguf"), "gguf", config, tensors)
+
+
+def assert_layout(layout: Layout, shapes: Shapes) -> None:
+    """Every tensor is used, in its shape."""
+    stored = {stored.names[0]: stored.shape for entry in layout.entries() for stored in entry.parts}
+    assert stored == shapes
+
+
+def formula_ffn(prefix: str, hidden: int, ffn: int) -> Shapes:
     """Names and shapes of a SwiGLU FFN."""
     shapes = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
     return {f"{prefix}{part}.weight": shape for part, shape in shapes.items()}

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
-from folders import formula_ffn, formula_weight, rewritten, write_folder
+from folders import assert_layout, formula_ffn, formula_weight, rewritten, shapes_only, write_folder
 from gguf_files import write_gguf
 from oracles import llama_cpp_logits, mlx_lm_logits, mlx_lm_model, write_mlx_lm
 from test_golden import KL
@@ -71,17 +71,6 @@ def test_refused(tmp_path, changes, message):
 def test_head_dim_is_not_read(tmp_path, head):
     """transformers writes the number of roped channels under this name."""
     assert_golden(load_model(rewritten(FOLDER, tmp_path / "m", head_dim=head), NumpyOps()), 64)
-
-
-def test_published_sizes():
-    """576 values per token and layer, 54,144 bytes in 16 bits over 47 layers; expanding pays from 399 rows."""
-    c = replace(
-        tiny.load("glm", NumpyOps()).config,
-        **{"layers": 47, "heads": 20, "latent": 512, "nope_dim": 192, "rope_dim": 64, "value_dim": 256},
-    )
-    assert state_bytes(glm.state_spec(c), 1, 2) == 54144
-    assert state_bytes(glm.state_spec(c), 4096, 2) == 4096 * 54144
-    assert c.expand_from == 399
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -171,6 +160,41 @@ def test_fused_matrix_quantized_by_mlx_lm(ops, tmp_path, bits):
 
 def gguf_model(tmp_path, change, ops=None):
     return load_model(write_gguf(FOLDER, tmp_path / "m.gguf", change=change), ops or NumpyOps())
+
+
+def test_released_gguf():
+    """The keys and the 844 tensors of GLM-4.7-Flash's files, which name no gating function."""
+    keys = {
+        **{"block_count": 47, "context_length": 202752, "embedding_length": 2048, "feed_forward_length": 10240},
+        **{"attention.head_count": 20, "attention.head_count_kv": 1, "attention.q_lora_rank": 768},
+        **{"attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512},
+        **{"attention.key_length_mla": 256, "attention.value_length_mla": 256, "rope.dimension_count": 64},
+        **{"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1e6, "leading_dense_block_count": 1},
+        **{"expert_count": 64, "expert_used_count": 4, "expert_shared_count": 1, "expert_feed_forward_length": 1536},
+        **{"expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_scale": 1.8},
+        "expert_weights_norm": True,
+    }
+    shapes = {"token_embd.weight": (154880, 2048), "output.weight": (154880, 2048), "output_norm.weight": (2048,)}
+    for i in range(47):
+        block = {
+            **{"attn_norm": (2048,), "ffn_norm": (2048,), "attn_q_a_norm": (768,), "attn_kv_a_norm": (512,)},
+            **{"attn_q_a": (768, 2048), "attn_q_b": (5120, 768), "attn_kv_a_mqa": (576, 2048)},
+            **{"attn_k_b": (20, 512, 192), "attn_v_b": (20, 256, 512), "attn_output": (2048, 5120)},
+        }
+        if i == 0:
+            block |= {"ffn_gate": (10240, 2048), "ffn_up": (10240, 2048), "ffn_down": (2048, 10240)}
+        else:
+            shapes[f"blk.{i}.exp_probs_b.bias"] = (64,)
+            block |= {"ffn_gate_inp": (64, 2048), "ffn_gate_exps": (64, 1536, 2048), "ffn_up_exps": (64, 1536, 2048)}
+            block |= {"ffn_down_exps": (64, 2048, 1536), "ffn_gate_shexp": (1536, 2048)}
+            block |= {"ffn_up_shexp": (1536, 2048), "ffn_down_shexp": (2048, 1536)}
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
+    assert len(shapes) == 844
+    checkpoint = shapes_only("deepseek2", keys, shapes)
+    c = glm.read_config(checkpoint)
+    assert (c.vocab, c.nope_dim, c.value_dim, c.experts.shared_ffn) == (glm.GLM_VOCAB, 192, 256, 1536)
+    assert (state_bytes(glm.state_spec(c), 1, 2), c.expand_from) == (54144, 399)
+    assert_layout(glm.layout(c, checkpoint), shapes)
 
 
 def fuse_kv(keys, tensors):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
-from folders import formula_ffn, formula_weight, rewritten, write_folder
+from folders import assert_layout, formula_ffn, formula_weight, rewritten, shapes_only, write_folder
 from gguf_files import write_gguf
 from oracles import llama_cpp_logits, mlx_lm_logits, mlx_lm_model, write_mlx_lm
 from test_golden import KL, LOGIT
@@ -206,6 +206,43 @@ def gguf_model(tmp_path, change, ops=None, name="laguna"):
 )
 def test_gguf_keys(tmp_path, change):
     assert_golden(gguf_model(tmp_path, change), tokens=64)
+
+
+def test_released_gguf():
+    """The keys and the 678 tensors of XS.2's files: 48 and 64 heads, layer 0 dense, 64 of 128 channels roped."""
+    heads = [48 if i % 4 == 0 else 64 for i in range(40)]
+    keys = {
+        **{"block_count": 40, "context_length": 131072, "embedding_length": 2048, "feed_forward_length": 8192},
+        **{"attention.head_count": heads, "attention.head_count_kv": 8, "attention.sliding_window": 512},
+        **{"attention.key_length": 128, "attention.value_length": 128, "attention.layer_norm_rms_epsilon": 1e-6},
+        **{"expert_count": 256, "expert_used_count": 8, "expert_feed_forward_length": 512},
+        **{"expert_shared_feed_forward_length": 512, "expert_weights_norm": True, "expert_weights_scale": 2.5},
+        **{"expert_gating_func": 2, "leading_dense_block_count": 1, "rope.freq_base": 5e5, "rope.freq_base_swa": 1e4},
+        **{"rope.dimension_count": 64, "rope.dimension_count_swa": 128, "rope.scaling.type": "yarn"},
+        **{"rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096},
+        **{"rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 64.0},
+    }
+    shapes = {"token_embd.weight": (100352, 2048), "output.weight": (100352, 2048), "output_norm.weight": (2048,)}
+    for i, H in enumerate(heads):
+        block = {
+            **{"attn_norm": (2048,), "ffn_norm": (2048,), "attn_q_norm": (128,), "attn_k_norm": (128,)},
+            **{"attn_q": (H * 128, 2048), "attn_k": (1024, 2048), "attn_v": (1024, 2048)},
+            **{"attn_output": (2048, H * 128), "attn_gate": (H, 2048)},
+        }
+        if i == 0:
+            block |= {"ffn_gate": (8192, 2048), "ffn_up": (8192, 2048), "ffn_down": (2048, 8192)}
+        else:
+            shapes[f"blk.{i}.exp_probs_b.bias"] = (256,)
+            block |= {"ffn_gate_inp": (256, 2048), "ffn_gate_exps": (256, 512, 2048), "ffn_up_exps": (256, 512, 2048)}
+            block |= {"ffn_down_exps": (256, 2048, 512), "ffn_gate_shexp": (512, 2048)}
+            block |= {"ffn_up_shexp": (512, 2048), "ffn_down_shexp": (2048, 512)}
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
+    assert len(shapes) == 678
+    checkpoint = shapes_only("laguna", keys, shapes)
+    c = laguna.read_config(checkpoint)
+    assert (c.heads, c.window, sum(c.is_sliding), sum(c.is_sparse)) == (tuple(heads), 512, 30, 39)
+    assert (len(c.rope.frequencies), len(c.sliding_rope.frequencies)) == (32, 64)
+    assert_layout(laguna.layout(c, checkpoint), shapes)
 
 
 def test_gguf_without_a_window(tmp_path):
