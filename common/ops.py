@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import BimetalError
 from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
@@ -33,6 +34,25 @@ class Rope:
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """What one layer computes, for a prediction of its work space.
+
+    mixer, ffn  numbers per row that enter and leave the matrices before and after the layer's second norm
+    hidden      numbers per row of the residual stream
+    heads       query heads of attention, 0 without
+    expanded    numbers per past token to which latent attention expands keys and values, 0 without
+    states      the layer's states
+    """
+
+    mixer: int
+    ffn: int
+    hidden: int
+    heads: int
+    expanded: int
+    states: LayerSpec
 
 
 class Ops(ABC):
@@ -61,6 +81,24 @@ class Ops(ABC):
     @abstractmethod
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         """An empty state for one sequence of at most `capacity` tokens."""
+
+    # -- what a model will take, from its types and shapes alone ----------------------------------------------------
+
+    def held_bytes(self, *parts: Tensor) -> int:
+        """Bytes that `weight(*parts)` will occupy; looks at types and shapes, not at data."""
+        raise BimetalError(f"the {self.name} backend does not predict what a model takes")
+
+    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
+        """Bytes that a state of `spec` occupies once `tokens` tokens have been read in steps of `rows`."""
+        raise BimetalError(f"the {self.name} backend does not predict what a model takes")
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        """Most bytes that such a reading takes beside the weights and the state it ends with."""
+        raise BimetalError(f"the {self.name} backend does not predict what a model takes")
+
+    def free_bytes(self) -> tuple[int, str]:
+        """Bytes that weights, states and work may take on this machine now, and what sets that limit."""
+        raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
     # -- rows ------------------------------------------------------------------------------------------------------
 

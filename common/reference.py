@@ -3,15 +3,18 @@
 Written to be read: loops over rows where the mathematics has one, no tricks. Weights are expanded to float32 once.
 """
 
+import math
+import os
 import resource
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.errors import BimetalError
-from common.ops import Array, Ops, Rope, Weight
+from common.ops import Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
 from common.sampling import Sampler
 from common.step import (
@@ -26,6 +29,7 @@ from common.step import (
     State,
     Step,
     WindowSpec,
+    state_bytes,
 )
 from common.tensors import Tensor
 
@@ -216,6 +220,29 @@ class NumpyOps(Ops):
         ]
         return State(layers, capacity)
 
+    def held_bytes(self, *parts: Tensor) -> int:
+        return sum(4 * math.prod(part.shape) for part in parts)
+
+    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
+        room = 0
+        for end in (*range(rows, tokens, rows), tokens):
+            room = max(2 * room, end) if end > room else room
+        total = 0
+        for layer in spec:
+            for name, s in layer.items():
+                total += state_bytes([{name: s}], tokens if isinstance(s, WindowSpec) else room, self.item_bytes)
+        return total
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        rows = min(rows, tokens)
+        scores = max(layer.heads for layer in layers) * rows * tokens * 4
+        values = max(max(layer.mixer, 2 * layer.ffn) + 4 * layer.hidden for layer in layers)  # silu has temporaries
+        expanded = max(layer.expanded for layer in layers) * tokens * 4
+        return 3 * scores + rows * tokens + rows * values * 4 + expanded
+
+    def free_bytes(self) -> tuple[int, str]:
+        return available_bytes()
+
     def embed(self, table: Weight, tokens: Array) -> Array:
         return table[np.asarray(tokens)]
 
@@ -371,6 +398,21 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
+
+
+def available_bytes() -> tuple[int, str]:
+    """Memory that a new program may take before the system swaps or ends one, and where the figure is from."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of this machine"
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    free, what = int(fields["MemAvailable"].split()[0]) * 1024, "available memory of this machine"
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        left = max(0, int(most) - int(used.read_text()))
+        if left < free:
+            return left, "memory that this container may still take"
+    return free, what
 
 
 def _parents(step: Step) -> np.ndarray:

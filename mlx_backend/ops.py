@@ -12,14 +12,15 @@ import mlx.core as mx
 import numpy as np
 
 from common.errors import BimetalError
-from common.ops import Array, Ops, Rope, Weight
+from common.ops import Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
-from common.reference import L2_EPS, peak_resident_bytes
+from common.reference import L2_EPS, available_bytes, peak_resident_bytes
 from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
-from mlx_backend.states import MlxDelta, MlxRows, new_state
-from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, load_matrix, nbytes
+from mlx_backend.sizes import work_bytes
+from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
+from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
 
@@ -87,6 +88,24 @@ class MlxOps(Ops):
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return new_state(spec, capacity, self.dtype)
+
+    # -- what a model will take -------------------------------------------------------------------------------------
+
+    def held_bytes(self, *parts: Tensor) -> int:
+        return sum(held_bytes(part, self.dtype) for part in parts)
+
+    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
+        return state_bytes(spec, tokens, rows, self.dtype.size)
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        return work_bytes(layers, tokens, rows, self.dtype.size, fused=mx.default_device().type == mx.DeviceType.gpu)
+
+    def free_bytes(self) -> tuple[int, str]:
+        if mx.default_device().type == mx.DeviceType.cpu:
+            return available_bytes()
+        info = mx.device_info()
+        limit = int(info["max_recommended_working_set_size"])
+        return limit, f"most that {info['device_name']} lets its GPU wire"
 
     # -- rows ------------------------------------------------------------------------------------------------------
 

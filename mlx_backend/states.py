@@ -1,6 +1,7 @@
 """One sequence's memory in MLX arrays: keys and values, convolution tails, delta matrices."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -38,7 +39,7 @@ class MlxRows:
         T = rows[0].shape[2]
         if self.end + T > self.buffers[0].shape[2]:
             kept = self.end - self.start
-            room = T + max(ROOM, kept // 4)
+            room = _room(kept, T)
             self.buffers = [_grown(buffer[:, :, self.start : self.end], room) for buffer in self.buffers]
             self.start, self.end = 0, kept
         for buffer, new in zip(self.buffers, rows, strict=True):
@@ -76,6 +77,11 @@ class MlxRows:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def _room(kept: int, T: int) -> int:
+    """Rows that a buffer of `kept` rows gains when a step of T does not fit."""
+    return T + max(ROOM, kept // 4)
 
 
 def _grown(rows: mx.array, room: int) -> mx.array:
@@ -159,6 +165,40 @@ def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
             return MlxConv(s, dtype)
         case DeltaSpec():
             return MlxDelta(s)
+
+
+def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) -> int:
+    """What `MlxState.nbytes` will be once `tokens` tokens have been read in steps of `rows`; a number takes `item`."""
+    full, total = rows_held(tokens, rows), 0
+    for layer in spec:
+        for s in layer.values():
+            match s:
+                case KVSpec():
+                    total += full * s.kv_heads * (s.key_dim + s.value_dim) * item
+                case WindowSpec():
+                    total += rows_held(tokens, rows, s.window) * s.kv_heads * (s.key_dim + s.value_dim) * item
+                case LatentSpec():
+                    total += full * (s.latent_dim + s.rope_dim) * item
+                case ConvSpec():
+                    total += (s.taps - 1) * s.channels * item
+                case DeltaSpec():
+                    total += s.heads * s.key_dim * s.value_dim * 4
+    return total
+
+
+@cache
+def rows_held(tokens: int, rows: int, window: int | None = None) -> int:
+    """Rows of `MlxRows`' buffers after such a reading."""
+    start = end = held = 0
+    for at in range(0, tokens, rows):
+        T = min(rows, tokens - at)
+        if end + T > held:
+            kept = end - start
+            held = kept + _room(kept, T)
+            start, end = 0, kept
+        end += T
+        start = start if window is None else max(start, end - window)
+    return held
 
 
 class MlxState(State):

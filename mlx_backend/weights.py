@@ -4,6 +4,7 @@ MLX multiplies affine groups (w = scale * code + bias; 2, 3, 4, 5, 6 or 8 bits; 
 nvfp4. MLX checkpoints hold these already; `GGUF_MAPPING` says what becomes of each GGUF type.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -104,6 +105,15 @@ def nbytes(weight: Weight) -> int:
         sum(a.nbytes for a in part if isinstance(a, mx.array)) if isinstance(part, Packed) else part.nbytes
         for part in weight
     )
+
+
+def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
+    """What `nbytes` will be of a matrix of this type and shape."""
+    count, target = math.prod(tensor.shape), _format(tensor)
+    if target is None:
+        return count * dtype.size
+    scale = 2 * dtype.size if target.mode == "affine" else 1  # and a bias
+    return count * target.bits // 8 + count // target.group_size * scale
 
 
 def _format(tensor: Tensor) -> Target | None:
