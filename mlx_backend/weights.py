@@ -193,11 +193,14 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """uint8 codes, (n, 32 k), as MLX's stream of `bits` bits each, from the lowest up: uint32 (n, k * bits)."""
     if bits == 8:
         return codes.view("<u4")
+    if bits == 4:
+        pairs = codes.view("<u2")
+        return (pairs | pairs >> 4).astype(np.uint8).view("<u4")
     eights = codes.view("<u8")  # each pass halves the number of fields: 8 of 8 bits, 4 of 2 bits, 2 of 4 bits
     for width, even in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
         low = np.uint64(even)
         eights = (eights & low) | ((eights & ~low) >> np.uint64(width - width // 8 * bits))
-    words = eights.view("<u4")[:, ::2] if bits == 4 else eights.view(np.uint8).reshape(-1, 8)[:, :bits]
+    words = eights.view(np.uint8).reshape(-1, 8)[:, :bits]
     return np.ascontiguousarray(words).reshape(len(codes), -1).view("<u4")
 
 
