@@ -11,6 +11,7 @@ COMMANDS = {
     "inspect": "a model's architecture, shapes, block types, tokenizer and memory by context length",
     "bench": "prefill and decode speed at several context lengths, as a table",
     "perplexity": "how well a model predicts a text, and how far it is from a reference",
+    "fit": "which of a model's files fit into memory, and with how much context",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
 
@@ -29,6 +30,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             "inspect": (_inspect, _run_inspect),
             "bench": (_bench, _run_bench),
             "perplexity": (_perplexity, _run_perplexity),
+            "fit": (_fit, _run_fit),
         }[name]
         args = flags(f"python -m generate {name}").parse_args(argv)
         args.run = run
@@ -150,6 +152,23 @@ def _perplexity(prog: str) -> argparse.ArgumentParser:
     return p
 
 
+def _fit(prog: str) -> argparse.ArgumentParser:
+    p = Parser(
+        prog=prog,
+        description="What a model takes in memory, by file and context, while a prompt of the whole context is read. "
+        "Of a repository on the Hub only headers are fetched.",
+        allow_abbrev=False,
+    )
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("--memory", metavar="SIZE", help="24GB (10^9 bytes each) or 24GiB (default: what is free here)")
+    p.add_argument(
+        "-c", "--ctx", type=_positive, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
+    )
+    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, or smollm2"
 
 
@@ -172,6 +191,12 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if (count := _count(text)) == 0:
+        raise argparse.ArgumentTypeError("0 is too few; it must be at least 1")
+    return count
 
 
 def _counts(text: str) -> list[int]:
@@ -213,5 +238,11 @@ def _run_bench(args: argparse.Namespace) -> int:
 
 def _run_perplexity(args: argparse.Namespace) -> int:
     from generate.perplexity import run
+
+    return run(args)
+
+
+def _run_fit(args: argparse.Namespace) -> int:
+    from generate.fit import run
 
     return run(args)

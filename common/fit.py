@@ -1,0 +1,214 @@
+"""What a model takes in memory, from its headers alone: a local checkpoint's, or those of a repository's files."""
+
+import math
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from common import hub
+from common.checkpoint import Checkpoint
+from common.errors import BimetalError, UsageError
+from common.gguf import read_gguf
+from common.ops import LayerSize, Ops
+from common.step import KVSpec, LatentSpec, LayerSpec, WindowSpec
+from common.tensors import Tensor, stack
+from common.weights import Layout, Matrix, Stored, Table, account
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+FIRST_CHECK = 1 << 16  # bytes of a file after which its header may be whole; doubled each time it is not
+VECTOR_ITEM = 4  # bytes: every backend holds vectors in float32
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GB" (10^9 each), "24GiB" (2^30 each), "24G" (as GB), "24000MB", "24000000000"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is not an amount of memory; write it like 24GB, 22.5GiB or 24000MB")
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if not 1 <= size < 2**63:
+        raise UsageError(f"{text!r} is {size:.3g} bytes; an amount of memory is from 1 byte to 8 EiB")
+    return round(size)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes while a prompt of the whole context is read: what it takes at its peak, the interpreter left out.
+
+    kv     keys and values, which grow with the context
+    state  states of a fixed size
+    work   everything in between
+    """
+
+    weights: int
+    kv: int
+    state: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.state + self.work
+
+
+def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:
+    """Bytes of the loaded weights on the backend of `ops`; nothing is loaded. Raises BimetalError as loading would."""
+    account(checkpoint, layout)
+    kinds: dict[Any, Tensor] = {}
+    total = 0
+    for table in (layout.top, *layout.layers):
+        for name, entry in table.items():
+            if isinstance(entry, Matrix):
+                parts = [_shaped(checkpoint, part, (name, i), kinds) for i, part in enumerate(entry.parts)]
+                total += ops.held_bytes(*parts)
+            elif entry is not None:
+                total += VECTOR_ITEM * math.prod(entry.stored.shape)
+    return total
+
+
+def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kinds: dict[Any, Tensor]) -> Tensor:
+    """The canonical tensor's type and shape. A fix is run once for all layers that store this weight alike."""
+    tensors = [checkpoint.tensors[name] for name in stored.names]
+    first = tensors[0]
+    if stored.fix is None:
+        return replace(first, shape=stored.shape)
+    kind = where, first.type, first.shape, first.bits, first.group_size, stored.shape
+    if kind not in kinds:
+        kinds[kind] = stored.fix(stack(tensors) if len(tensors) > 1 else first)
+    return kinds[kind]
+
+
+def predict_run(
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, rows: int
+) -> tuple[int, int, int]:
+    """Bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`."""
+    grows = (KVSpec, WindowSpec, LatentSpec)
+    kv = [{name: s for name, s in layer.items() if isinstance(s, grows)} for layer in spec]
+    fixed = [{name: s for name, s in layer.items() if not isinstance(s, grows)} for layer in spec]
+    sizes = [layer_size(table, states, config) for table, states in zip(layout.layers, spec, strict=True)]
+    return (
+        ops.held_state_bytes(kv, tokens, rows),
+        ops.held_state_bytes(fixed, tokens, rows),
+        ops.work_bytes(sizes, tokens, rows),
+    )
+
+
+def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:
+    """What one layer computes per row, as its table of weights shows it."""
+    values, part = {"mixer": 0, "ffn": 0}, "mixer"
+    for name, entry in table.items():
+        part = "ffn" if name == "ffn_norm" else part
+        if isinstance(entry, Matrix):
+            times = 1
+            if len(entry.parts[0].shape) == 3:  # experts, of which some are chosen, or one matrix per head
+                times = config.experts.top_k if name.startswith("experts_") else entry.parts[0].shape[0]
+            values[part] += times * (sum(p.shape[-2] for p in entry.parts) + entry.parts[0].shape[-1])
+    heads = expanded = 0
+    for s in states.values():
+        if isinstance(s, KVSpec | WindowSpec):
+            heads = _columns(table, "o") // s.value_dim
+        elif isinstance(s, LatentSpec):
+            heads = config.heads
+            expanded = heads * (2 * config.nope_dim + config.rope_dim + config.value_dim)
+    return LayerSize(values["mixer"], values["ffn"], config.hidden, heads, expanded, states)
+
+
+def _columns(table: Table, name: str) -> int:
+    entry = table[name]
+    assert entry is not None
+    return entry.parts[0].shape[-1]
+
+
+# -- headers of files that are not here --------------------------------------------------------------------------------
+
+
+def fetch_headers(repo: str, listing: hub.Listing, paths: Sequence[str], folder: Path, progress: bool = False) -> None:
+    """Make `folder` look like the repository to `open_checkpoint`: headers are fetched, the rest of a file is a hole.
+
+    Small files (config.json, an index of safetensors files) come whole. Raises BimetalError.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    wanted = [p for p in paths if p.endswith((".gguf", ".safetensors", "config.json", ".safetensors.index.json"))]
+
+    def fetch(path: str) -> None:
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _fetch_header(repo, path, listing, target)
+        except HfHubHTTPError as error:
+            raise BimetalError(hub._refusal(error, repo)) from None
+        except (HTTPError, OSError) as error:
+            raise BimetalError(f"the headers of {repo} could not be fetched: {hub._reason(error)}") from None
+
+    with ThreadPoolExecutor(hub.WORKERS) as pool:
+        jobs = pool.map(fetch, wanted)
+        for _ in tqdm(jobs, "headers", len(wanted), leave=False, disable=None if progress else True):
+            pass
+
+
+def _fetch_header(repo: str, path: str, listing: hub.Listing, target: Path) -> None:
+    from huggingface_hub import constants, get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    size = listing.sizes[path]
+    url = hf_hub_url(repo, path, revision=listing.commit)
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    have, check, complaint = 0, FIRST_CHECK, ""
+    with (
+        get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
+        target.open("wb", buffering=0) as file,
+    ):
+        hf_raise_for_status(response)
+        for chunk in response.iter_bytes():
+            have += file.write(chunk)
+            if check <= have < size:
+                file.truncate(have)  # without the hole of the last check
+                previous, complaint = complaint, _complaint(target)
+                if complaint and complaint == previous:  # one about a missing end names the size, which has grown
+                    raise BimetalError(f"{repo}: {complaint.replace(str(target), path)}")
+                file.truncate(size)
+                if _is_whole(target, have):
+                    return
+                check *= 2
+    if have < size:
+        raise BimetalError(f"{path} of {repo} ends before its {size} bytes")
+
+
+def _complaint(file: Path) -> str:
+    """What is wrong with a GGUF file of which only the beginning is there; "" for other files."""
+    try:
+        if file.suffix == ".gguf":
+            read_gguf(file)
+    except BimetalError as error:
+        return str(error)
+    return ""
+
+
+def _is_whole(file: Path, have: int) -> bool:
+    """Do the first `have` bytes of `file`, followed by a hole, hold its header?"""
+    if file.suffix == ".safetensors":
+        with file.open("rb") as head:
+            return have >= 8 + int.from_bytes(head.read(8), "little")
+    try:
+        tensors = read_gguf(file)[1] if file.suffix == ".gguf" else {}
+    except BimetalError:
+        return False
+    # the hole reads as zeros, which could pass for a last key or tensor, but not for one that ends before it
+    return bool(tensors) and min(_offset(tensor.data) for tensor in tensors.values()) <= have
+
+
+def _offset(view: np.ndarray) -> int:
+    """Where in its mapped file `view` begins."""
+    whole = view
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return view.ctypes.data - whole.ctypes.data

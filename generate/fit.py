@@ -1,0 +1,218 @@
+"""`python -m generate fit MODEL`: which of a model's files fit into memory, and with how much context."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from common import hub
+from common.checkpoint import INDEX, Checkpoint, open_checkpoint
+from common.errors import BimetalError, UsageError
+from common.fit import Need, fetch_headers, parse_size, predict_run, predict_weights
+from common.models import architecture
+from common.ops import Ops
+from common.session import PREFILL_ROWS
+from generate.backends import open_backend
+
+CONTEXTS = (4096, 32768)  # and what the model was trained for
+ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One model of a folder or a repository: what to call it, and what it takes at a number of tokens."""
+
+    label: str
+    trained: int
+    backend: str
+    free: tuple[int, str]
+    need: Callable[[int], Need]
+
+
+def run(args: argparse.Namespace) -> int:
+    given = (parse_size(args.memory), "given by --memory") if args.memory else None
+    with _checkpoints(args.model) as checkpoints:
+        candidates, refusals = _candidates(checkpoints, args.backend)
+        limit, limit_from = given or candidates[0].free
+        trained = min(candidate.trained for candidate in candidates)
+        contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
+        needs = {(c.label, tokens): c.need(tokens) for c in candidates for tokens in contexts}
+        best = _best(candidates, contexts, needs, limit)
+        longest = best and _longest(best, limit)
+    if args.json:
+        rows = [
+            {"quant": label, "context": tokens, **asdict(need), "total": need.total, "fits": need.total <= limit}
+            for (label, tokens), need in needs.items()
+        ]
+        best_label = best.label if best else None
+        about = {"model": args.model, "backend": candidates[0].backend, "memory": limit, "best": best_label}
+        print(json.dumps(about | {"longest": longest, "refused": refusals, "rows": rows}, indent=2))
+        return 0
+    print(f"{args.model} on {candidates[0].backend}: {_size(limit)}, {limit_from}; {ON_TOP}")
+    _table(candidates, contexts, needs, limit, best)
+    for label, why in refusals.items():
+        print(f"{label} cannot be read: {why}")
+    if best is None:
+        label, tokens = min(needs, key=lambda row: needs[row].total)
+        print(f"nothing fits; the least is {label} at {tokens} tokens with {_size(needs[label, tokens].total)}")
+    else:
+        print(f"best: {best.label}, which fits with up to {longest} tokens (trained for {best.trained})")
+    return 0
+
+
+# -- what there is to load ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _checkpoints(name: str) -> Iterator[dict[str, Callable[[], Checkpoint]]]:
+    """By label, how to open each model that `name` may mean; of a repository, only headers are fetched."""
+    match = hub.NAME.fullmatch(name)
+    if name == "smollm2" or os.path.exists(os.path.expanduser(name)) or match is None:
+        yield _local(hub.resolve_model(name))
+        return
+    try:
+        listing = hub._remote_listing(match["repo"], None)
+    except hub.HubUnavailableError:
+        yield _local(hub.resolve_model(name))  # the cached copy, or the reason why there is none
+        return
+    with TemporaryDirectory(prefix="bimetal-") as folder:
+        paths, wanted = _choose(listing, match["repo"], match["file"], match["quant"])
+        fetch_headers(match["repo"], listing, wanted, Path(folder), progress=True)
+        yield {label: _opener(Path(folder, path)) for label, path in paths.items()}
+
+
+def _opener(path: Path) -> Callable[[], Checkpoint]:
+    return lambda: open_checkpoint(path)
+
+
+def _choose(listing: hub.Listing, repo: str, file: str | None, quant: str | None) -> tuple[dict[str, str], list[str]]:
+    """The models of a repository, by label the path to open, and all files that they need."""
+    if file or quant:
+        parts, entry = hub.choose_files(listing.sizes, repo, file, quant)
+        return {hub._label(entry): entry}, parts
+    paths: dict[str, str] = {}
+    wanted: list[str] = []
+    if any(path.endswith(".safetensors") and "/" not in path for path in listing.sizes):
+        wanted, paths["safetensors"] = hub.choose_files(listing.sizes, repo)
+    for path in _models(listing.sizes):
+        parts, entry = hub.choose_files(listing.sizes, repo, file=path)
+        label = hub._label(entry)
+        paths[entry if label in paths else label] = entry
+        wanted += parts
+    if not paths:
+        hub.choose_files(listing.sizes, repo)  # says what is there instead
+    return paths, wanted
+
+
+def _models(paths: Iterable[str]) -> list[str]:
+    """The GGUF models among files: the first part of each, no vision towers and no calibration data."""
+    later_part = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+    ggufs = (path for path in paths if path.endswith(".gguf") and not later_part.search(path))
+    return sorted(p for p in ggufs if "mmproj" not in Path(p).name and not Path(p).name.startswith("imatrix"))
+
+
+def _local(path: Path) -> dict[str, Callable[[], Checkpoint]]:
+    if path.is_file():
+        return {hub._label(path.name) if path.suffix == ".gguf" else path.name: _opener(path)}
+    models = {hub._label(name): _opener(path / name) for name in _models([p.name for p in path.iterdir()])}
+    if (path / "model.safetensors").exists() or (path / INDEX).exists() or not models:
+        models["safetensors"] = _opener(path)
+    return models
+
+
+# -- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def _candidates(
+    checkpoints: dict[str, Callable[[], Checkpoint]], backend: str | None
+) -> tuple[list[Candidate], dict[str, str]]:
+    """The models whose headers make sense, and by label why the others do not; one must."""
+    candidates, refusals = [], {}
+    for label, opened in checkpoints.items():
+        try:
+            checkpoint = opened()
+            candidates.append(_candidate(label, checkpoint, open_backend(backend, checkpoint)))
+        except UsageError:
+            raise
+        except BimetalError as error:
+            refusals[label] = str(error)
+    if not candidates:
+        raise BimetalError(next(iter(refusals.values())))
+    return candidates, refusals
+
+
+def _candidate(label: str, checkpoint: Checkpoint, ops: Ops) -> Candidate:
+    _, definition = architecture(checkpoint)
+    config = definition.read_config(checkpoint)
+    layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
+    weights = predict_weights(checkpoint, layout, ops)
+
+    def need(tokens: int) -> Need:
+        return Need(weights, *predict_run(ops, config, layout, spec, tokens, PREFILL_ROWS))
+
+    if label == "safetensors":
+        label = _stored(checkpoint)
+    return Candidate(label, config.context, ops.name, ops.free_bytes(), need)
+
+
+def _stored(checkpoint: Checkpoint) -> str:
+    """How a safetensors checkpoint stores most of its bytes: "BF16", "affine 4-bit"."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        kind = f"{tensor.type} {tensor.bits}-bit" if tensor.scales else tensor.type
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+def _best(
+    candidates: list[Candidate], contexts: list[int], needs: dict[tuple[str, int], Need], limit: int
+) -> Candidate | None:
+    """The largest weights that fit with 32768 tokens (or all that the model or the user asks for), else with fewer."""
+    target = max((n for n in contexts if n <= CONTEXTS[-1]), default=contexts[0])
+    for tokens in (n for n in reversed(contexts) if n <= target):
+        fitting = [c for c in candidates if needs[c.label, tokens].total <= limit]
+        if fitting:
+            return max(fitting, key=lambda c: needs[c.label, tokens].weights)
+    return None
+
+
+def _longest(candidate: Candidate, limit: int) -> int:
+    """The most tokens, up to those trained for, with which the candidate fits."""
+    low, high = 1, candidate.trained
+    if candidate.need(high).total <= limit:
+        return high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if candidate.need(middle).total <= limit else (low, middle)
+    return low
+
+
+# -- what to print -----------------------------------------------------------------------------------------------------
+
+
+def _table(
+    candidates: list[Candidate],
+    contexts: list[int],
+    needs: dict[tuple[str, int], Need],
+    limit: int,
+    best: Candidate | None,
+) -> None:
+    width = max(5, *(len(c.label) for c in candidates))
+    columns = "".join(f"{title:>11}" for title in ("weights", "KV", "state", "work", "total"))
+    print(f"{'quant':{width}} {'context':>8}{columns}  verdict")
+    for candidate in sorted(candidates, key=lambda c: needs[c.label, contexts[0]].weights):
+        for tokens in contexts:
+            need = needs[candidate.label, tokens]
+            cells = "".join(f"{_size(n):>11}" for n in (need.weights, need.kv, need.state, need.work, need.total))
+            verdict = "fits" if need.total <= limit else f"needs {_size(need.total - limit)} more"
+            mark = "  <- best" if candidate is best and need.total <= limit else ""
+            print(f"{candidate.label:{width}} {tokens:8}{cells}  {verdict}{mark}")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
