@@ -173,11 +173,11 @@ def _fetch_header(repo: str, path: str, listing: hub.Listing, target: Path) -> N
             if check <= have < size:
                 file.truncate(have)  # without the hole of the last check
                 previous, complaint = complaint, _complaint(target)
-                if complaint and complaint == previous:  # one about a missing end names the size, which has grown
-                    raise BimetalError(f"{repo}: {complaint.replace(str(target), path)}")
                 file.truncate(size)
                 if _is_whole(target, have):
                     return
+                if complaint and complaint == previous:  # one about a missing end names the size, which has grown
+                    return  # whoever opens it will hear it
                 check *= 2
     if have < size:
         raise BimetalError(f"{path} of {repo} ends before its {size} bytes")

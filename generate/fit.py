@@ -36,8 +36,8 @@ class Candidate:
 
 def run(args: argparse.Namespace) -> int:
     given = (parse_size(args.memory), "given by --memory") if args.memory else None
-    with _checkpoints(args.model) as checkpoints:
-        candidates, refusals = _candidates(checkpoints, args.backend)
+    with _checkpoints(args.model) as (paths, folder):
+        candidates, refusals = _candidates(paths, args.backend, folder, args.model)
         limit, limit_from = given or candidates[0].free
         trained = min(candidate.trained for candidate in candidates)
         contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
@@ -69,44 +69,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _checkpoints(name: str) -> Iterator[dict[str, Callable[[], Checkpoint]]]:
-    """By label, how to open each model that `name` may mean; of a repository, only headers are fetched."""
+def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
+    """By label, the path of each model that `name` may mean, and the folder of those that are headers alone, or ""."""
     match = hub.NAME.fullmatch(name)
     if name == "smollm2" or os.path.exists(os.path.expanduser(name)) or match is None:
-        yield _local(hub.resolve_model(name))
+        yield _local(hub.resolve_model(name)), ""
         return
     try:
         listing = hub._remote_listing(match["repo"], None)
     except hub.HubUnavailableError:
-        yield _local(hub.resolve_model(name))  # the cached copy, or the reason why there is none
+        yield _local(hub.resolve_model(name)), ""  # the cached copy, or the reason why there is none
         return
     with TemporaryDirectory(prefix="bimetal-") as folder:
-        paths, wanted = _choose(listing, match["repo"], match["file"], match["quant"])
+        entries, wanted = _choose(listing, match["repo"], match["file"], match["quant"])
         fetch_headers(match["repo"], listing, wanted, Path(folder), progress=True)
-        yield {label: _opener(Path(folder, path)) for label, path in paths.items()}
+        yield {label: Path(folder, entry) for label, entry in _labelled(entries).items()}, folder
 
 
-def _opener(path: Path) -> Callable[[], Checkpoint]:
-    return lambda: open_checkpoint(path)
-
-
-def _choose(listing: hub.Listing, repo: str, file: str | None, quant: str | None) -> tuple[dict[str, str], list[str]]:
-    """The models of a repository, by label the path to open, and all files that they need."""
+def _choose(listing: hub.Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
+    """The models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
-        parts, entry = hub.choose_files(listing.sizes, repo, file, quant)
-        return {hub._label(entry): entry}, parts
-    paths: dict[str, str] = {}
-    wanted: list[str] = []
-    if any(path.endswith(".safetensors") and "/" not in path for path in listing.sizes):
-        wanted, paths["safetensors"] = hub.choose_files(listing.sizes, repo)
-    for path in _models(listing.sizes):
-        parts, entry = hub.choose_files(listing.sizes, repo, file=path)
-        label = hub._label(entry)
-        paths[entry if label in paths else label] = entry
-        wanted += parts
-    if not paths:
-        hub.choose_files(listing.sizes, repo)  # says what is there instead
-    return paths, wanted
+        wanted, entry = hub.choose_files(listing.sizes, repo, file, quant)
+        return [entry], wanted
+    chosen = [hub.choose_files(listing.sizes, repo, file=path) for path in _models(listing.sizes)]
+    if not chosen or any(path.endswith(".safetensors") and "/" not in path for path in listing.sizes):
+        chosen.append(hub.choose_files(listing.sizes, repo))  # where there is neither, this says what there is
+    return [entry for _, entry in chosen], [path for paths, _ in chosen for path in paths]
 
 
 def _models(paths: Iterable[str]) -> list[str]:
@@ -116,31 +104,40 @@ def _models(paths: Iterable[str]) -> list[str]:
     return sorted(p for p in ggufs if "mmproj" not in Path(p).name and not Path(p).name.startswith("imatrix"))
 
 
-def _local(path: Path) -> dict[str, Callable[[], Checkpoint]]:
+def _local(path: Path) -> dict[str, Path]:
     if path.is_file():
-        return {hub._label(path.name) if path.suffix == ".gguf" else path.name: _opener(path)}
-    models = {hub._label(name): _opener(path / name) for name in _models([p.name for p in path.iterdir()])}
-    if (path / "model.safetensors").exists() or (path / INDEX).exists() or not models:
-        models["safetensors"] = _opener(path)
-    return models
+        return {label: path for label in _labelled([path.name])}
+    entries = _models(file.name for file in path.iterdir())
+    if (path / "model.safetensors").exists() or (path / INDEX).exists() or not entries:
+        entries.append("")
+    return {label: path / entry for label, entry in _labelled(entries).items()}
+
+
+def _labelled(entries: Iterable[str]) -> dict[str, str]:
+    """Paths by quantization, or by themselves where two are of one; "" is "safetensors"."""
+    labelled: dict[str, str] = {}
+    for entry in entries:
+        label = hub._label(entry) if entry.endswith(".gguf") else entry or "safetensors"
+        labelled[entry if label in labelled else label] = entry
+    return labelled
 
 
 # -- what it takes -----------------------------------------------------------------------------------------------------
 
 
 def _candidates(
-    checkpoints: dict[str, Callable[[], Checkpoint]], backend: str | None
+    paths: dict[str, Path], backend: str | None, folder: str, name: str
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """The models whose headers make sense, and by label why the others do not; one must."""
+    """The models whose headers make sense, and by label why the others do not; one must. `folder` is called `name`."""
     candidates, refusals = [], {}
-    for label, opened in checkpoints.items():
+    for label, path in paths.items():
         try:
-            checkpoint = opened()
+            checkpoint = open_checkpoint(path)
             candidates.append(_candidate(label, checkpoint, open_backend(backend, checkpoint)))
         except UsageError:
             raise
         except BimetalError as error:
-            refusals[label] = str(error)
+            refusals[label] = str(error).replace(folder, name) if folder else str(error)
     if not candidates:
         raise BimetalError(next(iter(refusals.values())))
     return candidates, refusals
@@ -156,12 +153,12 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops) -> Candidate:
         return Need(weights, *predict_run(ops, config, layout, spec, tokens, PREFILL_ROWS))
 
     if label == "safetensors":
-        label = _stored(checkpoint)
+        label = f"{_stored(checkpoint)} safetensors"
     return Candidate(label, config.context, ops.name, ops.free_bytes(), need)
 
 
 def _stored(checkpoint: Checkpoint) -> str:
-    """How a safetensors checkpoint stores most of its bytes: "BF16", "affine 4-bit"."""
+    """How a checkpoint stores most of its bytes: "BF16", "affine 4-bit"."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         kind = f"{tensor.type} {tensor.bits}-bit" if tensor.scales else tensor.type

@@ -270,6 +270,11 @@ def rows(out: str) -> dict[tuple[str, int], dict]:
     return {(row["quant"], row["context"]): row for row in json.loads(out)["rows"]}
 
 
+def only(values):
+    (value,) = values
+    return value
+
+
 def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     for type_ in ("Q4_0", "Q8_0"):
         (tmp_path / f"tiny-{type_}.gguf").write_bytes(gguf(type_))
@@ -287,6 +292,12 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     assert table["Q4_0", 4096]["kv"] == 2 * 2 * 128 * 4096 * 4
     parts = ("weights", "kv", "state", "work")
     assert all(row["total"] == sum(row[part] for part in parts) for row in table.values())
+
+
+def test_two_models_of_one_quant_are_told_apart(run, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}-Q4_0.gguf").write_bytes(gguf("Q4_0"))
+    assert {quant for quant, _ in rows(run(str(tmp_path), "--json")[1])} == {"Q4_0", "two-Q4_0.gguf"}
 
 
 def test_what_does_not_fit(run, tmp_path):
@@ -383,6 +394,10 @@ def test_a_repository_is_judged_by_its_headers(run, server, tmp_path):
     assert (code, err) == (0, ""), err
     assert rows(out) == rows(run(str(tmp_path / "here"), "--memory", "1GB", "--json")[1])
     assert not (tmp_path / "hub").exists()
+    server.repos["org/quants"].files["broken-Q8_0.gguf"] = b"noise" * 200_000
+    code, out, _ = run("org/quants", "--memory", "1GB")
+    assert code == 0
+    assert "Q8_0 cannot be read: org/quants/broken-Q8_0.gguf is not a GGUF file" in out
     code, out, _ = run("org/quants:F16", "--memory", "1GB", "--json")
     assert {quant for quant, _ in rows(out)} == {"F16"}
 
@@ -402,8 +417,8 @@ def test_safetensors_and_a_split_gguf(run, server, tmp_path):
     code, out, err = run("org/both", "--memory", "1GB", "--ctx", "64", "--json")
     assert (code, err) == (0, "")
     table = rows(out)
-    assert {quant for quant, _ in table} == {"F32", "Q8_0"}
-    assert table["F32", 64] == rows(run(str(folder), "--memory", "1GB", "--ctx", "64", "--json")[1])["F32", 64]
+    assert {quant for quant, _ in table} == {"F32 safetensors", "Q8_0"}
+    assert table["F32 safetensors", 64] == only(rows(run(str(folder), "--ctx", "64", "--json")[1]).values())
 
 
 def test_refusals_of_repositories(run, server, monkeypatch):
@@ -421,9 +436,9 @@ def test_refusals_of_repositories(run, server, monkeypatch):
     for name, message in {
         "org/pickle": "has no .gguf file and no .safetensors, only config.json, pytorch_model.bin",
         "org/gated": "is gated: accept its licence",
-        "org/mamba": "general.architecture is 'mamba'; supported: ",
-        "org/noise": "org/noise: n-Q8_0.gguf is not a GGUF file: it starts with b'nois'",
-        "org/broken": "is not UTF-8",
+        "org/mamba": "org/mamba/m-Q8_0.gguf: general.architecture is 'mamba'; supported: ",
+        "org/noise": "org/noise/n-Q8_0.gguf is not a GGUF file: it starts with b'nois'",
+        "org/broken": "org/broken/b-Q4_0.gguf: a metadata key is not UTF-8",
         "org/short": "is cut short",
         "org/absent": "is neither an existing path nor a model of",
         "org/gated:Q2_K": "no quantization Q2_K",
