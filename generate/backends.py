@@ -1,6 +1,7 @@
 """The one place that picks a backend."""
 
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from types import ModuleType
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
+from common.models import Model, is_defined, load_model
 from common.ops import Ops
 
 
@@ -71,6 +73,15 @@ def open_backend(name: str | None, checkpoint: Checkpoint) -> Ops:
 
         return NumpyOps()
     return backend_package(chosen).open_ops(checkpoint)
+
+
+def open_model(checkpoint: Checkpoint, backend: str | None, progress: bool = False) -> Model:
+    """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none."""
+    ops = open_backend(backend, checkpoint)
+    if not is_defined(checkpoint) and ops.name == "mlx" and checkpoint.format == "safetensors" and find_spec("mlx_lm"):
+        print(f"{checkpoint.config.get('model_type')} is run by mlx-lm's own definition", file=sys.stderr)
+        return backend_package("mlx").load_fallback(checkpoint, ops)
+    return load_model(checkpoint, ops, progress)
 
 
 def backend_package(name: str) -> ModuleType:

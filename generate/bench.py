@@ -20,11 +20,11 @@ from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
 from common.errors import UsageError
 from common.hub import resolve_model
-from common.models import Model, load_model
+from common.models import Model
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
 from common.step import Step
-from generate.backends import backend_package, open_backend
+from generate.backends import backend_package, open_model
 
 COLUMNS = (
     "date",
@@ -70,9 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.runs < 1 or args.new_tokens < 2:
         raise UsageError("--runs must be at least 1 and --new-tokens at least 2")
     path = resolve_model(args.model)
-    checkpoint = open_checkpoint(path)
-    ops = open_backend(args.backend, checkpoint)
-    model = load_model(checkpoint, ops, progress=True)
+    model = open_model(open_checkpoint(path), args.backend, progress=True)
+    ops = model.ops
     limit = args.ctx or model.config.context
     fits = [n for n in args.contexts if n + args.new_tokens <= limit]
     if not fits:

@@ -14,13 +14,12 @@ from common.chat import render
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
-from common.models import load_model
 from common.reply import ReplyParser
 from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import schemas
-from generate.backends import open_backend
+from generate.backends import open_model
 from generate.owner import Owner
 
 Prompt = str | Sequence[int]
@@ -215,7 +214,7 @@ class LLM:
     def _load(self, backend: str | None, ctx: int | None, progress: bool) -> Session:
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-        model = load_model(checkpoint, open_backend(backend, checkpoint), progress)
+        model = open_model(checkpoint, backend, progress)
         self.backend, self.architecture = model.ops.name, model.architecture
         self.context = ctx or model.config.context
         self.trained_context: int = model.config.context

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
-from common.models import Model, load_model
+from common.models import Model
 from common.perplexity import (
     Block,
     Estimate,
@@ -26,7 +26,7 @@ from common.perplexity import (
     scored_targets,
 )
 from common.tokenizer import Tokenizer, load_tokenizer
-from generate.backends import open_backend
+from generate.backends import open_model
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _load(name: str, backend: str | None) -> tuple[Path, Model, Tokenizer]:
     path = resolve_model(name)
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-    return path, load_model(checkpoint, open_backend(backend, checkpoint), progress=True), tokenizer
+    return path, open_model(checkpoint, backend, progress=True), tokenizer
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:

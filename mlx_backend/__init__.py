@@ -1,5 +1,7 @@
 """MLX: Apple Silicon's GPU through Metal, or any CPU."""
 
+from typing import Any
+
 import mlx.core as mx
 
 from common.checkpoint import Checkpoint
@@ -12,3 +14,10 @@ def open_ops(checkpoint: Checkpoint) -> MlxOps:
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
     return MlxOps(stored_dtype(checkpoint.tensors.values()))
+
+
+def load_fallback(checkpoint: Checkpoint, ops: MlxOps) -> Any:
+    """A checkpoint that only mlx-lm has a definition of, by that definition."""
+    from mlx_backend.fallback import FallbackModel
+
+    return FallbackModel(checkpoint, ops)

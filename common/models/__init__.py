@@ -25,17 +25,27 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
     "qwen3_5_text": qwen35,
     "qwen3_5_moe": qwen35,
     "qwen3_5_moe_text": qwen35,
+    "wedlm": llama,
 }
+
+
+def is_defined(checkpoint: Checkpoint) -> bool:
+    """Is the checkpoint's architecture one of ours?"""
+    name = checkpoint.config.get(_name_key(checkpoint))
+    return isinstance(name, str) and name in ARCHITECTURES
 
 
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
     """The checkpoint's architecture and the module that defines it."""
-    key = "general.architecture" if checkpoint.format == "gguf" else "model_type"
-    name = checkpoint.config.get(key)
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    name = checkpoint.config.get(_name_key(checkpoint))
+    if not is_defined(checkpoint):
         supported = ", ".join(sorted(ARCHITECTURES))
-        raise BimetalError(f"{checkpoint.path}: {key} is {name!r}; supported: {supported}")
-    return name, ARCHITECTURES[name]
+        raise BimetalError(f"{checkpoint.path}: {_name_key(checkpoint)} is {name!r}; supported: {supported}")
+    return str(name), ARCHITECTURES[str(name)]
+
+
+def _name_key(checkpoint: Checkpoint) -> str:
+    return "general.architecture" if checkpoint.format == "gguf" else "model_type"
 
 
 @dataclass(frozen=True)

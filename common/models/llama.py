@@ -1,4 +1,7 @@
-"""Llama (`llama`) and Qwen3 (`qwen3`): grouped-query attention and a SwiGLU FFN; Qwen3 also norms each q and k head."""
+"""Llama (`llama`), Qwen3 (`qwen3`) and WeDLM's network (`wedlm`): grouped-query attention and a SwiGLU FFN.
+
+Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +19,7 @@ from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 @dataclass(frozen=True)
 class Config:
-    architecture: str  # "llama" or "qwen3"
+    architecture: str  # "llama", "qwen3" or "wedlm"
     vocab: int
     hidden: int
     layers: int
@@ -29,6 +32,10 @@ class Config:
     context: int
     tied: bool
 
+    @property
+    def norms_heads(self) -> bool:
+        return self.architecture != "llama"
+
 
 def read_config(checkpoint: Checkpoint) -> Config:
     return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
@@ -40,6 +47,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("attention_bias", False)
     keys.expect("mlp_bias", False)
     keys.expect("use_sliding_window", False)
+    keys.expect("qk_norm", True)  # WeDLM-7B, which is Qwen2.5, has none
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
     heads, hidden, layers = keys.size("num_attention_heads"), keys.size("hidden_size"), keys.size("num_hidden_layers")
@@ -108,7 +116,7 @@ def _layer_weights(c: Config, at: Names) -> Table:
 
     def half_split(heads: int) -> dict[str, Fix]:
         """A llama GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)."""
-        if c.architecture != "llama":
+        if c.norms_heads:
             return {}
         return {"gguf": rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())}
 
@@ -127,7 +135,7 @@ def _layer_weights(c: Config, at: Names) -> Table:
         ),
         "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (c.hidden, c.ffn))),
     }
-    if c.architecture == "qwen3":
+    if c.norms_heads:
         table["q_norm"] = Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
         table["k_norm"] = Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,)))
     return table
@@ -165,7 +173,7 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Arr
     q = qkv[:, : H * D].reshape(T, H, D)
     k = qkv[:, H * D : (H + K) * D].reshape(T, K, D)
     v = qkv[:, (H + K) * D :].reshape(T, K, D)
-    if c.architecture == "qwen3":
+    if c.norms_heads:
         q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
         k = ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps)
     else:

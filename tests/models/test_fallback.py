@@ -1,0 +1,133 @@
+"""Architectures that are not ours: by mlx-lm's definition where it is installed, refused by name elsewhere."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import tiny_chat
+
+from common.checkpoint import open_checkpoint
+from common.decode.plain import plain
+from common.errors import BimetalError
+from common.sampling import Sampler, Sampling
+from common.step import Step
+from generate.backends import open_model
+from generate.llm import LLM
+
+PROMPT = np.arange(40, 60, dtype=np.int32)
+
+
+@pytest.fixture
+def gemma(tmp_path):
+    """A random Gemma 2 (attention only) with a byte tokenizer."""
+    return unknown(
+        tmp_path, "gemma2", query_pre_attn_scalar=8, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+    )
+
+
+@pytest.fixture
+def granite(tmp_path):
+    """A random Granite 4 hybrid: Mamba 2 layers, whose state cannot drop tokens, and attention."""
+    return unknown(
+        tmp_path,
+        "granitemoehybrid",
+        layer_types=["mamba", "attention"],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+        mamba_proj_bias=False,
+        mamba_conv_bias=True,
+        embedding_multiplier=1.0,
+        attention_multiplier=0.25,
+        logits_scaling=1.0,
+        residual_multiplier=1.0,
+        attention_bias=False,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+        num_local_experts=None,
+    )
+
+
+def unknown(folder, model_type, **keys):
+    """mlx-lm's own random model of that type, in `folder`."""
+    mx = pytest.importorskip("mlx.core")
+    mlx_lm = pytest.importorskip("mlx_lm.utils")
+    from mlx.utils import tree_flatten
+
+    tiny_chat.write(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type, "head_dim": 8} | keys
+    (folder / "config.json").write_text(json.dumps(config))
+    network, arguments = mlx_lm._get_classes(config)
+    mx.random.seed(0)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(network(arguments.from_dict(config)).parameters()))
+    )
+    return folder
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["gemma", "granite"])
+def test_mlx_lm_runs_it(name, request, capsys):
+    model = open_model(open_checkpoint(request.getfixturevalue(name)), "mlx")
+    assert "run by mlx-lm's own definition" in capsys.readouterr().err
+    state = model.new_state(256)
+    whole = model.ops.read(model.forward(state, Step.chain(PROMPT, 0)))
+    state.commit(range(len(PROMPT)))
+    assert state.length == len(PROMPT)
+
+    state = model.new_state(256)
+    pieces = []
+    for at, n in ((0, 7), (7, 1), (8, 12)):
+        pieces.append(model.ops.read(model.forward(state, Step.chain(PROMPT[at : at + n], at))))
+        state.commit(range(n))
+    assert np.abs(np.concatenate(pieces) - whole).max() < 1e-4
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["gemma", "granite"])
+def test_snapshots_and_whole_steps(name, request):
+    model = open_model(open_checkpoint(request.getfixturevalue(name)), "mlx")
+    state = model.new_state(256)
+    logits = model.forward(state, Step.chain(PROMPT, 0), slice(-1, None))
+    with pytest.raises(BimetalError, match="keep all 20 rows of a step"):
+        state.commit([0])
+    state.commit(range(len(PROMPT)))
+    saved = state.snapshot()
+    replies = []
+    for _ in range(2):
+        tokens = plain(model, state, logits, Sampler(Sampling()))
+        replies.append([next(tokens)[0] for _ in range(10)])
+        state.restore(saved)
+    assert replies[0] == replies[1]
+    with pytest.raises(BimetalError, match="takes chains"):
+        model.forward(state, Step.tree(PROMPT[:3], [-1, 0, 0], state.length))
+
+
+@pytest.mark.model
+def test_a_chat_over_it(gemma):
+    with LLM(str(gemma), backend="mlx") as llm:
+        first = llm.chat([{"role": "user", "content": "hello"}], max_tokens=8)
+        again = llm.chat([{"role": "user", "content": "hello"}], max_tokens=8)
+    assert first.tokens == again.tokens
+    assert first.stats.step_bytes > 0
+
+
+def test_elsewhere_it_is_refused_with_the_list(tmp_path):
+    tiny_chat.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
+    with pytest.raises(BimetalError, match=r"model_type is .gemma2.; supported: deepseek2, .*qwen35"):
+        open_model(open_checkpoint(tmp_path), "numpy")
+
+
+def test_without_mlx_lm_it_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    tiny_chat.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
+    monkeypatch.setattr("generate.backends.find_spec", lambda name: None if name == "mlx_lm" else sys)
+    with pytest.raises(BimetalError, match="model_type is 'gemma2'"):
+        open_model(open_checkpoint(tmp_path), "mlx")
