@@ -156,7 +156,7 @@ def peer(path: Path) -> Runner:
     """mlx-lm's own model and loop over the same safetensors folder."""
     if not path.is_dir():
         raise UsageError(f"mlx-lm reads safetensors folders, {path} is a file")
-    tokens_of = backend_package("mlx").mlx_lm(path, PREFILL_ROWS)
+    tokens_of = backend_package("mlx").mlx_lm_tokens(path, PREFILL_ROWS)
 
     def once(prompt: np.ndarray, new_tokens: int) -> Timing:
         with Clock() as prefill:

@@ -1,8 +1,11 @@
 """MLX: Apple Silicon's GPU through Metal, or any CPU."""
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from common.checkpoint import Checkpoint
 from mlx_backend.ops import MlxOps
@@ -21,3 +24,10 @@ def load_fallback(checkpoint: Checkpoint, ops: MlxOps) -> Any:
     from mlx_backend.fallback import FallbackModel
 
     return FallbackModel(checkpoint, ops)
+
+
+def mlx_lm_tokens(folder: Path, prefill_rows: int) -> Callable[[np.ndarray, int], Iterator[Any]]:
+    """mlx-lm's own greedy loop over a safetensors folder, to be timed beside ours."""
+    from mlx_backend.peer import mlx_lm_tokens
+
+    return mlx_lm_tokens(folder, prefill_rows)

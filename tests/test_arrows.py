@@ -25,6 +25,9 @@ FORBIDDEN = {
     "common.decode": {"generate", "mlx", "cupy", "common.session"} | BACKENDS | ORACLES,
     "common.session": {"generate", "mlx", "cupy"} | BACKENDS | ORACLES,
     "mlx_backend": {"generate", "cuda_backend", "cupy"} | ORACLES | UPPER,
+    "mlx_backend.fallback": {"generate", "cuda_backend", "cupy", "torch", "transformers"} | UPPER,  # mlx-lm's models
+    "mlx_backend.peer": {"generate", "cuda_backend", "cupy", "torch", "transformers"}
+    | UPPER,  # mlx-lm to bench against
     "cuda_backend": {"generate", "mlx_backend", "mlx"} | ORACLES | UPPER,
     "generate": {"mlx", "cupy"} | BACKENDS | ORACLES,
     CHOOSER: ORACLES,  # it asks mlx and cupy what the machine has

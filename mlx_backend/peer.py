@@ -1,0 +1,25 @@
+"""mlx-lm's model and decoding loop over a safetensors folder, for `bench` to time beside ours."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from common.errors import BimetalError
+
+
+def mlx_lm_tokens(folder: Path, prefill_rows: int) -> Callable[[np.ndarray, int], Iterator[Any]]:
+    """(prompt ids, count) -> an iterator of mlx-lm's greedy tokens; the first next() reads the prompt."""
+    try:
+        from mlx_lm import load
+        from mlx_lm.generate import generate_step
+    except ImportError:
+        raise BimetalError("the peer mlx-lm is not installed: pip install mlx-lm") from None
+    network = load(str(folder))[0]
+
+    def tokens(prompt: np.ndarray, count: int) -> Iterator[Any]:
+        return generate_step(mx.array(prompt), network, max_tokens=count, prefill_step_size=prefill_rows)
+
+    return tokens
