@@ -87,9 +87,9 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:
     }
 
 
-def head(ops: Ops, w: Any, x: Array, rows: slice, eps: float) -> Array:
-    """The logits (n, vocab) of `rows` of the last layer's output x (T, hidden); a tied head is the embedding."""
-    return ops.linear(ops.rms_norm(x[rows], w.norm, eps), w.embed if w.head is None else w.head)
+def head(ops: Ops, w: Any, x: Array, eps: float) -> Array:
+    """The logits (n, vocab) of the last layer's output x (n, hidden); a tied head is the embedding."""
+    return ops.linear(ops.rms_norm(x, w.norm, eps), w.embed if w.head is None else w.head)
 
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}

@@ -263,12 +263,13 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     """The logits (n, vocab) of `rows` of the step."""
     x = ops.embed(w.embed, step.tokens)
     for i, layer in enumerate(w.layers):
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, i < c.dense_layers), x)
-    return head(ops, w, x, rows, c.eps)
+        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept, i < c.dense_layers), x)
+    return head(ops, w, x, c.eps)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, is_dense: bool, x: Array) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.latent, step, ops.rms_norm(x, w.attn_norm, c.eps)))
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, is_dense: bool, x: Array) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.latent, step, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     return ops.add(x, swiglu_ffn(ops, w, z) if is_dense else sigmoid_moe(ops, c.experts, w, z))
 

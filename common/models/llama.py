@@ -157,12 +157,13 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     """The logits (n, vocab) of `rows` of the step."""
     x = ops.embed(w.embed, step.tokens)
     for i, layer in enumerate(w.layers):
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step), x)
-    return head(ops, w, x, rows, c.eps)
+        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept), x)
+    return head(ops, w, x, c.eps)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.kv, step, ops.rms_norm(x, w.attn_norm, c.eps)))
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, x: Array) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.kv, step, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
     return ops.add(x, swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
 
 

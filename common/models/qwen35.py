@@ -342,13 +342,14 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     """The logits (n, vocab) of `rows` of the step."""
     x = ops.embed(w.embed, step.tokens)
     for i, layer in enumerate(w.layers):
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, c.is_attention[i]), x)
-    return head(ops, w, x, rows, c.eps)
+        kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept, c.is_attention[i]), x)
+    return head(ops, w, x, c.eps)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, is_attention: bool, x: Array) -> Array:
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, is_attention: bool, x: Array) -> Array:
     mixer = attention if is_attention else gated_deltanet
-    x = ops.add(x, mixer(ops, c, w, state, step, ops.rms_norm(x, w.mixer_norm, c.eps)))
+    x = ops.add(x, mixer(ops, c, w, state, step, ops.rms_norm(x, w.mixer_norm, c.eps)))[kept]
     return ops.add(x, (moe_ffn if c.experts else dense_ffn)(ops, c, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
 
 
