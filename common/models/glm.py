@@ -1,8 +1,8 @@
 """GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts behind a sigmoid router.
 
 The state of a layer is one row per token for all heads: a normed latent and a roped key. A step of few rows attends to
-the rows as they lie, a step of many expands them into keys and values first; both give the same numbers. Rope pairs
-are stored side by side and loaded as half-split, by the order of the rows that make them.
+the rows as they lie, a prompt expands them into keys and values first; both give the same numbers. Rope pairs are
+stored side by side and loaded as half-split, by the order of the rows that make them.
 """
 
 from dataclasses import dataclass, replace
@@ -55,14 +55,14 @@ class Config:
     context: int
     tied: bool
 
-    @property
-    def expand_from(self) -> int:
-        """Rows from which a step expands the latents.
+    def expands(self, rows: int, past: int) -> bool:
+        """Do `rows` rows behind `past` committed ones take fewer products with keys and values written out?
 
-        That takes R (N + V) products per head and key, once; each query then saves 2 R - N - V.
+        Either form takes R (N + V) per head: for each row, to move it to the latents and back, or for each key, past
+        ones included, to expand it. Each pair of a row and a key then takes 2 R - N - V fewer.
         """
         saved = 2 * self.latent - self.nope_dim - self.value_dim
-        return -(-self.latent * (self.nope_dim + self.value_dim) // saved) if saved > 0 else 2**31
+        return rows * (past + rows) * saved > past * self.latent * (self.nope_dim + self.value_dim)
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -262,20 +262,23 @@ def state_spec(c: Config) -> list[LayerSpec]:
 def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
     """The logits (n, vocab) of `rows` of the step."""
     x = ops.embed(w.embed, step.tokens)
+    expand = c.expands(len(step), state.length)
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept, i < c.dense_layers), x)
+        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, expand, kept, i < c.dense_layers), x)
     return head(ops, w, x, c.eps)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, is_dense: bool, x: Array) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.latent, step, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
+def block(
+    ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, kept: slice, is_dense: bool, x: Array
+) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.latent, step, expand, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
     return ops.add(x, swiglu_ffn(ops, w, z) if is_dense else sigmoid_moe(ops, c.experts, w, z))
 
 
-def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
-    """Multi-head latent attention, x (T, hidden) -> (T, hidden)"""
+def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, x: Array) -> Array:
+    """Multi-head latent attention in either of its forms, x (T, hidden) -> (T, hidden)"""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     down = ops.linear(x, w.down_qkv)
     q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.latent_eps), w.q_up).reshape(T, H, N + P)
@@ -283,7 +286,7 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> 
     latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.latent_eps)
     k_rope = ops.rope(down[:, c.q_latent + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
     scale = (N + P) ** -0.5
-    if c.expand_from <= T:
+    if expand:
         o = ops.expanded_attention(q_nope, q_rope, latent, k_rope, w.k_up, w.v_up, state, step, scale)
     else:
         o = ops.latent_attention(ops.head_linear(q_nope, w.k_up), q_rope, latent, k_rope, state, step, scale)

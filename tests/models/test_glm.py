@@ -193,7 +193,8 @@ def test_released_gguf():
     checkpoint = shapes_only("deepseek2", keys, shapes)
     c = glm.read_config(checkpoint)
     assert (c.vocab, c.nope_dim, c.value_dim, c.experts.shared_ffn) == (glm.GLM_VOCAB, 192, 256, 1536)
-    assert (state_bytes(glm.state_spec(c), 1, 2), c.expand_from) == (54144, 399)
+    assert state_bytes(glm.state_spec(c), 1, 2) == 54144  # 576 values in each of 47 layers
+    assert [c.expands(*step) for step in ((1, 0), (1, 1), (398, 10**6), (399, 10**6))] == [True, False, False, True]
     assert_layout(glm.layout(c, checkpoint), shapes)
 
 
@@ -327,7 +328,7 @@ def test_stated_logits(ops, tmp_path, eps, last):
 
 # -- two forms of attention, one state ---------------------------------------------------------------------------------
 
-FORMS = {"latent": 2**31, "expanded": 1}
+FORMS = {"latent": False, "expanded": True}
 STEPS = {
     "a chain": lambda ids: Step.chain(ids[60:68], 60),
     "a tree": lambda ids: Step.tree(ids[60:68], [PAST, PAST, 0, 1, 2, 2, 4, 3], 60),
@@ -339,7 +340,7 @@ STEPS = {
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
 def form(request, monkeypatch):
     """Every step takes this form of attention."""
-    monkeypatch.setattr(glm.Config, "expand_from", request.param)
+    monkeypatch.setattr(glm.Config, "expands", lambda config, rows, past: request.param)
     return request.param
 
 
@@ -356,26 +357,29 @@ def test_forms_compute_through_ops_only(form):
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_forms_agree(ops, step, monkeypatch):
     model, ids, logits = tiny.load("glm", ops), tiny.golden("glm")["ids"].astype(np.int32), []
-    for rows in FORMS.values():
-        monkeypatch.setattr(glm.Config, "expand_from", rows)
+    for expand in FORMS.values():
+        monkeypatch.setattr(glm.Config, "expands", lambda config, rows, past, expand=expand: expand)
         state = model.new_state(tiny.CAPACITY)
         tiny.run(model, state, ids[:60])
         logits.append(model.ops.read(model.forward(state, step(ids))))
     np.testing.assert_allclose(*logits, atol=LOGIT)
 
 
-def test_either_form_is_taken(monkeypatch):
-    """Steps below `expand_from` leave the latents as they are."""
-    model, calls = fresh("glm"), []
-    for name in ("latent_attention", "expanded_attention"):
-        right = getattr(model.ops, name)
-        monkeypatch.setattr(model.ops, name, lambda *a, f=right, n=name: calls.append(n) or f(*a), raising=False)
-    assert model.config.expand_from == 54  # 32 * (16 + 24) / (2 * 32 - 16 - 24), rounded up
-    ids = tiny.golden("glm")["ids"]
-    for rows, name in ((53, "latent_attention"), (54, "expanded_attention")):
-        calls.clear()
-        tiny.logits_of(model, ids[:rows])
-        assert calls == [name] * 3
+@pytest.mark.parametrize(
+    ("past", "rows", "form"), [(0, 1, "expanded"), (60, 1, "latent"), (60, 34, "latent"), (60, 35, "expanded")]
+)
+def test_form_that_is_taken(monkeypatch, past, rows, form):
+    """Of 32 latent, 16 and 24 other channels: rows * (past + rows) * 24 products against past * 32 * 40."""
+    model, calls, ids = fresh("glm"), [], tiny.golden("glm")["ids"]
+    state = model.new_state(tiny.CAPACITY)
+    if past:
+        tiny.run(model, state, ids[:past])
+    for name in ("latent", "expanded"):
+        right = getattr(model.ops, f"{name}_attention")
+        spy = lambda *a, right=right, name=name: calls.append(name) or right(*a)  # noqa: E731
+        monkeypatch.setattr(model.ops, f"{name}_attention", spy, raising=False)
+    tiny.run(model, state, ids[past : past + rows])
+    assert calls == [form] * 3
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -531,8 +535,8 @@ def test_quantized_by_mlx_lm(ops, tmp_path, bits):
     ids = np.random.default_rng(bits).integers(96, size=256)
     expected = mlx_lm_logits(mlx_lm_model(path), ids)
     model = as_mlx_lm_computes(load_model(path, ops))
-    assert model.config.expand_from == 77
-    assert_near(tiny.logits_of(model, ids, [100, 50]), expected, f"{ops.name} to mlx-lm, {bits} bits")
+    assert [model.config.expands(*step) for step in ((100, 0), (20, 100), (136, 120))] == [True, False, True]
+    assert_near(tiny.logits_of(model, ids, [100, 20]), expected, f"{ops.name} to mlx-lm, {bits} bits")
 
 
 @pytest.mark.model
