@@ -311,7 +311,7 @@ class MlxOps(Ops):
         y = _gather_matmul(_swiglu(y[:, :F], y[:, F:]), down, experts, ordered)
         if ordered:
             y = y[mx.argsort(order)]
-        return (y.reshape(T, k, -1) * weights[:, :, None].astype(y.dtype)).sum(axis=1)
+        return (y.reshape(T, k, y.shape[-1]) * weights[:, :, None].astype(y.dtype)).sum(axis=1)
 
     # -- the way out -----------------------------------------------------------------------------------------------
 
