@@ -107,10 +107,11 @@ def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:
     for name, entry in table.items():
         part = "ffn" if name == "ffn_norm" else part
         if isinstance(entry, Matrix):
+            *stacked, _, columns = entry.parts[0].shape
             times = 1
-            if len(entry.parts[0].shape) == 3:  # experts, of which some are chosen, or one matrix per head
-                times = config.experts.top_k if name.startswith("experts_") else entry.parts[0].shape[0]
-            values[part] += times * (sum(p.shape[-2] for p in entry.parts) + entry.parts[0].shape[-1])
+            if stacked:  # experts, of which some are chosen, or latent attention's matrices, counted as `expanded`
+                times = config.experts.top_k if name.startswith("experts_") else 0
+            values[part] += times * (sum(p.shape[-2] for p in entry.parts) + columns)
     heads = expanded = 0
     for s in states.values():
         if isinstance(s, KVSpec | WindowSpec):

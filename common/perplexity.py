@@ -128,12 +128,14 @@ def score(model: LanguageModel, windows: np.ndarray) -> Iterator[Block]:
     for window in windows:
         state = model.new_state(size)
         for start, end in _steps(scored, vocab):
-            rows = slice(0, end - start) if start >= scored.start else slice(0, 0)
-            step = Step.chain(window[start:end], start)
-            logits = model.ops.read(model.forward(state, step, rows))
+            is_scored = start >= scored.start
+            rows = slice(0, end - start if is_scored else 0)
+            logits = model.forward(state, Step.chain(window[start:end], start), rows)
+            if is_scored:
+                values = model.ops.read(logits)
+                for at in _blocks(len(values), vocab):
+                    yield _block(values[at], window[start + 1 + at.start : start + 1 + at.stop], start + at.start)
             state.commit(np.arange(end - start))
-            for at in _blocks(len(logits), vocab):
-                yield _block(logits[at], window[start + 1 + at.start : start + 1 + at.stop], start + at.start)
 
 
 def _steps(scored: slice, vocab: int) -> Iterator[tuple[int, int]]:

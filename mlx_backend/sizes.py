@@ -37,7 +37,8 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int, item: int, fused: boo
                 scratch += (seen + _outgrown(s, tokens, rows)) * size * item
                 scratch += 0 if fused else layer.heads * rows * seen * item + rows * seen
             case LatentSpec():
-                scratch += tokens * layer.expanded * item
+                mixer += layer.expanded // 2  # queries are put together like keys
+                scratch += 2 * tokens * layer.expanded * item  # made by head, then laid out for the products
                 scratch += 0 if fused else layer.heads * rows * tokens * item + rows * tokens
             case DeltaSpec():
                 mixer += 2 * s.heads * s.key_dim + layer.hidden  # q and k, tiled over the value heads

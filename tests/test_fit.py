@@ -159,13 +159,39 @@ EXPERTS = {
     "moe_intermediate_size": 384,
     "shared_expert_intermediate_size": 384,
 }
-SHAPES = {"dense 4-bit qwen35": QWEN35, "4-bit qwen35moe": QWEN35 | EXPERTS}
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 16384, "num_hidden_layers": 8}
+SIZES |= {"moe_intermediate_size": 256, "mlp_layer_types": ["dense", *["sparse"] * 7]}
+GLM = {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 256,
+    "qk_head_dim": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+LAGUNA = {
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_attention_heads_per_layer": [8, 12] * 4,
+    "layer_types": ["full_attention", "sliding_attention"] * 4,
+    "sliding_window": 256,
+    "shared_expert_intermediate_size": 256,
+}
+SHAPES = {
+    "dense 4-bit qwen35": QWEN35,
+    "4-bit qwen35moe": QWEN35 | EXPERTS,
+    "4-bit glm": tiny.checkpoint("glm").config | SIZES | GLM,
+    "4-bit laguna": tiny.checkpoint("laguna").config | SIZES | LAGUNA,
+}
 
 
 def made(config):
     """A checkpoint of zeros in memory, as mlx-lm would convert this configuration to 4 bits."""
     size = config["vocab_size"] * config["hidden_size"]
     hints = {"model.embed_tokens.weight": zeros("", (1, size)), "conv1d.weight": zeros("", (1, 1))}  # mlx-lm's dialect
+    hints["model.layers.0.self_attn.g_proj.weight"] = zeros("", (8, 512))  # Laguna's gate per head
     hints |= {f"layer {i}": zeros("", (1,)) for i in range(config["num_hidden_layers"])}
     checkpoint = Checkpoint(Path("zeros"), "safetensors", config, hints)
     definition = architecture(checkpoint)[1]
