@@ -1,0 +1,137 @@
+// prelude: types, conversions and tensor-core instructions that every kernel file may use. Written out as PTX so that
+// NVRTC needs no toolkit header.
+
+typedef signed char s8;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long s64;
+
+#define FULL 0xffffffffu
+
+// The next kernel may be launched, and this one's predecessors are done: a graph overlaps the start of a kernel with the
+// end of the one before it (programmatic dependent launch, sm_90). Nothing that a step writes is touched before `depend`.
+__device__ __forceinline__ void release_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void depend() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void begin() {
+    release_next();
+    depend();
+}
+
+// An activation (T, heads, D) in float32, possibly as partial sums: `slots` copies to be added in index order.
+struct In {
+    const float* p;
+    s64 slot, row, head;       // strides in elements
+    int slots, width, inner;   // width of a head, 0: a row is contiguous; inner: stride in a head, 0 or 1
+};
+
+__device__ __forceinline__ const float* place(const In& a, int t, int i) {
+    return a.p + t * a.row + (a.width ? (s64)(i / a.width) * a.head + i % a.width * a.inner : i);
+}
+
+// SLOTS: 1, 8 for up to 8, or 0 for any number. A loop over `load_as<1>` or `load_as<8>` has all its reads in flight
+// together; a branch between two reads, as any number needs it, would wait for the first.
+template <int SLOTS>
+__device__ __forceinline__ float load_as(const In& a, int t, int i) {
+    const float* p = place(a, t, i);
+    if constexpr (SLOTS == 1) {
+        return p[0];
+    } else {
+        float v[8];
+#pragma unroll
+        for (int s = 0; s < 8; s++) v[s] = s < a.slots ? p[s * a.slot] : 0.0f;
+        float sum = v[0];
+#pragma unroll
+        for (int s = 1; s < 8; s++) sum += v[s];
+        if constexpr (SLOTS == 0)
+            for (int s = 8; s < a.slots; s++) sum += p[s * a.slot];
+        return sum;
+    }
+}
+__device__ __forceinline__ float load(const In& a, int t, int i) { return load_as<0>(a, t, i); }
+
+// N values, 32 or a block apart, read together.
+template <int SLOTS, int N>
+__device__ __forceinline__ void load_some(float (&v)[N], const In& a, int t, int first, int stride, int end) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const int i = first + n * stride;
+        v[n] = i < end ? load_as<SLOTS>(a, t, i) : 0.0f;
+    }
+}
+template <int N>
+__device__ __forceinline__ void load_all(float (&v)[N], const In& a, int t, int first, int stride, int end) {
+    if (a.slots == 1)
+        load_some<1>(v, a, t, first, stride, end);
+    else if (a.slots <= 8)
+        load_some<8>(v, a, t, first, stride, end);
+    else
+        load_some<0>(v, a, t, first, stride, end);
+}
+
+// The step as the host uploads it; the same offsets as cuda_backend/replay.py.
+struct StepState {
+    int past, rows, current, path_length, kind, unused[11];  // kind: 0 masks, 1 chain of any length
+    int path[64], parents[64];
+    u64 seen[64];  // bit j: this row sees row j of the step
+};
+
+__device__ __forceinline__ float from_half(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+__device__ __forceinline__ u16 to_half(float f) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+__device__ __forceinline__ u32 to_half2(float low, float high) {
+    u32 h;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
+    return h;
+}
+__device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 h;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
+    return h;
+}
+__device__ __forceinline__ u16 to_bf16(float f) { return (u16)to_bf16x2(f, 0.0f); }
+
+__device__ __forceinline__ float warp_sum(float v) {
+    for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(FULL, v, m);
+    return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+    for (int m = 16; m; m >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, m));
+    return v;
+}
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+// Sum over the block, at most 32 warps; every thread gets it. `scratch` holds 33 floats.
+__device__ __forceinline__ float block_sum(float v, float* scratch) {
+    int warps = (blockDim.x + 31) / 32;
+    v = warp_sum(v);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        v = warp_sum(threadIdx.x < warps ? scratch[threadIdx.x] : 0.0f);
+        if (threadIdx.x == 0) scratch[32] = v;
+    }
+    __syncthreads();
+    return scratch[32];
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -1,0 +1,19 @@
+// random: blocks of a GGUF type with random codes and tame scales, for measuring shapes without a download
+// Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
+// Out       words [n] uint32; float16 `value` at byte `at` of every block
+// Bound     bytes written
+
+extern "C" __global__ void fill(u32* words, s64 n, u32 seed) {
+    for (s64 i = blockIdx.x * (s64)blockDim.x + threadIdx.x; i < n; i += (s64)gridDim.x * blockDim.x) {
+        u32 x = (u32)i * 0x9e3779b9u + seed;  // Murmur3's finalizer
+        x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
+        words[i] = x;
+    }
+}
+
+extern "C" __global__ void set_halves(u8* blocks, s64 n, int size, int at, float value) {
+    const s64 i = blockIdx.x * (s64)blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const u16 half = to_half(value);
+    blocks[i * size + at] = (u8)half, blocks[i * size + at + 1] = (u8)(half >> 8);
+}

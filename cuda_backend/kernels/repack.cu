@@ -1,0 +1,167 @@
+// repack: rows of a GGUF block type into the units that linear reads
+// Meaning   common/quants.py dequantize of the same rows   Launcher  cuda_backend/weights.py
+// In        rows [n][row_bytes] as in the file             Out       units of tile.cuh, from row `first` (a multiple of 16)
+// Build     one type of tile.cuh
+// Work      a warp per tile of 16 rows x KBLOCK columns; rows and columns beyond the matrix get zero scales
+// Bound     bytes read and written
+
+// The code of column `k`, already in two's complement where tile.cuh unpacks it as signed.
+__device__ __forceinline__ u32 code_of(const u8* row, int k) {
+#if defined(Q4_0) || defined(IQ4_NL) || defined(Q4_1) || defined(MXFP4)
+#if defined(Q4_1)
+    const u8* b = row + k / 32 * 20 + 4;
+#elif defined(MXFP4)
+    const u8* b = row + k / 32 * 17 + 1;
+#else
+    const u8* b = row + k / 32 * 18 + 2;
+#endif
+    const u32 code = (b[k % 16] >> (k % 32 / 16 * 4)) & 15;
+#ifdef Q4_0
+    return code ^ 8;
+#else
+    return code;
+#endif
+#elif defined(Q5_0) || defined(Q5_1)
+#ifdef Q5_0
+    const u8* b = row + k / 32 * 22 + 2;
+#else
+    const u8* b = row + k / 32 * 24 + 4;
+#endif
+    const u32 code = ((b[4 + k % 16] >> (k % 32 / 16 * 4)) & 15) | ((b[k % 32 / 8] >> (k % 8)) & 1) << 4;
+#ifdef Q5_0
+    return code ^ 16;
+#else
+    return code;
+#endif
+#elif defined(Q8_0)
+    return row[k / 32 * 34 + 2 + k % 32];
+#else
+    const int i = k % 256;
+#if defined(Q2_K)
+    return (row[k / 256 * 84 + 16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
+#elif defined(Q3_K)
+    const u8* b = row + k / 256 * 110;
+    const u32 low = (b[32 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
+    return (low | ((b[i % 32] >> (i / 32)) & 1) << 2) ^ 4;
+#elif defined(Q4_K)
+    return (row[k / 256 * 144 + 16 + i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4)) & 15;
+#elif defined(Q5_K)
+    const u8* b = row + k / 256 * 176;
+    return ((b[48 + i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4)) & 15) | ((b[16 + i % 32] >> (i / 32)) & 1) << 4;
+#elif defined(Q6_K)
+    const u8* b = row + k / 256 * 210;
+    const u32 low = (b[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4)) & 15;
+    return (low | ((b[128 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3) << 4) ^ 32;
+#elif defined(IQ4_XS)
+    return (row[k / 256 * 136 + 8 + i / 32 * 16 + i % 16] >> (i % 32 / 16 * 4)) & 15;
+#endif
+#endif
+}
+
+// The scales of one row (0..15 of the tile) for columns from `k`; `row` is null for a row that pads the matrix.
+__device__ void put_scales(u8* scales, int r, const u8* row, int k, int K) {
+#if defined(Q4_K) || defined(Q5_K)
+#ifdef Q4_K
+    const int size = 144;
+#else
+    const int size = 176;
+#endif
+    for (int i = 0; i < 16; i++) scales[r * 16 + i] = row ? row[k / 256 * size + i] : 0;
+#elif defined(Q6_K) || defined(Q3_K)
+    for (int j = 0; j < 16; j++) {
+        int scale = 0;
+        if (row) {
+#ifdef Q6_K
+            scale = row[k / 256 * 210 + 192 + j];
+#else
+            const u8* s = row + k / 256 * 110 + 96;
+            scale = ((s[j % 8] >> (j / 8 * 4)) & 15 | ((s[8 + j % 4] >> (j / 4 * 2)) & 3) << 4) - 32;
+#endif
+        }
+        scales[r * 16 + j] = (u8)scale;
+    }
+#ifdef Q6_K
+    const u8* d = row + k / 256 * 210 + 208;
+#else
+    const u8* d = row + k / 256 * 110 + 108;
+#endif
+    for (int i = 0; i < 2; i++) scales[256 + r * 2 + i] = row ? d[i] : 0;
+#elif defined(Q2_K)
+    const u8* b = row + k / 256 * 84;
+    for (int j = 0; j < 16; j++) scales[r * 16 + j] = row ? b[j] : 0;
+    for (int i = 0; i < 4; i++) scales[256 + r * 4 + i] = row ? b[80 + i] : 0;
+#elif defined(IQ4_XS)
+    const u8* b = row + k / 256 * 136;
+    for (int j = 0; j < 8; j++) {
+        int scale = 0;
+        if (row) scale = ((b[4 + j / 2] >> (j % 2 * 4)) & 15 | ((b[2 + j / 4] >> (j % 4 * 2)) & 3) << 4) - 32;
+        scales[r * 8 + j] = (u8)scale;
+    }
+    for (int i = 0; i < 2; i++) scales[128 + r * 2 + i] = row ? b[i] : 0;
+#elif defined(MXFP4)
+    for (int j = 0; j < 8; j++) scales[r * 8 + j] = row && k + j * 32 < K ? row[(k / 32 + j) * 17] : 0;
+#else  // a block of 32 columns per group, led by its float16 scale (and offset)
+#if defined(Q4_1)
+    const int size = 20, bytes = 4;
+#elif defined(Q5_1)
+    const int size = 24, bytes = 4;
+#elif defined(Q5_0)
+    const int size = 22, bytes = 2;
+#elif defined(Q8_0)
+    const int size = 34, bytes = 2;
+#else
+    const int size = 18, bytes = 2;
+#endif
+    for (int j = 0; j < GROUPS; j++)
+        for (int i = 0; i < bytes; i++)
+            scales[(r * GROUPS + j) * bytes + i] = row && k + j * 32 < K ? row[(k / 32 + j) * size + i] : 0;
+#endif
+}
+
+extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, int first, int tiles, int k_blocks, u8* units) {
+    const int lane = threadIdx.x % 32, at = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (at >= tiles * k_blocks) return;
+    const int tile = at / k_blocks, k_block = at % k_blocks, row0 = tile * 16, t16 = first / 16 + tile;
+    u8* to = units + ((s64)(t16 / 8) * k_blocks + k_block) * UNIT_BYTES + t16 % 8 * TILE_BYTES;
+    for (int j = 0; j < KBLOCK / 32; j++) {
+#if P4
+        u32 low[2] = {0, 0};
+#endif
+#if P2
+        u32 middle = 0;
+#endif
+#if P1
+        u32 high = 0;
+#endif
+        for (int i = 0; i < 4; i++)
+            for (int b = 0; b < 4; b++) {
+                const int r = row0 + lane / 4 + i % 2 * 8, k = k_block * KBLOCK + j * 32 + i / 2 * 16 + lane % 4 * 4 + b;
+                const u32 code = r < n && k < K ? code_of(rows + r * row_bytes, k) : 0;
+#if P8
+                to[(j * 32 + lane) * 16 + i * 4 + b] = (u8)code;
+#elif P4
+                low[i / 2] |= (code & 15) << (b * 8 + i % 2 * 4);
+#endif
+#if P2
+                middle |= (code >> (4 * P4) & 3) << (b * 8 + i * 2);
+#endif
+#if P1
+                high |= (code >> (4 * P4 + 2 * P2) & 1) << (b * 8 + i);
+#endif
+            }
+#if P4
+        *(uint2*)(to + AT4 + ((j / 2) * 32 + lane) * 16 + j % 2 * 8) = make_uint2(low[0], low[1]);
+#endif
+#if P2
+        *(u32*)(to + AT2 + ((j / 4) * 32 + lane) * 16 + j % 4 * 4) = middle;
+#endif
+#if P1
+        u32* word = (u32*)(to + AT1 + lane * 16 + j / 2 * 4);
+        *word = j % 2 ? *word | high << 4 : high;
+#endif
+    }
+    if (lane < 16) {
+        const int r = row0 + lane;
+        put_scales(to + SCALES, lane, r < n ? rows + r * row_bytes : 0, k_block * KBLOCK, K);
+    }
+}

@@ -1,0 +1,303 @@
+"""Device memory and kernels: the arena that outputs come from, arrays over it, and compiled CUDA C++."""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from cuda_backend.layout import groups_of, packed_bytes, source
+
+ALIGN = 256
+
+IN = np.dtype(
+    [("p", "u8"), ("slot", "i8"), ("row", "i8"), ("head", "i8"), ("slots", "i4"), ("width", "i4"), ("inner", "i4")],
+    align=True,
+)
+OUT = np.dtype(
+    [("dense", "u8"), ("packed", "u8"), ("bf16", "u8"), ("K", "i4"), ("cols", "i4"), ("groups", "i4")], align=True
+)
+ROPE = np.dtype([("frequencies", "u8"), ("positions", "u8"), ("pairs", "i4"), ("magnitude", "f4")], align=True)
+
+
+class Kernel:
+    """A compiled function.
+
+    In a captured graph, on compute capability 9.0 and newer, its launch may overlap the end of the kernel before it:
+    every kernel of ours waits (prelude.cuh `depend`) before it touches what a step writes.
+    """
+
+    overlap = False  # set while a graph that overlaps is captured
+
+    def __init__(self, raw: Any):
+        self.raw = raw
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0, *, stream: Any
+    ) -> None:
+        if not Kernel.overlap:
+            self.raw(grid, block, args, shared_mem=shared_mem, stream=stream)
+            return
+        values = [np.asarray(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
+        attribute = _Attribute(id=6)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value[0] = 1
+        dims = (*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
+        config = _Config(*dims, shared_mem, stream.ptr, ctypes.pointer(attribute), 1)
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), ctypes.c_void_p(self.raw.kernel.ptr), pointers, ctypes.c_void_p()
+        )
+        if status:
+            raise RuntimeError(f"cuLaunchKernelEx returned {status} for {self.raw.name}")
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0) -> Kernel:
+    """The function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
+
+    defines  preprocessor definitions, "COLS=8"
+    shared   most dynamic shared memory that a launch will ask for, bytes
+    """
+    function = _module(stem, defines).get_function(name)
+    if shared > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = shared
+    return Kernel(function)
+
+
+@cache
+def _module(stem: str, defines: tuple[str, ...]) -> Any:
+    try:
+        return cupy.RawModule(code=source(stem), options=("-std=c++17", *(f"-D{d}" for d in defines)))
+    except cupy.cuda.compiler.CompileException as error:
+        raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
+
+
+class Memory:
+    """Device memory that lives as long as this object."""
+
+    def __init__(self, nbytes: int):
+        try:
+            self._memory = cupy.cuda.alloc(max(nbytes, 1))
+        except cupy.cuda.memory.OutOfMemoryError:
+            free, total = cupy.cuda.runtime.memGetInfo()
+            raise BimetalError(
+                f"the GPU has {free / 1e9:.1f} of {total / 1e9:.1f} GB free and {nbytes / 1e9:.1f} GB more are needed; "
+                "choose a smaller quantization or a shorter context"
+            ) from None
+        self.address: int = self._memory.ptr
+        self.nbytes = nbytes
+
+
+class Arena:
+    """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
+
+    A layer's output lies in its own half, so it survives the next layer and no longer. Memory that a captured graph
+    has used is never given back.
+    """
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self.halves: list[list[Memory]] = [[], []]
+        self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
+        self.reset()
+
+    def reset(self) -> None:
+        self.half, self.chunk, self.used = 0, 0, 0
+
+    def turn(self) -> None:
+        self.half, self.chunk, self.used = 1 - self.half, 0, 0
+
+    def take(self, nbytes: int) -> int:
+        chunks = self.halves[self.half]
+        while self.chunk < len(chunks) and self.used + nbytes > chunks[self.chunk].nbytes:
+            self.chunk, self.used = self.chunk + 1, 0
+        if self.chunk == len(chunks):
+            if self.frozen:
+                raise RuntimeError("a captured step took more memory than the same step run before it")
+            chunks.append(Memory(max(nbytes, self.CHUNK)))
+        address = chunks[self.chunk].address + self.used
+        self.used += -(-nbytes // ALIGN) * ALIGN
+        return address
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for half in self.halves for chunk in half)
+
+
+class Node:
+    """A row-wise op that has not run: (T, K) float32 that its consumer may want dense, as bf16 or packed for `linear`.
+
+    emit(dense, packed, bf16, cols)  launches it, writing where an address is not 0
+    """
+
+    def __init__(self, arena: Arena, T: int, K: int, emit: Callable[[int, int, int, int], None]):
+        self.arena, self.T, self.K, self.emit = arena, T, K, emit
+        self.dense = self.bf16 = 0
+        self.packed: dict[int, int] = {}
+        self.parts: tuple[Array, Array] | None = None  # of an addition, which a norm may do on its way
+        self.roping: tuple[Array, tuple[Any, ...]] | None = None  # of norm and rope, which attention may do on its way
+
+    def as_dense(self) -> int:
+        if not self.dense:
+            self.dense = self.arena.take(self.T * self.K * 4)
+            self.emit(self.dense, 0, 0, 0)
+        return self.dense
+
+    def as_bf16(self) -> int:
+        if not self.bf16:
+            self.bf16 = self.arena.take(self.T * self.K * 2)
+            self.emit(0, 0, self.bf16, 0)
+        return self.bf16
+
+    def as_packed(self, cols: int) -> int:
+        """int8 activations for a kernel of `cols` columns; 1: each row for itself."""
+        if cols not in self.packed:
+            self.packed[cols] = self.arena.take(groups_of(self.K) * packed_bytes(cols) * (self.T if cols == 1 else 1))
+            self.emit(0, self.packed[cols], 0, cols)
+        return self.packed[cols]
+
+
+class Array:
+    """An activation: float32 or int32 on the device, perhaps not computed yet, perhaps partial sums to be added.
+
+    Models see `shape`, reshape and slice. Strides are in elements; `slots` partial sums lie `slot` elements apart.
+    """
+
+    __slots__ = ("_address", "dtype", "node", "owner", "shape", "slot", "slots", "strides")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        address: int = 0,
+        *,
+        strides: Sequence[int] | None = None,
+        node: Node | None = None,
+        slots: int = 1,
+        slot: int = 0,
+        owner: Any = None,
+        dtype: Any = np.float32,
+    ):
+        self.shape = tuple(shape)
+        self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
+        self._address, self.node, self.slots, self.slot, self.owner, self.dtype = (
+            address,
+            node,
+            slots,
+            slot,
+            owner,
+            dtype,
+        )
+
+    @property
+    def address(self) -> int:
+        return self._address or (self.node.as_dense() if self.node else 0)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def reshape(self, *shape: Any) -> "Array":
+        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        if -1 in wanted:
+            rest = -math.prod(wanted)
+            wanted = tuple(self.size // rest if n == -1 else n for n in wanted)
+        if self.node and not self._address:
+            return Array(wanted, node=self.node)
+        return self._view(wanted, reshaped(self.shape, self.strides, wanted), 0)
+
+    def __getitem__(self, index: Any) -> "Array":
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            rest = len(self.shape) - len(index) + 1
+            index = (*index[:at], *(slice(None),) * rest, *index[at + 1 :])
+        offset, shape, strides = 0, [], []
+        for i, (n, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            at = index[i] if i < len(index) else slice(None)
+            if isinstance(at, slice):
+                start, stop, step = at.indices(n)
+                offset += start * stride
+                shape.append(max(0, -(-(stop - start) // step)))
+                strides.append(stride * step)
+            else:
+                offset += at * stride
+        if self.node and not self._address and offset == 0 and tuple(shape) == self.shape:
+            return self
+        return self._view(shape, strides, offset)
+
+    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> "Array":
+        return Array(
+            shape,
+            self.address + 4 * offset,
+            strides=strides,
+            slots=self.slots,
+            slot=self.slot,
+            owner=self.owner,
+            dtype=self.dtype,
+        )
+
+    def whole_node(self) -> Node | None:
+        """The op that would compute exactly this array, if it has not been sliced."""
+        return None if self._address else self.node
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= size
+    return tuple(reversed(strides))
+
+
+def reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a reshape that moves nothing; raises ValueError where there are none."""
+    if math.prod(shape) != math.prod(wanted):
+        raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(wanted)}")
+    # runs of axes that lie behind one another: (elements, stride of the last)
+    runs: list[list[int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][1] == n * stride:
+            runs[-1] = [runs[-1][0] * n, stride]
+        else:
+            runs.append([n, stride])
+    out, left = [], 1
+    for n in reversed(wanted):
+        if n == 1:
+            out.append(left)
+            continue
+        if left == 1:
+            size, unit = runs.pop() if runs else [n, 1]
+            left = size
+        if left % n:
+            raise ValueError(f"a view of shape {tuple(shape)} cannot be reshaped to {tuple(wanted)} without a copy")
+        out.append(unit)
+        unit, left = unit * n, left // n
+    return tuple(reversed(out))

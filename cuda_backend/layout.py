@@ -1,0 +1,125 @@
+"""How data lies on the device and how launches are cut, as plain arithmetic: what kernels and launchers must agree on.
+
+Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budgets checked anywhere.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import BimetalError
+
+KERNELS = Path(__file__).with_name("kernels")
+WITH_TILES = ("linear", "repack", "expand")  # kernels built per block type, over tile.cuh
+
+# columns of a unit, bytes of a tile of 16 rows, groups that share a scale, 2 if groups have a minimum: kernels/tile.cuh
+UNITS = {
+    "Q4_0": (256, 2304, 8, 1),
+    "Q4_1": (256, 2560, 8, 2),
+    "Q5_0": (256, 2816, 8, 1),
+    "Q5_1": (256, 3072, 8, 2),
+    "Q8_0": (128, 2176, 4, 1),
+    "Q2_K": (256, 1344, 16, 2),
+    "Q3_K": (256, 1824, 16, 1),
+    "Q4_K": (256, 2304, 8, 2),
+    "Q5_K": (256, 2816, 8, 2),
+    "Q6_K": (256, 3360, 16, 1),
+    "IQ4_NL": (256, 2304, 8, 1),
+    "IQ4_XS": (256, 2208, 8, 1),
+    "MXFP4": (256, 2176, 8, 1),
+}
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+PACKED_ROW = 48  # bytes of 32 columns of one packed row for `linear` of one column, and per row for more: rows.cu
+PACKED_ROWS = 44
+COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
+MOST_COLS = COLS[-1]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a launch depends on, read from the device once.
+
+    sms           multiprocessors
+    shared        shared memory of one, and the most that a block may take, bytes
+    """
+
+    name: str
+    capability: int  # 90 for 9.0
+    sms: int
+    shared: int
+    block_shared: int
+
+
+def source(stem: str) -> str:
+    """The text that is compiled for kernels/<stem>.cu."""
+    parts = ["prelude.cuh", *(["tile.cuh"] if stem in WITH_TILES else []), f"{stem}.cu"]
+    return "\n".join((KERNELS / part).read_text() for part in parts)
+
+
+def tile_defines(type_: str) -> tuple[str, ...]:
+    return type_, f"EXPECTED_TILE_BYTES={UNITS[type_][1]}"
+
+
+@functools.cache
+def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
+    """CTAs per multiprocessor, stages of the ring and its bytes. The CTAs do not depend on `cols`: see linear.cu."""
+
+    def stages(columns: int, room: int) -> int:
+        return min(6, (room - _scratch(type_)) // (_stage(type_, columns) + 16))
+
+    half = card.shared // 2 - 1024  # each block keeps 1 KB for the system
+    ctas = 2 if stages(1, half) >= 3 else 1
+    n = stages(cols, half) if ctas == 2 else 0
+    if n < 2:
+        n = stages(cols, card.block_shared)
+    if n < 1:
+        raise BimetalError(f"{card.name} has too little shared memory for {cols} rows of {type_}")
+    return ctas, n, n * (_stage(type_, cols) + 16) + _scratch(type_)
+
+
+def _stage(type_: str, cols: int) -> int:
+    k, tile, _, _ = UNITS[type_]
+    return 8 * tile + k // 32 * packed_bytes(cols)
+
+
+def _scratch(type_: str) -> int:
+    _, _, groups, minima = UNITS[type_]
+    return 8 * 16 * 4 * (16 if type_ in ("Q4_K", "Q5_K") else (groups + 4) * minima)
+
+
+def packed_bytes(cols: int) -> int:
+    """Bytes of 32 columns of `cols` packed rows."""
+    return PACKED_ROW if cols == 1 else PACKED_ROWS * cols
+
+
+@functools.cache
+def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
+    """CTAs of a launch and the most of them that touch one row block: the partial sums of the output."""
+    units = row_blocks * k_blocks
+    ctas = min(ctas, units)
+    first = np.arange(row_blocks, dtype=np.int64) * k_blocks
+    spread = ((first + k_blocks) * ctas - 1) // units - ((first + 1) * ctas - 1) // units
+    return ctas, int(spread.max()) + 1
+
+
+def groups_of(columns: int) -> int:
+    """Groups of 32 columns of a packed row, padded to a whole unit of any weight (256 columns)."""
+    return -(-columns // 256) * 8
+
+
+def padded(width: int) -> int:
+    """A head's width in memory, a multiple of 16."""
+    return -(-width // 16) * 16
+
+
+def split_count(n: int) -> int:
+    """Pieces of n positions: kernels/attention.cu split_count."""
+    if n <= 4096:
+        return -(-n // 64)
+    if n <= 32768:
+        return 64 + -(-(n - 4096) // 256)
+    if n <= 131072:
+        return 176 + -(-(n - 32768) // 1024)
+    return 272 + -(-(n - 131072) // 4096)

@@ -1,0 +1,571 @@
+"""CudaOps: the op contract on NVIDIA GPUs, through our own kernels.
+
+Ops that work row by row run when their consumer is known: a product wants its input quantized, and takes norm, gate and
+quantization in the same launch. Products leave partial sums that the next kernel adds.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.ops import Array as AnyArray
+from common.ops import Ops, Rope
+from common.quants import dequantize
+from common.sampling import Sampler
+from common.step import LayerSpec, State, Step
+from common.tensors import Tensor
+from cuda_backend import weights
+from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Memory, Node, kernel
+from cuda_backend.layout import FLOATS, UNITS, Card, groups_of, padded, split_count
+from cuda_backend.replay import DeviceStep, Replay
+from cuda_backend.states import KV, NO_LATENT, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
+from cuda_backend.weights import Weight
+
+COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
+OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
+NOTHING = np.zeros((), IN)
+NO_PATH = np.empty(0, np.int32)
+
+
+class CudaOps(Ops):
+    name = "cuda"
+    item_bytes = 2  # of a cached key or value; activations are float32
+    runs_ahead = True
+
+    def __init__(self) -> None:
+        self.card = available()
+        total = cupy.cuda.runtime.memGetInfo()[1]
+        self.prefill_rows = 4096 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.arena = Arena()
+        self.replay = Replay(self.arena, self.stream, overlap=self.card.capability >= 90)
+        self.ropes: dict[Rope, Memory] = {}
+        self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
+
+    # -- weights and states --------------------------------------------------------------------------------------------
+
+    def weight(self, *parts: Tensor) -> Weight:
+        weight, expanded = weights.load(parts, self.stream)
+        for type_ in expanded:
+            if type_ not in self.expanded:
+                print(f"{type_} has no CUDA kernel yet: its tensors are held as float16", file=sys.stderr)
+            self.expanded[type_] = self.expanded.get(type_, 0) + 1
+        return weight
+
+    def vector(self, tensor: Tensor) -> Array:
+        values = dequantize(tensor)
+        memory = weights.upload(values, self.stream)
+        self.stream.synchronize()
+        return Array(values.shape, memory.address, owner=memory)
+
+    def weight_bytes(self, weight: Weight) -> int:
+        return weight.nbytes
+
+    def holds(self, stored_type: str) -> str:
+        if stored_type in FLOATS or stored_type in UNITS:
+            return "as stored"
+        return "expanded to float16"
+
+    def held_bytes(self, *parts: Tensor) -> int:
+        return sum(weights.held_bytes(part) for part in parts)
+
+    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
+        return state_bytes(spec, tokens)
+
+    def free_bytes(self) -> tuple[int, str]:
+        return int(cupy.cuda.runtime.memGetInfo()[0]), f"free memory of {self.card.name}"
+
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        return CudaState(spec, capacity, self._settle, self.stream)
+
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+        out, rows = self.replay.run(fn, state, step)
+        return tuple(self._kept(x, rows) for x in out) if isinstance(out, tuple) else self._kept(out, rows)
+
+    def scope(self, layer: int, block: Callable[[AnyArray], AnyArray], x: AnyArray) -> AnyArray:
+        self.arena.turn()
+        return block(x)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Weight, tokens: Any) -> Array:
+        tokens = self._on_device(tokens)
+        return weights.embed(table, tokens.address, len(tokens), self.arena, self.stream)
+
+    def linear(self, x: Array, w: Weight) -> Array:
+        if x.shape[-1] != w.columns:
+            raise ValueError(f"linear: x {x.shape} times a matrix of {w.rows} x {w.columns}")
+        if not x.shape[0]:
+            return Array((0, w.rows))
+        return weights.linear(x, w, self.card, self.arena, self.stream, self._node(x))
+
+    def head_linear(self, x: Array, w: Weight) -> Array:
+        raise BimetalError(NO_LATENT)
+
+    def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
+        if len(x.shape) == 3:
+            return self._heads(x, weight, eps)
+        T, K = x.shape
+        sum_ = self._pending_sum(x)
+
+        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+            if sum_ and not sum_[0].dense:  # the addition happens on the way
+                node, first, second = sum_
+                node.dense = self.arena.take(T * K * 4)
+                inputs = view(first), view(second), np.int32(1)
+                keep = node.dense
+            else:
+                inputs, keep = (view(x), NOTHING, np.int32(0)), 0
+            one, other, has_other = inputs
+            out = self._out(dense, packed, bf16, K, cols)
+            address = np.uint64(weight.address if weight else 0)
+            args = (one, other, has_other, address, np.float32(eps), np.uint64(keep), out)
+            shared = -(-K // 32) * 128
+            kernel("rows", "add_norm", (), shared)((T,), (1024,), args, shared_mem=shared, stream=self.stream)
+
+        return Array(x.shape, node=Node(self.arena, T, K, emit))
+
+    def rope(self, x: Array, positions: Any, rope: Rope) -> Array:
+        return self._heads(x, None, 0.0, positions=positions, rope=rope, norm=False)
+
+    def norm_rope(self, x: Array, weight: Array, positions: Any, rope: Rope, eps: float) -> Array:
+        return self._heads(x, weight, eps, positions=positions, rope=rope)
+
+    def gated_rms_norm(self, x: Array, weight: Array, z: Array, eps: float) -> Array:
+        return self._heads(x, weight, eps, gate=z)
+
+    def add(self, x: Array, y: Array) -> Array:
+        node = self._pointwise(ADD, x, y)
+        node.parts = x, y
+        return Array(x.shape, node=node)
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        return Array(gate.shape, node=self._pointwise(SWIGLU, gate, up))
+
+    def mul_sigmoid(self, x: Array, gate: Array) -> Array:
+        return Array(x.shape, node=self._pointwise(MUL_SIGMOID, x, gate))
+
+    def mul_softplus(self, x: Array, gate: Array) -> Array:
+        return Array(x.shape, node=self._pointwise(MUL_SOFTPLUS, x, gate))
+
+    # -- ops with state ------------------------------------------------------------------------------------------------
+
+    def attention(
+        self, q: Array, k: Array, v: Array, kv: KV, step: Any, scale: float, window: int | None = None
+    ) -> Array:
+        T, H, D = q.shape
+        K, wide = k.shape[1], padded(D)
+        step = self._step(step, kv.store)
+        q16 = self.arena.take(T * H * wide * 2)
+        per_block = 4
+        shared = per_block * D * 4
+        kernel("rows", "heads_to_cache")(
+            (-(-T * (H + 2 * K) // per_block),),
+            (32 * per_block,),
+            (
+                *(view(x) for x in (unroped(q), unroped(k), v)),
+                np.int32(H),
+                np.int32(K),
+                np.int32(D),
+                np.int32(wide),
+                np.uint64(step.state),
+                np.int32(T),
+                *roping(q),
+                *roping(k),
+                np.uint64(q16),
+                np.uint64(kv.keys),
+                np.uint64(kv.values),
+                np.int64(kv.capacity),
+            ),
+            shared_mem=shared,
+            stream=self.stream,
+        )
+        out = Array((T, H, D), self.arena.take(T * H * D * 4))
+        defines = f"D={wide}", f"DIM={D}"
+        shared = 3 * 64 * (wide + 8) * 2
+        head = (
+            np.uint64(q16),
+            np.uint64(kv.keys),
+            np.uint64(kv.values),
+            np.int64(kv.capacity),
+            np.int32(H),
+            np.int32(K),
+        )
+        scales = (np.float32(scale * 1.4426950408889634), np.int32(window or 0))  # exponentials are powers of 2
+        at = (np.uint64(step.state), np.uint64(step.positions.address), np.int32(T), *scales)
+        if step.prefill:
+            kernel("attention", "whole", defines, shared)(
+                (-(-T * (H // K) // 64), K),
+                (128,),
+                (*head, *at, np.uint64(out.address)),
+                shared_mem=shared,
+                stream=self.stream,
+            )
+            return out
+        pieces = split_count(kv.capacity)
+        sums, stats = self.arena.take(pieces * T * H * wide * 4), self.arena.take(pieces * T * H * 8)
+        blocks = pieces * K * -(-T * (H // K) // 64)
+        kernel("attention", "split", defines, shared)(
+            (min(blocks, 2 * self.card.sms),),
+            (128,),
+            (*head, *at, np.uint64(sums), np.uint64(stats)),
+            shared_mem=shared,
+            stream=self.stream,
+        )
+        kernel("attention", "combine", defines)(
+            (H, T),
+            (min(-(-wide // 32) * 32, 256),),
+            (
+                np.uint64(sums),
+                np.uint64(stats),
+                np.int32(H),
+                np.uint64(step.state),
+                np.int32(T),
+                np.uint64(out.address),
+            ),
+            stream=self.stream,
+        )
+        return out
+
+    def latent_attention(self, *_: Any, **__: Any) -> Array:
+        raise BimetalError(NO_LATENT)
+
+    def expanded_attention(self, *_: Any, **__: Any) -> Array:
+        raise BimetalError(NO_LATENT)
+
+    def short_conv(self, x: Array, taps: Array, conv: Conv, step: Any) -> Array:
+        T, C = x.shape
+        step = self._step(step, conv.store)
+        out = Array((T, C), self.arena.take(T * C * 4))
+        self._conv(view(x), taps.address, conv, step.state, T, out.address)
+        return out
+
+    def gated_delta(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        a: Array,
+        b: Array,
+        decay: Array,
+        dt_bias: Array,
+        delta: Delta,
+        step: Any,
+    ) -> Array:
+        T, Hv, Dv = v.shape
+        out = Array((T, Hv, Dv), self.arena.take(T * Hv * Dv * 4))
+        step = self._step(step, delta.store)
+        delta.key_heads = k.shape[1]
+        inputs = tuple(view(x) for x in (*(self._summed(x) for x in (q, k, v)), a, b))
+        self._delta(inputs, decay.address, dt_bias.address, delta, step.state, out.address)
+        return out
+
+    # -- experts -------------------------------------------------------------------------------------------------------
+
+    def route_softmax(self, logits: Array, top_k: int) -> tuple[Array, Array]:
+        return self._route(logits, 0, top_k, 1.0)
+
+    def route_sigmoid(self, logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
+        return self._route(logits, bias.address, top_k, scale)
+
+    def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, chosen: Array) -> Array:
+        T, k = ids.shape
+        C, pairs = down.rows, T * k
+        y = self._experts(self._node(x), gate_up, ids, pairs, k)
+        F = gate_up.rows // 2
+        y = self._experts(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, ids, pairs, 1)
+        out = Array((T, C), self.arena.take(T * C * 4))
+        args = (np.uint64(y.address), np.uint64(chosen.address), np.int32(k), np.int32(C), np.uint64(out.address))
+        kernel("moe", "combine")((-(-C // 256), T), (256,), args, stream=self.stream)
+        return out
+
+    # -- the way out ---------------------------------------------------------------------------------------------------
+
+    def sample(self, logits: Array, sampler: Sampler) -> Any:
+        if not sampler.is_argmax:
+            return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
+        T, V = logits.shape
+        memory = Memory(T * 64 * 8 + T * 4)
+        tokens = Array((T,), memory.address + T * 64 * 8, owner=memory, dtype=np.int32)
+        blocks = min(64, -(-V // 256))
+        kernel("sample", "partial")(
+            (blocks, T), (256,), (np.uint64(logits.address), np.int32(V), np.uint64(memory.address)), stream=self.stream
+        )
+        args = (np.uint64(memory.address), np.int32(blocks), np.uint64(tokens.address))
+        kernel("sample", "final")((T,), (32,), args, stream=self.stream)
+        return tokens
+
+    def read(self, x: Any) -> np.ndarray:
+        if isinstance(x, np.ndarray):
+            return x
+        if x.dtype == np.float32:
+            x = self._kept(x, x.shape[0])
+        out = np.empty(x.shape, x.dtype)
+        if out.size:
+            runtime = cupy.cuda.runtime
+            runtime.memcpyAsync(out.ctypes.data, x.address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+        self.stream.synchronize()
+        if out.dtype == np.int32 and np.any(out < 0):
+            raise FloatingPointError("logits are NaN")
+        return out
+
+    def copy_bandwidth(self) -> float:
+        runtime, n = cupy.cuda.runtime, 1 << 30
+        source, target = Memory(n), Memory(n)
+        best = float("inf")
+        for _ in range(10):
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(self.stream)
+            runtime.memcpyAsync(target.address, source.address, n, runtime.memcpyDeviceToDevice, self.stream.ptr)
+            end.record(self.stream)
+            end.synchronize()
+            best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
+        return 2 * n / best
+
+    def peak_bytes(self) -> int:
+        return int(cupy.get_default_memory_pool().total_bytes())
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _on_device(self, numbers: Any) -> Array:
+        """int32 numbers that an op was given outside `run`."""
+        if isinstance(numbers, Array):
+            return numbers
+        memory = weights.upload(np.ascontiguousarray(numbers, np.int32), self.stream)
+        return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
+
+    def _step(self, step: Any, store: KVStore | Recurrent) -> DeviceStep:
+        """The step on the device, uploaded here where an op is called outside `run`."""
+        if isinstance(step, DeviceStep):
+            return step
+        past, current, path = (store.past, 0, NO_PATH) if isinstance(store, KVStore) else (0, store.current, store.path)
+        inputs = self.replay.inputs_for(step, own=True)
+        inputs.upload(step, past, current, path)
+        if isinstance(store, Recurrent):
+            store.began(step)
+        return inputs.step(len(step))
+
+    def _node(self, x: Array) -> Node:
+        """What computes x for a product: the op that is still to run, or a copy of what is there."""
+        return x.whole_node() or self._pointwise(COPY, x, x)
+
+    def _summed(self, x: Array) -> Array:
+        """x without partial sums."""
+        return x if x.slots == 1 else Array(x.shape, self._pointwise(COPY, x, x).as_dense())
+
+    def _pointwise(self, op: int, x: Array, y: Array) -> Node:
+        T, K = x.shape[0], math.prod(x.shape[1:])
+
+        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+            out = self._out(dense, packed, bf16, K, cols)
+            grid = (-(-int(out["groups"]) // 8), T)
+            args = (np.int32(op), view(x), view(y, wide=x.shape[-1]), out)
+            kernel("rows", "pointwise")(grid, (256,), args, stream=self.stream)
+
+        return Node(self.arena, T, K, emit)
+
+    def _heads(
+        self,
+        x: Array,
+        weight: Array | None,
+        eps: float,
+        positions: Any = None,
+        rope: Rope | None = None,
+        gate: Array | None = None,
+        norm: bool = True,
+    ) -> Array:
+        """An op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
+        T, H, D = x.shape
+        address = weight.address if weight else 0
+        turn = self._rope(rope, positions)
+
+        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+            if (packed or bf16) and D % 32:  # groups of 32 straddle heads
+                source = view(Array((T, H * D), node.as_dense()))
+                out = self._out(0, packed, bf16, H * D, cols)
+                grid = (-(-int(out["groups"]) // 8), T)
+                kernel("rows", "pointwise")(grid, (256,), (np.int32(COPY), source, source, out), stream=self.stream)
+                return
+            shared = 4 * D * 4
+            kernel("rows", "heads")(
+                (-(-T * H // 4),),
+                (128,),
+                (
+                    view(x),
+                    np.int32(H),
+                    np.int32(D),
+                    np.int32(T),
+                    np.int32(norm),
+                    np.uint64(weight.address if weight else 0),
+                    np.float32(eps),
+                    turn,
+                    view(gate) if gate else NOTHING,
+                    np.int32(gate is not None),
+                    self._out(dense, packed, bf16, H * D, cols),
+                ),
+                shared_mem=shared,
+                stream=self.stream,
+            )
+
+        node = Node(self.arena, T, H * D, emit)
+        if gate is None:
+            node.roping = x, (np.int32(norm), np.uint64(address), np.float32(eps), turn)
+        return Array((T, H, D), node=node)
+
+    def _rope(self, rope: Rope | None, positions: Any) -> np.ndarray:
+        if rope is None:
+            return np.zeros((), ROPE)
+        if rope not in self.ropes:
+            self.ropes[rope] = weights.upload(np.array(rope.frequencies, np.float64), self.stream)
+            self.stream.synchronize()
+        table = self.ropes[rope].address, self._on_device(positions).address, len(rope.frequencies), rope.magnitude
+        return np.array(table, ROPE)
+
+    def _experts(self, x: Node, w: Weight, ids: Array, pairs: int, share: int) -> Array:
+        return weights.expert_linear(x, w, ids.address, pairs, share, self.card, self.arena, self.stream)
+
+    def _route(self, logits: Array, bias: int, top_k: int, scale: float) -> tuple[Array, Array]:
+        T, E = logits.shape
+        ids = Array((T, top_k), self.arena.take(T * top_k * 4), dtype=np.int32)
+        chosen = Array((T, top_k), self.arena.take(T * top_k * 4))
+        head = (view(logits), np.int32(T), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
+        args = (*head, np.uint64(ids.address), np.uint64(chosen.address))
+        kernel("moe", "route")((T,), (32,), args, shared_mem=8 * E, stream=self.stream)
+        return ids, chosen
+
+    def _conv(self, x: np.ndarray, taps: int, conv: Conv, step: int, T: int, out: int) -> None:
+        C, n = conv.spec.channels, conv.spec.taps - 1
+        kernel("conv", "conv")(
+            (-(-C // 128), T),
+            (128,),
+            (
+                x,
+                np.uint64(taps),
+                np.int32(C),
+                np.int32(n),
+                np.uint64(conv.tail),
+                np.int64(conv.flip),
+                np.uint64(conv.rows),
+                np.uint64(step),
+                np.uint64(out),
+            ),
+            stream=self.stream,
+        )
+
+    def _delta(self, inputs: tuple[np.ndarray, ...], decay: int, bias: int, delta: Delta, step: int, out: int) -> None:
+        Hv, Dk, Dv = delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
+        changes = delta.rows + 2 * 64 * Hv * Dk * 4
+        factors = changes + 2 * 64 * Hv * Dv * 4
+        shared = (64 * Dk + 16 * Dk + 16 * 32 + 64 * 32 + 64 + 16) * 4
+        kernel("delta", "delta", (f"DK={Dk}", f"DIM={delta.spec.key_dim}"), shared)(
+            (Hv, -(-Dv // 32)),
+            (128,),
+            (
+                *inputs,
+                np.uint64(decay),
+                np.uint64(bias),
+                np.uint64(step),
+                np.int32(delta.key_heads),
+                np.int32(Hv),
+                np.int32(Dv),
+                np.uint64(delta.matrix),
+                np.int64(delta.flip),
+                np.uint64(delta.rows),
+                np.uint64(changes),
+                np.uint64(factors),
+                np.uint64(out),
+            ),
+            shared_mem=shared,
+            stream=self.stream,
+        )
+
+    def _settle(self, recurrent: Recurrent) -> None:
+        """Apply the committed path of every layer, as the next step would, with no rows."""
+        inputs = self.replay.small
+        inputs.upload(Step.chain(np.empty(0, np.int32), 0), 0, recurrent.current, recurrent.path)
+        for layer in recurrent.layers:
+            if isinstance(layer, Conv):
+                self._conv(NOTHING, 0, layer, inputs.memory.address, 1, 0)
+            else:
+                self._delta((NOTHING,) * 5, 0, 0, layer, inputs.memory.address, 0)
+
+    def _kept(self, x: Array, rows: int) -> Array:
+        """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step."""
+        rows = min(rows, x.shape[0])
+        shape = (rows, *x.shape[1:])
+        memory = Memory(4 * int(np.prod(shape)))
+        out = Array(shape, memory.address, owner=memory)
+        if out.size:
+            node = self._pointwise(COPY, x[:rows], x)
+            node.emit(memory.address, 0, 0, 0)
+        return out
+
+    def _out(self, dense: int, packed: int, bf16: int, K: int, cols: int) -> np.ndarray:
+        groups = groups_of(K) if packed else -(-K // 32)
+        return np.array((dense, packed, bf16, K, cols, groups), OUT)
+
+    def _pending_sum(self, x: Array) -> tuple[Node, Array, Array] | None:
+        node = x.whole_node()
+        return (node, *node.parts) if node and node.parts else None
+
+
+def view(x: Array, wide: int = 0) -> np.ndarray:
+    """How a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
+    address, strides, shape = x.address, x.strides, x.shape
+    if wide > 1 and shape[-1] == 1:
+        head = strides[1] if len(shape) == 3 else 0
+        return np.array((address, x.slot, strides[0], head, x.slots, wide, 0), IN)
+    if len(shape) == 3:
+        _, H, D = shape
+        if D > 1 and strides[2] != 1:
+            raise ValueError(f"kernels read heads whose elements are adjacent, got strides {strides} of {shape}")
+        flat = H == 1 or strides[1] == D
+        return np.array((address, x.slot, strides[0], 0 if flat else strides[1], x.slots, 0 if flat else D, 1), IN)
+    if len(shape) == 1:
+        return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
+    if len(shape) == 2 and (shape[1] == 1 or strides[1] == 1):
+        return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
+    raise ValueError(f"kernels read (T, n) or (T, heads, D) with adjacent elements, got {shape} with strides {strides}")
+
+
+def unroped(x: Array) -> Array:
+    """What norm and rope of x start from, so that attention applies them on the way to the cache."""
+    node = x.whole_node()
+    return node.roping[0] if node and node.roping else x
+
+
+def roping(x: Array) -> tuple[Any, ...]:
+    node = x.whole_node()
+    if node and node.roping:
+        return node.roping[1]
+    return np.int32(0), np.uint64(0), np.float32(0), np.zeros((), ROPE)
+
+
+def available() -> Card:
+    """The device's card; raises BimetalError with what to install or choose where CUDA cannot run."""
+    try:
+        if not cupy.cuda.runtime.getDeviceCount():
+            raise BimetalError("no NVIDIA GPU is visible; choose another backend, or check CUDA_VISIBLE_DEVICES")
+        p = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BimetalError(
+            f"the NVIDIA driver does not answer ({error}); install a driver for CUDA "
+            f"{cupy.cuda.runtime.runtimeGetVersion() // 1000}, or choose another backend"
+        ) from None
+    card = Card(
+        p["name"].decode(),
+        10 * p["major"] + p["minor"],
+        p["multiProcessorCount"],
+        p["sharedMemPerMultiprocessor"],
+        p["sharedMemPerBlockOptin"],
+    )
+    if card.capability < OLDEST:
+        raise BimetalError(
+            f"{card.name} has compute capability {card.capability / 10}; the CUDA kernels need 8.0 (Ampere) or newer"
+        )
+    return card

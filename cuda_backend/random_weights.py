@@ -1,0 +1,43 @@
+"""CudaOps that ignores what a tensor holds and makes random blocks of its type on the device, for measuring shapes."""
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+from common.quants import BLOCKS
+from common.tensors import Tensor
+from cuda_backend import weights
+from cuda_backend.launch import Memory, kernel
+from cuda_backend.ops import CudaOps
+from cuda_backend.weights import Weight
+
+SCALES = {"Q4_K": (1e-4, 7.5e-4), "Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}  # of the halves of a block
+
+
+class RandomOps(CudaOps):
+    def weight(self, *parts: Tensor) -> Weight:
+        return weights.load(parts, self.stream, self._random_rows)[0]
+
+    def _random_rows(self, tensor: Tensor, _: Any, rows: slice) -> Memory:
+        """Random blocks for as many rows."""
+        block = BLOCKS[tensor.type]
+        nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
+        memory = Memory(nbytes + 4)
+        args = (
+            np.uint64(memory.address),
+            np.int64(-(-nbytes // 4)),
+            np.uint32(zlib.crc32(tensor.name.encode()) + rows.start),
+        )
+        kernel("random", "fill")((1024,), (256,), args, stream=self.stream)
+        n = nbytes // block.bytes
+        for at, value in zip(block.halves, SCALES[tensor.type], strict=True):
+            block_args = (
+                np.uint64(memory.address),
+                np.int64(n),
+                np.int32(block.bytes),
+                np.int32(at),
+                np.float32(value),
+            )
+            kernel("random", "set_halves")((-(-n // 256),), (256,), block_args, stream=self.stream)
+        return memory

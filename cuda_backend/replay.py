@@ -1,0 +1,183 @@
+"""A step as the device sees it, and one captured graph per (function, rows bucket) that serves every position.
+
+What changes between steps (lengths, positions, tokens, masks, the committed path) is uploaded to fixed memory before
+each run; kernels read it there, so that a graph captured once stays valid.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.step import Step
+from cuda_backend.launch import Arena, Array, Kernel, Memory
+
+TREE_ROWS = 64  # rows of a step that may be a tree or be committed in part; more is prefill
+BUCKETS = (1, 8, 16, 24, 32, 48, 64)
+
+STATE = np.dtype(  # kernels/prelude.cuh StepState
+    [
+        ("past", "i4"),
+        ("rows", "i4"),
+        ("current", "i4"),
+        ("path_length", "i4"),
+        ("kind", "i4"),
+        ("unused", "i4", 11),
+        ("path", "i4", TREE_ROWS),
+        ("parents", "i4", TREE_ROWS),
+        ("seen", "u8", TREE_ROWS),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What ops receive as `step`: T rows, of which the device knows how many are real.
+
+    state  address of the StepState; prefill: more rows than a graph or a tree has
+    """
+
+    tokens: Array
+    positions: Array
+    state: int
+    T: int
+    owner: Any = None
+
+    @property
+    def prefill(self) -> bool:
+        return self.T > TREE_ROWS
+
+    def __len__(self) -> int:
+        return self.T
+
+
+class Inputs:
+    """Device memory for a StepState, `rows` positions and `rows` tokens."""
+
+    def __init__(self, rows: int, stream: cupy.cuda.Stream):
+        self.rows, self.stream = rows, stream
+        self.memory = Memory(STATE.itemsize + 8 * rows)
+        cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
+
+    def upload(self, step: Step, past: int, current: int, path: np.ndarray) -> None:
+        T = len(step)
+        host = np.zeros(STATE.itemsize // 4 + 2 * self.rows, np.int32)
+        state = host[: STATE.itemsize // 4].view(STATE)[0]
+        state["past"], state["rows"], state["current"], state["path_length"] = past, T, current, len(path)
+        state["path"][: len(path)] = path
+        state["kind"] = T > TREE_ROWS
+        if T <= TREE_ROWS:
+            if step.parents is not None:
+                state["parents"][:T] = step.parents
+            bits = np.zeros((T, 64), np.uint8)
+            bits[:, :T] = step.visible
+            state["seen"][:T] = np.packbits(bits, axis=1, bitorder="little").view("<u8")[:, 0]
+        positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]
+        positions[:T] = step.positions
+        on_host = not isinstance(step.tokens, Array)
+        if on_host:
+            host[STATE.itemsize // 4 + self.rows :][:T] = step.tokens
+        runtime = cupy.cuda.runtime
+        size = host.nbytes if on_host else STATE.itemsize + 4 * self.rows
+        runtime.memcpyAsync(self.memory.address, host.ctypes.data, size, runtime.memcpyHostToDevice, self.stream.ptr)
+        if not on_host:
+            tokens = self.memory.address + STATE.itemsize + 4 * self.rows
+            runtime.memcpyAsync(tokens, step.tokens.address, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
+
+    def step(self, T: int) -> DeviceStep:
+        positions = self.memory.address + STATE.itemsize
+        return DeviceStep(
+            Array((T,), positions + 4 * self.rows, dtype=np.int32),
+            Array((T,), positions, dtype=np.int32),
+            self.memory.address,
+            T,
+            self,
+        )
+
+
+@dataclass(frozen=True)
+class Captured:
+    graph: Any
+    out: Any
+
+
+class Replay:
+    """Runs step functions.
+
+    The first call of (function, state, bucket) runs as it comes, the second captures, later ones launch the graph.
+    Prefill, whose lengths do not repeat, always runs as it comes.
+    """
+
+    def __init__(self, arena: Arena, stream: cupy.cuda.Stream, overlap: bool):
+        self.arena, self.stream = arena, stream
+        self.small = Inputs(TREE_ROWS, stream)
+        self.large: Inputs | None = None
+        self.captures = 0
+        self.overlap = overlap
+
+    def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
+        """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
+        T = len(step)
+        step.the_slot()
+        if state.length + T > state.capacity + TREE_ROWS or (T > TREE_ROWS and state.length + T > state.capacity):
+            raise BimetalError(
+                f"{T} more tokens do not fit the context of {state.capacity}, of which {state.length} are used"
+            )
+        if T == 0:
+            raise ValueError("a step needs at least one row")
+        recurrent = state.recurrent
+        current, path = (recurrent.current, recurrent.path) if recurrent else (0, np.empty(0, np.int32))
+        if recurrent:
+            recurrent.began(step)
+        inputs = self.inputs_for(step)
+        inputs.upload(step, state.length, current, path)
+        bucket = T if T > TREE_ROWS else next(b for b in BUCKETS if b >= T)
+        return self._launch(fn, state, inputs.step(bucket)), T
+
+    def inputs_for(self, step: Step, own: bool = False) -> Inputs:
+        """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""
+        T = len(step)
+        if T <= TREE_ROWS:
+            return Inputs(TREE_ROWS, self.stream) if own else self.small
+        if not step.is_chain:
+            raise BimetalError(f"a tree or block has {T} rows; the CUDA kernels take at most {TREE_ROWS}")
+        if own:
+            return Inputs(T, self.stream)
+        if self.large is None or self.large.rows < T:
+            self.large = Inputs(-(-T // 512) * 512, self.stream)
+        return self.large
+
+    def _launch(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Any:
+        table = state.graphs.setdefault(fn, {})
+        if step.prefill or step.T not in table:
+            if not step.prefill:
+                table[step.T] = None
+            self.arena.reset()
+            return fn(state, step)
+        if table[step.T] is None:
+            table[step.T] = self._capture(fn, state, step)
+        captured = table[step.T]
+        captured.graph.launch(self.stream)
+        return captured.out
+
+    def _capture(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Captured:
+        self.arena.reset()
+        self.arena.frozen = True
+        Kernel.overlap = self.overlap
+        self.stream.begin_capture()
+        try:
+            out = fn(state, step)
+        finally:
+            self.arena.frozen = Kernel.overlap = False
+            graph = self.stream.end_capture()
+        self.captures += 1
+        return Captured(graph, out)
+
+
+def graphs() -> Any:
+    """An empty table of captured graphs; they go with the function that they replay."""
+    return weakref.WeakKeyDictionary()

@@ -1,0 +1,429 @@
+"""Matrices on the device: repacked block types and plain floats, and the products with them.
+
+A `Weight` is a stack of segments by rows, one per stored type, so that parts of different types (a Q6_K value
+projection beside Q4_K queries) still make one output.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import cublas
+
+from common.quants import dequantize
+from common.tensors import Tensor
+from cuda_backend.launch import Arena, Array, Memory, Node, kernel
+from cuda_backend.layout import (
+    COLS,
+    FLOATS,
+    MOST_COLS,
+    UNITS,
+    Card,
+    groups_of,
+    packed_bytes,
+    partition,
+    ring,
+    tile_defines,
+)
+
+UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
+ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
+CUDA_R_32F, CUDA_R_16BF, CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 14, 0, 1, 68, -1
+EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one stored type; `columns` x `rows` per expert."""
+
+    type: str
+    rows: int
+    columns: int
+    experts: int
+    memory: Memory
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.rows // 128)
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.columns // UNITS[self.type][0])
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.memory.nbytes // self.experts
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix (rows, columns), or `experts` of them; `nbytes` as stored in the file."""
+
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+    @property
+    def rows(self) -> int:
+        return sum(s.rows for s in self.segments)
+
+    @property
+    def columns(self) -> int:
+        return self.segments[0].columns
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+Stage = Callable[[Tensor, Any, slice], Memory]  # a slice of stored rows -> their bytes on the device
+
+
+def load(parts: Sequence[Tensor], stream: cupy.cuda.Stream, stage: Stage | None = None) -> tuple[Weight, list[str]]:
+    """The parts stacked by rows, and the types that had to be expanded to float16."""
+
+    def upload_rows(_: Tensor, stored: Any, rows: slice) -> Memory:
+        return upload(np.ascontiguousarray(stored[rows]), stream)
+
+    expanded = [p.type for p in parts if p.scales is not None or p.type not in UNITS.keys() | FLOATS.keys()]
+    groups: list[list[Tensor]] = []
+    for part in parts:  # neighbours of one type become one segment
+        if (
+            groups
+            and groups[-1][0].type == part.type
+            and part.scales is None
+            and (len(part.shape) == 2 or part.type in UNITS)
+        ):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    nbytes = sum(part.nbytes for part in parts)
+    return Weight(tuple(_segment(group, stream, stage or upload_rows) for group in groups), nbytes), expanded
+
+
+def held_bytes(part: Tensor) -> int:
+    """Device bytes of a tensor by itself; rows of a neighbour of the same type may fill what pads it to 128 rows."""
+    experts, rows = (part.shape[0], part.shape[1]) if len(part.shape) == 3 else (1, part.shape[0])
+    if part.scales is None and part.type in UNITS:
+        k_size, tile, _, _ = UNITS[part.type]
+        return experts * -(-rows // 128) * -(-part.shape[-1] // k_size) * 8 * tile
+    return experts * rows * part.shape[-1] * (2 if part.scales is not None else FLOATS.get(part.type, 2))
+
+
+def _segment(parts: list[Tensor], stream: cupy.cuda.Stream, stage: Stage) -> Segment:
+    first = parts[0]
+    experts = first.shape[0] if len(first.shape) == 3 else 1
+    rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]
+    if first.scales is not None or first.type not in UNITS:
+        return _float_segment(parts, rows, columns, experts, stream)
+    k_size, tile, _, _ = UNITS[first.type]
+    k_blocks, row_blocks = -(-columns // k_size), -(-rows // 128)
+    unit_row = 8 * tile * k_blocks  # bytes of 128 rows
+    memory = Memory(experts * row_blocks * unit_row)
+    row_bytes = first.data.shape[-1]
+    data = [p.data if p.data.ndim == 3 else p.data.reshape(experts, -1, row_bytes) for p in parts]
+    chunk = max(128, UPLOAD // row_bytes // 128 * 128)
+    for expert in range(experts):
+        source = data[0][expert] if len(data) == 1 else _Rows([d[expert] for d in data])
+        for at in range(0, rows, chunk):
+            n = min(chunk, rows - at)
+            staged = stage(first, source, slice(at, at + n))
+            tiles = -(-n // 128) * 8
+            to = memory.address + (expert * row_blocks + at // 128) * unit_row
+            kernel("repack", "repack", tile_defines(first.type))(
+                (-(-tiles * k_blocks // 8),),
+                (256,),
+                (
+                    np.uint64(staged.address),
+                    np.int64(row_bytes),
+                    np.int32(n),
+                    np.int32(columns),
+                    np.int32(0),
+                    np.int32(tiles),
+                    np.int32(k_blocks),
+                    np.uint64(to),
+                ),
+                stream=stream,
+            )
+            stream.synchronize()  # `staged` is reused
+    return Segment(first.type, rows, columns, experts, memory)
+
+
+class _Rows:
+    """Several (n, bytes) arrays, sliced as if they were stacked."""
+
+    def __init__(self, parts: list[np.ndarray]):
+        self.parts = parts
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        out, at = [], 0
+        for part in self.parts:
+            first, last = max(rows.start - at, 0), min(rows.stop - at, len(part))
+            if first < last:
+                out.append(part[first:last])
+            at += len(part)
+        return np.concatenate(out)
+
+
+def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, stream: cupy.cuda.Stream) -> Segment:
+    first = parts[0]
+    type_ = first.type if first.scales is None and first.type in FLOATS else "F16"
+    size = FLOATS[type_]
+    memory = Memory(experts * rows * columns * size)
+    at = memory.address
+    for part in parts:
+        flat = part.data.reshape(-1, part.data.shape[-1])
+        step = max(1, UPLOAD // (columns * 4))
+        for row in range(0, len(flat), step):
+            if first.scales is None and first.type in FLOATS:
+                chunk = np.ascontiguousarray(flat[row : row + step])
+            else:
+                chunk = _decoded(part, row, step).astype("<f2").view(np.uint8)
+            copy_in(at, chunk, stream)
+            stream.synchronize()
+            at += chunk.nbytes
+    return Segment(type_, rows, columns, experts, memory)
+
+
+def _decoded(part: Tensor, row: int, n: int) -> np.ndarray:
+    """Rows of a tensor of any type, counted over all but the last axis, as float32."""
+    flat = _flat(part)
+    return dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
+
+
+def _flat(part: Tensor) -> Tensor:
+    def flatten(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        shape = (int(np.prod(t.shape[:-1])), t.shape[-1])
+        return Tensor(
+            t.name,
+            t.type,
+            shape,
+            t.data.reshape(shape[0], -1),
+            flatten(t.scales),
+            flatten(t.biases),
+            t.bits,
+            t.group_size,
+        )
+
+    flat = flatten(part)
+    assert flat
+    return flat
+
+
+def upload(array: np.ndarray, stream: cupy.cuda.Stream) -> Memory:
+    """A copy of a contiguous array on the device; returns when the host's may change."""
+    memory = Memory(array.nbytes)
+    copy_in(memory.address, array, stream)
+    return memory
+
+
+def copy_in(address: int, array: np.ndarray, stream: cupy.cuda.Stream) -> None:
+    """Copy from pageable memory, which the driver has read when this returns."""
+    cupy.cuda.runtime.memcpyAsync(
+        address, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr
+    )
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
+    """x (T, columns), computed by `node` where anything still has to be, times each segment's rows."""
+    T, N = x.shape[0], w.rows
+    if T > MOST_COLS:
+        return _product(T, w, arena, stream, node)
+    cols = next(c for c in COLS if c >= T)
+    grids = {s: partition(ring(card, s.type, cols)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
+    slots = max((n for _, n in grids.values()), default=1)
+    out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N)
+    at = out.address
+    for s in w.segments:
+        if s in grids:
+            _quantized(s, node.as_packed(cols), at, T, cols, N, (grids[s][0],), card, stream, slots=slots)
+        else:
+            _dense(s, node.as_dense(), at, T, N, stream, slots=slots)
+        at += 4 * s.rows
+    return out
+
+
+def expert_linear(
+    x: Node, w: Weight, ids: int, pairs: int, share: int, card: Card, arena: Arena, stream: cupy.cuda.Stream
+) -> Array:
+    """Row p // share of x times expert ids[p], for each of `pairs` pairs p: (pairs, rows)"""
+    N = w.rows
+    out = Array((pairs, N), arena.take(pairs * N * 4))
+    at = out.address
+    for s in w.segments:
+        if s.type in UNITS:
+            grid = (min(2 * card.sms, pairs * s.row_blocks),)
+            _quantized(s, x.as_packed(1), at, pairs, 1, N, grid, card, stream, ids=ids, share=share)
+        else:
+            _dense(s, x.as_dense(), at, pairs, N, stream, ids=ids, share=share)
+        at += 4 * s.rows
+    return out
+
+
+def _packed(w: Weight) -> list[Segment]:
+    return [s for s in w.segments if s.type in UNITS]
+
+
+def _quantized(
+    s: Segment,
+    x: int,
+    out: int,
+    T: int,
+    cols: int,
+    row_stride: int,
+    grid: tuple[int],
+    card: Card,
+    stream: cupy.cuda.Stream,
+    slots: int = 1,
+    ids: int = 0,
+    share: int = 1,
+) -> None:
+    _, stages, shared = ring(card, s.type, cols)
+    defines = (*tile_defines(s.type), f"COLS={cols}", f"STAGES={stages}", *(("EXPERTS",) if ids else ()))
+    kernel("linear", "linear", defines, shared)(
+        grid,
+        (288,),
+        (
+            np.uint64(s.memory.address),
+            np.uint64(x),
+            np.uint64(out),
+            np.int32(s.rows),
+            np.int32(T),
+            np.int32(s.row_blocks),
+            np.int32(s.k_blocks),
+            np.int32(slots),
+            np.int64(T * row_stride),
+            np.int64(row_stride),
+            np.uint64(ids),
+            np.int64(s.expert_bytes),
+            np.int32(share),
+            np.int64(groups_of(s.columns) * packed_bytes(1)),
+        ),
+        shared_mem=shared,
+        stream=stream,
+    )
+
+
+def _dense(
+    s: Segment,
+    x: int,
+    out: int,
+    T: int,
+    row_stride: int,
+    stream: cupy.cuda.Stream,
+    slots: int = 1,
+    ids: int = 0,
+    share: int = 1,
+) -> None:
+    kernel("dense", "dense", (s.type, *(("EXPERTS",) if ids else ())))(
+        (-(-s.rows // 8), T if ids else -(-T // 8)),
+        (256,),
+        (
+            np.uint64(s.memory.address),
+            np.uint64(x),
+            np.uint64(out),
+            np.int32(s.rows),
+            np.int32(s.columns),
+            np.int32(T),
+            np.int64(row_stride),
+            np.int32(slots),
+            np.int64(T * row_stride),
+            np.uint64(ids),
+            np.int64(s.rows),
+            np.int32(share),
+        ),
+        stream=stream,
+    )
+
+
+def _product(T: int, w: Weight, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
+    """More rows than `linear` takes: bf16 through cuBLAS, a slice of the matrix expanded at a time.
+
+    A float32 matrix (a router, whose order decides) keeps its precision, 64 rows of x at a time.
+    """
+    N = w.rows
+    out = Array((T, N), arena.take(T * N * 4))
+    at = out.address
+    for s in w.segments:
+        if s.type == "F32":
+            x = node.as_dense()
+            for t in range(0, T, MOST_COLS):
+                n = min(MOST_COLS, T - t)
+                _dense(s, x + t * s.columns * 4, at + t * N * 4, n, N, stream)
+        else:
+            step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
+            scratch = 0 if s.type == "BF16" else arena.take(step * s.columns * 2)
+            for row in range(0, s.rows, step):
+                n = min(step, s.rows - row)
+                if s.type == "BF16":
+                    matrix = s.memory.address + row * s.columns * 2
+                else:
+                    matrix = scratch
+                    _expand(s, row, n, matrix, stream)
+                _gemm(node.as_bf16(), matrix, at + row * 4, T, n, s.columns, N, stream)
+        at += 4 * s.rows
+    return out
+
+
+def _expand(s: Segment, row: int, n: int, out: int, stream: cupy.cuda.Stream, dense: int = 0) -> None:
+    """Rows row..row+n of a segment of one expert to bf16 at `out`, or to float32 at `dense`."""
+    if s.type in UNITS:
+        tiles = -(-n // 16)
+        units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
+        sizes = (np.int32(n), np.int32(s.columns), np.int32(s.k_blocks), np.int32(tiles))
+        kernel("expand", "expand", tile_defines(s.type))(
+            (-(-tiles * s.k_blocks // 8),),
+            (256,),
+            (np.uint64(units), *sizes, np.uint64(out), np.uint64(dense)),
+            stream=stream,
+        )
+    else:
+        source = s.memory.address + row * s.columns * FLOATS[s.type]
+        args = (np.uint64(source), np.int64(n * s.columns), np.uint64(out))
+        kernel("dense", "to_bf16_matrix", (s.type,))((2048,), (256,), args, stream=stream)
+
+
+def _gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, stream: cupy.cuda.Stream) -> None:
+    """out (T, rows) float32 = x (T, columns) w' (rows, columns), both bf16; in cuBLAS's column order w' x'."""
+    with stream:  # CuPy hands its current stream to cuBLAS
+        cublas.gemmEx(
+            cupy.cuda.device.get_cublas_handle(),
+            CUBLAS_OP_T,
+            CUBLAS_OP_N,
+            rows,
+            T,
+            columns,
+            ONE.ctypes.data,
+            w,
+            CUDA_R_16BF,
+            columns,
+            x,
+            CUDA_R_16BF,
+            columns,
+            ZERO.ctypes.data,
+            out,
+            CUDA_R_32F,
+            row_stride,
+            CUBLAS_COMPUTE_32F,
+            CUBLAS_GEMM_DEFAULT,
+        )
+
+
+def embed(table: Weight, tokens: int, T: int, arena: Arena, stream: cupy.cuda.Stream) -> Array:
+    """Rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
+    (s,) = table.segments
+    out = Array((T, s.columns), arena.take(T * s.columns * 4))
+    if s.type in UNITS:
+        sizes = (np.int32(s.rows), np.int32(s.columns), np.int32(s.k_blocks))
+        args = (np.uint64(s.memory.address), *sizes, np.uint64(tokens), np.uint64(out.address))
+        kernel("expand", "embed", tile_defines(s.type))((s.k_blocks, T), (32,), args, stream=stream)
+    else:
+        head = (np.uint64(s.memory.address), np.int32(s.rows), np.int32(s.columns), np.uint64(tokens))
+        blocks = -(-s.columns // 256)
+        kernel("dense", "embed", (s.type,))((blocks, T), (256,), (*head, np.uint64(out.address)), stream=stream)
+    return out

@@ -1,0 +1,176 @@
+"""CudaOps against NumpyOps, block types against their decoding, and rows that do not depend on their neighbours."""
+
+import numpy as np
+import pytest
+from cases import CASES, TOLERANCE, Case
+
+from common.errors import BimetalError
+from common.quants import BLOCKS, dequantize
+from common.reference import NumpyOps
+from common.tensors import Tensor
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.layout import UNITS  # noqa: E402
+from cuda_backend.ops import CudaOps  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+REFUSED = (  # what the kernels do not take yet, and say so
+    "a tree or block has 65 rows",
+    "no latent attention yet",
+    "attention keys are 24 and values 8 wide",
+)
+# keys, values and queries are float16, quantized matrices meet int8 activations, prefill multiplies in bfloat16
+COLUMN = {"attention": 1, "moe": 2}
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_op(case: Case, ops):
+    ops.arena.reset()
+    try:
+        outputs = case(ops)
+    except BimetalError as error:
+        if any(reason in str(error) for reason in REFUSED):
+            pytest.skip(str(error))
+        raise
+    tolerance = max(TOLERANCE[case.op][COLUMN.get(case.op, 0)], 2e-6)
+    for out, want in zip(outputs, case(NumpyOps()), strict=True):
+        assert out.shape == want.shape
+        assert np.abs(out - want).max() <= tolerance * np.abs(want).max()
+
+
+def random_matrix(type_: str, rows: int, columns: int, experts: int = 0) -> Tensor:
+    """Random codes, and scales of about 1/100."""
+    block, random = BLOCKS[type_], np.random.default_rng(5)
+    n = max(experts, 1) * rows * columns // block.elements
+    blocks = random.integers(0, 256, (n, block.bytes), dtype=np.uint8)
+    for at in block.halves:
+        blocks[:, at : at + 2] = random.uniform(0.005, 0.02, n).astype("<f2")[:, None].view(np.uint8)
+    if type_ == "MXFP4":
+        blocks[:, 0] = random.integers(115, 125, n)
+    shape = (experts, rows, columns) if experts else (rows, columns)
+    return Tensor("w", type_, shape, blocks.reshape(*shape[:-1], -1))
+
+
+def quantized_rows(x: np.ndarray) -> np.ndarray:
+    """What the kernels make of activations: int8 per 32 columns, in float64."""
+    padded = np.zeros((len(x), -(-x.shape[1] // 32) * 32), np.float32)
+    padded[:, : x.shape[1]] = x
+    groups = padded.reshape(len(x), -1, 32)
+    scale = np.abs(groups).max(axis=-1, keepdims=True) * np.float32(1 / 127)
+    codes = np.rint(groups * (np.float32(1) / np.maximum(scale, np.float32(1e-30))))
+    return (codes.astype(np.float64) * scale).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def rows_on(ops, x: np.ndarray):
+    table = ops.weight(Tensor("x", "F32", x.shape, x.view(np.uint8)))
+    return ops.embed(table, np.arange(len(x), dtype=np.int32))
+
+
+@pytest.mark.parametrize("type_", UNITS)
+@pytest.mark.parametrize("shape", [(300, 1280), (5, 256), (1024, 768)])
+def test_embed_decodes(type_, shape, ops):
+    """The repacked matrix holds the file's values."""
+    ops.arena.reset()
+    tensor = random_matrix(type_, *shape)
+    rows = np.array([0, 1, shape[0] - 1, shape[0] // 2], np.int32)
+    want = dequantize(tensor)[rows]
+    np.testing.assert_allclose(ops.read(ops.embed(ops.weight(tensor), rows)), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("type_", UNITS)
+@pytest.mark.parametrize("shape", [(300, 1280), (5, 256), (1024, 768), (5120, 512)])
+def test_quantized_linear(type_, shape, ops):
+    """The product is that of the file's values with the int8 activations, and a row's never depends on the others."""
+    tensor = random_matrix(type_, *shape)
+    w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
+    x = np.random.default_rng(3).normal(size=(64, shape[1])).astype(np.float32)
+    x[:, 7] *= 30
+    want = quantized_rows(x) @ values.T
+    alone = None
+    for T in (64, 1, 2, 7, 8, 9, 16, 22, 33, 48):
+        ops.arena.reset()
+        out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
+        assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
+        alone = out if alone is None else alone
+        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 64"
+
+
+@pytest.mark.parametrize("type_", [*UNITS, "BF16", "F16"])
+def test_prefill(type_, ops):
+    """More than 64 rows multiply in bfloat16."""
+    if type_ in UNITS:
+        tensor = random_matrix(type_, 300, 1280)
+    else:
+        halves = np.random.default_rng(1).normal(size=(300, 1280)).astype(np.float16)
+        bits = (halves.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) if type_ == "BF16" else halves
+        tensor = Tensor("w", type_, (300, 1280), bits.view(np.uint8))
+    ops.arena.reset()
+    x = np.random.default_rng(3).normal(size=(100, 1280)).astype(np.float32)
+    want = x.astype(np.float64) @ dequantize(tensor).astype(np.float64).T
+    out = ops.read(ops.linear(rows_on(ops, x), ops.weight(tensor)))
+    assert np.abs(out - want).max() <= 1e-2 * np.abs(want).max()
+
+
+def test_mixed_types(ops):
+    """Parts of different types make one matrix."""
+    parts = [random_matrix("Q6_K", 200, 512), random_matrix("Q4_K", 130, 512), random_matrix("Q4_K", 3, 512)]
+    half = np.random.default_rng(2).normal(size=(9, 512)).astype(np.float16)
+    parts.append(Tensor("h", "F16", (9, 512), half.view(np.uint8)))
+    x = np.random.default_rng(3).normal(size=(3, 512)).astype(np.float32)
+    values = np.concatenate([dequantize(p) for p in parts]).astype(np.float64)
+    for T in (1, 3):
+        ops.arena.reset()
+        out = ops.read(ops.linear(rows_on(ops, x[:T]), ops.weight(*parts)))
+        want = x[:T] @ values.T
+        assert np.abs(out - want).max() <= 1e-2 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("type_", ["IQ2_XXS", "TQ2_0"])
+def test_expanded_types(type_, ops, capfd):
+    """A type without a kernel is held as float16, and the user is told."""
+    ops.arena.reset()
+    tensor = random_matrix(type_, 40, 512)
+    x = np.random.default_rng(3).normal(size=(2, 512)).astype(np.float32)
+    out = ops.read(ops.linear(rows_on(ops, x), ops.weight(tensor)))
+    np.testing.assert_allclose(out, x @ dequantize(tensor).T, rtol=1e-2, atol=1e-2 * np.abs(out).max())
+    assert type_ in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
+def test_quantized_experts(type_, ops):
+    """Experts multiply the rows that chose them, whichever rows there are."""
+    gate_up, down = random_matrix(type_, 512, 256, experts=6), random_matrix(type_, 256, 256, experts=6)
+    w, v = ops.weight(gate_up), ops.weight(down)
+    x = np.random.default_rng(3).normal(size=(20, 256)).astype(np.float32)
+    logits = np.random.default_rng(4).normal(size=(20, 6)).astype(np.float32)
+    reference = NumpyOps()
+    ids, weights = reference.route_softmax(logits, 2)
+    want = reference.moe(x, dequantize(gate_up), dequantize(down), ids, weights)
+    outs = []
+    for T in (20, 1, 7):
+        ops.arena.reset()
+        chosen = ops.route_softmax(rows_on(ops, logits[:T]), 2)
+        outs.append(ops.read(ops.moe(rows_on(ops, x[:T]), w, v, *chosen)))
+        assert np.abs(outs[-1] - want[:T]).max() <= 5e-2 * np.abs(want).max()
+        assert np.array_equal(outs[-1], outs[0][:T])
+
+
+def test_argmax(ops):
+    from common.sampling import Sampler, Sampling
+
+    greedy = Sampler(Sampling())
+    logits = np.random.default_rng(3).normal(size=(5, 30011)).astype(np.float32)
+    logits[1, [70, 30000]] = 9  # ties go to the smaller id
+    logits[2] = -np.inf
+    logits[2, 17] = -1e30
+    assert ops.read(ops.sample(rows_on(ops, logits), greedy)).tolist() == logits.argmax(-1).tolist()
+    logits[3, 5] = np.nan
+    with pytest.raises(FloatingPointError):
+        ops.read(ops.sample(rows_on(ops, logits), greedy))
