@@ -58,6 +58,7 @@ class LayerSize:
 class Ops(ABC):
     name: str  # "numpy", "mlx", "cuda"
     item_bytes: int  # of an activation, and of a cached key or value
+    prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
 
     # -- weights and states ----------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ import numpy as np
 from common.decode.plain import plain
 from common.errors import BimetalError, UsageError
 from common.models import Model
-from common.ops import Array
+from common.ops import Array, Ops
 from common.reply import Parts, ReplyParser, overlap
 from common.sampling import Sampler, Sampling, log_softmax
 from common.step import Snapshot, Step
 from common.tokenizer import Tokenizer
 
-PREFILL_ROWS = 512  # rows per prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
+PREFILL_ROWS = Ops.prefill_rows  # where all logits of a step are wanted
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Session:
         while at < end:
             if cancel is not None and cancel.is_set():
                 return None
-            n = min(PREFILL_ROWS, end - at)
+            n = min(self.model.ops.prefill_rows, end - at)
             chunk = np.asarray(prompt[at : at + n], np.int32)
             rows = slice(n - 1, n) if at + n == end else slice(0, 0)
             logits = self.model.forward(self.state, Step.chain(chunk, at), rows)

@@ -139,8 +139,9 @@ def ours(model: Model) -> Runner:
     def once(prompt: np.ndarray, new_tokens: int) -> Timing:
         state = model.new_state(len(prompt) + new_tokens)
         with Clock() as prefill:
-            for at in range(0, len(prompt), PREFILL_ROWS):
-                chunk = prompt[at : at + PREFILL_ROWS]
+            rows = model.ops.prefill_rows
+            for at in range(0, len(prompt), rows):
+                chunk = prompt[at : at + rows]
                 logits = model.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
                 state.commit(np.arange(len(chunk)))
             tokens = plain(model, state, logits, Sampler(Sampling()))
