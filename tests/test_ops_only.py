@@ -29,7 +29,7 @@ class Opaque:
 
     def __getitem__(self, index):
         for part in index if isinstance(index, tuple) else (index,):
-            assert isinstance(part, int | slice), f"a model may slice, not gather: {part!r}"
+            assert part is ... or isinstance(part, int | slice), f"a model may slice, not gather: {part!r}"
         return Opaque(self._hidden[index])
 
     def __array__(self, *args, **kwargs):

