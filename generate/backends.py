@@ -9,7 +9,7 @@ from types import ModuleType
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
-from common.models import Model, is_defined, load_model
+from common.models import Model, is_defined, is_wide, load_model
 from common.ops import Ops
 
 
@@ -72,7 +72,7 @@ def open_backend(name: str | None, checkpoint: Checkpoint) -> Ops:
         from common.reference import NumpyOps
 
         return NumpyOps()
-    return backend_package(chosen).open_ops(checkpoint)
+    return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
 
 
 def open_model(checkpoint: Checkpoint, backend: str | None, progress: bool = False) -> Model:

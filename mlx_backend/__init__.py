@@ -12,11 +12,14 @@ from mlx_backend.ops import MlxOps
 from mlx_backend.weights import stored_dtype
 
 
-def open_ops(checkpoint: Checkpoint) -> MlxOps:
-    """MLX on its default device: float32 on the CPU, on a GPU the type in which `checkpoint` stores most bytes."""
+def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
+    """MLX on its default device: float32 on the CPU, on a GPU the type in which `checkpoint` stores most bytes.
+
+    wide  the model's activations pass 65504, so bfloat16 takes the place of float16
+    """
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
-    return MlxOps(stored_dtype(checkpoint.tensors.values()))
+    return MlxOps(stored_dtype(checkpoint.tensors.values(), wide))
 
 
 def load_fallback(checkpoint: Checkpoint, ops: MlxOps) -> Any:

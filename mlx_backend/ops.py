@@ -23,6 +23,8 @@ from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
+HOST_ROWS = 8  # rows from which, on the CPU, NumPy's BLAS pays for decoding the weights: MLX's product is a plain loop
+HOST_VALUES = 2**21  # weights decoded at a time for it
 
 
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -121,7 +123,8 @@ class MlxOps(Ops):
         return mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=self.dtype)
 
     def linear(self, x: Array, w: Weight) -> Array:
-        out = [_matmul(x, part) for part in w]
+        on_host = len(x) >= HOST_ROWS and self.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
+        out = [(_host_matmul if on_host else _matmul)(x, part) for part in w]
         return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 
     def head_linear(self, x: Array, w: Weight) -> Array:
@@ -344,6 +347,21 @@ def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
             x, *part[:3], transpose=transpose, group_size=part.group_size, bits=part.bits, mode=part.mode
         )
     return x @ (part.swapaxes(-1, -2) if transpose else part)
+
+
+def _host_matmul(x: mx.array, part: Part) -> mx.array:
+    """_matmul in float32 through NumPy, a block of rows of the weight at a time."""
+    rows = np.array(x)
+    if not isinstance(part, Packed):
+        return mx.array(rows @ np.array(part, copy=False).T)
+    N = part.codes.shape[0]
+    step = max(1, HOST_VALUES // x.shape[-1])
+    out = np.empty((len(rows), N), np.float32)
+    for at in range(0, N, step):
+        codes, scales, biases = (None if a is None else a[at : at + step] for a in part[:3])
+        block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
+        np.matmul(rows, np.array(block, copy=False).T, out=out[:, at : at + step])
+    return mx.array(out)
 
 
 def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:

@@ -91,13 +91,17 @@ def load_matrix(parts: tuple[Tensor, ...], dtype: mx.Dtype) -> Weight:
     return tuple(_packed(group, dtype) if _format(group[0]) else _dense(group, dtype) for group in groups)
 
 
-def stored_dtype(tensors: Iterable[Tensor]) -> mx.Dtype:
-    """The float type that holds most of a checkpoint's bytes; the scales' of quantized ones, float16 in GGUF blocks."""
+def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
+    """The float type that holds most of a checkpoint's bytes; the scales' of quantized ones, float16 in GGUF blocks.
+
+    wide  bfloat16 in place of float16
+    """
     sizes = {mx.float16: 0, mx.bfloat16: 0, mx.float32: 0}
     for tensor in tensors:
         type_ = tensor.scales.type if tensor.scales is not None else tensor.type
         sizes[{"BF16": mx.bfloat16, "U8": mx.bfloat16, "F32": mx.float32}.get(type_, mx.float16)] += tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    best = max(sizes, key=lambda dtype: sizes[dtype])
+    return mx.bfloat16 if wide and best == mx.float16 else best
 
 
 def nbytes(weight: Weight) -> int:

@@ -35,6 +35,11 @@ def is_defined(checkpoint: Checkpoint) -> bool:
     return isinstance(name, str) and name in ARCHITECTURES
 
 
+def is_wide(checkpoint: Checkpoint) -> bool:
+    """Do activations of this architecture pass float16's range?"""
+    return is_defined(checkpoint) and getattr(architecture(checkpoint)[1], "WIDE", False)
+
+
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
     """The checkpoint's architecture and the module that defines it."""
     name = checkpoint.config.get(_name_key(checkpoint))

@@ -26,6 +26,7 @@ from common.ops import Array, Ops, Rope
 from common.step import KVSpec, LayerSpec, State, Step, WindowSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
+WIDE = True  # products inside the experts pass float16's 65504
 KINDS = ("full_attention", "sliding_attention")
 
 
