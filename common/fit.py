@@ -146,9 +146,9 @@ def fetch_headers(repo: str, listing: hub.Listing, paths: Sequence[str], folder:
         try:
             _fetch_header(repo, path, listing, target)
         except HfHubHTTPError as error:
-            raise BimetalError(hub._refusal(error, repo)) from None
+            raise BimetalError(hub.hub_refusal(error, repo)) from None
         except (HTTPError, OSError) as error:
-            raise BimetalError(f"the headers of {repo} could not be fetched: {hub._reason(error)}") from None
+            raise BimetalError(f"the headers of {repo} could not be fetched: {hub.short_reason(error)}") from None
 
     with ThreadPoolExecutor(hub.WORKERS) as pool:
         jobs = pool.map(fetch, wanted)

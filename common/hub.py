@@ -110,7 +110,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
 
     storage = Path(constants.HF_HUB_CACHE, "models--" + repo.replace("/", "--"))
     try:
-        listing, where = _remote_listing(repo, revision), repo
+        listing, where = remote_listing(repo, revision), repo
     except HubUnavailableError:
         cached = _cached_listing(storage, revision)
         if cached is None:
@@ -167,7 +167,7 @@ def _parts_of_file(models: dict[str, list[str]], where: str, file: str) -> list[
 
 
 def _parts_of_quant(models: dict[str, list[str]], where: str, quant: str | None) -> list[str]:
-    labels = {name: _label(name) for name in models}
+    labels = {name: quant_label(name) for name in models}
     wanted = (quant or DEFAULT_QUANT).upper()
     rules: list[Callable[[str], bool]] = [lambda label: label == wanted]
     if quant is None:
@@ -186,7 +186,7 @@ def _parts_of_quant(models: dict[str, list[str]], where: str, quant: str | None)
     raise BimetalError(f"{where} has {amount} {asked}; name one of {', '.join(there)}, as in owner/repo:{there[0]}")
 
 
-def _label(name: str) -> str:
+def quant_label(name: str) -> str:
     """The quantization in a GGUF's path, in capitals (`UD-Q4_K_XL`); without any, the file's stem."""
     found = QUANT.findall(name.removesuffix(".gguf"))
     return (found[-1] if found else Path(name).stem).upper()
@@ -195,7 +195,7 @@ def _label(name: str) -> str:
 # What is there
 
 
-def _remote_listing(repo: str, revision: str | None) -> Listing:
+def remote_listing(repo: str, revision: str | None) -> Listing:
     from huggingface_hub import HfApi, constants, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RevisionNotFoundError
 
@@ -211,16 +211,18 @@ def _remote_listing(repo: str, revision: str | None) -> Listing:
             raise BimetalError(f"{repo} has no revision {revision!r}") from None
         except HfHubHTTPError as error:
             if wait is None or error.response.status_code not in RETRIED:
-                raise HubUnavailableError(_refusal(error, repo)) from None
+                raise HubUnavailableError(hub_refusal(error, repo)) from None
             time.sleep(wait)
         except HFValidationError as error:
-            raise BimetalError(f"{repo!r} is not a repository name: {_reason(error)}") from None
+            raise BimetalError(f"{repo!r} is not a repository name: {short_reason(error)}") from None
         except (HTTPError, OSError) as error:
             raise HubUnavailableError(
-                f"{absent}, and {constants.ENDPOINT} cannot be reached ({_reason(error)})"
+                f"{absent}, and {constants.ENDPOINT} cannot be reached ({short_reason(error)})"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise BimetalError(f"{constants.ENDPOINT} does not answer like a model hub ({_reason(error)})") from None
+            raise BimetalError(
+                f"{constants.ENDPOINT} does not answer like a model hub ({short_reason(error)})"
+            ) from None
     files = info.siblings or []
     if not info.sha or any(f.size is None for f in files):
         raise BimetalError(f"{constants.ENDPOINT} gave no commit or no file sizes for {repo}")
@@ -292,13 +294,13 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
     except (HTTPError, OSError) as error:
         cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
         if isinstance(cause, HfHubHTTPError):
-            raise BimetalError(_refusal(cause, repo)) from None
+            raise BimetalError(hub_refusal(cause, repo)) from None
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BimetalError(f"the disk of {storage} is full; make room, or set HF_HOME to a larger disk") from None
         if isinstance(cause, OSError) and cause.filename:
-            raise BimetalError(f"cannot write to the cache: {_reason(cause)}") from None
+            raise BimetalError(f"cannot write to the cache: {short_reason(cause)}") from None
         raise BimetalError(
-            f"the download of {repo} from {constants.ENDPOINT} broke off ({_reason(cause)}); run again to continue it"
+            f"the download of {repo} from {constants.ENDPOINT} broke off ({short_reason(cause)}); run again to continue it"
         ) from None
     for path in paths:
         arrived = _size(storage / "snapshots" / listing.commit / path)
@@ -406,7 +408,7 @@ def _size(path: Path) -> int:
 # What to say
 
 
-def _refusal(error: Any, repo: str) -> str:
+def hub_refusal(error: Any, repo: str) -> str:
     """The sentence for an HTTP error answer (an HfHubHTTPError)."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -421,5 +423,5 @@ def _refusal(error: Any, repo: str) -> str:
     return f"{constants.ENDPOINT} answers {status} {error.response.reason_phrase} for {repo}; try again later"
 
 
-def _reason(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

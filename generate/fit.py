@@ -76,7 +76,7 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
         yield _local(hub.resolve_model(name)), ""
         return
     try:
-        listing = hub._remote_listing(match["repo"], None)
+        listing = hub.remote_listing(match["repo"], None)
     except hub.HubUnavailableError:
         yield _local(hub.resolve_model(name)), ""  # the cached copy, or the reason why there is none
         return
@@ -117,7 +117,7 @@ def _labelled(entries: Iterable[str]) -> dict[str, str]:
     """Paths by quantization, or by themselves where two are of one; "" is "safetensors"."""
     labelled: dict[str, str] = {}
     for entry in entries:
-        label = hub._label(entry) if entry.endswith(".gguf") else entry or "safetensors"
+        label = hub.quant_label(entry) if entry.endswith(".gguf") else entry or "safetensors"
         labelled[entry if label in labelled else label] = entry
     return labelled
 

@@ -253,7 +253,7 @@ def test_a_lone_gguf_needs_no_quantization(aside: str) -> None:
     ],
 )
 def test_the_quantization_in_a_file_name(path: str, label: str) -> None:
-    assert hub._label(path) == label
+    assert hub.quant_label(path) == label
 
 
 def test_an_absent_file_is_refused_with_those_that_are_there(cache: Path) -> None:
