@@ -274,9 +274,10 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils import WeakFileLock
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm
+    from tqdm.asyncio import tqdm_asyncio
 
-    class NoBar(tqdm):  # the small files that are left to huggingface_hub
+    class NoBar(tqdm_asyncio):  # the small files that are left to huggingface_hub
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
@@ -300,7 +301,8 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
         if isinstance(cause, OSError) and cause.filename:
             raise BimetalError(f"cannot write to the cache: {short_reason(cause)}") from None
         raise BimetalError(
-            f"the download of {repo} from {constants.ENDPOINT} broke off ({short_reason(cause)}); run again to continue it"
+            f"the download of {repo} from {constants.ENDPOINT} broke off ({short_reason(cause)}); "
+            "run again to continue it"
         ) from None
     for path in paths:
         arrived = _size(storage / "snapshots" / listing.commit / path)

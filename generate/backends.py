@@ -4,6 +4,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -39,8 +40,8 @@ def find_mlx() -> Found:
     if mx.default_device().type == mx.DeviceType.gpu:
         info = mx.device_info()
         gib = int(info.get("memory_size", 0)) / 2**30
-        return Found("mlx", True, f"{info.get('device_name', 'GPU')}, {gib:.0f} GiB, MLX {mx.__version__}")
-    return Found("mlx", True, f"CPU ({platform.machine()}), MLX {mx.__version__}")
+        return Found("mlx", True, f"{info.get('device_name', 'GPU')}, {gib:.0f} GiB, MLX {version('mlx')}")
+    return Found("mlx", True, f"CPU ({platform.machine()}), MLX {version('mlx')}")
 
 
 def find_numpy() -> Found:

@@ -156,9 +156,12 @@ class AsyncStream(_Collected):
         except asyncio.CancelledError:
             self._cancel.set()
             raise
-        if item is _DONE or isinstance(item, BaseException):
+        if item is _DONE:
+            self._items.put_nowait(_DONE)  # a finished iterator stays finished
+            raise StopAsyncIteration
+        if isinstance(item, BaseException):
             self._items.put_nowait(_DONE)
-            raise StopAsyncIteration if item is _DONE else item
+            raise item
         return self._collect(item)
 
     def cancel(self) -> None:

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -93,7 +93,11 @@ class FallbackState(State):
 
 
 def _arrays(caches: list[Any]) -> list[mx.array]:
-    return [x for _, x in tree_flatten([c.state for c in caches]) if isinstance(x, mx.array)]
+    return [x for x in _leaves([c.state for c in caches]) if isinstance(x, mx.array)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return [leaf for _, leaf in cast(list[tuple[str, Any]], tree_flatten(tree))]
 
 
 def _copied(cache: Any) -> Any:

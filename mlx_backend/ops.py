@@ -358,7 +358,9 @@ def _host_matmul(x: mx.array, part: Part) -> mx.array:
     step = max(1, HOST_VALUES // x.shape[-1])
     out = np.empty((len(rows), N), np.float32)
     for at in range(0, N, step):
-        codes, scales, biases = (None if a is None else a[at : at + step] for a in part[:3])
+        some = slice(at, at + step)
+        biases = None if part.biases is None else part.biases[some]
+        codes, scales = part.codes[some], part.scales[some]
         block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
         np.matmul(rows, np.array(block, copy=False).T, out=out[:, at : at + step])
     return mx.array(out)
