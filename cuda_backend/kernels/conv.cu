@@ -25,19 +25,20 @@ extern "C" __global__ void conv(In x, const float* taps, int C, int n, float* ta
     const History past = {tail + current * flip, rows + (s64)current * 64 * C, step, n, C};
     float* next_tail = tail + (1 - current) * flip;
     if (t < step->rows) {
-        float sum = 0.0f;
-#pragma unroll 4
-        for (int j = n, row = t; j >= 0; j--) {
-            const float v = row >= 0 ? load(x, row, c) : past.at(-row, c);
-            if (j == n && !step->kind) rows[((s64)(1 - current) * 64 + t) * C + c] = v;
-            sum += taps[c * (n + 1) + j] * v;
+        const float own = load_one(x, row_of(x, t) + c);
+        if (!step->kind) rows[((s64)(1 - current) * 64 + t) * C + c] = own;
+        float sum = taps[c * (n + 1) + n] * own;
+#pragma unroll 3
+        for (int j = n - 1, row = t; j >= 0; j--) {
             row = row >= 0 && !step->kind ? step->parents[row] : row - 1;
+            sum += taps[c * (n + 1) + j] * (row >= 0 ? load_one(x, row_of(x, row) + c) : past.at(-row, c));
         }
         out[(s64)t * C + c] = silu(sum);
     }
     if (t == 0)
+#pragma unroll 1
         for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 leaves its own last rows
             const int row = step->kind ? step->rows - n + j : j - n;
-            next_tail[(s64)j * C + c] = row >= 0 ? load(x, row, c) : past.at(-row, c);
+            next_tail[(s64)j * C + c] = row >= 0 ? load_one(x, row_of(x, row) + c) : past.at(-row, c);
         }
 }

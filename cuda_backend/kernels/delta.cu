@@ -64,17 +64,16 @@ struct Chunk {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const int t = first + warp + r * 4;
+            const float *qt = head_of(q_, t, hk, DIM) + lane, *kt = head_of(k_, t, hk, DIM) + lane;
 #pragma unroll
             for (int i = 0; i < NL; i++) {
-                const int d = lane + i * 32;
-                q[r][i] = t < rows && d < DIM ? load_as<1>(q_, t, hk * DIM + d) : 0.0f;
-                k[r][i] = t < rows && d < DIM ? load_as<1>(k_, t, hk * DIM + d) : 0.0f;
+                const bool in = t < rows && lane + i * 32 < DIM;
+                q[r][i] = in ? qt[i * 32] : 0.0f, k[r][i] = in ? kt[i * 32] : 0.0f;
             }
-            v[r] = t < rows && c < DV ? load_as<1>(v_, t, h * DV + c) : 0.0f;
+            v[r] = t < rows && c < DV ? head_of(v_, t, h, DV)[c] : 0.0f;
         }
         const int t = first + threadIdx.x;
-        a = threadIdx.x < CHUNK && t < rows ? load(a_, t, h) : 0.0f;
-        b = threadIdx.x < CHUNK && t < rows ? load(b_, t, h) : 0.0f;
+        if (threadIdx.x < CHUNK && t < rows) a = load_one(a_, row_of(a_, t) + h), b = load_one(b_, row_of(b_, t) + h);
     }
 };
 
@@ -104,6 +103,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     read_matrix(s, matrix + current * flip + at, part);
     Chunk chunk;
     chunk.read(q, k, v, a, b, 0, rows, h, hk, DV);
+#pragma unroll 1
     for (int i = 0; i < step->path_length; i++) {
         const int r = step->path[i];
         read_key(key, old.k + ((s64)r * Hk + hk) * DK, part);
@@ -120,8 +120,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             float qq = 0.0f, kk = 0.0f;
 #pragma unroll
             for (int n = 0; n < NL; n++) qq += chunk.q[r][n] * chunk.q[r][n], kk += chunk.k[r][n] * chunk.k[r][n];
-            const float q_scale = 1.0f / sqrtf(warp_sum(qq) + 1e-6f) * (1.0f / sqrtf((float)DIM));
-            const float k_scale = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
+            const float q_scale = rsqrtf(warp_sum(qq) + 1e-6f) * rsqrtf((float)DIM);
+            const float k_scale = rsqrtf(warp_sum(kk) + 1e-6f);
             if (t >= rows) continue;
 #pragma unroll
             for (int n = 0; n < NL; n++) {
@@ -142,11 +142,13 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             if (kept && blockIdx.y == 0) now.factor[t * Hv + h] = factor;
         }
         __syncthreads();
-        chunk.read(q, k, v, a, b, first + CHUNK, rows, h, hk, DV);  // the next, while this one is computed
+        if (first + CHUNK < rows) chunk.read(q, k, v, a, b, first + CHUNK, rows, h, hk, DV);  // while this one is computed
+#pragma unroll 1
         for (int i = 0; i < CHUNK && first + i < rows; i++) {
             const int t = first + i;
             if (kept && step->parents[t] != reached) {
                 read_matrix(s, inside ? next : matrix + current * flip + at, part);
+#pragma unroll 1
                 for (u64 seen = step->seen[t] & ~(1ull << t); seen; seen &= seen - 1) {
                     const int j = __ffsll(seen) - 1;
                     read_key(key, ks + j * DK, part);

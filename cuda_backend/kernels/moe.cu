@@ -13,7 +13,7 @@ extern "C" __global__ void route(In logits, int T, int E, int k, const float* bi
     const int t = blockIdx.x, lane = threadIdx.x;
     float best = -__int_as_float(0x7f800000);
     for (int e = lane; e < E; e += 32) {
-        p[e] = load(logits, t, e);
+        p[e] = load_one(logits, row_of(logits, t) + e);
         best = fmaxf(best, p[e]);
     }
     const float top = warp_max(best);

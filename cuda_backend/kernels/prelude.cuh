@@ -34,48 +34,44 @@ struct In {
     int slots, width, inner;   // width of a head, 0: a row is contiguous; inner: stride in a head, 0 or 1
 };
 
-__device__ __forceinline__ const float* place(const In& a, int t, int i) {
-    return a.p + t * a.row + (a.width ? (s64)(i / a.width) * a.head + i % a.width * a.inner : i);
-}
-
-// SLOTS: 1, 8 for up to 8, or 0 for any number. A loop over `load_as<1>` or `load_as<8>` has all its reads in flight
-// together; a branch between two reads, as any number needs it, would wait for the first.
-template <int SLOTS>
-__device__ __forceinline__ float load_as(const In& a, int t, int i) {
-    const float* p = place(a, t, i);
-    if constexpr (SLOTS == 1) {
-        return p[0];
-    } else {
-        float v[8];
-#pragma unroll
-        for (int s = 0; s < 8; s++) v[s] = s < a.slots ? p[s * a.slot] : 0.0f;
-        float sum = v[0];
-#pragma unroll
-        for (int s = 1; s < 8; s++) sum += v[s];
-        if constexpr (SLOTS == 0)
-            for (int s = 8; s < a.slots; s++) sum += p[s * a.slot];
-        return sum;
-    }
-}
-__device__ __forceinline__ float load(const In& a, int t, int i) { return load_as<0>(a, t, i); }
-
-// N values, 32 or a block apart, read together.
-template <int SLOTS, int N>
-__device__ __forceinline__ void load_some(float (&v)[N], const In& a, int t, int first, int stride, int end) {
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        const int i = first + n * stride;
-        v[n] = i < end ? load_as<SLOTS>(a, t, i) : 0.0f;
-    }
-}
+// v[n] = element first + n * stride of a row or head that begins at p, where that is below end, else 0. All reads of
+// four slots are in flight together; the code stays small, because a kernel that runs once is as slow as its fetch.
 template <int N>
-__device__ __forceinline__ void load_all(float (&v)[N], const In& a, int t, int first, int stride, int end) {
-    if (a.slots == 1)
-        load_some<1>(v, a, t, first, stride, end);
-    else if (a.slots <= 8)
-        load_some<8>(v, a, t, first, stride, end);
-    else
-        load_some<0>(v, a, t, first, stride, end);
+__device__ __forceinline__ void load_some(float (&v)[N], const In& a, const float* p, int first, int stride, int end) {
+#pragma unroll
+    for (int n = 0; n < N; n++) v[n] = 0.0f;
+#pragma unroll 1
+    for (int s = 0; s < a.slots; s += 4) {
+        float e[4][N];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const int i = first + n * stride;
+                e[j][n] = s + j < a.slots && i < end ? p[i + (s + j) * a.slot] : 0.0f;
+            }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int n = 0; n < N; n++) v[n] += e[j][n];
+    }
+}
+
+__device__ __forceinline__ float load_one(const In& a, const float* p) {
+    float v[1];
+    load_some(v, a, p, 0, 1, 1);
+    return v[0];
+}
+
+// Where row t begins, and head `head` of it, `wide` each.
+__device__ __forceinline__ const float* row_of(const In& a, int t) { return a.p + t * a.row; }
+__device__ __forceinline__ const float* head_of(const In& a, int t, int head, int wide) {
+    return a.p + t * a.row + (a.width ? head * a.head : (s64)head * wide);
+}
+
+// Element i of row t, whatever the strides.
+__device__ __forceinline__ const float* place(const In& a, int t, int i) {
+    return row_of(a, t) + (a.width ? (s64)(i / a.width) * a.head + i % a.width * a.inner : i);
 }
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.

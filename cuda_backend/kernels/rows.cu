@@ -58,8 +58,8 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
     float v[PER_THREAD], other[PER_THREAD], w[PER_THREAD];
     float squares = 0.0f;
     for (int first = threadIdx.x; first < K; first += PER_THREAD * 1024) {
-        load_all(v, x, t, first, 1024, K);
-        if (has_y) load_all(other, y, t, first, 1024, K);
+        load_some(v, x, row_of(x, t), first, 1024, K);
+        if (has_y) load_some(other, y, row_of(y, t), first, 1024, K);
 #pragma unroll
         for (int n = 0; n < PER_THREAD; n++) {
             const int k = first + n * 1024;
@@ -85,6 +85,7 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
     }
     __syncthreads();
     const int groups = out.packed ? out.groups : (K + 31) / 32;
+#pragma unroll 1
     for (int group = threadIdx.x / 32; group < groups; group += 32)
         store_group(out, t, group, lane, group * 32 + lane < K ? row[group * 32 + lane] : 0.0f);
 }
@@ -100,15 +101,15 @@ extern "C" __global__ void pointwise(int op, In x, In y, Out out) {
     const int lane = threadIdx.x % 32, group = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     const int k = group * 32 + lane, t = blockIdx.y;
     if (group >= out.groups) return;
-    float a[1], b[1];
-    load_all(a, x, t, k, 32, out.K);
-    if (op != COPY) load_all(b, y, t, k, 32, out.K);
-    float v = a[0];
-    if (op == ADD) v += b[0];
-    if (op == SWIGLU) v = silu(v) * b[0];
-    if (op == MUL_SIGMOID) v *= sigmoid(b[0]);
-    if (op == MUL_SOFTPLUS) v *= b[0] > 20.0f ? b[0] : log1pf(expf(b[0]));
-    if (k >= out.K) v = 0.0f;
+    float v = 0.0f;
+    if (k < out.K) {
+        v = load_one(x, place(x, t, k));
+        const float other = op == COPY ? 0.0f : load_one(y, place(y, t, k));
+        if (op == ADD) v += other;
+        if (op == SWIGLU) v = silu(v) * other;
+        if (op == MUL_SIGMOID) v *= sigmoid(other);
+        if (op == MUL_SOFTPLUS) v *= other > 20.0f ? other : log1pf(expf(other));
+    }
     store_group(out, t, group, lane, v);
 }
 
@@ -126,7 +127,7 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
     float squares = 0.0f;
     for (int first = lane; first < D; first += 256) {
         float e[8];
-        load_all(e, x, t, head * D + first, 32, head * D + D);
+        load_some(e, x, head_of(x, t, head, D), first, 32, D);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             if (first + n * 32 < D) v[first + n * 32] = e[n];
@@ -135,9 +136,11 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
     }
     if (norm) {
         const float scale = 1.0f / sqrtf(warp_sum(squares) / D + eps);
+#pragma unroll 1
         for (int i = lane; i < D; i += 32) v[i] *= scale * (weight ? weight[i] : 1.0f);
     }
     __syncwarp();
+#pragma unroll 1
     for (int i = lane; i < rope.pairs; i += 32) {
         double turns = rope.positions[t] * rope.frequencies[i] * 0.15915494309189535;  // in double: positions beyond 1e5
         float s, c;
@@ -159,23 +162,24 @@ extern "C" __global__ void heads(In x, int H, int D, int T, int norm, const floa
     if (t >= T) return;
     float* v = values + warp * D;
     head_into(v, x, t, head, D, norm, weight, eps, rope);
-    for (int first = lane; first < (D + 31) / 32 * 32; first += 256) {
+    for (int first = lane; gated && first < D; first += 256) {
         float gate[8];
-        if (gated) load_all(gate, z, t, head * D + first, 32, head * D + D);
+        load_some(gate, z, head_of(z, t, head, D), first, 32, D);
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int i = first + n * 32;
-            if (i >= (D + 31) / 32 * 32) break;
-            float e = i < D ? v[i] : 0.0f;
-            if (gated) e *= silu(gate[n]);
-            if (D % 32 == 0)
-                store_group(out, t, (head * D + i) / 32, lane, e);
-            else if (i < D)
-                out.dense[(s64)t * out.K + head * D + i] = e;
-        }
+        for (int n = 0; n < 8; n++)
+            if (first + n * 32 < D) v[first + n * 32] *= silu(gate[n]);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < (D + 31) / 32 * 32; i += 32) {
+        if (D % 32 == 0)
+            store_group(out, t, (head * D + i) / 32, lane, v[i]);
+        else if (i < D)
+            out.dense[(s64)t * out.K + head * D + i] = v[i];
     }
     // columns that pad a row to a whole unit
     if (out.packed && head == 0)
+#pragma unroll 1
         for (int group = H * D / 32; group < out.groups; group++) store_group(out, t, group, lane, 0.0f);
 }
 
@@ -190,17 +194,16 @@ extern "C" __global__ void heads_to_cache(In q, In k, In v, int H, int K, int D,
     const int at = blockIdx.x * (blockDim.x / 32) + warp, t = at / all, head = at % all;
     if (t >= T || t >= step->rows) return;
     float* e = values + warp * D;
-    Rope none = {};
-    u16* to;
-    if (head < H) {
-        head_into(e, q, t, head, D, q_norm, q_weight, q_eps, q_rope);
-        to = q_out + ((s64)t * H + head) * wide;
-    } else if (head < H + K) {
-        head_into(e, k, t, head - H, D, k_norm, k_weight, k_eps, k_rope);
-        to = keys + ((head - H) * capacity + step->past + t) * wide;
-    } else {
-        head_into(e, v, t, head - H - K, D, false, 0, 0.0f, none);
-        to = values_out + ((head - H - K) * capacity + step->past + t) * wide;
-    }
+    const bool is_q = head < H, is_k = !is_q && head < H + K;
+    const int of = is_q ? head : is_k ? head - H : head - H - K;
+    In x = q;
+    Rope rope = q_rope;
+    if (is_k) x = k, rope = k_rope;
+    if (!is_q && !is_k) x = v, rope.pairs = 0;
+    head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
+              is_q ? q_eps : k_eps, rope);
+    u16* to = is_q ? q_out + ((s64)t * H + of) * wide
+                   : (is_k ? keys : values_out) + (of * capacity + step->past + t) * wide;
+#pragma unroll 1
     for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 }
