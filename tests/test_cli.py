@@ -240,10 +240,15 @@ def test_chat_needs_a_template(run, tmp_path):
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
+def interruptible() -> None:
+    """A shell that starts the tests in the background has its children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*argv: str, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "generate", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
+    command = [sys.executable, "-m", "generate", *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, preexec_fn=interruptible, **pipes, **options)
 
 
 def test_ctrl_c_keeps_the_text_and_exits_with_130(folder):

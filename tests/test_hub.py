@@ -476,6 +476,11 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
 # Another process: what its environment, its terminal and its signals do
 
 
+def interruptible() -> None:
+    """A shell that starts the tests in the background has its children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(server: HubServer, home: Path, name: str, stderr: int) -> subprocess.Popen[bytes]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {
         "HF_HOME": str(home),
@@ -485,7 +490,9 @@ def start(server: HubServer, home: Path, name: str, stderr: int) -> subprocess.P
     }
     code = "import sys; from common.hub import resolve_model; print(resolve_model(sys.argv[1]))"
     command = [sys.executable, "-c", code, name]
-    return subprocess.Popen(command, env=environment, cwd=home, stdout=subprocess.PIPE, stderr=stderr)
+    return subprocess.Popen(
+        command, env=environment, cwd=home, stdout=subprocess.PIPE, stderr=stderr, preexec_fn=interruptible
+    )
 
 
 def test_the_environment_and_no_bar_without_a_terminal(server: HubServer, tmp_path: Path) -> None:

