@@ -80,7 +80,18 @@ def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0)
     defines  preprocessor definitions, "COLS=8"
     shared   most dynamic shared memory that a launch will ask for, bytes
     """
-    function = _module(stem, defines).get_function(name)
+    try:
+        function = _module(stem, defines).get_function(name)
+        _ = function.kernel  # compiles it
+    except cupy.cuda.compiler.CompileException as error:
+        raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
+    except (ImportError, OSError, RuntimeError) as error:
+        if "nvrtc" not in str(error).lower():
+            raise
+        raise BimetalError(
+            f"CuPy does not find CUDA's compiler NVRTC ({str(error).splitlines()[0]}); "
+            "install CuPy with its toolkit: pip install 'cupy-cuda13x[ctk]'"
+        ) from error
     if shared > 48 * 1024:
         function.max_dynamic_shared_size_bytes = shared
     return Kernel(function)
@@ -88,10 +99,7 @@ def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0)
 
 @cache
 def _module(stem: str, defines: tuple[str, ...]) -> Any:
-    try:
-        return cupy.RawModule(code=source(stem), options=("-std=c++17", *(f"-D{d}" for d in defines)))
-    except cupy.cuda.compiler.CompileException as error:
-        raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
+    return cupy.RawModule(code=source(stem), options=("-std=c++17", *(f"-D{d}" for d in defines)))
 
 
 class Memory:
