@@ -7,3 +7,10 @@ class BimetalError(ValueError):
 
 class UsageError(BimetalError):
     """A flag or an argument that cannot be used as given. The command line prints it and exits with 2."""
+
+
+class NotFiniteError(BimetalError):
+    """Logits that are not numbers: damaged weights, or activations beyond the range of their type."""
+
+    def __init__(self, what: str):
+        super().__init__(f"{what}: the weights are damaged, or the activations pass the range of their type")

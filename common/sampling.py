@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import UsageError
+from common.errors import NotFiniteError, UsageError
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Sampler:
     def pick(self, row: np.ndarray) -> int:
         """row (vocab,) float32 -> the next token; NaN logits are refused."""
         if np.isnan(row).any():
-            raise FloatingPointError(f"{np.isnan(row).sum()} of {row.size} logits are NaN")
+            raise NotFiniteError(f"{np.isnan(row).sum()} of {row.size} logits are NaN")
         if self.penalizes:
             row = self._penalized(row)
         s = self.sampling

@@ -12,7 +12,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from common.errors import BimetalError
+from common.errors import BimetalError, NotFiniteError
 from common.ops import Array as AnyArray
 from common.ops import Ops, Rope
 from common.quants import dequantize
@@ -311,7 +311,7 @@ class CudaOps(Ops):
             runtime.memcpyAsync(out.ctypes.data, x.address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
         self.stream.synchronize()
         if out.dtype == np.int32 and np.any(out < 0):
-            raise FloatingPointError("logits are NaN")
+            raise NotFiniteError("the logits of a row hold NaN")
         return out
 
     def copy_bandwidth(self) -> float:

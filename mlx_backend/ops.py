@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from common.errors import BimetalError
+from common.errors import BimetalError, NotFiniteError
 from common.ops import Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
 from common.reference import L2_EPS, available_bytes, peak_resident_bytes
@@ -331,7 +331,7 @@ class MlxOps(Ops):
             return np.array(x.astype(mx.float32))
         out = np.array(x)
         if (out == NOT_A_TOKEN).any():
-            raise FloatingPointError("the logits of a row hold NaN")
+            raise NotFiniteError("the logits of a row hold NaN")
         return out
 
     def peak_bytes(self) -> int:
@@ -350,20 +350,20 @@ def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
 
 
 def _host_matmul(x: mx.array, part: Part) -> mx.array:
-    """_matmul in float32 through NumPy, a block of rows of the weight at a time."""
-    rows = np.array(x)
-    if not isinstance(part, Packed):
-        return mx.array(rows @ np.array(part, copy=False).T)
-    N = part.codes.shape[0]
-    step = max(1, HOST_VALUES // x.shape[-1])
-    out = np.empty((len(rows), N), np.float32)
+    """_matmul in float32 through NumPy, which works on MLX's memory, a block of rows of the weight at a time."""
+    is_packed = isinstance(part, Packed)
+    N = (part.codes if is_packed else part).shape[0]
+    out = mx.zeros((len(x), N), mx.float32)
+    rows, sums = np.array(x, copy=False), np.array(out, copy=False)
+    step = max(1, HOST_VALUES // x.shape[-1]) if is_packed else N
     for at in range(0, N, step):
-        some = slice(at, at + step)
-        biases = None if part.biases is None else part.biases[some]
-        codes, scales = part.codes[some], part.scales[some]
-        block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
-        np.matmul(rows, np.array(block, copy=False).T, out=out[:, at : at + step])
-    return mx.array(out)
+        if is_packed:
+            codes, scales, biases = (None if a is None else a[at : at + step] for a in part[:3])
+            block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
+        else:
+            block = part
+        np.matmul(rows, np.array(block, copy=False).T, out=sums[:, at : at + step])
+    return out
 
 
 def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:

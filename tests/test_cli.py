@@ -145,6 +145,21 @@ def test_a_truncated_model_is_one_sentence(run, folder, tmp_path):
     assert "model.safetensors" in err
 
 
+def test_weights_that_are_not_numbers_are_one_sentence(run, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    write(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"][5, 3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors")
+    code, out, err = run("-p", "x", "--backend", "numpy", "--model", str(tmp_path), model=False)
+    assert (code, out.strip()) == (1, "")
+    assert (
+        err
+        == "error: 1 of 258 logits are NaN: the weights are damaged, or the activations pass the range of their type\n"
+    )
+
+
 def test_devices_names_the_choice_and_the_reason(run):
     code, out, _ = run("devices", model=False)
     assert code == 0

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.errors import UsageError
+from common.errors import NotFiniteError, UsageError
 from common.sampling import Sampler, Sampling, log_softmax
 
 ROW = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
@@ -88,7 +88,7 @@ def test_ties_go_to_the_smaller_id_at_any_temperature():
 
 
 def test_nan_logits_are_refused():
-    with pytest.raises(FloatingPointError, match="1 of 3 logits are NaN"):
+    with pytest.raises(NotFiniteError, match="1 of 3 logits are NaN"):
         Sampler(Sampling()).pick(np.array([0, np.nan, 1], np.float32))
 
 
