@@ -25,6 +25,12 @@
 #define STAGE (UNIT_BYTES + XUNIT)
 #define MAGIC 12582912.0f  // 1.5 * 2^23: an int32 accumulator that starts at its bits reads as a float
 
+#if COLS > 32 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring
+#else
+#define BLOCKS 2
+#endif
+
 #if __CUDA_ARCH__ >= 900 && !defined(CP_ASYNC)
 #define BULK 1
 #else
@@ -134,11 +140,17 @@ __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, 
     decode_scales(tile, lane, scratch);
     __syncwarp();
     const float* scales = scratch + row * SCRATCH_ROW;
-    const int most = GROUP == 16 && MINS ? 8 : 4;  // column tiles at a time, so that nothing spills
+    // column tiles at a time, so that nothing spills
+    const int most = GROUP == 32 || !MINS ? 4 : __CUDA_ARCH__ < 1000 ? 8 : 2;
 #pragma unroll
     for (int first = 0; first < NT; first += most) {
         float low[4], high[4];
-#pragma unroll
+#if __CUDA_ARCH__ >= 1000 && GROUP == 16
+        constexpr int unrolled = 2;  // a product of 16 columns takes more registers there
+#else
+        constexpr int unrolled = KBLOCK / 32;
+#endif
+#pragma unroll unrolled
         for (int j = 0; j < KBLOCK / 32; j++) {
             const float* at = scales + j / step * 4;
             if (j % step == 0) read4(low, at), read4(high, at + 8 * SCRATCH_ROW);
@@ -227,7 +239,7 @@ struct Work {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(288, COLS <= 32 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k_blocks, int slots, s64 slot_stride,
        s64 row_stride, const int* ids, s64 expert_bytes, int x_divisor, s64 x_bytes) {
     extern __shared__ __align__(128) u8 shared[];

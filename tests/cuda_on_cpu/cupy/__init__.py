@@ -1,0 +1,244 @@
+"""As much of CuPy as cuda_backend asks for, over host memory: kernels are compiled by g++ and run by ../simt.h.
+
+With this folder on PYTHONPATH in CuPy's place, the tests marked `gpu` execute our kernels on any x86-64 Linux.
+Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) are replaced by the functions below.
+"""
+
+import ctypes
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+SIMT = HERE.parent / "simt.h"
+CACHE = Path(tempfile.gettempdir()) / "bimetal-cuda-on-cpu"
+SIZES = {"int": 4, "u32": 4, "float": 4, "s64": 8, "In": 48, "Out": 40, "Rope": 24}  # kernel parameters, bytes
+KERNEL = re.compile(
+    r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(\w+)\(([^)]*)\)', re.DOTALL
+)
+IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address"]
+LINEAR = r"""
+struct Barrier { unsigned short expected, arrived; unsigned phase; };
+static Barrier& barrier_at(u32 at) { return *(Barrier*)(block_memory + at); }
+static void barrier_init(u32 at, int count) { barrier_at(at) = {(unsigned short)count, 0, 0}; }
+static void barrier_arrive(u32 at) {
+    Barrier& b = barrier_at(at);
+    if (++b.arrived == b.expected) b.arrived = 0, b.phase++;
+}
+static void barrier_wait(u32 at, u32 parity) { while (barrier_at(at).phase % 2 == parity) wait_for_others(); }
+static void copy(u32 to, const u8* from, int bytes, u32, int lane) {
+    for (int i = lane * 16; i < bytes; i += 512) memcpy(block_memory + to + i, from + i, 16);
+}
+static void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&start)[4]) {
+    const u32 b[2] = {b0, b1};
+    multiply_fragments<signed char, int, 32>(a, b, start, c, of_int8);
+}
+static void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b, const int (&start)[4]) {
+    const u32 a[2] = {a0, a1};
+    multiply_fragments<signed char, int, 16>(a, &b, start, c, of_int8);
+}
+static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
+    const u32 a[4] = {a0, a1, a0, a1}, b[2] = {b0, b1};
+    multiply_fragments<unsigned short, float, 16>(a, b, nullptr, c, from_bf16_bits);
+}
+"""
+ATTENTION = r"""
+static void load_tile(u16* to, const u16* from, int rows) {
+    for (int i = threadIdx.x; i < rows * (D / 8); i += 128)
+        memcpy(to + i / (D / 8) * (D + 8) + i % (D / 8) * 8, from + (s64)i * 8, 16);
+}
+static void commit() {}
+static void wait_all_but(int) { __syncthreads(); }
+struct Load { u32 at; u32* to; };
+static void ldmatrix(u32 (&r)[4], u32 at) {
+    Load load{at, r};
+    together(&load, [](void** lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                memcpy(((Load*)lanes[lane])->to + i,
+                       block_memory + ((Load*)lanes[i * 8 + lane / 4])->at + lane % 4 * 4, 4);
+    });
+}
+static void ldmatrix_transposed(u32 (&r)[4], u32 at) {
+    Load load{at, r};
+    together(&load, [](void** lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                for (int e = 0; e < 2; e++)
+                    memcpy((u16*)(((Load*)lanes[lane])->to + i) + e,
+                           block_memory + ((Load*)lanes[i * 8 + lane % 4 * 2 + e])->at + lane / 4 * 2, 2);
+    });
+}
+static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const u32 b[2] = {b0, b1};
+    multiply_fragments<unsigned short, float, 16>(a, b, c, c, from_half);
+}
+"""
+recording: list[Callable[[], None]] | None = None  # the launches of a graph that is being captured
+
+
+def without(code: str, names: list[str]) -> str:
+    """The code without its device functions `names`."""
+    for name in names:
+        while found := re.search(r"__device__ __forceinline__ [\w ]+ " + name + r"\(", code):
+            at = _closing(code, found.end() - 1, "()")
+            code = code[: found.start()] + code[_closing(code, code.index("{", at), "{}") + 1 :]
+    return code
+
+
+def _closing(code: str, at: int, pair: str) -> int:
+    depth = 0
+    while True:
+        depth += (code[at] == pair[0]) - (code[at] == pair[1])
+        if not depth:
+            return at
+        at += 1
+
+
+def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
+    extra = LINEAR if "barrier_init(" in code else ATTENTION if "ldmatrix(" in code else ""
+    code = without(code, IN_SIMT + re.findall(r"^static void (\w+)\(", extra, re.MULTILINE))
+    code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)block_memory;", code)
+    code = re.sub(r'asm volatile\("cp\.async\.mbarrier[^"]*"[^;]*;', "barrier_arrive(full + 8 * s);", code)
+    code = re.sub(r'asm volatile\("cp\.async\.wait_all[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
+    code = code.replace("#define FULL 0xffffffffu\n", "#define FULL 0xffffffffu\n" + extra, 1)
+    for name, params in kernels.items():
+        types = [re.sub(r"\w+$", "", p).strip() for p in params]
+        args = ", ".join(f"*({t}*)arguments_{name}[{i}]" for i, t in enumerate(types))
+        code += f"""
+static void** arguments_{name};
+static void call_{name}() {{ {name}({args}); }}
+extern "C" void run_{name}(void** arguments, unsigned* grid, unsigned* block) {{
+    arguments_{name} = arguments;
+    run_grid(call_{name}, {{grid[0], grid[1], grid[2]}}, {{block[0], block[1], block[2]}});
+}}
+"""
+    return f'#include "{SIMT}"\n{code}'
+
+
+class RawModule:
+    def __init__(self, code: str, options: tuple[str, ...]):
+        self.kernels = {m[1]: [p.strip() for p in " ".join(m[2].split()).split(",")] for m in KERNEL.finditer(code)}
+        text = for_the_cpu(code, self.kernels)
+        defines = [option for option in options if option.startswith("-D")]
+        key = hashlib.sha256((text + SIMT.read_text() + repr(defines)).encode()).hexdigest()[:20]
+        library = CACHE / f"{key}.so"
+        if not library.exists():
+            CACHE.mkdir(exist_ok=True)
+            (CACHE / f"{key}.cpp").write_text(text)
+            flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-mfma", "-mf16c", "-w"]
+            made = CACHE / f"{key}.{id(self)}.tmp"
+            files = ["-shared", "-fPIC", "-o", str(made), str(CACHE / f"{key}.cpp")]
+            subprocess.run(["g++", *flags, *defines, *files], check=True)
+            made.rename(library)
+        self.library = ctypes.CDLL(str(library))
+
+    def get_function(self, name: str) -> "Function":
+        return Function(name, self.kernels[name], self.library)
+
+
+class Function:
+    def __init__(self, name: str, params: list[str], library: ctypes.CDLL):
+        self.name, self.kernel = name, self
+        self.sizes = [8 if "*" in p else SIZES[p.replace("const ", "").split()[0]] for p in params]
+        self.run = getattr(library, f"run_{name}")
+        self.max_dynamic_shared_size_bytes = 48 << 10
+
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0, stream: Any = None) -> None:
+        values = [np.asarray(arg) for arg in args]
+        if [v.nbytes for v in values] != self.sizes:
+            raise TypeError(f"{self.name} takes parameters of {self.sizes} bytes, got {[v.nbytes for v in values]}")
+        if shared_mem > self.max_dynamic_shared_size_bytes:
+            raise ValueError(f"{self.name} was not told of {shared_mem} bytes of shared memory")
+        pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
+        sizes = [(ctypes.c_uint * 3)(*(*d, 1, 1)[:3]) for d in (grid, block)]
+
+        def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
+            self.run(pointers, *sizes)
+
+        launch() if recording is None else recording.append(launch)
+
+
+class Memory:
+    def __init__(self, nbytes: int):
+        self.bytes = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN where nobody writes
+        self.ptr = -(-self.bytes.ctypes.data // 256) * 256
+
+
+class Stream:
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = False):
+        pass
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def begin_capture(self) -> None:
+        global recording
+        recording = []
+
+    def end_capture(self) -> SimpleNamespace:
+        global recording
+        launches, recording = recording, None
+        return SimpleNamespace(launch=lambda stream: [launch() for launch in launches or []])
+
+
+def gemm(*args: Any) -> None:
+    """cublasGemmEx as cuda_backend/weights.py calls it: C (n, m) float32 = B (n, k) A' (m, k), both bf16."""
+    _, _, _, m, n, k, _, a, _, lda, b, _, ldb, _, c, _, ldc, _, _ = args
+
+    def bf16(address: int, rows: int, stride: int) -> np.ndarray:
+        bits = np.ctypeslib.as_array((ctypes.c_uint16 * (rows * stride)).from_address(address)).reshape(rows, stride)
+        return (bits[:, :k].astype(np.uint32) << 16).view(np.float32)
+
+    out = np.ctypeslib.as_array((ctypes.c_float * ((n - 1) * ldc + m)).from_address(c))
+    for row, values in enumerate(bf16(b, n, ldb) @ bf16(a, m, lda).T):
+        out[row * ldc : row * ldc + m] = values
+
+
+PROPERTIES = {
+    "name": b"a CPU",
+    "major": 8,
+    "minor": 9,
+    "multiProcessorCount": 4,
+    "sharedMemPerMultiprocessor": 228 << 10,
+    "sharedMemPerBlockOptin": 227 << 10,
+}
+runtime = SimpleNamespace(
+    CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
+    memcpyHostToDevice=1,
+    memcpyDeviceToHost=2,
+    memcpyDeviceToDevice=3,
+    memGetInfo=lambda: (10**9, 10**9),
+    getDeviceCount=lambda: 1,
+    getDevice=lambda: 0,
+    getDeviceProperties=lambda device: PROPERTIES,
+    memcpyAsync=lambda to, source, n, kind, stream: ctypes.memmove(int(to), int(source), int(n)),
+    memsetAsync=lambda to, value, n, stream: ctypes.memset(int(to), value, int(n)),
+)
+cuda = ModuleType("cupy.cuda")
+cuda.__dict__.update(
+    alloc=Memory,
+    Stream=Stream,
+    runtime=runtime,
+    memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+    compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
+    device=SimpleNamespace(get_cublas_handle=lambda: 0),
+    cublas=SimpleNamespace(gemmEx=gemm),
+)
+sys.modules["cupy.cuda"] = cuda

@@ -1,0 +1,49 @@
+"""The GPU tests over a stand-in for CuPy that runs every kernel on this machine's CPU: see tests/cuda_on_cpu."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ on x86-64"
+)
+
+
+def on_cpu(file: str, chosen: str) -> None:
+    """Run the tests of a file that are marked gpu and match `chosen`, in a process whose CuPy is the stand-in."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS / file), "-k", chosen]
+    environment = os.environ | {"PYTHONPATH": str(TESTS / "cuda_on_cpu")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout or "100%" in done.stdout
+
+
+def test_row_ops():
+    on_cpu("ops/test_cuda_ops.py", "test_op and (rms_norm or mul_ or swiglu)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "test_op and not attention and not 65",
+        "test_op and attention and (past0 or past1-) and not 65",
+        "embed_decodes or mixed or expanded or experts or argmax or prefill",
+        "quantized_linear and shape1",
+    ],
+)
+def test_ops(chosen):
+    on_cpu("ops/test_cuda_ops.py", chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-", "qwen35 ", "qwen35moe"])
+def test_models(name):
+    chosen = "tree or snapshot or whole or replay"
+    on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and ({chosen})")
