@@ -24,10 +24,14 @@ class Found:
 
 
 def find_cuda() -> Found:
+    if platform.system() != "Linux":
+        return Found("cuda", False, "an NVIDIA GPU needs Linux")
     if find_spec("cupy") is None:
-        lacks = "an NVIDIA GPU needs Linux" if platform.system() != "Linux" else "CuPy is not installed"
-        return Found("cuda", False, lacks)
-    return Found("cuda", False, "this version has no CUDA kernels yet")
+        return Found("cuda", False, "CuPy is not installed: pip install 'bimetal[cuda12]'")
+    try:
+        return Found("cuda", True, backend_package("cuda").find_card())
+    except BimetalError as error:
+        return Found("cuda", False, str(error))
 
 
 def find_mlx() -> Found:
@@ -50,16 +54,17 @@ def find_numpy() -> Found:
     return Found("numpy", True, f"CPU ({platform.machine()}), NumPy {numpy.__version__}: the reference, slow")
 
 
-FINDERS: dict[str, Callable[[], Found]] = {"cuda": find_cuda, "mlx": find_mlx, "numpy": find_numpy}  # fastest first
+FINDERS: dict[str, Callable[[], Found]] = {"cuda": find_cuda, "mlx": find_mlx, "numpy": find_numpy}
 NAMES = tuple(FINDERS)
+BY_ITSELF = ("mlx", "numpy")  # in this order; CUDA joins when its present kernels have passed on a GPU
 
 
 def choose(name: str | None) -> Found:
-    """The backend called `name`, or the first of FINDERS that this machine can run."""
+    """The backend called `name`, or the first of BY_ITSELF that this machine can run."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
-        return next(found for find in FINDERS.values() if (found := find()).usable)
+        return next(found for name in BY_ITSELF if (found := FINDERS[name]()).usable)
     found = FINDERS[name]()
     if not found.usable:
         raise BimetalError(f"backend {name} cannot run here: {found.what}")
@@ -86,9 +91,11 @@ def open_model(checkpoint: Checkpoint, backend: str | None, progress: bool = Fal
 
 
 def backend_package(name: str) -> ModuleType:
-    """The package of backend `name`: the one place that imports any."""
-    if name != "mlx":
-        raise UsageError(f"{name} is no backend package")
+    """The package of backend `name`, "mlx" or "cuda": the one place that imports any."""
+    if name == "cuda":
+        import cuda_backend
+
+        return cuda_backend
     import mlx_backend
 
     return mlx_backend
@@ -101,5 +108,5 @@ def run() -> int:
         found = find()
         mark = "chosen" if found.name == chosen else "usable" if found.usable else "no"
         print(f"{found.name:6} {mark:7} {found.what}")
-    print(f"{chosen} is the first of {', '.join(NAMES)} that can run here; --backend picks another")
+    print(f"{chosen} is the first of {', '.join(BY_ITSELF)} that can run here; --backend picks another")
     return 0

@@ -43,7 +43,7 @@ def _open(name: str) -> Ops | None:
 def _models(backends: dict[str, Ops | None]) -> str:
     lines = [_row("model (plain decoding, unquantized KV cache)", *backends), _row(*["---"] * (1 + len(backends)))]
     for family, names in FAMILIES.items():
-        cells = ("no" if ops is None else _works(names, ops) for ops in backends.values())
+        cells = ("not run here" if ops is None else _works(names, ops) for ops in backends.values())
         lines.append(_row(family, *cells))
     return "\n".join(lines)
 

@@ -165,7 +165,17 @@ def test_devices_names_the_choice_and_the_reason(run):
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["cuda", "mlx", "numpy"]
     chosen = next(line.split()[0] for line in out.splitlines() if " chosen " in line)
-    assert f"{chosen} is the first of cuda, mlx, numpy that can run here" in out
+    assert f"{chosen} is the first of mlx, numpy that can run here" in out
+
+
+def test_cuda_says_what_it_lacks(run):
+    from importlib.util import find_spec
+
+    if find_spec("cupy") is not None:
+        pytest.skip("CuPy is installed")
+    code, out, err = run("-p", "x", "--backend", "cuda", model=False)
+    assert (code, out) == (1, "")
+    assert "backend cuda cannot run here: " in err
 
 
 def test_inspect_lists_what_is_there(run, folder):
