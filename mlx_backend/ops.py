@@ -18,13 +18,12 @@ from common.reference import L2_EPS, available_bytes, peak_resident_bytes
 from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
-from mlx_backend.sizes import work_bytes
+from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
 HOST_ROWS = 8  # rows from which, on the CPU, NumPy's BLAS pays for decoding the weights: MLX's product is a plain loop
-HOST_VALUES = 2**21  # weights decoded at a time for it
 
 
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -351,17 +350,17 @@ def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
 
 def _host_matmul(x: mx.array, part: Part) -> mx.array:
     """_matmul in float32 through NumPy, which works on MLX's memory, a block of rows of the weight at a time."""
-    is_packed = isinstance(part, Packed)
-    N = (part.codes if is_packed else part).shape[0]
+    N = part.codes.shape[0] if isinstance(part, Packed) else part.shape[0]
     out = mx.zeros((len(x), N), mx.float32)
     rows, sums = np.array(x, copy=False), np.array(out, copy=False)
-    step = max(1, HOST_VALUES // x.shape[-1]) if is_packed else N
+    if not isinstance(part, Packed):
+        np.matmul(rows, np.array(part, copy=False).T, out=sums)
+        return out
+    step = max(1, HOST_VALUES // x.shape[-1])
     for at in range(0, N, step):
-        if is_packed:
-            codes, scales, biases = (None if a is None else a[at : at + step] for a in part[:3])
-            block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
-        else:
-            block = part
+        codes, scales = part.codes[at : at + step], part.scales[at : at + step]
+        biases = None if part.biases is None else part.biases[at : at + step]
+        block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
         np.matmul(rows, np.array(block, copy=False).T, out=sums[:, at : at + step])
     return out
 

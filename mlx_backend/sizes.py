@@ -1,8 +1,9 @@
 """What MLX takes beside weights and state while a prompt is read.
 
-MLX frees an array when the work that reads it is done, and its scheduler runs about one layer ahead of that work, so
-that all which one layer makes is alive at once. The terms are measured on MLX 0.32's CPU device (tests/test_fit.py);
-on a GPU, where attention and the delta rule are single kernels, they are an estimate.
+On the CPU every product of a prompt is computed on the spot (`MlxOps.linear`), and all that is made between two
+products is alive at once, because MLX allocates ahead of the thread that computes and frees. Those terms are measured
+on MLX 0.32 (tests/test_fit.py). On a GPU, where attention and the delta rule are single kernels, nothing is computed
+before it is asked for: there the scheduler runs about one layer ahead of the work, and the terms are an estimate.
 """
 
 from collections.abc import Sequence
@@ -11,22 +12,75 @@ from common.ops import LayerSize
 from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, WindowSpec
 from mlx_backend.states import rows_held
 
+HOST_VALUES = 2**21  # weights decoded at a time for NumPy's products
+
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, fused: bool) -> int:
+    """fused: on a GPU."""
+    if not fused:
+        kept = _kept_bytes(layers, tokens, rows, item)
+        return kept + max(_eager_bytes(layer, tokens, rows, item) for layer in layers)
     rows = min(rows, tokens)
     streams = [s for layer in layers for s in layer.states.values() if isinstance(s, ConvSpec)]
     kept = sum((rows + s.taps - 1) * s.channels for s in streams)  # a chunk's tails are cut out of these at its end
-    return item * kept + max(_layer_bytes(layer, tokens, rows, item, fused) for layer in layers)
+    return item * kept + max(_lazy_bytes(layer, tokens, rows, item) for layer in layers)
 
 
-def _outgrown(s: KVSpec | WindowSpec, tokens: int, rows: int) -> int:
+def _outgrown(s: KVSpec | WindowSpec | LatentSpec, tokens: int, rows: int) -> int:
     """Rows of the buffer that the last step replaces by a larger one, if it does; a layer's old one lives till then."""
     window = s.window if isinstance(s, WindowSpec) else None
     before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, window)
     return before if before != rows_held(tokens, rows, window) else 0
 
 
-def _layer_bytes(layer: LayerSize, tokens: int, rows: int, item: int, fused: bool) -> int:
+# -- on the CPU --------------------------------------------------------------------------------------------------------
+
+
+def _kept_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int) -> int:
+    """What recurrent layers keep until a chunk is committed, and what is left of the chunk before it."""
+    T, total = min(rows, tokens), 0
+    for layer in layers:
+        for s in layer.states.values():
+            match s:
+                case ConvSpec():
+                    total += (2 * T + s.taps - 1) * s.channels * item  # its inputs, and its outputs: v is their slice
+                case DeltaSpec():
+                    total += T * s.heads * s.key_dim * item + s.heads * s.key_dim * s.value_dim * 4  # k, new matrix
+    # the logits of no row that a chunk ends with are never computed, and hold the two arrays that they would add
+    return total + (2 * rows * layers[-1].hidden * item if tokens > rows else 0)
+
+
+def _eager_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:
+    """The larger of two spans: from the mixer's first products to its last one, and the first product of the FFN."""
+    T = min(rows, tokens)
+    mixer, scratch = layer.mixer, 0  # numbers per row, the residual stream in the place of the last product
+    for s in layer.states.values():
+        match s:
+            case KVSpec() | WindowSpec():
+                seen = tokens if isinstance(s, KVSpec) else min(tokens, s.window + rows)
+                size = s.kv_heads * (s.key_dim + s.value_dim)
+                # queries are normed, multiplied for rope, roped, scaled; their output gated, laid out; keys likewise
+                mixer += 6 * layer.heads * s.key_dim + 2 * size
+                scratch += (layer.heads * T * seen + _outgrown(s, tokens, rows) * size) * item
+                scratch += T * seen * (3 if isinstance(s, WindowSpec) else 1)  # a mask; NumPy makes a window's in parts
+            case LatentSpec():
+                # queries, as wide as half of what is expanded, are roped, put together, scaled; so is the row's latent
+                mixer += 3 * layer.expanded // 2 + 2 * (s.latent_dim + s.rope_dim)
+                scratch += tokens * (layer.expanded + 2 * layer.heads * s.latent_dim) * item  # latents repeat by head
+                scratch += (layer.heads * T * tokens + _outgrown(s, tokens, rows) * (s.latent_dim + s.rope_dim)) * item
+                scratch += T * tokens
+            case DeltaSpec():
+                mixer += s.heads * s.key_dim  # q; k is kept
+                scratch += T * s.heads * s.key_dim * s.value_dim * 4  # the composed rule keeps the matrix of every row
+    up = 2 * (layer.ffn - 2 * layer.hidden) // 3  # rows of a dense FFN's first matrix; experts have no more
+    decoded = 2 * 4 * min(HOST_VALUES, up * layer.hidden)  # MLX's dequantize takes another block for itself
+    return max(T * mixer * item + scratch, T * layer.ffn * item + decoded)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def _lazy_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:
     mixer, ffn, scratch = layer.mixer, layer.ffn + 4 * layer.hidden, 0
     for s in layer.states.values():
         match s:
@@ -35,13 +89,9 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int, item: int, fused: boo
                 size = s.kv_heads * (s.key_dim + s.value_dim)
                 mixer += 2 * layer.heads * s.key_dim + size  # roped, and laid out head by head
                 scratch += (seen + _outgrown(s, tokens, rows)) * size * item
-                scratch += 0 if fused else layer.heads * rows * seen * item + rows * seen
             case LatentSpec():
                 mixer += layer.expanded // 2  # queries are put together like keys
                 scratch += 2 * tokens * layer.expanded * item  # made by head, then laid out for the products
-                scratch += 0 if fused else layer.heads * rows * tokens * item + rows * tokens
             case DeltaSpec():
                 mixer += 2 * s.heads * s.key_dim + layer.hidden  # q and k, tiled over the value heads
-                if not fused:  # the composed rule keeps the matrix after every row, and ends before the FFN begins
-                    return max(rows * mixer * item + rows * s.heads * s.key_dim * s.value_dim * 4, rows * ffn * item)
     return rows * (mixer + ffn) * item + scratch
