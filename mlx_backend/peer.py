@@ -13,11 +13,11 @@ from common.errors import BimetalError
 def mlx_lm_tokens(folder: Path, prefill_rows: int) -> Callable[[np.ndarray, int], Iterator[Any]]:
     """(prompt ids, count) -> an iterator of mlx-lm's greedy tokens; the first next() reads the prompt."""
     try:
-        from mlx_lm import load
         from mlx_lm.generate import generate_step
+        from mlx_lm.utils import load_model
     except ImportError:
         raise BimetalError("the peer mlx-lm is not installed: pip install mlx-lm") from None
-    network = load(str(folder))[0]
+    network = load_model(folder)[0]  # no tokenizer: the prompt is ids
 
     def tokens(prompt: np.ndarray, count: int) -> Iterator[Any]:
         return generate_step(mx.array(prompt), network, max_tokens=count, prefill_step_size=prefill_rows)
