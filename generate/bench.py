@@ -205,7 +205,7 @@ def environment(runner: str) -> dict[str, str]:
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
-        "dirty": "yes" if _git("status", "--porcelain") else "no",
+        "dirty": "yes" if _git("status", "--porcelain", "--", ":!BENCHMARKS.tsv") else "no",
         "machine": machine(),
         "os_driver": f"{platform.system()} {platform.release()}",
         "versions": " ".join(f"{name} {_version(name)}" for name in packages),
