@@ -20,7 +20,8 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import BimetalError
 
-# Pre-tokenizer patterns, as published in the models' tokenizer.json files.
+# Pre-tokenizer patterns, as published in the models' tokenizer.json files. Qwen's files also normalize to NFC, which
+# llama.cpp does not; a tokenizer rebuilt from a GGUF follows llama.cpp, whose format that is.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
@@ -35,14 +36,13 @@ class _Pre:
     """What a `tokenizer.ggml.pre` name stands for: patterns applied in order, each isolating its matches."""
 
     patterns: tuple[str, ...]
-    nfc: bool = False  # the Qwen models were trained on NFC text
     ignore_merges: bool = False  # a whole word that is in the vocabulary is one token, reachable by merges or not
     add_bos: bool = False  # when the file does not say
 
 
 _PRE = {
-    "qwen2": _Pre((_QWEN2,), nfc=True),
-    "qwen35": _Pre((_QWEN35,), nfc=True),
+    "qwen2": _Pre((_QWEN2,)),
+    "qwen35": _Pre((_QWEN35,)),
     "smollm": _Pre((r"\p{N}", _GPT2)),
     "gpt-2": _Pre((_GPT2,)),
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -303,8 +303,6 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: _Pre) -> Backend:
     ]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    if pre.nfc:
-        backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 
