@@ -156,7 +156,7 @@ class Session:
                     yield pending
                     pending = Piece()
         if not text.stopped:
-            pending.text += text.push(decoder.flush()) + text.flush()
+            pending.text += text.flush()  # a character that the end cuts in half is not shown
         pending.finish_reason = "stop" if text.stopped else reason
         pending.stats = Stats(
             prompt_tokens=len(prompt),

@@ -39,9 +39,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _stdin() -> str:
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt on stdin is not UTF-8: {error.reason} at byte {error.start}") from None
+        prompt = sys.stdin.read()
+        prompt.encode()  # some locales smuggle undecodable bytes through as half surrogate pairs
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8: {error.reason} at position {error.start}") from None
+    return prompt
 
 
 def show(stream: Stream, bar: "PrefillBar") -> bool:

@@ -28,7 +28,7 @@ def llm(folder):
 
 def test_generate_gives_text_tokens_reason_and_stats(llm):
     reply = llm.generate("hello", max_tokens=12)
-    assert llm.tokenizer.decode(reply.tokens) == reply.text
+    assert "".join(map(llm.tokenizer.decoder().push, reply.tokens)) == reply.text
     assert reply.finish_reason == "length"
     assert len(reply.tokens) == reply.stats.new_tokens == 12
     assert reply.stats.decode_tps > 0

@@ -60,6 +60,14 @@ def test_stdin_is_the_prompt(run):
     assert run("-n", "8", stdin="hi")[1] == run("--prompt", "hi", "-n", "8")[1]
 
 
+def test_stdin_that_is_not_utf_8(folder):
+    process = start("--model", folder, "--backend", "numpy", stdin=subprocess.PIPE)
+    out, err = process.communicate(b"caf\xe9", timeout=30)
+    assert (process.returncode, out) == (2, b"")
+    assert err.startswith(b"error: the prompt on stdin is not UTF-8")
+    assert err.count(b"\n") == 1
+
+
 def test_raw_sends_no_template(run):
 
     code, out, _ = run("--prompt", "hi", "--raw", "-n", "8")

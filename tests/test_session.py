@@ -55,6 +55,15 @@ def test_the_last_piece_alone_carries_reason_and_stats(session):
     )
 
 
+def test_a_character_that_the_end_cuts_is_not_shown(session, monkeypatch):
+    """Two of the three bytes of "€", then max_tokens."""
+    euro = session.tokenizer.encode("a€", add_special=False)
+    tokens = iter([(token, None) for token in euro])
+    monkeypatch.setattr("common.session.plain", lambda *_: tokens)
+    text, reply, reason, _ = generate(session, max_tokens=3)
+    assert (text, reply, reason) == ("a", euro[:3], "length")
+
+
 def test_max_tokens_one(session):
     _, tokens, reason, _ = generate(session, max_tokens=1)
     assert (len(tokens), reason) == (1, "length")
