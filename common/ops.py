@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import BimetalError
-from common.sampling import Sampler
+from common.sampling import Sampler, top_k
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 
@@ -143,12 +143,21 @@ class Ops(ABC):
 
     @abstractmethod
     def attention(
-        self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float, window: int | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: Any,
+        step: Step,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
     ) -> Array:
         """Grouped-query attention over the committed past and the step's visible rows.
 
         q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
-        A window of n hides positions at or below the row's own minus n.
+        A window of n hides positions at or below the row's own minus n; the rows of a block all count from its first.
+        `causal` hides later rows from the rows of a block.
         """
 
     @abstractmethod
@@ -255,6 +264,18 @@ class Ops(ABC):
     def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
         """block(x), around each layer: where a backend resets its arena and a tap reads hidden states."""
         return block(x)
+
+    def keep(self, x: Array) -> Array:
+        """x, in memory that the layers after it leave alone: for what a tap takes out of `scope`."""
+        return x
+
+    def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
+        """Leave k (T, K, D) and v (T, K, D) in `kv` as attention would, for rows that ask nothing."""
+        self.attention(k, k, v, kv, step, 1.0)
+
+    def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
+        """The k likeliest tokens of each row of logits (T, vocab), best first: ids and log-probabilities, (T, k)."""
+        return top_k(self.read(logits), k)
 
     def norm_rope(self, x: Array, weight: Array, positions: np.ndarray, rope: Rope, eps: float) -> Array:
         """RMSNorm over the head, then rope: x (T, heads, D)"""

@@ -277,16 +277,29 @@ class NumpyOps(Ops):
         return x * softplus(gate)
 
     def attention(
-        self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float, window: int | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: Any,
+        step: Step,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
     ) -> Array:
         step.the_slot()
         past = kv.past
         keys, values = kv.write(k, v)
         seen = _seen(step, len(keys))
+        if causal:
+            seen &= np.tri(len(k), len(keys), len(keys) - len(k), dtype=bool)
         if window is not None:  # a committed row's place is its position
             position = np.concatenate([np.arange(past - (len(keys) - len(k)), past), step.positions])
-            seen &= position[None, :] > step.positions[:, None] - window
+            seen &= position[None, :] > step.window_from[:, None] - window
         return _attend(q, keys, values, seen, scale)
+
+    def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
+        kv.write(k, v)
 
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float

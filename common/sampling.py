@@ -53,6 +53,19 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum())
 
 
+def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """rows (T, vocab) float32 -> ids (T, k) int32 and log-probabilities (T, k) float32, best first.
+
+    Of equal logits the smaller id comes first; NaN logits are refused.
+    """
+    if np.isnan(rows).any():
+        raise NotFiniteError(f"{np.isnan(rows).sum()} of {rows.size} logits are NaN")
+    ids = np.argsort(-rows, axis=-1, kind="stable")[:, :k]
+    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
+    total = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return ids.astype(np.int32), (np.take_along_axis(shifted, ids, axis=-1) - total).astype(np.float32)
+
+
 class Sampler:
     """One reply's sampling: its random numbers and the tokens that penalties count."""
 

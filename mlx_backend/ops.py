@@ -66,7 +66,7 @@ class MlxOps(Ops):
         self.dtype = dtype
         self.item_bytes = dtype.size
         self._narrow: dict[int, tuple[mx.array, mx.array]] = {}  # by id: a float32 vector, and itself in `dtype`
-        self._masks: WeakKeyDictionary[Step, dict[tuple[int, int | None], mx.array]] = WeakKeyDictionary()
+        self._masks: WeakKeyDictionary[Step, dict[tuple[int, int | None, bool], mx.array]] = WeakKeyDictionary()
         self._wavelengths: dict[Rope, mx.array] = {}
         self._constants: dict[tuple[int, float], mx.array] = {}
 
@@ -169,7 +169,15 @@ class MlxOps(Ops):
     # -- ops that read and write their own state --------------------------------------------------------------------
 
     def attention(
-        self, q: Array, k: Array, v: Array, kv: MlxRows, step: Step, scale: float, window: int | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: MlxRows,
+        step: Step,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
     ) -> Array:
         step.the_slot()
         past = kv.past
@@ -178,7 +186,10 @@ class MlxOps(Ops):
             first = past + len(step) - keys.shape[2]
             hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
             keys, values = keys[:, :, hidden:], values[:, :, hidden:]
-        return self._attend(q, keys, values, step, past, scale, window)
+        return self._attend(q, keys, values, step, past, scale, window, causal)
+
+    def write_kv(self, k: Array, v: Array, kv: MlxRows, step: Step) -> None:
+        kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
 
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: MlxRows, step: Step, scale: float
@@ -218,31 +229,35 @@ class MlxOps(Ops):
         past: int,
         scale: float,
         window: int | None = None,
+        causal: bool = False,
     ) -> mx.array:
         """q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)"""
-        mask = self._mask(step, keys.shape[2] - len(step), past, window)
+        mask = self._mask(step, keys.shape[2] - len(step), past, window, causal)
         out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
         return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
 
-    def _mask(self, step: Step, shown: int, past: int, window: int | None) -> mx.array | str | None:
+    def _mask(self, step: Step, shown: int, past: int, window: int | None, causal: bool) -> mx.array | str | None:
         """What the step's rows see of the last `shown` committed rows and of themselves; None is everything."""
         T = len(step)
         if window is None or int(step.positions.max()) < window:
-            if T == 1 or step.parents is None:
+            if T == 1 or (step.parents is None and not causal):
                 return None
-            if step.is_chain:
+            if step.is_chain or step.parents is None:
                 return "causal"
             window = None
         elif T == 1 and shown < window:
             return None
         masks = self._masks.setdefault(step, {})
-        if (shown, window) not in masks:
-            seen = np.concatenate([np.ones((T, shown), bool), step.visible], axis=1)
+        key = shown, window, causal
+        if key not in masks:
+            seen = np.concatenate(
+                [np.ones((T, shown), bool), np.tri(T, dtype=bool) if causal else step.visible], axis=1
+            )
             if window is not None:
                 position = np.concatenate([np.arange(past - shown, past), step.positions])
-                seen &= position[None, :] > step.positions[:, None] - window
-            masks[shown, window] = mx.array(seen)
-        return masks[shown, window]
+                seen &= position[None, :] > step.window_from[:, None] - window
+            masks[key] = mx.array(seen)
+        return masks[key]
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
@@ -324,6 +339,16 @@ class MlxOps(Ops):
         tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
         mx.async_eval(tokens)  # the device works on while the host prints
         return tokens
+
+    def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
+        logits = logits.astype(mx.float32)
+        ids = mx.argpartition(-logits, min(k, logits.shape[-1] - 1), axis=-1)[:, :k]
+        best = mx.take_along_axis(logits, ids, axis=-1)
+        order = mx.argsort(-best, axis=-1)
+        ids, best = mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(best, order, axis=-1)
+        total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        ids = mx.where(mx.isnan(total), NOT_A_TOKEN, ids.astype(mx.int32))
+        return ids, best - total
 
     def read(self, x: Array) -> np.ndarray:
         if mx.issubdtype(x.dtype, mx.floating):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError, UsageError
-from common.sampling import Sampler, Sampling, log_softmax
+from common.sampling import Sampler, Sampling, log_softmax, top_k
 
 ROW = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
 
@@ -118,3 +118,11 @@ def test_bad_parameters_are_named(options):
 def test_log_softmax_sums_to_one():
     row = np.array([1000.0, 999.0, -1000.0], np.float32)
     assert np.exp(log_softmax(row)).sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_top_k_is_sorted_with_ties_to_the_smaller_id():
+    ids, logp = top_k(np.array([[0.0, 3, 3, 1], [-np.inf, 5, 4, 6]], np.float32), 3)
+    assert ids.tolist() == [[1, 2, 3], [3, 1, 2]]
+    assert np.allclose(np.exp(logp).sum(), np.exp([3, 3, 1]).sum() / np.exp([0, 3, 3, 1]).sum() + 1)
+    with pytest.raises(NotFiniteError, match="1 of 4 logits are NaN"):
+        top_k(np.array([[0.0, np.nan, 3, 1]], np.float32), 2)

@@ -32,6 +32,7 @@ TOLERANCE = {
     "short_conv": (1e-6, 3e-3, 2e-2),
     "gated_delta": (1e-5, 1e-2, 6e-2),  # a recurrence over all rows
     "route": (1e-6, 3e-3, 2e-2),
+    "top_k": (2e-5, 3e-3, 2e-2),  # a float32 sum over the vocabulary
     "moe": (3e-6, 1e-2, 6e-2),
     "moe_dense": (3e-6, 1e-2, 6e-2),
 }
@@ -180,17 +181,28 @@ def stateful(spec: LayerSpec, past: int, kind: str, T: int, call: Callable[[Inpu
 
 
 def attention_cases() -> Iterator[Case]:
-    def attend(H: int, K: int, D: int, Dv: int, window: int | None) -> Callable[[Inputs, Any, Step], Array]:
+    def attend(
+        H: int, K: int, D: int, Dv: int, window: int | None, causal: bool = False
+    ) -> Callable[[Inputs, Any, Step], Array]:
         def call(i: Inputs, kv: Any, step: Step) -> Array:
             T = len(step)
+            hidden = {"window": window, **({"causal": True} if causal and step.parents is None else {})}
             return i.ops.attention(
-                i.rows(T, H, D), i.rows(T, K, D), i.rows(T, K, Dv), kv, step, scale=D**-0.5, window=window
+                i.rows(T, H, D), i.rows(T, K, D), i.rows(T, K, Dv), kv, step, scale=D**-0.5, **hidden
             )
 
         return call
 
     def kept(window: int | None, K: int, D: int, Dv: int) -> LayerSpec:
         return {"state": KVSpec(K, D, Dv) if window is None else WindowSpec(K, D, Dv, window)}
+
+    def written(i: Inputs, kv: Any, step: Step) -> Array:
+        """Rows that only leave keys and values, then two that read them."""
+        if len(step) != 2:
+            k = i.rows(len(step), 2, 16)
+            i.ops.write_kv(k, i.rows(len(step), 2, 16), kv, step)
+            return k
+        return attend(6, 2, 16, 16, None)(i, kv, step)
 
     def case(past: int, kind: str, T: int, H: int, K: int, D: int, Dv: int, window: int | None, spec: str) -> Case:
         layer = kept(window if spec == "window" else None, K, D, Dv)
@@ -201,12 +213,24 @@ def attention_cases() -> Iterator[Case]:
         for kind in ("chain", "tree", "block"):
             for T in ROWS:
                 yield case(past, kind, T, 6, 2, 16, 16, None, "kv")
+    for causal in (False, True):
+        for past in (0, 5, 257):
+            for T in (1, 7, 33):
+                for spec, window in (("kv", None), ("kv", 8), ("window", 8)):
+                    call = attend(4, 2, 16, 16, window, causal=causal)
+                    run = stateful(kept(window if spec == "window" else None, 2, 16, 16), past, "block", T, call)
+                    yield Case(f"attention-{spec}{window or ''}-past{past}-block{T}-{causal}", "attention", run)
     for spec in ("kv", "window"):
         for window in (1, 8):
             for past in (0, 5, 257):
                 for kind in ("chain", "tree"):
                     for T in (1, 7, 33):
                         yield case(past, kind, T, 4, 2, 16, 16, window, spec)
+    for past in (0, 257):
+        for T in (7, 33):
+            yield Case(
+                f"write_kv-past{past}-{T}", "attention", stateful(kept(None, 2, 16, 16), past, "chain", T, written)
+            )
     yield case(7, "chain", 7, 3, 3, 24, 8, None, "kv")
     yield case(7, "tree", 7, 8, 1, 64, 64, None, "kv")
 
@@ -287,6 +311,21 @@ def expert_cases() -> Iterator[Case]:
             yield Case(f"moe-{T}-{E}-{k}-dense", "moe_dense", moe(T, E, k, "weight"))
 
 
+def top_k_cases() -> Iterator[Case]:
+    def run(T: int, V: int, k: int) -> Run:
+        def call(i: Inputs) -> list[Array]:
+            ranks = np.stack([i.random.permutation(V) for _ in range(T)])
+            values = np.maximum(ranks - V + 128, 0).astype(np.float32) / 16 - 1  # the best 128 differ in any dtype
+            logits = i.ops.embed(i.ops.weight(dense("logits", values)), np.arange(T, dtype=np.int32))
+            return list(i.ops.top_k(logits, k))
+
+        return call
+
+    for T in (1, 15, 33):
+        for V, k in ((5, 5), (96, 1), (1000, 8), (5000, 64)):
+            yield Case(f"top_k-{T}-{V}-{k}", "top_k", run(T, V, k))
+
+
 def _distinct(i: Inputs, T: int, E: int) -> Array:
     """Logits that no rounding makes equal: the order of experts is then the same everywhere."""
     values = np.stack([i.random.permutation(E) for _ in range(T)]).astype(np.float32) / 16 - 1
@@ -300,4 +339,5 @@ CASES = [
     *latent_cases(),
     *recurrent_cases(),
     *expert_cases(),
+    *top_k_cases(),
 ]

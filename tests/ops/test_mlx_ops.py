@@ -31,7 +31,7 @@ def test_op(case: Case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("op", sorted(TOLERANCE.keys() - {"moe_dense", "route"}))
+@pytest.mark.parametrize("op", sorted(TOLERANCE.keys() - {"moe_dense", "route", "top_k"}))
 def test_no_output_is_promoted(op, dtype):
     """Norm weights, decays and router weights are float32 beside half activations; a product must not become that."""
     case = next(case for case in CASES if case.op == op)
