@@ -19,6 +19,13 @@ def find_card() -> str:
     return f"{card.name}, compute capability {card.capability / 10}"
 
 
+def random_ops() -> "CudaOps":
+    """The current GPU, for models whose quantized matrices are random: it makes them itself."""
+    from cuda_backend.random_weights import RandomOps
+
+    return RandomOps()
+
+
 def open_ops(checkpoint: Checkpoint, wide: bool = False) -> "CudaOps":
     """The current GPU. Matrices stay in the types that `checkpoint` stores; activations are float32, `wide` or not."""
     from cuda_backend.ops import CudaOps  # needs CuPy, which `layout` and the kernels do not

@@ -32,6 +32,7 @@ class Kernel:
     """
 
     overlap = False  # set while a graph that overlaps is captured
+    launches = 0  # of all kernels, captured ones counted once
 
     def __init__(self, raw: Any):
         self.raw = raw
@@ -39,6 +40,7 @@ class Kernel:
     def __call__(
         self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0, *, stream: Any
     ) -> None:
+        Kernel.launches += 1
         if not Kernel.overlap:
             self.raw(grid, block, args, shared_mem=shared_mem, stream=stream)
             return

@@ -20,7 +20,7 @@ from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import weights
-from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Memory, Node, kernel
+from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import FLOATS, UNITS, Card, groups_of, padded, split_count
 from cuda_backend.replay import DeviceStep, Replay
 from cuda_backend.states import KV, NO_LATENT, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
@@ -326,6 +326,10 @@ class CudaOps(Ops):
             end.synchronize()
             best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
         return 2 * n / best
+
+    @property
+    def launches(self) -> int:  # type: ignore[override]
+        return Kernel.launches
 
     def peak_bytes(self) -> int:
         return int(cupy.get_default_memory_pool().total_bytes())

@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from common.models.synthetic import SCALES
 from common.quants import BLOCKS
 from common.tensors import Tensor
 from cuda_backend import weights
 from cuda_backend.launch import Memory, kernel
 from cuda_backend.ops import CudaOps
 from cuda_backend.weights import Weight
-
-SCALES = {"Q4_K": (1e-4, 7.5e-4), "Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}  # of the halves of a block
 
 
 class RandomOps(CudaOps):

@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from common import fit
 from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
-from common.errors import UsageError
+from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
-from common.models import Model
+from common.models import Model, architecture
+from common.models.synthetic import synthetic, synthetic_checkpoint
+from common.ops import Ops
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
-from common.step import Step
-from generate.backends import backend_package, open_model
+from common.step import State, Step, state_bytes
+from common.weights import Matrix
+from generate.backends import backend_package, choose, open_backend, open_model
 
 COLUMNS = (
     "date",
@@ -67,6 +72,8 @@ Runner = Callable[[np.ndarray, int], Timing]  # (prompt ids, new tokens)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.synthetic is not None:
+        return run_synthetic(args)
     if args.runs < 1 or args.new_tokens < 2:
         raise UsageError("--runs must be at least 1 and --new-tokens at least 2")
     path = resolve_model(args.model)
@@ -117,6 +124,143 @@ def run(args: argparse.Namespace) -> int:
     if args.log:
         log(Path(args.log), rows)
     return 0
+
+
+# -- real shapes, random weights ---------------------------------------------------------------------------------------
+
+MOST_ROWS = 64  # of a step that decodes or verifies
+REPEATS = 10  # steps that are launched one after the other before the clock is read
+
+
+def run_synthetic(args: argparse.Namespace) -> int:
+    """Steps of a few rows behind several contexts, and prefill, of a model of real shapes and random weights."""
+    if args.peer:
+        raise UsageError("--synthetic and --peer exclude each other; the peer has no random weights of its own")
+    if args.runs < 1:
+        raise UsageError("--runs must be at least 1")
+    if args.rows and max(args.rows) > MOST_ROWS:
+        raise UsageError(f"--rows takes steps of at most {MOST_ROWS} rows, got {max(args.rows)}; more is --prefill")
+    checkpoint = synthetic_checkpoint(args.synthetic)
+    name = choose(args.backend).name
+    ops = backend_package("cuda").random_ops() if name == "cuda" else open_backend(name, checkpoint)
+    definition = architecture(checkpoint)[1]
+    config = definition.read_config(checkpoint)
+    limit = args.ctx or config.context
+    tokens = max(*args.contexts, *args.prefill) + MOST_ROWS
+    if tokens > limit:
+        raise UsageError(f"contexts and prefill need {tokens} tokens with the rows of a step, of {limit}")
+    _check_memory(args.synthetic, ops, checkpoint, definition, config, tokens)
+    model = synthetic(args.synthetic, ops, progress=True)
+    copy = ops.copy_bandwidth()
+    print(f"{args.synthetic}, random weights, on {name}, {machine(name)}; copy bandwidth {copy / 1e9:.0f} GB/s")
+    common = environment(name) | {"model": args.synthetic, "runs": args.runs, "verdict": args.verdict}
+    rows = []
+    print(f"{'prefill':>10} {'ms':>9} {'tok/s':>9}")
+    for n in args.prefill:
+        seconds = statistics.median(_prefill(model, model.new_state(n), n) for _ in range(args.runs + 1))
+        print(f"{n:10} {seconds * 1e3:9.2f} {n / seconds:9.1f}", flush=True)
+        rows.append(
+            common | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": args.note}
+        )
+    head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
+    print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
+    state = model.new_state(max(args.contexts) + MOST_ROWS)
+    for context in sorted(args.contexts):
+        _prefill(model, state, context - state.length)
+        for n in args.rows:
+            times, kernels = _steps(model, state, n, args.runs)
+            ms, low, high = (1e3 * f(times) for f in (statistics.median, min, max))
+            rate = read_bytes(model, n, context) / ms * 1e3
+            spread = f"{low:.3f}..{high:.3f}"
+            print(
+                f"{context:8} {n:5} {ms:9.3f} {spread:>17} {n / ms * 1e3:9.1f} {rate / 1e9:7.0f} {rate / copy:8.1%} "
+                f"{kernels or '-':>8} {ops.peak_bytes() / 1e9:8.2f}",
+                flush=True,
+            )
+            rows.append(
+                common
+                | {
+                    "weights": f"{read_bytes(model, n, 0) / 1e9:.3f} GB/step",
+                    "decoder": f"steps of {n}",
+                    "context": context,
+                    "new_tokens": REPEATS * n,
+                    "decode_tps_median": f"{n / ms * 1e3:.1f}",
+                    "decode_tps_min": f"{n / high * 1e3:.1f}",
+                    "decode_tps_max": f"{n / low * 1e3:.1f}",
+                    "gb_per_s": f"{rate / 1e9:.1f}",
+                    "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
+                    "note": f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; {args.note}",
+                }
+            )
+    if args.log:
+        log(Path(args.log), rows)
+    return 0
+
+
+def _check_memory(name: str, ops: Ops, checkpoint: Any, definition: Any, config: Any, tokens: int) -> None:
+    """Refuse a model that the machine cannot hold, before anything of it is made."""
+    layout = definition.layout(config, checkpoint)
+    needed = fit.predict_weights(checkpoint, layout, ops)
+    needed += ops.held_state_bytes(definition.state_spec(config), tokens, ops.prefill_rows)
+    free, limit = ops.free_bytes()
+    if needed > free:
+        raise BimetalError(f"{name} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({limit})")
+
+
+def _prefill(model: Model, state: State, tokens: int) -> float:
+    """Seconds to read as many random tokens."""
+    ids = np.random.default_rng(state.length).integers(0, model.config.vocab, tokens).astype(np.int32)
+    ops, greedy = model.ops, Sampler(Sampling())
+    with Clock() as clock:
+        for at in range(0, tokens, ops.prefill_rows):
+            chunk = ids[at : at + ops.prefill_rows]
+            logits = model.forward(state, Step.chain(chunk, state.length), slice(len(chunk) - 1, len(chunk)))
+            state.commit(np.arange(len(chunk)))
+        if tokens > 0:
+            ops.read(ops.sample(logits, greedy))
+    return clock.seconds
+
+
+def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float], int]:
+    """Seconds of a step of `rows` rows that samples greedily, and its kernels, 0 where the backend does not count."""
+    ops, greedy = model.ops, Sampler(Sampling())
+    ids = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
+    step = Step.chain(ids, state.length)
+
+    def once() -> Any:
+        return ops.sample(model.forward(state, step), greedy)
+
+    before = ops.launches
+    ops.read(once())
+    kernels = ops.launches - before
+    for _ in range(2):  # captures a graph, and runs it
+        ops.read(once())
+    times = []
+    for _ in range(runs):
+        with Clock() as clock:
+            for _ in range(REPEATS):
+                tokens = once()
+            ops.read(tokens)
+        times.append(clock.seconds / REPEATS)
+    return times, kernels
+
+
+def read_bytes(model: Model, rows: int, context: int) -> float:
+    """Bytes of weights and cached keys and values that a step of `rows` rows reads, experts chosen independently."""
+    total = state_bytes(model.definition.state_spec(model.config), context, model.ops.item_bytes) if context else 0.0
+    for table, handles in zip(
+        (model.layout.top, *model.layout.layers), (model.weights, *model.weights.layers), strict=True
+    ):
+        for name, entry in table.items():
+            if isinstance(entry, Matrix) and not (name == "embed" and not model.config.tied):
+                share = 1.0
+                if name.startswith("experts_"):
+                    share -= (1 - model.config.experts.top_k / model.config.experts.count) ** rows
+                total += share * model.ops.weight_bytes(getattr(handles, name))
+    return total
+
+
+# -- runs of a checkpoint ----------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -191,7 +335,9 @@ def _ratio(timings: dict[str, list[Timing]], field: str) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
 
 
-def machine() -> str:
+def machine(runner: str = "") -> str:
+    if runner == "cuda":
+        return str(backend_package("cuda").find_card())
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -201,12 +347,13 @@ def machine() -> str:
 
 def environment(runner: str) -> dict[str, str]:
     """What a row must say of where it was measured."""
-    packages = {"numpy": ["numpy"], "mlx": ["mlx"], "mlx-lm": ["mlx", "mlx-lm"], "cuda": ["cupy-cuda12x"]}[runner]
+    cupy = next((name for name in ("cupy-cuda13x", "cupy-cuda12x") if _version(name) != "?"), "cupy")
+    packages = {"numpy": ["numpy"], "mlx": ["mlx"], "mlx-lm": ["mlx", "mlx-lm"], "cuda": [cupy]}[runner]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
         "dirty": "yes" if _git("status", "--porcelain", "--", ":!BENCHMARKS.tsv") else "no",
-        "machine": machine(),
+        "machine": machine(runner),
         "os_driver": f"{platform.system()} {platform.release()}",
         "versions": " ".join(f"{name} {_version(name)}" for name in packages),
     }

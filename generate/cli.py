@@ -116,6 +116,25 @@ def _bench(prog: str) -> argparse.ArgumentParser:
         "--contexts", type=_counts, default=[128, 512, 2048], metavar="N,N", help="prompt tokens of each row"
     )
     p.add_argument(
+        "--synthetic",
+        metavar="SHAPE:RECIPE",
+        help="in a model's place: real shapes with random weights, such as qwen3.6-27b:q4_k_m",
+    )
+    p.add_argument(
+        "--rows",
+        type=_counts,
+        default=[1, 2, 4, 8, 16, 22, 32, 64],
+        metavar="N,N",
+        help="with --synthetic: rows of the steps (default: 1,2,4,8,16,22,32,64)",
+    )
+    p.add_argument(
+        "--prefill",
+        type=_counts,
+        default=[512, 8192],
+        metavar="N,N",
+        help="with --synthetic: tokens of a prompt (default: 512,8192)",
+    )
+    p.add_argument(
         "--new-tokens", type=_count, default=64, metavar="N", help="decoded tokens of each run (default: 64)"
     )
     p.add_argument("--runs", type=_count, default=5, metavar="N", help="runs of each row; medians count (default: 5)")

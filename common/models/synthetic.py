@@ -1,14 +1,17 @@
 """Models of real shapes without a download, for measuring: what a file would hold, but for its numbers.
 
 The types are those that llama.cpp's quantizer gives each matrix (src/llama-quant.cpp, Q4_K_M: Q6_K for the head, and
-for value projections, fused qkv and down projections of a third of the layers and both ends).
+for value projections, fused qkv and down projections of a third of the layers and both ends; Q5_0 for rows that no
+block of 256 divides; routers stay float32).
 """
 
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from common.checkpoint import Checkpoint
 from common.errors import UsageError
@@ -16,7 +19,7 @@ from common.models import ARCHITECTURES, Model
 from common.ops import Ops
 from common.quants import BLOCKS
 from common.tensors import Tensor
-from common.weights import Matrix, Table, Vector, dense
+from common.weights import Matrix, Stored, Table, Vector, dense
 
 METADATA: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": {
@@ -51,15 +54,90 @@ METADATA: dict[str, dict[str, Any]] = {
         "qwen3.rope.freq_base": 1e6,
         "qwen3.context_length": 40960,
     },
+    "laguna-xs.2": {
+        "general.architecture": "laguna",
+        "laguna.vocab_size": 100352,
+        "laguna.embedding_length": 2048,
+        "laguna.block_count": 40,
+        "laguna.attention.head_count": [48, 64, 64, 64] * 10,
+        "laguna.attention.head_count_kv": 8,
+        "laguna.attention.key_length": 128,
+        "laguna.attention.sliding_window": 512,
+        "laguna.attention.layer_norm_rms_epsilon": 1e-6,
+        "laguna.feed_forward_length": 8192,
+        "laguna.leading_dense_block_count": 1,
+        "laguna.expert_count": 256,
+        "laguna.expert_used_count": 8,
+        "laguna.expert_feed_forward_length": 512,
+        "laguna.expert_shared_feed_forward_length": 512,
+        "laguna.expert_weights_scale": 2.5,
+        "laguna.rope.freq_base": 5e5,
+        "laguna.rope.freq_base_swa": 1e4,
+        "laguna.rope.dimension_count": 64,
+        "laguna.rope.dimension_count_swa": 128,
+        "laguna.rope.scaling.type": "yarn",
+        "laguna.rope.scaling.factor": 32.0,
+        "laguna.rope.scaling.original_context_length": 4096,
+        "laguna.rope.scaling.yarn_beta_fast": 64.0,
+        "laguna.rope.scaling.yarn_beta_slow": 1.0,
+        "laguna.context_length": 131072,
+    },
+    "glm-4.7-flash": {
+        "general.architecture": "deepseek2",
+        "deepseek2.vocab_size": 154880,
+        "deepseek2.embedding_length": 2048,
+        "deepseek2.block_count": 47,
+        "deepseek2.attention.head_count": 20,
+        "deepseek2.attention.q_lora_rank": 768,
+        "deepseek2.attention.kv_lora_rank": 512,
+        "deepseek2.attention.key_length_mla": 256,
+        "deepseek2.attention.value_length_mla": 256,
+        "deepseek2.attention.layer_norm_rms_epsilon": 1e-5,
+        "deepseek2.feed_forward_length": 10240,
+        "deepseek2.leading_dense_block_count": 1,
+        "deepseek2.expert_count": 64,
+        "deepseek2.expert_used_count": 4,
+        "deepseek2.expert_shared_count": 1,
+        "deepseek2.expert_feed_forward_length": 1536,
+        "deepseek2.expert_weights_scale": 1.8,
+        "deepseek2.rope.freq_base": 1e6,
+        "deepseek2.rope.dimension_count": 64,
+        "deepseek2.context_length": 202752,
+    },
 }
+# of the float16 scales and minima of a block, so that weights are of the size that trained ones have
+SCALES = {"Q4_K": (1e-4, 7.5e-4), "Q5_0": (1.5e-3,), "Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
 RECIPES = ("q4_k_m", "q4_0", "q8_0")
 
 
-def synthetic(name: str, ops: Ops) -> Model:
-    """The model `shape:recipe`, such as "qwen3.6-27b:q4_k_m".
+def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
+    """The model `shape:recipe`, such as "qwen3.6-27b:q4_k_m", on the backend of `ops`."""
+    checkpoint = synthetic_checkpoint(name)
+    architecture = checkpoint.config["general.architecture"]
+    definition = ARCHITECTURES[architecture]
+    config = definition.read_config(checkpoint)
+    layout = definition.layout(config, checkpoint)
+    with tqdm(total=len(checkpoint.tensors), desc="making", leave=False, disable=None if progress else True) as bar:
 
-    Its matrices reach `ops.weight` as tensors whose bytes are all one byte of memory: `ops` is a backend that makes
-    random weights of the same types itself.
+        def made(entry: Matrix | Vector | None) -> Any:
+            if entry is None:
+                return None
+            tensors = [checkpoint.tensors[s.names[0]] for s in entry.parts]  # as canonical as they need to be
+            bar.update(len(tensors))
+            return ops.weight(*tensors) if isinstance(entry, Matrix) else ops.vector(tensors[0])
+
+        def handles(table: Table) -> SimpleNamespace:
+            return SimpleNamespace(**{key: made(entry) for key, entry in table.items()})
+
+        weights = handles(layout.top)
+        weights.layers = [handles(table) for table in layout.layers]
+    return Model(architecture, definition, config, layout, weights, ops)
+
+
+def synthetic_checkpoint(name: str) -> Checkpoint:
+    """What a file of the shape and recipe would hold. It takes no memory: all rows of a matrix are one random row.
+
+    That is as good as any for a backend's products; `cuda_backend/random_weights.py` makes whole matrices of its own.
     """
     shape, _, recipe = name.partition(":")
     if shape not in METADATA or recipe not in RECIPES:
@@ -69,44 +147,56 @@ def synthetic(name: str, ops: Ops) -> Model:
     architecture = metadata["general.architecture"]
     definition = ARCHITECTURES[architecture]
     layers = metadata[f"{architecture}.block_count"]
-    # the definition asks which names exist and how large a tensor may be: a head of its own, and one tensor per layer
-    sizes = metadata[f"{architecture}.vocab_size"], metadata[f"{architecture}.embedding_length"]
-    tensors = {"output.weight": _stored("output.weight", sizes, _type("output.weight", recipe, layers))}
-    tensors |= {f"blk.{i}": dense(f"blk.{i}", np.zeros(1)) for i in range(layers)}
-    checkpoint = Checkpoint(Path(name), "gguf", metadata, tensors)
-    config = definition.read_config(checkpoint)
-    layout = definition.layout(config, checkpoint)
-
-    def made(entry: Matrix | Vector | None) -> Any:
-        if entry is None:
-            return None
-        if isinstance(entry, Vector):
-            name = entry.stored.names[0]
-            value = -1.0 if name.endswith("ssm_a") else 0.25 if "conv1d" in name else 1.0
-            return ops.vector(dense(name, np.full(entry.stored.shape, value)))
-        return ops.weight(*(_stored(s.names[0], s.shape, _type(s.names[0], recipe, layers)) for s in entry.parts))
-
-    def handles(table: Table) -> SimpleNamespace:
-        return SimpleNamespace(**{key: made(entry) for key, entry in table.items()})
-
-    weights = handles(layout.top)
-    weights.layers = [handles(table) for table in layout.layers]
-    return Model(architecture, definition, config, layout, weights, ops)
+    checkpoint = Checkpoint(Path(name), "gguf", metadata, _known_tensors(metadata, architecture, recipe, layers))
+    layout = definition.layout(definition.read_config(checkpoint), checkpoint)
+    tensors = {}
+    for entry in layout.entries():
+        for stored in entry.parts:
+            key, is_matrix = stored.names[0], isinstance(entry, Matrix)
+            type_ = _type(stored, recipe, layers)
+            tensors[key] = _stored(key, stored.shape, type_) if is_matrix else _vector(key, stored.shape)
+    return Checkpoint(Path(name), "gguf", metadata, tensors)
 
 
-def _type(name: str, recipe: str, layers: int) -> str:
+def _known_tensors(metadata: dict[str, Any], architecture: str, recipe: str, layers: int) -> dict[str, Tensor]:
+    """What a definition asks of a file before its layout is known: a head, an attention gate, a tensor per layer."""
+    head = metadata[f"{architecture}.vocab_size"], metadata[f"{architecture}.embedding_length"]
+    tensors = {f"blk.{i}": dense(f"blk.{i}", np.zeros(1)) for i in range(layers)}
+    tensors["output.weight"] = _stored("output.weight", head, _type(Stored(("output.weight",), head), recipe, layers))
+    if architecture == "laguna":  # whose gate is one per head
+        heads = metadata["laguna.attention.head_count"][0]
+        tensors["blk.0.attn_gate.weight"] = _stored("blk.0.attn_gate.weight", (heads, head[1]), "Q4_K")
+    return tensors
+
+
+def _type(stored: Stored, recipe: str, layers: int) -> str:
+    part = stored.names[0].split(".")
+    if "ffn_gate_inp" in part:
+        return "F32"
     if recipe != "q4_k_m":
         return recipe.upper()
-    if name == "output.weight":
+    if stored.shape[-1] % 256:
+        return "Q5_0"
+    if part[0] == "output":
         return "Q6_K"
-    part = name.split(".")
-    if part[0] == "blk" and part[2] in ("attn_v", "attn_qkv", "ffn_down"):
+    if part[0] == "blk" and part[2] in ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp"):
         layer = int(part[1])
         if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2:
             return "Q6_K"
     return "Q4_K"
 
 
+def _vector(name: str, shape: tuple[int, ...]) -> Tensor:
+    value = -1.0 if name.endswith("ssm_a") else 0.25 if "conv1d" in name else 0.0 if "probs_b" in name else 1.0
+    return dense(name, np.full(shape, value))
+
+
 def _stored(name: str, shape: tuple[int, ...], type_: str) -> Tensor:
-    row_bytes = shape[-1] // BLOCKS[type_].elements * BLOCKS[type_].bytes
-    return Tensor(name, type_, shape, np.broadcast_to(np.zeros(1, np.uint8), (*shape[:-1], row_bytes)))
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    if type_ == "F32":  # a router, whose rows must differ
+        return dense(name, random.normal(scale=shape[-1] ** -0.5, size=shape))
+    block = BLOCKS[type_]
+    row = random.integers(0, 256, (shape[-1] // block.elements, block.bytes), dtype=np.uint8)
+    for at, value in zip(block.halves, SCALES[type_], strict=True):
+        row[:, at : at + 2] = np.array([value], "<f2").view(np.uint8)
+    return Tensor(name, type_, shape, np.broadcast_to(row.reshape(-1), (*shape[:-1], row.size)))

@@ -1,0 +1,87 @@
+"""Synthetic models: the shapes and types of real files, and the table that bench makes of them."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from common.models import synthetic as synthetic_module
+from common.models.synthetic import METADATA, synthetic, synthetic_checkpoint
+from common.reference import NumpyOps
+from common.step import Step
+from generate.__main__ import main
+
+SMALL = {  # keys of a real shape, smaller
+    "wedlm-8b": {"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
+    "laguna-xs.2": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 4, "feed_forward_length": 256},
+        **{"attention.head_count": [8, 8, 8, 8], "expert_count": 8, "expert_used_count": 2},
+        **{"expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
+    },
+    "glm-4.7-flash": {
+        **{"vocab_size": 96, "embedding_length": 256, "block_count": 3, "feed_forward_length": 256},
+        **{"attention.head_count": 4, "attention.q_lora_rank": 256, "attention.kv_lora_rank": 256},
+        **{"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 256},
+    },
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, keys in SMALL.items():
+        metadata = dict(METADATA[name])
+        metadata |= {f"{metadata['general.architecture']}.{key}": value for key, value in keys.items()}
+        monkeypatch.setitem(synthetic_module.METADATA, name, metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("qwen3.6-27b", 16.53), ("wedlm-8b", 5.02), ("laguna-xs.2", 20.27), ("glm-4.7-flash", 18.1)]
+)
+def test_bytes_of_the_real_files(name, gigabytes):
+    """Q4_K_M as published: llama.cpp's files of these models have these sizes, tokenizers aside."""
+    total = sum(tensor.nbytes for tensor in synthetic_checkpoint(f"{name}:q4_k_m").tensors.values())
+    assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("recipe", synthetic_module.RECIPES)
+def test_small_shapes_run(name, recipe, small):
+    model = synthetic(f"{name}:{recipe}", NumpyOps())
+    state = model.new_state(16)
+    logits = model.ops.read(model.forward(state, Step.chain(np.arange(5, dtype=np.int32), 0)))
+    assert logits.shape == (5, 96)
+    assert np.isfinite(logits).all()
+
+
+def test_bench(small, tmp_path, capsys):
+    table = tmp_path / "rows.tsv"
+    argv = ["bench", "--synthetic", "glm-4.7-flash:q4_k_m", "--backend", "numpy", "--contexts", "3,8", "--rows", "1,4"]
+    assert main([*argv, "--prefill", "8", "--runs", "1", "--log", str(table), "--note", "a test"]) == 0
+    out = capsys.readouterr().out
+    assert "copy bandwidth" in out
+    assert [line.split()[:2] for line in out.splitlines()[-4:]] == [["3", "1"], ["3", "4"], ["8", "1"], ["8", "4"]]
+    rows = list(csv.DictReader(table.open(), delimiter="\t"))
+    assert [row["decoder"] for row in rows] == ["prefill", "steps of 1", "steps of 4", "steps of 1", "steps of 4"]
+    assert all(row["model"] == "glm-4.7-flash:q4_k_m" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--synthetic", "gpt-2:q4_k_m"], "synthetic model 'gpt-2:q4_k_m' is unknown"),
+        (["--synthetic", "wedlm-8b"], "synthetic model 'wedlm-8b' is unknown"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--rows", "65"], "--rows takes steps of at most 64 rows"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--contexts", "40960"], "contexts and prefill need 41024 tokens"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--runs", "0"], "--runs must be at least 1"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--peer", "mlx-lm"], "exclude each other"),
+    ],
+)
+def test_refusals(argv, reason, capsys):
+    assert main(["bench", "--backend", "numpy", *argv]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_too_little_memory(monkeypatch, capsys):
+    monkeypatch.setattr(NumpyOps, "free_bytes", lambda self: (10**9, "a small machine"))
+    assert main(["bench", "--backend", "numpy", "--synthetic", "wedlm-8b:q4_k_m"]) == 1
+    assert "wedlm-8b:q4_k_m takes" in capsys.readouterr().err
