@@ -18,7 +18,7 @@ from tqdm import tqdm
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.ops import Ops
-from common.quants import PLAIN, check_scales, dequantize
+from common.quants import BLOCKS, PLAIN, check_scales, dequantize
 from common.tensors import Tensor, stack
 
 Fix = Callable[[Tensor], Tensor]
@@ -195,6 +195,26 @@ def mapped(fn: Callable[[np.ndarray], np.ndarray]) -> Fix:
 def rows(index: np.ndarray) -> Fix:
     """Reorder or choose rows; any type."""
     return lambda tensor: tensor.take_rows(index)
+
+
+def columns(start: int, count: int) -> Fix:
+    """`count` columns from `start`; refused where they begin or end inside a quantization block."""
+
+    def cut(tensor: Tensor, unit: int) -> Tensor:
+        if start % unit or count % unit:
+            raise BimetalError(f"{tensor.name}: blocks of {unit} straddle columns {start} to {start + count}")
+        size = Fraction(tensor.data.shape[-1], tensor.shape[-1])
+        data = np.ascontiguousarray(tensor.data[..., int(start * size) : int((start + count) * size)])
+        return replace(tensor, shape=(*tensor.shape[:-1], count), data=data)
+
+    def fix(tensor: Tensor) -> Tensor:
+        if tensor.scales is None:
+            return cut(tensor, BLOCKS[tensor.type].elements if tensor.type in BLOCKS else 1)
+        part = columns(start // tensor.group_size, count // tensor.group_size)
+        scales, biases = part(tensor.scales), tensor.biases and part(tensor.biases)
+        return replace(cut(tensor, tensor.group_size), scales=scales, biases=biases)
+
+    return fix
 
 
 def column_groups(index: np.ndarray, width: int) -> Fix:

@@ -1,0 +1,356 @@
+"""The DFlash draft (Chen et al., arXiv 2602.06036): a block of tokens in one pass, from hidden states of the target.
+
+Each layer's attention reads keys and values made of the target's hidden states at every committed position, then those
+of the block: the newest token and a mask for every token after it. Row i of the block predicts the token at its own
+position. Embedding and head are the target's own. A target and its draft share one state, so that one commit moves
+both, and the draft needs no prompt of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.config import Keys
+from common.errors import BimetalError
+from common.models import Model
+from common.models.blocks import check_sizes, ffn_weights, gguf_rope, hf_rope, swiglu_ffn
+from common.ops import Array, Ops, Rope
+from common.step import LayerSpec, State, Step, WindowSpec
+from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights
+
+NAME = "DFlashDraftModel"
+CONTEXT_ROWS = 4096  # that a layer without a window keeps: more than drafts are trained on, little beside the target's
+KINDS = ("full_attention", "sliding_attention")
+OTHER_ALGORITHMS = ("markov_rank", "selector_rank", "selector_top_k", "conv_kernel_size", "draft_vocab_size")
+UNSUPPORTED = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    eps: float
+    rope: Rope
+    windows: tuple[int | None, ...]  # positions before the block that a layer sees; None: all
+    is_causal: tuple[bool, ...]  # per layer: rows of the block see earlier ones alone
+    block: int  # tokens of a block, the known one included
+    mask_token: int
+    taps: tuple[int, ...]  # target layers whose output the draft reads, ascending
+    vocab: int | None  # of the target, where the file says it
+    target_layers: int | None
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def read_config(checkpoint: Checkpoint, target: Model) -> Config:
+    """The draft's configuration, checked against the target that it is to serve."""
+    for name in checkpoint.tensors:
+        if name.rpartition(".")[2] in ("d2t", "t2d"):
+            raise BimetalError(f"{checkpoint.path} has a vocabulary of its own ({name}), which is not supported")
+    c = (_gguf_config if checkpoint.format == "gguf" else _hf_config)(checkpoint, target)
+    _check_belongs(c, checkpoint.path, target)
+    return c
+
+
+def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
+    keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    names = keys.read("architectures", list)
+    if names != [NAME]:
+        raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {NAME}")
+    keys.expect("hidden_act", "silu")
+    keys.expect("attention_bias", False)
+    keys.expect("partial_rotary_factor", 1.0)
+    for key in (*OTHER_ALGORITHMS, *UNSUPPORTED):
+        for place in (key, f"dflash_config.{key}"):
+            if keys.get(place) is not None:
+                raise BimetalError(f"{keys.where}: {place} belongs to another kind of draft, which is not supported")
+    layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
+    head_dim, kv_heads = keys.size("head_dim"), keys.size("num_key_value_heads", heads)
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    kinds = keys.read("layer_types", list, ["full_attention"] * layers)
+    if len(kinds) != layers or set(kinds) - set(KINDS):
+        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
+    slides = [kind == "sliding_attention" and keys.read("use_sliding_window", bool, True) for kind in kinds]
+    causal = keys.read("dflash_config.causal", bool, keys.read("is_causal", bool, None))  # type: ignore[arg-type]
+    ids = keys.read("dflash_config.target_layer_ids", list, keys.read("target_layer_ids", list, []))
+    mask = "dflash_config.mask_token_id" if keys.get("mask_token_id") is None else "mask_token_id"
+    return Config(
+        hidden=keys.size("hidden_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=keys.size("intermediate_size"),
+        eps=keys.positive("rms_norm_eps", 1e-6),
+        rope=hf_rope(keys, head_dim),
+        windows=tuple(keys.size("sliding_window") if slide else None for slide in slides),
+        is_causal=tuple(slides) if causal is None else (causal,) * layers,
+        block=keys.size("block_size"),
+        mask_token=keys.read(mask, int),
+        taps=_taps(keys.where, ids, 0) or _default_taps(checkpoint, target),
+        vocab=keys.read("vocab_size", int, 0) or None,
+        target_layers=keys.read("num_target_layers", int, 0) or None,
+    )
+
+
+def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
+    """Metadata as llama.cpp writes them (`dflash`), or as lucebox does (`dflash-draft`, `qwen35-dflash-draft`)."""
+    architecture = str(checkpoint.config.get("general.architecture"))
+    upstream = architecture == "dflash"
+    if not upstream and not architecture.endswith("dflash-draft"):
+        raise BimetalError(f"{checkpoint.path}: general.architecture is {architecture!r}, which is no DFlash draft")
+    keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
+    inner = "" if upstream else "dflash."
+    for key in (*OTHER_ALGORITHMS, *UNSUPPORTED, "dspark.enabled", "dspark.markov_rank", "laguna"):
+        for place in (key, f"dflash.{key}"):
+            if keys.get(place):
+                raise BimetalError(
+                    f"{keys.where}: {keys.prefix}{place} belongs to another kind of draft, which is not supported"
+                )
+    layers, heads = keys.size("block_count"), keys.size("attention.head_count")
+    head_dim, kv_heads = keys.size("attention.key_length"), keys.size("attention.head_count_kv", heads)
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    keys.expect("attention.value_length", head_dim)
+    window = keys.read("attention.sliding_window", int, 0)
+    pattern = keys.read("attention.sliding_window_pattern", list, [window > 0] * layers)
+    if len(pattern) < layers:
+        raise BimetalError(f"{keys.where}: {keys.prefix}attention.sliding_window_pattern covers {len(pattern)} layers")
+    slides = [window > 0 and bool(slide) for slide in pattern[:layers]]
+    causal = keys.read("attention.causal", bool, None)  # type: ignore[arg-type]
+    listed = keys.read("target_layers" if upstream else "dflash.target_layer_ids", list, [])
+    mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
+    tokens = checkpoint.config.get("tokenizer.ggml.tokens")
+    return Config(
+        hidden=keys.size("embedding_length"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=keys.size("feed_forward_length"),
+        eps=keys.positive("attention.layer_norm_rms_epsilon", 1e-6),
+        rope=gguf_rope(keys, head_dim, None),
+        windows=tuple(window if slide else None for slide in slides),
+        is_causal=tuple(slides) if causal is None else (causal,) * layers,
+        block=keys.size(f"{inner}block_size"),
+        mask_token=mask if isinstance(mask, int) else keys.read(f"{inner}mask_token_id", int),
+        taps=_taps(keys.where, listed, int(upstream)) or _default_taps(checkpoint, target),  # it counts inputs
+        vocab=len(tokens) if isinstance(tokens, list) else keys.read("vocab_size", int, 0) or None,
+        target_layers=None,
+    )
+
+
+def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
+    """Layer ids as a file lists them, counted from `first`."""
+    if any(type(i) is not int or i < first for i in listed) or len(set(listed)) < len(listed):
+        raise BimetalError(f"{where}: {listed} are not the numbers of different target layers")
+    return tuple(sorted(i - first for i in listed))
+
+
+def _default_taps(checkpoint: Checkpoint, target: Model) -> tuple[int, ...]:
+    """As many layers as `fc` has room for, from the second to the third from the end."""
+    fc = next((t for name, t in checkpoint.tensors.items() if name.endswith("fc.weight")), None)
+    layers, n = len(target.layout.layers), fc.shape[-1] // target.config.hidden if fc is not None else 0
+    return (layers // 2,) if n == 1 else tuple(round(1 + i * (layers - 4) / (n - 1)) for i in range(n))
+
+
+def _check_belongs(c: Config, path: Path, target: Model) -> None:
+    layers = len(target.layout.layers)
+    for what, drafts, targets in (
+        ("hidden size", c.hidden, target.config.hidden),
+        ("vocabulary", c.vocab or target.config.vocab, target.config.vocab),
+        ("number of target layers", c.target_layers or layers, layers),
+    ):
+        if drafts != targets:
+            raise BimetalError(f"{path} is a draft for another model: its {what} is {drafts}, the model's {targets}")
+    if not c.taps or c.taps[-1] >= layers:
+        raise BimetalError(f"{path} is a draft for another model: it reads layers {c.taps}, the model has {layers}")
+    if not 0 <= c.mask_token < target.config.vocab:
+        raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.config.vocab}")
+    if c.block < 2:
+        raise BimetalError(f"{path}: block_size is {c.block}; a block has the known token and at least one more")
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    gguf = checkpoint.format == "gguf"
+    dialect = "gguf" if gguf else "hf"
+    prefix = "model." if "model.fc.weight" in checkpoint.tensors else ""
+    at, n = Names(dialect, prefix, checkpoint.tensors), len(c.taps)
+    fc = _first(at, "fc.weight", "dflash.fc.weight", "dflash_fc.weight")
+    context = _first(at, "enc.output_norm.weight", "dflash.hidden_norm.weight", "dflash_hidden_norm.weight")
+    shape = (c.hidden, c.hidden)
+    top: Table = {
+        **{
+            f"fc_{i}": Matrix(
+                Stored((prefix + fc,), shape, columns(i * c.hidden, c.hidden), part_of=(c.hidden, n * c.hidden))
+            )
+            for i in range(n)
+        },
+        "hidden_norm": Vector(at("hidden_norm.weight", context, (c.hidden,))),
+        "norm": Vector(at("norm.weight", "output_norm.weight", (c.hidden,))),
+    }
+    layers = []
+    for i in range(c.layers):
+        at = Names(dialect, f"blk.{i}." if gguf else f"{prefix}layers.{i}.", checkpoint.tensors)
+        layers.append(_layer_weights(c, at))
+    return Layout(top, layers, lambda name: "rope frequencies" if name.endswith("rotary_emb.inv_freq") else None)
+
+
+def _layer_weights(c: Config, at: Names) -> Table:
+    H, K, D = c.heads, c.kv_heads, c.head_dim
+    return {
+        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "q": Matrix(at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden))),
+        "kv": Matrix(
+            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
+            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+        ),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
+        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
+        "ffn_norm": Vector(
+            at(
+                "post_attention_layernorm.weight",
+                _first(at, "ffn_norm.weight", "post_attention_norm.weight"),
+                (c.hidden,),
+            )
+        ),
+        **ffn_weights(at, c.hidden, c.ffn),
+    }
+
+
+def _first(at: Names, *names: str) -> str:
+    """The name that the file has, or the first."""
+    return next((name for name in names if at.has(name)), names[0])
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+def state_spec(c: Config) -> list[LayerSpec]:
+    return [{"kv": WindowSpec(c.kv_heads, c.head_dim, c.head_dim, window or CONTEXT_ROWS)} for window in c.windows]
+
+
+def read(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step, features: Sequence[Array]) -> None:
+    """Leave the draft's keys and values of the step's rows, from hidden states (T, hidden) of the tapped layers."""
+    x = ops.linear(features[0], w.fc_0)
+    for i, feature in enumerate(features[1:], 1):
+        x = ops.add(x, ops.linear(feature, getattr(w, f"fc_{i}")))
+    x = ops.rms_norm(x, w.hidden_norm, c.eps)
+    for layer, state in zip(w.layers, states, strict=True):
+        k, v = _keys_values(ops, c, layer, step, x)
+        ops.write_kv(k, v, state.kv, step)
+
+
+def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step) -> Array:
+    """The logits (block - 1, vocab) of the masked rows of a block."""
+    x = ops.embed(embed, step.tokens)
+    for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
+        x = ops.scope(i, partial(block, ops, c, layer, state, step, i), x)
+    return ops.linear(ops.rms_norm(x[1:], w.norm, c.eps), head)
+
+
+def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Array) -> Array:
+    x = ops.add(x, attention(ops, c, w, state.kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps)))
+    return ops.add(x, swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
+
+
+def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
+    """x (T, hidden) -> (T, hidden)"""
+    T, H, D = x.shape[0], c.heads, c.head_dim
+    q = ops.norm_rope(ops.linear(x, w.q).reshape(T, H, D), w.q_norm, step.positions, c.rope, c.eps)
+    k, v = _keys_values(ops, c, w, step, x)
+    window = (c.windows[layer] or CONTEXT_ROWS) + 1  # counted from the block's first row, which is one of them
+    o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=window, causal=c.is_causal[layer])
+    return ops.linear(o.reshape(T, H * D), w.o)
+
+
+def _keys_values(ops: Ops, c: Config, w: Any, step: Step, x: Array) -> tuple[Array, Array]:
+    T, K, D = x.shape[0], c.kv_heads, c.head_dim
+    kv = ops.linear(x, w.kv)
+    k = ops.norm_rope(kv[:, : K * D].reshape(T, K, D), w.k_norm, step.positions, c.rope, c.eps)
+    return k, kv[:, K * D :].reshape(T, K, D)
+
+
+# -- target and draft --------------------------------------------------------------------------------------------------
+
+
+class Tap:
+    """The ops of a backend, keeping what leaves some layers."""
+
+    def __init__(self, ops: Ops, layers: Sequence[int]):
+        self._ops, self._layers = ops, layers
+        self.taken: list[Array] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def scope(self, layer: int, block: Any, x: Array) -> Array:
+        x = self._ops.scope(layer, block, x)
+        if layer in self._layers:
+            self.taken.append(self._ops.keep(x))
+        return x
+
+
+@dataclass(frozen=True)
+class Pair(Model):
+    """A target that also fills its draft's state: the target's layers come first, the draft's after them."""
+
+    draft: Config
+    draft_weights: SimpleNamespace
+
+    def new_state(self, capacity: int) -> State:
+        return self.ops.new_state([*self.definition.state_spec(self.config), *state_spec(self.draft)], capacity)
+
+    def _logits(self, state: State, step: Step, rows: slice) -> Array:
+        taps, layers = self.draft.taps, len(self.weights.layers)
+        tap: Any = Tap(self.ops, taps)
+        taps_last = taps[-1] == layers - 1  # which a model may compute for some rows alone
+        logits = self.definition.forward(
+            tap, self.config, self.weights, state, step, slice(None) if taps_last else rows
+        )
+        read(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, tap.taken)
+        return logits[rows] if taps_last else logits
+
+    def propose(self, state: State, token: int) -> Array:
+        """Logits (block - 1, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
+        tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)
+        tokens[0] = token
+        return self.ops.run(self._block, state, Step.block(tokens, state.length))[: self.draft.block - 1]
+
+    @cached_property
+    def _block(self) -> Any:
+        return partial(self._block_logits)
+
+    def _block_logits(self, state: State, step: Step) -> Array:
+        head = self.weights.embed if self.weights.head is None else self.weights.head
+        states = self._draft_states(state)
+        return forward(self.ops, self.draft, self.draft_weights, self.weights.embed, head, states, step)
+
+    def _draft_states(self, state: State) -> list[Any]:
+        return [state[len(self.weights.layers) + i] for i in range(self.draft.layers)]
+
+
+def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
+    """`target` with the draft at `path` (a GGUF file or a safetensors folder) on the same backend."""
+    if not isinstance(target, Model):
+        raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
+    checkpoint = open_checkpoint(path)
+    config = read_config(checkpoint, target)
+    weights = load_weights(checkpoint, layout(config, checkpoint), target.ops, progress)
+    parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
+    return Pair(*parts, config, weights)
