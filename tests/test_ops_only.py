@@ -67,7 +67,7 @@ def wrapped(name):
 
 
 OPEN = NumpyOps()  # ops that call ops do so on plain arrays
-OpaqueOps = type("OpaqueOps", (NumpyOps,), {name: wrapped(name) for name in Ops.__abstractmethods__})
+OpaqueOps = type("OpaqueOps", (NumpyOps,), {name: wrapped(name) for name in (*Ops.__abstractmethods__, "write_kv")})
 
 
 def run(name, ops):

@@ -1,0 +1,232 @@
+"""The draft: against its PyTorch form, from every kind of file, for every family of targets, and what it refuses."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+from folders import formula_weight, rewritten, write_folder
+from test_ops_only import OPEN, Opaque, OpaqueOps, shown
+
+from common.checkpoint import open_checkpoint
+from common.errors import BimetalError
+from common.models import load_model
+from common.models.dflash import CONTEXT_ROWS, load_pair, read_config
+from common.quants import dequantize
+from common.step import Step, WindowSpec
+
+FOLDER = tiny.FOLDER / "dflash"
+GOLDEN = np.load(FOLDER / "golden.npz")
+TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
+LOGIT = (
+    1e-3  # of logits up to 10, between two float32 ways (tests/test_state.py); a wrong mask or layer moves them by 0.1
+)
+
+
+def read_text(pair, state, end):
+    """Commit the text up to `end`, in two steps."""
+    for at in (max(state.length, end - 3), end):
+        if at > state.length:
+            pair.forward(state, Step.chain(TEXT[state.length : at], state.length), slice(-1, None))
+            state.commit(range(at - state.length))
+
+
+def proposals(pair, anchors):
+    state, rows = pair.new_state(64), []
+    for anchor in anchors:
+        read_text(pair, state, anchor)
+        rows.append(pair.ops.read(pair.propose(state, int(TEXT[anchor]))))
+    return np.stack(rows)
+
+
+def test_logits_of_the_pytorch_form(ops):
+    pair = load_pair(FOLDER, tiny.load("qwen35", ops))
+    assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < LOGIT
+
+
+def test_a_proposal_changes_nothing_and_a_tree_commits_like_a_chain(ops):
+    pair = load_pair(FOLDER, tiny.load("qwen35", ops))
+    state, alone = pair.new_state(64), pair.new_state(64)
+    for each in (state, alone):
+        read_text(pair, each, 12)
+    first = pair.ops.read(pair.propose(state, 5))
+    assert np.array_equal(first, pair.ops.read(pair.propose(state, 5)))
+    pair.forward(state, Step.tree(np.array([TEXT[12], 3, TEXT[13], TEXT[14], 4]), [-1, 0, 0, 2, 2], 12))
+    state.commit([0, 2, 3])
+    read_text(pair, alone, 15)
+    for a, b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).items(), strict=True):
+        assert np.abs(a[1] - b[1]).max() < 1e-4, a[0]
+    one, other = (pair.ops.read(pair.propose(each, 5)) for each in (state, alone))
+    assert np.abs(one - other).max() < LOGIT
+
+
+def test_it_computes_through_ops_only():
+    rows = [load_pair(FOLDER, load_model(tiny.checkpoint("qwen35"), ops)) for ops in (OpaqueOps(), OPEN)]
+    rows = [proposals_of_one_step(pair) for pair in rows]
+    assert type(rows[0]) is Opaque
+    assert np.array_equal(shown(rows[0]), rows[1])
+
+
+def proposals_of_one_step(pair):
+    state = pair.new_state(64)
+    pair.forward(state, Step.chain(TEXT[:9], 0), slice(-1, None))
+    state.commit(range(9))
+    return pair.propose(state, 5)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, dialect: str, matrices: str = "F32") -> Path:
+    """The draft as a GGUF file, by llama.cpp's converter or by lucebox's."""
+    upstream = dialect == "llama.cpp"
+    architecture = "dflash" if upstream else "qwen35-dflash-draft"
+    c = json.loads((FOLDER / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_key_length(c["head_dim"])
+    writer.add_value_length(c["head_dim"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_rope_freq_base(c["rope_theta"])
+    writer.add_sliding_window(c["sliding_window"])
+    writer.add_array(f"{architecture}.attention.sliding_window_pattern", [True, False])
+    ids, mask = c["dflash_config"]["target_layer_ids"], c["dflash_config"]["mask_token_id"]
+    if upstream:
+        writer.add_uint32("dflash.block_size", c["block_size"])
+        writer.add_array("dflash.target_layers", [i + 1 for i in ids])
+        writer.add_mask_token_id(mask)
+    else:
+        writer.add_uint32(f"{architecture}.dflash.block_size", c["block_size"])
+        writer.add_uint32(f"{architecture}.dflash.n_target_layers", len(ids))
+        writer.add_array(f"{architecture}.dflash.target_layer_ids", ids)
+        writer.add_uint32(f"{architecture}.dflash.mask_token_id", mask)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    names |= {"self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+    names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "norm": "output_norm"}
+    names |= {"fc": "fc" if upstream else "dflash.fc"}
+    names |= {"hidden_norm": "enc.output_norm" if upstream else "dflash.hidden_norm"}
+    for name, tensor in open_checkpoint(FOLDER).tensors.items():
+        values, parts = dequantize(tensor), name.removesuffix(".weight").split(".")
+        prefix = f"blk.{parts[1]}." if parts[0] == "layers" else ""
+        kind = gguf.GGMLQuantizationType[matrices if values.ndim == 2 and values.shape[1] % 32 == 0 else "F32"]
+        name = prefix + names[".".join(parts[2:] if prefix else parts)] + ".weight"
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("dialect", ["llama.cpp", "lucebox"])
+def test_gguf(dialect, tmp_path):
+    target = tiny.load("qwen35", OPEN)
+    pair = load_pair(write_gguf(tmp_path / "draft.gguf", dialect), target)
+    folder = load_pair(FOLDER, target).draft
+    assert replace(pair.draft, eps=folder.eps) == replace(folder, vocab=None, target_layers=None)  # float32 in a GGUF
+    assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < LOGIT
+
+
+def test_quantized_fc_is_split_between_blocks(tmp_path, ops):
+    pair = load_pair(write_gguf(tmp_path / "draft.gguf", "llama.cpp", "Q8_0"), tiny.load("qwen35", ops))
+    assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < 0.3
+
+
+def draft_for(path: Path, target: str, **config) -> Path:
+    """A random draft of two layers for a tiny target."""
+    c = tiny.load(target, OPEN)
+    hidden, layers, taps = c.config.hidden, len(c.layout.layers), config.pop("taps", [0, len(c.layout.layers) - 1])
+    shapes = {"fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for i in range(2):
+        at = f"layers.{i}."
+        shapes |= {at + "self_attn.q_proj.weight": (64, hidden), at + "self_attn.o_proj.weight": (hidden, 64)}
+        shapes |= {at + f"self_attn.{name}_proj.weight": (32, hidden) for name in "kv"}
+        shapes |= {at + f"self_attn.{name}_norm.weight": (16,) for name in "qk"}
+        shapes |= {at + f"mlp.{name}_proj.weight": (24, hidden) for name in ("gate", "up")}
+        shapes |= {at + "mlp.down_proj.weight": (hidden, 24), at + "input_layernorm.weight": (hidden,)}
+        shapes |= {at + "post_attention_layernorm.weight": (hidden,)}
+    values = json.loads((FOLDER / "config.json").read_text())
+    values |= {"hidden_size": hidden, "intermediate_size": 24, "vocab_size": c.config.vocab}
+    values |= {"num_target_layers": layers, "dflash_config": {"mask_token_id": 1, "target_layer_ids": taps}}
+    return write_folder(path, values | config, {name: formula_weight(name, *shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("target", tiny.MODELS)
+def test_every_family_is_a_target(target, tmp_path, ops):
+    """With the last layer tapped, too; the target's logits stay what they are without a draft."""
+    plain = tiny.load(target, ops)
+    pair = load_pair(draft_for(tmp_path / "draft", target), plain)
+    state, text = pair.new_state(64), tiny.golden(target)["ids"].astype(np.int32)
+    logits = pair.ops.read(pair.forward(state, Step.chain(text[:20], 0), slice(-1, None)))
+    state.commit(range(20))
+    assert np.abs(logits - tiny.logits_of(plain, text[:20])[-1]).max() < LOGIT
+    proposed = pair.ops.read(pair.propose(state, int(text[20])))
+    assert proposed.shape == (4, plain.config.vocab)
+    assert np.isfinite(proposed).all()
+
+
+def test_layers_keep_their_window_and_full_ones_a_ring(tmp_path):
+    pair = load_pair(FOLDER, tiny.load("qwen35", OPEN))
+    spec = [state.window for layer in pair.new_state(8).layers[8:] for state in vars(layer).values()]
+    assert spec == [8, CONTEXT_ROWS]
+    assert pair.draft.is_causal == (True, False)
+    assert isinstance(pair.draft.windows[0], int)
+    assert WindowSpec(2, 16, 16, CONTEXT_ROWS) == WindowSpec(2, 16, 16, 4096)
+
+
+def test_causality_and_layers_come_from_the_file(tmp_path):
+    target = tiny.load("qwen35", OPEN)
+
+    def config(name, **changes):
+        return read_config(open_checkpoint(rewritten(FOLDER, tmp_path / name, **changes)), target)
+
+    taps = {"mask_token_id": 1, "target_layer_ids": [1, 4, 6]}
+    assert config("a", dflash_config=taps | {"causal": True}).is_causal == (True, True)
+    assert config("b", dflash_config=taps | {"causal": False}).is_causal == (False, False)
+    assert config("c", is_causal=True).is_causal == (True, True)
+    assert config("d", layer_types=None).windows == (None, None)
+    assert config("e", use_sliding_window=False).is_causal == (False, False)
+    assert config("f", dflash_config={"mask_token_id": 1}).taps == (1, 3, 5)  # fc has room for three of eight layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, r"architectures is \['DFlash2DraftModel'\]; supported as a draft"),
+        ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
+        ({"selector_rank": 256}, "selector_rank belongs to another kind of draft"),
+        ({"draft_vocab_size": 32}, "draft_vocab_size belongs to another kind of draft"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"hidden_size": 64}, "draft for another model: its hidden size is 64, the model's 32"),
+        ({"vocab_size": 128}, "draft for another model: its vocabulary is 128, the model's 96"),
+        ({"num_target_layers": 64}, "its number of target layers is 64, the model's 8"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 4, 8]}}, r"reads layers \(1, 4, 8\)"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 4, 4]}}, "different target layers"),
+        ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [1, 4, 6]}}, "mask token 96 is outside"),
+        ({"dflash_config": {"target_layer_ids": [1, 4, 6]}}, "lacks the required key dflash_config.mask_token_id"),
+        ({"block_size": 1}, "block_size is 1"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types must name"),
+    ],
+)
+def test_refusals(changes, message, tmp_path):
+    with pytest.raises(BimetalError, match=message):
+        load_pair(rewritten(FOLDER, tmp_path / "draft", **changes), tiny.load("qwen35", OPEN))
+
+
+def test_a_vocabulary_map_and_other_files_are_refused(tmp_path):
+    target = tiny.load("qwen35", OPEN)
+    mapped = rewritten(FOLDER, tmp_path / "d2t", lambda tensors: tensors | {"d2t": np.zeros(4, np.float32)})
+    with pytest.raises(BimetalError, match=r"a vocabulary of its own \(d2t\)"):
+        load_pair(mapped, target)
+    with pytest.raises(BimetalError, match="architectures is"):
+        load_pair(tiny.FOLDER / "qwen35", target)
+    with pytest.raises(BimetalError, match="hidden states, which a model run by mlx-lm does not show"):
+        load_pair(FOLDER, object())
