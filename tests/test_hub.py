@@ -142,7 +142,7 @@ def test_an_absent_path_is_not_taken_for_a_repository(cache: Path, server: HubSe
     "name", ["", "qwen", "a/b/c", "a/b:", "a/b:Q4:Q5", "a b/c", "a/b/", "m.gguf", "a/b/c.safetensors", "\0", "x" * 9999]
 )
 def test_names_of_no_supported_form(cache: Path, server: HubServer, name: str) -> None:
-    with pytest.raises(BimetalError, match="supported form: a local file or directory, smollm2, owner/repo, "):
+    with pytest.raises(BimetalError, match="supported form: a local file or directory, demo, smollm2, owner/repo, "):
         resolve_model(name)
     assert server.requests == []
 
