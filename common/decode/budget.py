@@ -1,0 +1,57 @@
+"""How many tokens to guess per step, learnt while decoding from what steps take and what they gain."""
+
+from collections.abc import Sequence
+
+MEMORY = 32  # steps that an average looks back
+FIRST = 2  # runs of a size whose time does not count: a backend may compile or capture in them
+PROBE = 16  # every so many steps a neighbouring size runs, so that its figures stay true
+
+
+class Mean:
+    """A running mean that forgets."""
+
+    def __init__(self) -> None:
+        self.value, self.count = 0.0, 0
+
+    def add(self, x: float) -> None:
+        self.count += 1
+        self.value += (x - self.value) / min(self.count, MEMORY)
+
+
+class Tuner:
+    """Picks the budget with the most tokens per second among `sizes`, ascending.
+
+    A tree grown to a budget holds those of all smaller budgets, its first nodes. So a step tells what every smaller one
+    would have gained, and only its own time.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = tuple(sizes)
+        self.gain = {size: Mean() for size in self.sizes}
+        self.seconds = {size: Mean() for size in self.sizes}
+        self.runs = dict.fromkeys(self.sizes, 0)
+        self.steps = 0
+
+    def choose(self) -> int:
+        self.steps += 1
+        for size in reversed(self.sizes):  # the largest tells most about the gains
+            if self.runs[size] <= FIRST:
+                return size
+        best = max(range(len(self.sizes)), key=lambda i: self.rate(self.sizes[i]))
+        if self.steps % PROBE == 0:
+            up = self.steps // PROBE % 2 == 0
+            best = min(max(best + (1 if up else -1), 0), len(self.sizes) - 1)
+        return self.sizes[best]
+
+    def record(self, size: int, path: Sequence[int], seconds: float) -> None:
+        """A step that ran for `size` accepted the nodes `path`, its root first."""
+        self.runs[size] += 1
+        if self.runs[size] > FIRST:
+            self.seconds[size].add(seconds)
+        for smaller in self.sizes:
+            if smaller <= size:
+                self.gain[smaller].add(sum(node <= smaller for node in path))
+
+    def rate(self, size: int) -> float:
+        """Tokens per second."""
+        return self.gain[size].value / max(self.seconds[size].value, 1e-9)

@@ -1,0 +1,61 @@
+"""The token tree that one verifying step checks, and DDTree's way to grow it (Ringel and Romano, arXiv 2604.12989)."""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.step import PAST
+
+
+class Tree:
+    """Guessed continuations of one known token, the root: node i is row i of the step, after its parent.
+
+    tokens, parents  per node; the root's parent is PAST
+    children         per node, from token to node
+    """
+
+    def __init__(self, root: int):
+        self.tokens, self.parents = [root], [PAST]
+        self.children: list[dict[int, int]] = [{}]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int) -> int:
+        """The node for `token` after node `parent`, made if it is not there."""
+        node = self.children[parent].setdefault(token, len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.children.append({})
+        return node
+
+    def add_chain(self, tokens: Sequence[int]) -> None:
+        """`tokens` one after the other from the root."""
+        node = 0
+        for token in tokens:
+            node = self.add(node, token)
+
+
+def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int) -> None:
+    """Add the likeliest prefixes, best first, until the tree has `budget` nodes after its root.
+
+    ids, logp  (depth, k): the likeliest tokens of each place and their log-probabilities, best first. Places are taken
+               as independent, as a draft that guesses a block at once gives them; the sum of the probabilities of the
+               nodes, which is the expected number of accepted tokens, is then the largest that `budget` nodes reach.
+    """
+    tokens, costs = ids.tolist(), (-logp.astype(np.float64)).tolist()
+    if not tokens:
+        return
+    # -log of a prefix's probability, the ranks of its tokens, its parent node
+    heap: list[tuple[float, tuple[int, ...], int]] = [(costs[0][0], (0,), 0)]
+    while heap and len(tree) <= budget:
+        cost, ranks, parent = heapq.heappop(heap)
+        depth, rank = len(ranks) - 1, ranks[-1]
+        node = tree.add(parent, tokens[depth][rank])
+        if rank + 1 < len(tokens[depth]):
+            sibling = cost - costs[depth][rank] + costs[depth][rank + 1]
+            heapq.heappush(heap, (sibling, (*ranks[:-1], rank + 1), parent))
+        if depth + 1 < len(tokens):
+            heapq.heappush(heap, (cost + costs[depth + 1][0], (*ranks, 0), node))
