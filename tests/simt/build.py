@@ -1,0 +1,54 @@
+"""C++ to a shared library, once: libraries are kept by the hash of what they are made of."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CACHE = Path(tempfile.gettempdir()) / f"bimetal-simt-{os.getuid()}"
+MISSING = (
+    "" if shutil.which("g++") and platform.machine() == "x86_64" else "needs g++ on x86-64"
+)  # why nothing runs here
+
+
+class BuildError(AssertionError):
+    """The compiler refused a kernel; the message is the compiler's."""
+
+
+def library(text: str, flags: list[str]) -> Path:
+    """The shared library that g++ makes of `text`."""
+    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    path = CACHE / (hashlib.sha256("\0".join([text, headers, *flags]).encode()).hexdigest()[:24] + ".so")
+    if not path.exists():
+        CACHE.mkdir(exist_ok=True)
+        made = path.with_suffix(f".{os.getpid()}.so")
+        command = ["g++", *flags, "-shared", "-fPIC", "-w", f"-I{HERE}", "-x", "c++", "-", "-o", str(made)]
+        command += [
+            "-nostdlib",
+            "-x",
+            "none",
+            "-lstdc++",
+            "-lm",
+            "-lc",
+            "-lgcc",
+        ]  # the engine is the sanitizers' runtime
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(done.stderr[:3000])
+        made.rename(path)
+    return path
+
+
+@functools.cache
+def engine() -> ctypes.CDLL:
+    """The engine, whose symbols every kernel's library shares."""
+    path = library((HERE / "engine.cpp").read_text(), ["-std=c++20", "-O2"])
+    engine = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    engine.simt_run.restype = ctypes.c_char_p
+    return engine

@@ -1,0 +1,514 @@
+// A GPU's threads as fibers: one group at a time, a thread until it waits, in a chosen order.
+//
+// Errors that end a launch: threads of a group at different barriers, lanes of a SIMD group at different collectives,
+// either after a sibling has returned, a wait that nobody ends, any fault or endless loop.
+// Kernels compiled with -fsanitize=thread call the __tsan_ functions at every access to memory, and those with
+// -fsanitize=undefined the __ubsan_ ones; both are defined here. They find accesses outside a buffer, two threads at one
+// place of which one writes with no barrier between, and reads of what nobody has written.
+#include "engine.h"
+
+#include <csetjmp>
+#include <csignal>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <ctime>
+#include <ucontext.h>
+#include <unistd.h>
+
+namespace simt {
+
+Thread* self;
+Index threads, groups, group, group_size, whole_group;
+
+namespace {
+
+constexpr int MOST_THREADS = 1024, LANES = 32;
+constexpr size_t STACK = 64 << 10, PAGE = 4096, GAP = 64 << 10;  // GAP: inaccessible bytes around every buffer
+
+enum State { RUNS, IN_COLLECTIVE, AT_BARRIER, RETURNED };
+struct Fiber : Thread {
+    void* stack_pointer;
+    State state;
+    const char* waits_in;
+    int line;
+};
+struct Simd {
+    const char* what;
+    int line;
+    unsigned arrived, present, returned;
+    unsigned epoch[2];  // barriers of the SIMD group passed, by kind of memory
+    void* mine[LANES];
+};
+enum Schedule { FORWARD, REVERSE, RANDOM };
+
+Fiber fibers[MOST_THREADS], launcher;  // the launcher waits for all others
+Simd simds[MOST_THREADS / LANES];
+char* stacks;
+void (*kernel)();
+unsigned count, alive, at_barrier;
+unsigned group_number, epoch[2];
+const char* barrier_name;
+int barrier_line;
+bool returned_may_skip_barriers;
+Schedule schedule;
+uint32_t dice;
+
+int ready[2 * MOST_THREADS];  // a ring
+unsigned first_ready, ready_count;
+
+char message[2048];
+sigjmp_buf escape;
+
+unsigned random_below(unsigned n) {
+    dice ^= dice << 13, dice ^= dice >> 17, dice ^= dice << 5;
+    return dice % n;
+}
+
+void make_ready(int thread) {
+    fibers[thread].state = RUNS;
+    ready[(first_ready + ready_count++) % (2 * MOST_THREADS)] = thread;
+}
+
+// Threads from..to-1 that `wait` become ready, in the schedule's order.
+void release(unsigned from, unsigned to, State wait) {
+    for (unsigned i = 0; i < to - from; i++) {
+        const unsigned thread = schedule == REVERSE ? to - 1 - i : from + i;
+        if (fibers[thread].state == wait) make_ready(thread);
+    }
+}
+
+extern "C" void switch_stack(void** save, void* to);
+asm(R"(
+.text
+switch_stack:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+)");
+
+const char* place(int thread) {  // of a thread, for messages
+    static char text[4][80];
+    static int next;
+    char* out = text[next++ % 4];
+    const Index p = fibers[thread].position;
+    snprintf(out, sizeof text[0], "thread (%u, %u, %u) of group (%u, %u, %u)", p.x, p.y, p.z, group.x, group.y, group.z);
+    return out;
+}
+
+[[noreturn]] void report_deadlock() {
+    int waits = -1;
+    for (unsigned i = 0; i < count; i++)
+        if (fibers[i].state == IN_COLLECTIVE || (waits < 0 && fibers[i].state == AT_BARRIER)) {
+            waits = i;
+            if (fibers[i].state == IN_COLLECTIVE) break;
+        }
+    for (unsigned i = 0; i < count; i++)
+        if (fibers[i].state == AT_BARRIER && (int)i != waits && fibers[waits].state == IN_COLLECTIVE)
+            fail("divergence: %s waits in %s at line %d while %s waits in %s at line %d", place(waits), fibers[waits].waits_in,
+                 fibers[waits].line, place(i), fibers[i].waits_in, fibers[i].line);
+    fail("deadlock: %s waits forever in %s at line %d", place(waits), fibers[waits].waits_in, fibers[waits].line);
+}
+
+// Runs the next thread that can; the caller has noted what it waits for.
+void switch_away() {
+    Fiber* from = (Fiber*)self;
+    if (!ready_count) {
+        if (alive) report_deadlock();
+        switch_stack(&from->stack_pointer, launcher.stack_pointer);
+    }
+    if (schedule == RANDOM) {
+        int& a = ready[first_ready];
+        int& b = ready[(first_ready + random_below(ready_count)) % (2 * MOST_THREADS)];
+        const int swap = a;
+        a = b, b = swap;
+    }
+    Fiber* to = &fibers[ready[first_ready]];
+    first_ready = (first_ready + 1) % (2 * MOST_THREADS), ready_count--;
+    self = to;
+    if (to != from) switch_stack(&from->stack_pointer, to->stack_pointer);
+}
+
+void pass_barrier(Order order) {
+    for (int kind = 0; kind < 2; kind++) epoch[kind] += order >> kind & 1;
+    at_barrier = 0;
+    release(0, count, AT_BARRIER);
+}
+
+void run_thread() {
+    kernel();
+    Fiber* me = (Fiber*)self;
+    Simd& simd = simds[me->simd];
+    me->state = RETURNED, alive--;
+    simd.returned |= 1u << me->lane;
+    if (simd.arrived)
+        fail("divergence: %s returns while lanes of its SIMD group wait in %s at line %d", place(me->index), simd.what, simd.line);
+    if (at_barrier) {
+        if (!returned_may_skip_barriers)
+            fail("divergence: %s returns while others wait in %s at line %d", place(me->index), barrier_name, barrier_line);
+        if (at_barrier == alive) pass_barrier(ORDERS_ALL);
+    }
+    switch_away();
+}
+
+}  // namespace
+
+void fail(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(message, sizeof message, format, list);
+    va_end(list);
+    siglongjmp(escape, 1);
+}
+
+void yield() {
+    make_ready(self->index);
+    switch_away();
+}
+
+void barrier(const char* what, int line, Order order) {
+    Fiber* me = (Fiber*)self;
+    if (!returned_may_skip_barriers && alive < count) {
+        unsigned gone = 0;
+        while (fibers[gone].state != RETURNED) gone++;
+        fail("divergence: %s is in %s at line %d after %s has returned", place(me->index), what, line, place(gone));
+    }
+    if (at_barrier && (barrier_line != line || barrier_name != what))
+        fail("divergence: %s is in %s at line %d while others wait in %s at line %d", place(me->index), what, line, barrier_name,
+             barrier_line);
+    barrier_name = what, barrier_line = line;
+    if (++at_barrier == alive) return pass_barrier(order);
+    me->state = AT_BARRIER, me->waits_in = what, me->line = line;
+    switch_away();
+}
+
+void meet(const char* what, int line, void* mine, Compute* compute, void* how, Order order) {
+    Fiber* me = (Fiber*)self;
+    Simd& simd = simds[me->simd];
+    if (simd.returned)
+        fail("divergence: %s is in %s at line %d after lane %d of its SIMD group has returned", place(me->index), what, line,
+             __builtin_ctz(simd.returned));
+    if (simd.arrived && (simd.line != line || strcmp(simd.what, what)))
+        fail("divergence: %s is in %s at line %d while lanes of its SIMD group wait in %s at line %d", place(me->index), what, line,
+             simd.what, simd.line);
+    simd.what = what, simd.line = line;
+    simd.mine[me->lane] = mine;
+    simd.arrived |= 1u << me->lane;
+    if (simd.arrived != simd.present) {
+        me->state = IN_COLLECTIVE, me->waits_in = what, me->line = line;
+        return switch_away();
+    }
+    compute(simd.mine, how);
+    for (int kind = 0; kind < 2; kind++) simd.epoch[kind] += order >> kind & 1;
+    simd.arrived = 0;
+    const unsigned start = me->simd * LANES;
+    release(start, start + LANES < count ? start + LANES : count, IN_COLLECTIVE);
+}
+
+// ---- memory: what each place of a buffer and of threadgroup memory has seen
+
+namespace {
+
+struct Access {
+    uint32_t group_plus_1, epoch, simd_epoch, pc;  // 0: never accessed
+    uint16_t thread;
+    bool atomic;
+};
+struct Cell {
+    Access write, read, other_read;  // other_read: the last read by another thread than `read`
+};
+constexpr uint32_t FILLED = ~0u;  // for group_plus_1: written before the launch
+enum Role { INPUT, OUTPUT, FILLED_OUTPUT };
+
+}  // namespace
+
+struct Buffer {
+    const char* name;
+    char* data;  // the caller's
+    uint64_t bytes, first;  // first: byte that the kernel's pointer points at
+    uint32_t item;
+    uint32_t role;
+};
+
+namespace {
+
+struct Region {
+    Buffer told;
+    char* start;
+    Cell* cells;
+};
+
+Region regions[64];
+unsigned region_count;
+char *arena, *group_memory;
+uint64_t arena_bytes, group_memory_bytes;
+Cell* group_cells;
+uintptr_t code;
+
+uint32_t offset_of(const void* pc) { return (uint32_t)((uintptr_t)pc - code - 1); }
+
+const Region* region_at(const char* p) {  // the nearest buffer whose gap, or memory, holds p
+    for (unsigned i = 0; i < region_count; i++)
+        if (p < regions[i].start + regions[i].told.bytes + GAP / 2 + PAGE) return &regions[i];
+    return nullptr;
+}
+
+[[noreturn]] void fail_outside(const char* p, const char* does, const void* pc) {
+    const Region* r = p >= arena && p < arena + arena_bytes ? region_at(p) : nullptr;
+    if (!r) fail("out of bounds: %s %s memory that belongs to no buffer, at @%x", place(self->index), does, offset_of(pc));
+    const Buffer& b = r->told;
+    if (p >= r->start && p < r->start + b.bytes)
+        fail("%s writes into the input %s, at @%x", place(self->index), b.name, offset_of(pc));
+    const long at = (p - (r->start + b.first)) / (long)b.item - (p < r->start + b.first && (p - r->start - b.first) % b.item ? 1 : 0);
+    fail("out of bounds: %s %s %s[%ld] of %lu elements, at @%x", place(self->index), does, b.name, at,
+         (unsigned long)(b.bytes / b.item), offset_of(pc));
+}
+
+enum { DEVICE = 1, GROUP = 0 };  // kinds of memory, as epochs count them
+
+bool concurrent(const Access& a, int kind) {
+    if (!a.group_plus_1 || a.group_plus_1 == FILLED || (a.thread == self->index && a.group_plus_1 == group_number + 1)) return false;
+    if (a.group_plus_1 != group_number + 1) return kind == DEVICE;
+    if (a.epoch != epoch[kind]) return false;
+    return a.thread / LANES != self->simd || a.simd_epoch == simds[self->simd].epoch[kind];
+}
+
+[[noreturn]] void fail_race(const Access& other, const char* did, const char* does, const char* name, long at, const void* pc) {
+    char where[64] = "";
+    if (other.group_plus_1 != group_number + 1) snprintf(where, sizeof where, " of group number %u", other.group_plus_1 - 1);
+    fail("race: %s %s %s[%ld] at @%x, which thread %u%s %s at @%x with no barrier between them", place(self->index), does, name,
+         at, offset_of(pc), other.thread, where, did, other.pc);
+}
+
+void touch_cell(Cell& cell, int kind, bool reads, bool writes, bool atomic, const char* name, long at, const void* pc) {
+    const bool written = kind == GROUP ? cell.write.group_plus_1 == group_number + 1 : cell.write.group_plus_1;
+    if (reads && !written)
+        fail("uninitialised: %s reads %s[%ld] before anyone wrote it, at @%x", place(self->index), name, at, offset_of(pc));
+    const char* does = atomic ? "changes" : writes ? "writes" : "reads";
+    if (concurrent(cell.write, kind) && !(atomic && cell.write.atomic)) fail_race(cell.write, "wrote", does, name, at, pc);
+    if (writes)
+        for (int i = 0; i < 2; i++) {
+            const Access& read = i ? cell.other_read : cell.read;
+            if (concurrent(read, kind) && !(atomic && read.atomic)) fail_race(read, "read", does, name, at, pc);
+        }
+    const Access now = {group_number + 1, epoch[kind], simds[self->simd].epoch[kind], offset_of(pc), (uint16_t)self->index, atomic};
+    if (writes) cell.write = now;
+    if (reads) {
+        if (cell.read.thread != now.thread || cell.read.group_plus_1 != now.group_plus_1) cell.other_read = cell.read;
+        cell.read = now;
+    }
+}
+
+void touch(const void* address, unsigned bytes, bool reads, bool writes, bool atomic, const void* pc) {
+    const char* p = (const char*)address;
+    if ((uint64_t)(p - arena) < arena_bytes) {
+        const Region* r = region_at(p);
+        const Buffer& b = r->told;
+        const char* end = r->start + b.bytes;
+        if (p < r->start || p + bytes > end || (writes && b.role == INPUT))
+            fail_outside(p < end && end < p + bytes ? end : p, writes ? "writes" : "reads", pc);
+        if (!r->cells) return;
+        for (uint64_t i = (p - r->start) / b.item, last = (p + bytes - 1 - r->start) / b.item; i <= last; i++)
+            touch_cell(r->cells[i], DEVICE, reads, writes, atomic, b.name, i, pc);
+    } else if ((uint64_t)(p - group_memory) < group_memory_bytes) {
+        for (unsigned i = 0; i < bytes; i++)
+            touch_cell(group_cells[p - group_memory + i], GROUP, reads, writes, atomic, "threadgroup memory, byte ", p - group_memory + i, pc);
+    }
+}
+
+void on_signal(int number, siginfo_t* info, void* context) {
+    const void* pc = (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
+    const bool writes = ((ucontext_t*)context)->uc_mcontext.gregs[REG_ERR] & 2;
+    if (number == SIGRTMIN) fail("endless: %s still runs after the time limit, at @%x", place(self->index), offset_of(pc) + 1);
+    const char* p = (const char*)info->si_addr;
+    const char* stack = stacks + self->index * (STACK + PAGE);
+    if (p >= stack && p < stack + PAGE) fail("%s needs more than %zu bytes of stack", place(self->index), STACK);
+    fail_outside(p, writes ? "writes" : "reads", (const char*)pc + 1);
+}
+
+const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, 0};
+
+void run_group() {
+    count = group_size.x * group_size.y * group_size.z;
+    alive = count, at_barrier = 0, first_ready = ready_count = 0;
+    epoch[0] = epoch[1] = 0;
+    memset(simds, 0, sizeof simds);
+    if (group_memory) memset(group_memory, 0xff, group_memory_bytes);
+    for (unsigned i = 0; i < count; i++) {
+        Fiber& f = fibers[i];
+        (Thread&)f = {{i % group_size.x, i / group_size.x % group_size.y, i / group_size.x / group_size.y}, i, i / LANES, i % LANES};
+        f.state = AT_BARRIER;
+        simds[f.simd].present |= 1u << f.lane;
+        // Stacks at one distance from each other would share cache sets.
+        void** top = (void**)(stacks + (i + 1) * (STACK + PAGE) - i % LANES * 128 - 64);
+        *--top = nullptr, *--top = (void*)run_thread;
+        f.stack_pointer = top - 6;
+    }
+    release(0, count, AT_BARRIER);
+    self = &launcher;
+    switch_away();
+}
+
+}  // namespace
+
+void note_atomic(const void* p, unsigned bytes) { touch(p, bytes, true, true, true, __builtin_return_address(0)); }
+
+struct Launch {
+    void (*kernel)();
+    Index threads, group;
+    uint32_t schedule, returned_may_skip_barriers;
+    char* group_memory;
+    uint64_t group_memory_bytes;
+    double seconds;
+};
+
+static void lay_out(Buffer* buffers, unsigned n, void** pointers) {
+    uint64_t at = GAP;
+    region_count = n;
+    for (unsigned i = 0; i < n; i++) {
+        const uint64_t whole = (buffers[i].bytes + PAGE - 1) / PAGE * PAGE;
+        regions[i] = {buffers[i], (char*)at, nullptr};  // an offset for now
+        at += whole + GAP;
+    }
+    arena_bytes = at;
+    arena = (char*)mmap(nullptr, at, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    for (unsigned i = 0; i < n; i++) {
+        Region& r = regions[i];
+        char* page = arena + (uint64_t)r.start;
+        const uint64_t whole = (r.told.bytes + PAGE - 1) / PAGE * PAGE;
+        r.start = page + (whole - r.told.bytes) / 64 * 64;  // as near to the gap as a GPU's alignment lets it
+        mprotect(page, whole, PROT_READ | PROT_WRITE);
+        if (r.told.role != OUTPUT) memcpy(r.start, r.told.data, r.told.bytes);
+        if (r.told.role == INPUT)
+            mprotect(page, whole, PROT_READ);
+        else
+            r.cells = (Cell*)calloc(r.told.bytes / r.told.item, sizeof(Cell));
+        if (r.told.role == FILLED_OUTPUT)
+            for (uint64_t c = 0; c < r.told.bytes / r.told.item; c++) r.cells[c].write.group_plus_1 = FILLED;
+        pointers[i] = r.start + r.told.first;
+    }
+}
+
+static void hand_back(bool check) {
+    for (unsigned i = 0; i < region_count && check; i++) {
+        const Region& r = regions[i];
+        for (uint64_t c = 0; r.told.role == OUTPUT && c < r.told.bytes / r.told.item; c++)
+            if (!r.cells[c].write.group_plus_1) {
+                snprintf(message, sizeof message, "unwritten: no thread wrote %s[%lu] of %lu elements", r.told.name, (unsigned long)c,
+                         (unsigned long)(r.told.bytes / r.told.item));
+                check = false;
+                break;
+            }
+    }
+    for (unsigned i = 0; i < region_count; i++) {
+        if (regions[i].told.role != INPUT) memcpy(regions[i].told.data, regions[i].start, regions[i].told.bytes);
+        free(regions[i].cells);
+    }
+    if (arena) munmap(arena, arena_bytes);
+    arena = nullptr, arena_bytes = 0, region_count = 0;
+}
+
+// Runs a grid. Buffers are copied between inaccessible memory, and pointers[i] set to where the kernel finds buffer i.
+// Returns an error, in which @<hex> is an address in the kernel's library, or null.
+extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned buffer_count, void** pointers) {
+    if (!stacks) {
+        const size_t one = STACK + PAGE;
+        stacks = (char*)mmap(nullptr, one * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        for (int i = 0; i < MOST_THREADS; i++) mprotect(stacks + i * one, PAGE, PROT_NONE);
+    }
+    Dl_info info;
+    dladdr((void*)launch->kernel, &info);
+    code = (uintptr_t)info.dli_fbase;
+    kernel = launch->kernel, schedule = (Schedule)(launch->schedule < 2 ? launch->schedule : 2), dice = launch->schedule * 2654435761u | 1;
+    returned_may_skip_barriers = launch->returned_may_skip_barriers;
+    threads = launch->threads, whole_group = launch->group;
+    whole_group = {whole_group.x < threads.x ? whole_group.x : threads.x, whole_group.y < threads.y ? whole_group.y : threads.y,
+                   whole_group.z < threads.z ? whole_group.z : threads.z};
+    groups = {(threads.x + whole_group.x - 1) / whole_group.x, (threads.y + whole_group.y - 1) / whole_group.y,
+              (threads.z + whole_group.z - 1) / whole_group.z};
+    group_memory = launch->group_memory, group_memory_bytes = launch->group_memory_bytes;
+    group_cells = (Cell*)calloc(group_memory_bytes, sizeof(Cell));
+    lay_out(buffers, buffer_count, pointers);
+
+    static char signal_stack[64 << 10];
+    stack_t alternate = {}, old_stack;
+    alternate.ss_sp = signal_stack, alternate.ss_size = sizeof signal_stack;
+    sigaltstack(&alternate, &old_stack);
+    struct sigaction handler = {}, old[8];
+    handler.sa_sigaction = on_signal, handler.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int i = 0; SIGNALS[i]; i++) sigaction(SIGNALS[i], &handler, &old[i]);
+    sigaction(SIGRTMIN, &handler, &old[7]);
+    sigevent event = {};
+    event.sigev_notify = SIGEV_THREAD_ID, event.sigev_signo = SIGRTMIN, event._sigev_un._tid = (int)syscall(SYS_gettid);
+    timer_t timer;
+    timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
+    itimerspec limit = {};
+    limit.it_value.tv_sec = (time_t)launch->seconds, limit.it_value.tv_nsec = (long)((launch->seconds - (time_t)launch->seconds) * 1e9);
+    timer_settime(timer, 0, &limit, nullptr);
+
+    message[0] = 0;
+    const unsigned total = groups.x * groups.y * groups.z;
+    if (!sigsetjmp(escape, 1))
+        for (unsigned i = 0; i < total; i++) {
+            group_number = schedule == REVERSE ? total - 1 - i : i;
+            group = {group_number % groups.x, group_number / groups.x % groups.y, group_number / groups.x / groups.y};
+            const auto size = [](unsigned at, unsigned whole, unsigned all) { return all - at * whole < whole ? all - at * whole : whole; };
+            group_size = {size(group.x, whole_group.x, threads.x), size(group.y, whole_group.y, threads.y),
+                          size(group.z, whole_group.z, threads.z)};
+            run_group();
+        }
+    timer_delete(timer);
+    for (int i = 0; SIGNALS[i]; i++) sigaction(SIGNALS[i], &old[i], nullptr);
+    sigaction(SIGRTMIN, &old[7], nullptr);
+    sigaltstack(&old_stack, nullptr);
+    hand_back(!message[0] && arena);
+    free(group_cells);
+    return message[0] ? message : nullptr;
+}
+
+}  // namespace simt
+
+// ---- what -fsanitize=thread and -fsanitize=undefined call
+
+#define ACCESS(bytes)                                                                                                             \
+    extern "C" void __tsan_read##bytes(void* p) { simt::touch(p, bytes, true, false, false, __builtin_return_address(0)); }       \
+    extern "C" void __tsan_write##bytes(void* p) { simt::touch(p, bytes, false, true, false, __builtin_return_address(0)); }      \
+    extern "C" void __tsan_unaligned_read##bytes(void* p) { simt::touch(p, bytes, true, false, false, __builtin_return_address(0)); } \
+    extern "C" void __tsan_unaligned_write##bytes(void* p) { simt::touch(p, bytes, false, true, false, __builtin_return_address(0)); }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+extern "C" void __tsan_read_range(void* p, unsigned long n) { simt::touch(p, n, true, false, false, __builtin_return_address(0)); }
+extern "C" void __tsan_write_range(void* p, unsigned long n) { simt::touch(p, n, false, true, false, __builtin_return_address(0)); }
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+
+#define FAULT(name, text)                                                                                                     \
+    extern "C" void __ubsan_handle_##name##_abort(void*, unsigned long, unsigned long) {                                      \
+        simt::fail("%s: %s, at @%x", text, simt::place(simt::self->index), simt::offset_of(__builtin_return_address(0)));       \
+    }
+FAULT(out_of_bounds, "an index outside an array")
+FAULT(shift_out_of_bounds, "a shift by as many bits as the type has, or more")
+FAULT(type_mismatch_v1, "a misaligned pointer")
+FAULT(divrem_overflow, "a division by zero")
+FAULT(missing_return, "no value returned")

@@ -1,0 +1,38 @@
+// What a kernel that runs on the CPU sees of the engine (engine.cpp): where its thread stands, and how it waits for others.
+#pragma once
+
+namespace simt {
+
+struct Index {
+    unsigned x, y, z;
+};
+
+struct Thread {
+    Index position;              // in its group
+    unsigned index, simd, lane;  // of the group, x fastest; index / 32; index % 32
+};
+
+extern Thread* self;                          // the thread that runs
+extern Index threads, groups;                 // of the grid; a group at the end of an axis may be partial
+extern Index group, group_size, whole_group;  // the group that runs: its position, its size, and the size asked for
+
+enum Order { ORDERS_NOTHING = 0, ORDERS_GROUP_MEMORY = 1, ORDERS_DEVICE_MEMORY = 2, ORDERS_ALL = 3 };
+
+// A barrier of the group. `line` names the place: threads that wait at different places have diverged (0: any place).
+void barrier(const char* what, int line, Order order);
+
+// Every lane of the SIMD group brings `mine`; the last to arrive has `compute(lanes, how)` write everyone's result.
+// lanes[i] is null where a partial group has no lane i.
+typedef void Compute(void** lanes, void* how);
+void meet(const char* what, int line, void* mine, Compute* compute, void* how, Order order = ORDERS_NOTHING);
+
+template <class F>
+void together(const char* what, int line, void* mine, F compute) {
+    meet(what, line, mine, [](void** lanes, void* how) { (*(F*)how)(lanes); }, &compute);
+}
+
+void yield();                                         // lets others run: for loops that spin
+void note_atomic(const void* p, unsigned bytes);      // an access that may coincide with other atomic ones
+[[noreturn]] void fail(const char* format, ...);      // ends the launch with an error
+
+}  // namespace simt
