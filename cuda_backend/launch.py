@@ -169,6 +169,7 @@ class Node:
         self.packed: dict[int, int] = {}
         self.parts: tuple[Array, Array] | None = None  # of an addition, which a norm may do on its way
         self.roping: tuple[Array, tuple[Any, ...]] | None = None  # of norm and rope, which attention may do on its way
+        self.experts: tuple[Array, Array] | None = None  # of a weighted sum, which an addition may do on its way
 
     def as_dense(self) -> int:
         if not self.dense:

@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import BimetalError
 
 KERNELS = Path(__file__).with_name("kernels")
-WITH_TILES = ("linear", "repack", "expand")  # kernels built per block type, over tile.cuh
+WITH_TILES = ("linear", "experts", "repack", "expand")  # kernels built per block type, over tile.cuh
 
 # columns of a unit, bytes of a tile of 16 rows, groups that share a scale, 2 if groups have a minimum: kernels/tile.cuh
 UNITS = {
@@ -35,6 +35,7 @@ PACKED_ROW = 48  # bytes of 32 columns of one packed row for `linear` of one col
 PACKED_ROWS = 44
 COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
 MOST_COLS = COLS[-1]
+PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,22 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     if n < 1:
         raise BimetalError(f"{card.name} has too little shared memory for {cols} rows of {type_}")
     return ctas, n, n * (_stage(type_, cols) + 16) + _scratch(type_)
+
+
+@functools.cache
+def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
+    """The same for kernels/experts.cu, which gathers its rows; it leaves partial sums in no order of CTAs."""
+    k, tile, _, _ = UNITS[type_]
+    stage = 8 * tile + cols * (k // 32 * PACKED_ROW + 32) + 16
+    half = card.shared // 2 - 1024
+    ctas = 2 if (half - _scratch(type_)) // stage >= 2 and card.shared > 128 << 10 else 1
+    n = min(6, ((half if ctas == 2 else card.block_shared) - _scratch(type_)) // stage)
+    return ctas, n, n * stage + _scratch(type_)
+
+
+def parts_of(card: Card, matrices: int, row_blocks: int, k_blocks: int) -> int:
+    """Parts into which experts.cu cuts k, so that as many matrices as one row takes keep the card busy."""
+    return max(1, min(k_blocks, round(card.sms / (matrices * row_blocks))))
 
 
 def _stage(type_: str, cols: int) -> int:

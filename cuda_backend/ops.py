@@ -21,10 +21,10 @@ from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import weights
 from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Kernel, Memory, Node, kernel
-from cuda_backend.layout import FLOATS, UNITS, Card, groups_of, padded, split_count
-from cuda_backend.replay import DeviceStep, Replay
+from cuda_backend.layout import FLOATS, PREFILL_COLS, UNITS, Card, groups_of, padded, split_count
+from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import KV, NO_LATENT, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
-from cuda_backend.weights import Weight
+from cuda_backend.weights import Groups, Weight
 
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
 OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
@@ -125,8 +125,7 @@ class CudaOps(Ops):
             out = self._out(dense, packed, bf16, K, cols)
             address = np.uint64(weight.address if weight else 0)
             args = (one, other, has_other, address, np.float32(eps), np.uint64(keep), out)
-            shared = -(-K // 32) * 128
-            kernel("rows", "add_norm", (), shared)((T,), (1024,), args, shared_mem=shared, stream=self.stream)
+            kernel("rows", "add_norm")((T,), (256,), args, stream=self.stream)
 
         return Array(x.shape, node=Node(self.arena, T, K, emit))
 
@@ -140,6 +139,13 @@ class CudaOps(Ops):
         return self._heads(x, weight, eps, gate=z)
 
     def add(self, x: Array, y: Array) -> Array:
+        experts = x.whole_node()
+        if experts and experts.experts and not experts.dense:  # what else a layer adds, in the same launch
+
+            def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+                self._sum_experts(*experts.experts, dense, y)
+
+            return Array(x.shape, node=Node(self.arena, *x.shape, emit))
         node = self._pointwise(ADD, x, y)
         node.parts = x, y
         return Array(x.shape, node=node)
@@ -162,11 +168,9 @@ class CudaOps(Ops):
         K, wide = k.shape[1], padded(D)
         step = self._step(step, kv.store)
         q16 = self.arena.take(T * H * wide * 2)
-        per_block = 4
-        shared = per_block * D * 4
         kernel("rows", "heads_to_cache")(
-            (-(-T * (H + 2 * K) // per_block),),
-            (32 * per_block,),
+            (-(-T * (H + 2 * K) // 8),),
+            (256,),
             (
                 *(view(x) for x in (unroped(q), unroped(k), v)),
                 np.int32(H),
@@ -182,7 +186,7 @@ class CudaOps(Ops):
                 np.uint64(kv.values),
                 np.int64(kv.capacity),
             ),
-            shared_mem=shared,
+            shared_mem=8 * D * 4,
             stream=self.stream,
         )
         out = Array((T, H, D), self.arena.take(T * H * D * 4))
@@ -275,14 +279,26 @@ class CudaOps(Ops):
 
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, chosen: Array) -> Array:
         T, k = ids.shape
-        C, pairs = down.rows, T * k
-        y = self._experts(self._node(x), gate_up, ids, pairs, k)
+        C, groups = down.rows, ids.owner
+        y = self._grouped(self._node(x), gate_up, groups, k)
         F = gate_up.rows // 2
-        y = self._experts(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, ids, pairs, 1)
-        out = Array((T, C), self.arena.take(T * C * 4))
-        args = (np.uint64(y.address), np.uint64(chosen.address), np.int32(k), np.int32(C), np.uint64(out.address))
-        kernel("moe", "combine")((-(-C // 256), T), (256,), args, stream=self.stream)
-        return out
+        y = self._grouped(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
+
+        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+            if not dense:
+                raise ValueError("the sum over experts is computed dense")
+            self._sum_experts(y, chosen, dense)
+
+        node = Node(self.arena, T, C, emit)
+        node.experts = y, chosen
+        return Array((T, C), node=node)
+
+    def _sum_experts(self, y: Array, chosen: Array, out: int, other: Array | None = None) -> None:
+        T, k = chosen.shape
+        C = y.shape[1]
+        more = view(other) if other else NOTHING
+        args = (view(y), np.uint64(chosen.address), np.int32(k), np.int32(C), more, np.int32(other is not None))
+        kernel("moe", "combine")((-(-C // 256), T), (256,), (*args, np.uint64(out)), stream=self.stream)
 
     # -- the way out ---------------------------------------------------------------------------------------------------
 
@@ -367,7 +383,7 @@ class CudaOps(Ops):
 
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
             out = self._out(dense, packed, bf16, K, cols)
-            grid = (-(-int(out["groups"]) // 8), T)
+            grid = (-(-int(out["groups"]) // 32), T)
             args = (np.int32(op), view(x), view(y, wide=x.shape[-1]), out)
             kernel("rows", "pointwise")(grid, (256,), args, stream=self.stream)
 
@@ -392,13 +408,12 @@ class CudaOps(Ops):
             if (packed or bf16) and D % 32:  # groups of 32 straddle heads
                 source = view(Array((T, H * D), node.as_dense()))
                 out = self._out(0, packed, bf16, H * D, cols)
-                grid = (-(-int(out["groups"]) // 8), T)
+                grid = (-(-int(out["groups"]) // 32), T)
                 kernel("rows", "pointwise")(grid, (256,), (np.int32(COPY), source, source, out), stream=self.stream)
                 return
-            shared = 4 * D * 4
             kernel("rows", "heads")(
-                (-(-T * H // 4),),
-                (128,),
+                (-(-T * H // 8),),
+                (256,),
                 (
                     view(x),
                     np.int32(H),
@@ -412,7 +427,7 @@ class CudaOps(Ops):
                     np.int32(gate is not None),
                     self._out(dense, packed, bf16, H * D, cols),
                 ),
-                shared_mem=shared,
+                shared_mem=8 * D * 4,
                 stream=self.stream,
             )
 
@@ -430,17 +445,31 @@ class CudaOps(Ops):
         table = self.ropes[rope].address, self._on_device(positions).address, len(rope.frequencies), rope.magnitude
         return np.array(table, ROPE)
 
-    def _experts(self, x: Node, w: Weight, ids: Array, pairs: int, share: int) -> Array:
-        return weights.expert_linear(x, w, ids.address, pairs, share, self.card, self.arena, self.stream)
+    def _grouped(self, x: Node, w: Weight, groups: Groups, share: int) -> Array:
+        return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream)
 
     def _route(self, logits: Array, bias: int, top_k: int, scale: float) -> tuple[Array, Array]:
         T, E = logits.shape
-        ids = Array((T, top_k), self.arena.take(T * top_k * 4), dtype=np.int32)
-        chosen = Array((T, top_k), self.arena.take(T * top_k * 4))
+        pairs, cols = T * top_k, 8 if T <= TREE_ROWS else PREFILL_COLS
+        most = min(pairs, E) + pairs // cols
+        ids, groups, order = (self.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
+        chosen = Array((T, top_k), self.arena.take(pairs * 4))
         head = (view(logits), np.int32(T), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
-        args = (*head, np.uint64(ids.address), np.uint64(chosen.address))
+        tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
+        args = (*head, np.uint64(ids), np.uint64(chosen.address), *tables)
         kernel("moe", "route")((T,), (32,), args, shared_mem=8 * E, stream=self.stream)
-        return ids, chosen
+        if T > 1:
+            step = self.replay.active
+            sizes = (np.int32(T), np.int32(top_k), np.int32(E), np.int32(cols))
+            kernel("moe", "group")(
+                (1,),
+                (1024,),
+                (np.uint64(ids), np.uint64(step.state if step else 0), *sizes, np.uint64(groups), np.uint64(order)),
+                shared_mem=12 * E,
+                stream=self.stream,
+            )
+        table = Groups(ids, groups, order, pairs, most, cols, top_k)
+        return Array((T, top_k), ids, owner=table, dtype=np.int32), chosen
 
     def _conv(self, x: np.ndarray, taps: int, conv: Conv, step: int, T: int, out: int) -> None:
         C, n = conv.spec.channels, conv.spec.taps - 1

@@ -118,6 +118,7 @@ class Replay:
         self.large: Inputs | None = None
         self.captures = 0
         self.overlap = overlap
+        self.active: DeviceStep | None = None  # the step whose ops are being launched
 
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
@@ -157,12 +158,19 @@ class Replay:
             if not step.prefill:
                 table[step.T] = None
             self.arena.reset()
-            return fn(state, step)
+            return self._call(fn, state, step)
         if table[step.T] is None:
             table[step.T] = self._capture(fn, state, step)
         captured = table[step.T]
         captured.graph.launch(self.stream)
         return captured.out
+
+    def _call(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Any:
+        self.active = step
+        try:
+            return fn(state, step)
+        finally:
+            self.active = None
 
     def _capture(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Captured:
         self.arena.reset()
@@ -170,7 +178,7 @@ class Replay:
         Kernel.overlap = self.overlap
         self.stream.begin_capture()
         try:
-            out = fn(state, step)
+            out = self._call(fn, state, step)
         finally:
             self.arena.frozen = Kernel.overlap = False
             graph = self.stream.end_capture()

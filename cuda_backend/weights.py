@@ -21,9 +21,11 @@ from cuda_backend.layout import (
     MOST_COLS,
     UNITS,
     Card,
+    expert_ring,
     groups_of,
     packed_bytes,
     partition,
+    parts_of,
     ring,
     tile_defines,
 )
@@ -248,19 +250,62 @@ def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stre
     return out
 
 
-def expert_linear(
-    x: Node, w: Weight, ids: int, pairs: int, share: int, card: Card, arena: Arena, stream: cupy.cuda.Stream
+@dataclass(frozen=True)
+class Groups:
+    """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
+
+    ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
+    chosen   matrices that one row takes
+    """
+
+    ids: int
+    groups: int
+    order: int
+    pairs: int
+    most: int
+    cols: int
+    chosen: int
+
+
+def grouped_linear(
+    x: Node, w: Weight, g: Groups, share: int, card: Card, arena: Arena, stream: cupy.cuda.Stream
 ) -> Array:
-    """Row p // share of x times expert ids[p], for each of `pairs` pairs p: (pairs, rows)"""
+    """Row p // share of x times matrix ids[p] of w, for each pair p: (pairs, rows)"""
     N = w.rows
-    out = Array((pairs, N), arena.take(pairs * N * 4))
+    parts = {s: parts_of(card, g.chosen, s.row_blocks, s.k_blocks) for s in _packed(w)}
+    slots = max(parts.values(), default=1)
+    if len({*parts.values()}) > 1 or (parts and len(parts) < len(w.segments)):
+        slots, parts = 1, dict.fromkeys(parts, 1)  # segments that share an output leave as many partial sums
+    out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
     at = out.address
     for s in w.segments:
-        if s.type in UNITS:
-            grid = (min(2 * card.sms, pairs * s.row_blocks),)
-            _quantized(s, x.as_packed(1), at, pairs, 1, N, grid, card, stream, ids=ids, share=share)
+        if s in parts:
+            ctas, stages, shared = expert_ring(card, s.type, g.cols)
+            defines = (*tile_defines(s.type), f"COLS={g.cols}", f"STAGES={stages}")
+            kernel("experts", "experts", defines, shared)(
+                (min(ctas * card.sms, g.most * s.row_blocks * slots),),
+                (288,),
+                (
+                    np.uint64(s.memory.address),
+                    np.uint64(x.as_packed(1)),
+                    np.uint64(at),
+                    np.int32(s.rows),
+                    np.int32(s.row_blocks),
+                    np.int32(s.k_blocks),
+                    np.int32(slots),
+                    np.int64(g.pairs * N),
+                    np.int64(N),
+                    np.uint64(g.groups),
+                    np.uint64(g.order),
+                    np.int64(s.expert_bytes),
+                    np.int32(share),
+                    np.int64(groups_of(s.columns) * packed_bytes(1)),
+                ),
+                shared_mem=shared,
+                stream=stream,
+            )
         else:
-            _dense(s, x.as_dense(), at, pairs, N, stream, ids=ids, share=share)
+            _dense(s, x.as_dense(), at, g.pairs, N, stream, ids=g.ids, share=share)
         at += 4 * s.rows
     return out
 
@@ -280,11 +325,9 @@ def _quantized(
     card: Card,
     stream: cupy.cuda.Stream,
     slots: int = 1,
-    ids: int = 0,
-    share: int = 1,
 ) -> None:
     _, stages, shared = ring(card, s.type, cols)
-    defines = (*tile_defines(s.type), f"COLS={cols}", f"STAGES={stages}", *(("EXPERTS",) if ids else ()))
+    defines = (*tile_defines(s.type), f"COLS={cols}", f"STAGES={stages}")
     kernel("linear", "linear", defines, shared)(
         grid,
         (288,),
@@ -299,10 +342,10 @@ def _quantized(
             np.int32(slots),
             np.int64(T * row_stride),
             np.int64(row_stride),
-            np.uint64(ids),
-            np.int64(s.expert_bytes),
-            np.int32(share),
-            np.int64(groups_of(s.columns) * packed_bytes(1)),
+            np.uint64(0),
+            np.int64(0),
+            np.int32(1),
+            np.int64(0),
         ),
         shared_mem=shared,
         stream=stream,

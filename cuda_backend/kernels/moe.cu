@@ -1,12 +1,14 @@
-// moe: which experts a row takes, and the weighted sum of what they return
+// moe: which experts a row takes, which rows an expert gets, and the weighted sum of what they return
 // Meaning   common/reference.py NumpyOps.route_softmax, route_sigmoid, moe  Launcher  cuda_backend/ops.py
 // In        logits (T, E), bias [E] or null for softmax  Out  ids, weights [T][k]: best first, ties to the smaller id
-//           y [T * k][C], weights [T][k]               Out  out [T][C] float32
-// Work      route: a warp per row. combine: a thread per output, experts in the order of ids
+//           ids                                        Out  groups, order: experts.cu
+//           y (T * k, C), weights [T][k]               Out  out [T][C] float32
+// Work      route: a warp per row; of one row it leaves the groups too. combine: a thread per output, experts in the
+//           order of ids
 // Bound     launches
 
 extern "C" __global__ void route(In logits, int T, int E, int k, const float* bias, float scale, int* ids,
-                                 float* weights) {
+                                 float* weights, int4* groups, int* pairs) {
     begin();
     extern __shared__ float shared[];
     float *p = shared, *order = shared + E;  // what an expert weighs, and what it is chosen by
@@ -33,20 +35,69 @@ extern "C" __global__ void route(In logits, int T, int E, int k, const float* bi
         for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
         const int e = key ? (int)(~(u32)key) : 0;
         const float w = p[e];
-        if (lane == 0) ids[t * k + j] = e, weights[t * k + j] = w;
+        if (lane == 0) {
+            ids[t * k + j] = e, weights[t * k + j] = w;
+            if (groups) groups[1 + j] = make_int4(e, j, 1, 0), pairs[j] = j;
+        }
         __syncwarp();
         if (lane == e % 32) order[e] = __int_as_float(0x7fffffff);
         __syncwarp();
         total += w;
     }
+    if (groups && lane == 0) groups[0] = make_int4(k, 0, 0, 0);
     for (int j = lane; j < k; j += 32) weights[t * k + j] *= scale / total;
 }
 
-extern "C" __global__ void combine(const float* y, const float* weights, int k, int C, float* out) {
+// The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.
+extern "C" __global__ void __launch_bounds__(1024)
+group(const int* ids, const StepState* step, int T, int k, int E, int cols, int4* groups, int* order) {
+    begin();
+    extern __shared__ int counts[];
+    int *first = counts + E, *tile = first + E;  // of each expert: its place in `order`, its first group
+    const int pairs = (step ? min(T, step->rows) : T) * k, lane = threadIdx.x % 32;
+    for (int e = threadIdx.x; e < E; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p < pairs; p += blockDim.x) atomicAdd(counts + ids[p], 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        const int per = (E + 31) / 32, begin = min(lane * per, E), end = min(begin + per, E);
+        int rows = 0, tiles = 0, rows_before = 0, tiles_before = 0, all = 0;
+        for (int e = begin; e < end; e++) rows += counts[e], tiles += (counts[e] + cols - 1) / cols;
+        for (int i = 0; i < 32; i++) {
+            const int r = __shfl_sync(FULL, rows, i), t = __shfl_sync(FULL, tiles, i);
+            if (i < lane) rows_before += r, tiles_before += t;
+            all += t;
+        }
+        for (int e = begin; e < end; e++) {
+            first[e] = rows_before, tile[e] = tiles_before;
+            rows_before += counts[e], tiles_before += (counts[e] + cols - 1) / cols;
+        }
+        if (lane == 0) groups[0] = make_int4(all, 0, 0, 0);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += blockDim.x)
+        for (int c = 0; c * cols < counts[e]; c++)
+            groups[1 + tile[e] + c] = make_int4(e, first[e] + c * cols, min(cols, counts[e] - c * cols), 0);
+    __syncthreads();
+    for (int p = threadIdx.x; p < pairs; p += blockDim.x) order[atomicAdd(first + ids[p], 1)] = p;
+}
+
+// y (pairs, C), perhaps partial sums; `other` is added where there is one.
+extern "C" __global__ void combine(In y, const float* weights, int k, int C, In other, int has_other, float* out) {
     begin();
     const int c = blockIdx.x * blockDim.x + threadIdx.x, t = blockIdx.y;
     if (c >= C) return;
+    const float more = has_other ? load_one(other, row_of(other, t) + c) : 0.0f;
     float sum = 0.0f;
-    for (int j = 0; j < k; j++) sum += weights[t * k + j] * y[((s64)t * k + j) * C + c];
-    out[(s64)t * C + c] = sum;
+    for (int first = 0; first < k; first += 8) {  // the reads of eight experts are in flight together
+        float e[8] = {};
+        for (int slot = 0; slot < y.slots; slot++)
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                if (first + j < k) e[j] += row_of(y, t * k + first + j)[slot * y.slot + c];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (first + j < k) sum += weights[t * k + first + j] * e[j];
+    }
+    out[(s64)t * C + c] = sum + more;
 }

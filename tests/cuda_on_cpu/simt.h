@@ -37,6 +37,10 @@ struct uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -169,6 +173,18 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
     });
     return lane.out;
 }
+template <class T>
+T __shfl_sync(unsigned, T value, int source) {
+    Lane<T> lane{value, value, source};
+    together(&lane, [](void** lanes) {
+        for (int i = 0; i < 32; i++) {
+            Lane<T>* to = (Lane<T>*)lanes[i];
+            to->out = ((Lane<T>*)lanes[to->mask])->in;
+        }
+    });
+    return lane.out;
+}
+inline int atomicAdd(int* at, int value) { return (*at += value) - value; }
 template <class T, class Join>
 T reduced(T value, Join join) {
     Lane<T> lane{value, value, 0};

@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from cuda_backend.layout import COLS, UNITS, Card, padded, partition, ring, source, split_count, tile_defines
+from cuda_backend.layout import (
+    COLS,
+    PREFILL_COLS,
+    UNITS,
+    Card,
+    expert_ring,
+    padded,
+    partition,
+    ring,
+    source,
+    split_count,
+    tile_defines,
+)
 
 CARDS = [  # multiprocessors; shared memory of one and of a block (CUDA C programming guide, technical specifications)
     Card("A100", 80, 108, 164 << 10, 163 << 10),
@@ -31,6 +43,10 @@ def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
     return *tile_defines(type_), f"COLS={cols}", f"STAGES={ring(card, type_, cols)[1]}"
 
 
+def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
+    return *tile_defines(type_), f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
+
+
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
     plain = [(stem, ()) for stem in ("rows", "conv", "moe", "sample", "random")]
@@ -39,7 +55,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("attention", defines) for defines in heads()]
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
-        plain += [("linear", (*linear(card, type_, 1), "EXPERTS"))]
+        plain += [("experts", experts(card, type_, cols)) for cols in (8, PREFILL_COLS)]
         plain += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return plain
 
@@ -115,6 +131,16 @@ def test_a_spill_fails():
     """The check can fail: too few registers for what a kernel holds."""
     with pytest.raises(AssertionError):
         check("attention", ("D=256", "DIM=256", "__launch_bounds__(x)=__launch_bounds__(128,8)"), 90)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_expert_rings_fit(card):
+    for type_ in UNITS:
+        for cols in (8, PREFILL_COLS):
+            ctas, stages, shared = expert_ring(card, type_, cols)
+            assert stages >= 2
+            assert shared <= card.block_shared
+            assert ctas * (shared + 1024) <= card.shared
 
 
 def test_rings_fit():

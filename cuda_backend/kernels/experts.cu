@@ -1,0 +1,270 @@
+// experts: y = x W' for rows that each chose a matrix of a stack: experts, or the heads of latent attention
+// Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/weights.py grouped_linear
+// In        w       units of tile.cuh, one matrix after the other
+//           x       packed rows, each for itself (rows.cu, cols = 1)
+//           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
+//                   pair p being row p / x_divisor of x (moe.cu group)
+// Out       out [part][pair][N] float32, to be added in the order of the parts
+// Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; CP_ASYNC to force the sm_80 ring
+// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units and gathers the rows of x.
+//           A CTA takes (group, row block, part of k) items in turn, as many as the groups make
+// Assumes   rows padded to 128 and columns to KBLOCK in w and x
+// Numbers   as linear.cu; the result of a row depends on its matrix alone: not on COLS, its group or its place there
+// Bound     bytes of the matrices that were chosen, each read once while groups hold all of its rows
+
+#define NT (COLS / 8)
+#define XROW (KBLOCK / 32 * 48 + 32)  // bytes of a gathered row: eight rows meet each bank once
+#define STAGE (UNIT_BYTES + COLS * XROW)
+#define MAGIC 12582912.0f  // 1.5 * 2^23: an int32 accumulator that starts at its bits reads as a float
+
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring
+#else
+#define BLOCKS 2
+#endif
+
+#if __CUDA_ARCH__ >= 900 && !defined(CP_ASYNC)
+#define BULK 1
+#else
+#define BULK 0
+#endif
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile(
+            "{ .reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+            "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+            "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+            "selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+}
+
+// Copy `bytes` (a multiple of 16) to shared memory by the lanes that call it, `lane` of `lanes`.
+__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane, int lanes) {
+#if BULK
+    if (lane == 0)
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+            "l"(from), "r"(bytes), "r"(full)
+            : "memory");
+#else
+    for (int i = lane * 16; i < bytes; i += lanes * 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+#endif
+}
+
+// c = MAGIC's bits + a b; the constant stays in registers.
+__device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&start)[4]) {
+#if GROUP == 32
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]),
+          "r"(start[3]));
+#endif
+}
+__device__ __forceinline__ void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b, const int (&start)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%4,%5}, {%6,%7}, {%8,%8,%8,%8};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+// acc += scale * dx * dot
+__device__ __forceinline__ void accumulate(float (&acc)[4], const int (&c)[4], float low, float high, float2 dx) {
+    const float from_low = -MAGIC * low, from_high = -MAGIC * high;
+    acc[0] = __fmaf_rn(__fmaf_rn(__int_as_float(c[0]), low, from_low), dx.x, acc[0]);
+    acc[1] = __fmaf_rn(__fmaf_rn(__int_as_float(c[1]), low, from_low), dx.y, acc[1]);
+    acc[2] = __fmaf_rn(__fmaf_rn(__int_as_float(c[2]), high, from_high), dx.x, acc[2]);
+    acc[3] = __fmaf_rn(__fmaf_rn(__int_as_float(c[3]), high, from_high), dx.y, acc[3]);
+}
+
+// acc += offset * sx, with sx = dx * the sum of the group's codes
+__device__ __forceinline__ void add_minima(float (&acc)[4], float low, float high, float2 sx) {
+    acc[0] = __fmaf_rn(low, sx.x, acc[0]), acc[1] = __fmaf_rn(low, sx.y, acc[1]);
+    acc[2] = __fmaf_rn(high, sx.x, acc[2]), acc[3] = __fmaf_rn(high, sx.y, acc[3]);
+}
+
+// The same for the 16 codes in b, whose sum nobody has stored.
+__device__ __forceinline__ void add_minima_of_half(float (&acc)[4], float low, float high, float2 dx, u32 b) {
+    const int zero[4] = {0, 0, 0, 0};
+    int sum[4];
+    mma_half(sum, 0x01010101u, 0x01010101u, b, zero);
+    add_minima(acc, low, high, make_float2(dx.x * sum[0], dx.y * sum[1]));
+}
+
+__device__ __forceinline__ void read4(float (&v)[4], const float* from) {
+    const float4 e = *(const float4*)from;
+    v[0] = e.x, v[1] = e.y, v[2] = e.z, v[3] = e.w;
+}
+
+// One tile times one unit of the gathered rows, of which `tiles` eights are there.
+__device__ __forceinline__ void multiply(float (&acc)[NT][4], const u8* tile, const u8* x, float* scratch, int lane,
+                                         int tiles) {
+    const int row = lane / 4, t = lane % 4, bits = __float_as_int(MAGIC);
+    const int start[4] = {bits, bits, bits, bits};
+    const int step = GROUP == 32 ? 4 : 2;  // groups of 32 columns that four scales cover
+    __syncwarp();
+    decode_scales(tile, lane, scratch);
+    __syncwarp();
+    const float* scales = scratch + row * SCRATCH_ROW;
+    float low[4], high[4];
+#pragma unroll 2
+    for (int j = 0; j < KBLOCK / 32; j++) {
+        const float* at = scales + j / step * 4;
+        if (j % step == 0) read4(low, at), read4(high, at + 8 * SCRATCH_ROW);
+#if MINS && !EXACT_MINS
+        float low_min[4], high_min[4];
+        read4(low_min, at + 16 * SCRATCH_ROW), read4(high_min, at + 24 * SCRATCH_ROW);
+#endif
+        u32 a[4];
+        unpack(tile, j, lane, a);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            if (NT > 1 && n >= tiles) break;
+            const u8 *mine = x + (n * 8 + row) * XROW + j * 48, *pair = x + (n * 8 + 2 * t) * XROW + j * 48;
+            const uint2 b = *(const uint2*)(mine + t * 8);
+            const float2 dx = make_float2(*(const float*)(pair + 32), *(const float*)(pair + XROW + 32));
+            int c[4];
+#if GROUP == 32
+            mma(c, a, b.x, b.y, start);
+            accumulate(acc[n], c, low[j % 4], high[j % 4], dx);
+#if MINS && !EXACT_MINS
+            const float2 sums = make_float2(*(const float*)(pair + 36), *(const float*)(pair + XROW + 36));
+            add_minima(acc[n], low_min[j % 4], high_min[j % 4], sums);
+#endif
+#else
+            const int g = j % 2 * 2;
+            mma_half(c, a[0], a[1], b.x, start);
+            accumulate(acc[n], c, low[g], high[g], dx);
+            mma_half(c, a[2], a[3], b.y, start);
+            accumulate(acc[n], c, low[g + 1], high[g + 1], dx);
+#if MINS
+            add_minima_of_half(acc[n], low_min[g], high_min[g], dx, b.x);
+            add_minima_of_half(acc[n], low_min[g + 1], high_min[g + 1], dx, b.y);
+#endif
+#endif
+        }
+    }
+#if EXACT_MINS  // the sum over 8 groups as one product: minima times the high and the low half of sx
+    const u32 low_min = ((const u32*)(scales + 8))[t], high_min = ((const u32*)(scales + 8 + 8 * SCRATCH_ROW))[t];
+    const float low_factor = scales[12], high_factor = scales[12 + 8 * SCRATCH_ROW];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        const u8* mine = x + (n * 8 + row) * XROW + 40;
+        float m[4];
+        mma_bf16(m, low_min, high_min, *(const u32*)(mine + 2 * t * 48), *(const u32*)(mine + (2 * t + 1) * 48));
+        acc[n][0] = __fmaf_rn(low_factor, m[0], acc[n][0]), acc[n][1] = __fmaf_rn(low_factor, m[1], acc[n][1]);
+        acc[n][2] = __fmaf_rn(high_factor, m[2], acc[n][2]), acc[n][3] = __fmaf_rn(high_factor, m[3], acc[n][3]);
+    }
+#endif
+}
+
+// An item: `units` of k from first_k of row block `row_block` of matrix `group.x`.
+struct Item {
+    int4 group;
+    int part, row_block, first_k, units;
+    __device__ Item(int i, const int4* groups, int row_blocks, int k_blocks, int parts) {
+        part = i % parts, row_block = i / parts % row_blocks;
+        group = groups[1 + i / parts / row_blocks];
+        first_k = k_blocks * part / parts, units = k_blocks * (part + 1) / parts - first_k;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(288, BLOCKS)
+experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, s64 part_stride,
+        s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int x_divisor, s64 x_bytes) {
+    extern __shared__ __align__(128) u8 shared[];
+    u8* ring = shared;
+    float* scratch = (float*)(shared + STAGES * STAGE);
+    const u32 full = shared_address(scratch + 8 * SCRATCH), empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, BULK ? 1 : 32);
+            barrier_init(empty + 8 * s, 8);
+        }
+#if BULK
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    begin();  // even which weights to read comes from the kernel before
+    __syncthreads();
+    const int items = groups[0].x * row_blocks * parts;
+    int i = 0;  // units so far
+
+    if (warp == 8) {  // producer
+        for (int at = blockIdx.x; at < items; at += gridDim.x) {
+            const Item item(at, groups, row_blocks, k_blocks, parts);
+            const u8* unit = w + item.group.x * matrix_bytes + ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
+            const u8* rows = x + (s64)item.first_k * (KBLOCK / 32 * 48);
+            const int pair = lane < item.group.z ? order[item.group.y + lane] : 0;
+            for (int k = 0; k < item.units; k++, i++, unit += UNIT_BYTES, rows += KBLOCK / 32 * 48) {
+                const int s = i % STAGES;
+                if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
+                const u32 to = shared_address(ring + s * STAGE);
+#if BULK
+                if (lane == 0)
+                    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(full + 8 * s),
+                                 "r"(UNIT_BYTES + item.group.z * (KBLOCK / 32 * 48))
+                                 : "memory");
+                __syncwarp();
+                if (lane < item.group.z)
+                    copy(to + UNIT_BYTES + lane * XROW, rows + (pair / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, 0, 1);
+                copy(to, unit, UNIT_BYTES, full + 8 * s, lane, 32);
+#else
+                for (int r = 0; r < item.group.z; r++) {
+                    const int of = __shfl_sync(FULL, pair, r);
+                    copy(to + UNIT_BYTES + r * XROW, rows + (of / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, lane, 32);
+                }
+                copy(to, unit, UNIT_BYTES, full + 8 * s, lane, 32);
+                asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
+#endif
+            }
+        }
+#if !BULK
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+        return;
+    }
+
+    for (int at = blockIdx.x; at < items; at += gridDim.x) {
+        const Item item(at, groups, row_blocks, k_blocks, parts);
+        float acc[NT][4] = {};
+        for (int k = 0; k < item.units; k++, i++) {
+            const int s = i % STAGES;
+            barrier_wait(full + 8 * s, (i / STAGES) % 2);
+            multiply(acc, ring + s * STAGE + warp * TILE_BYTES, ring + s * STAGE + UNIT_BYTES, scratch + warp * SCRATCH, lane,
+                     (item.group.z + 7) / 8);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * s);
+        }
+        const int row = item.row_block * 128 + warp * 16 + lane / 4;
+        float* to = out + item.part * part_stride + row;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int c = n * 8 + lane % 4 * 2 + e;
+                if (c >= item.group.z) continue;
+                float* of = to + order[item.group.y + c] * row_stride;
+                if (row < N) of[0] = acc[n][e];
+                if (row + 8 < N) of[8] = acc[n][2 + e];
+            }
+    }
+}
