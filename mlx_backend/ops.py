@@ -197,8 +197,15 @@ class MlxOps(Ops):
         step.the_slot()
         past = kv.past
         (rows,) = kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])
-        q = mx.concatenate([q_latent, q_rope], axis=-1)
-        return self._attend(q, rows, rows[..., : latent.shape[1]], step, past, scale)
+        # composed: MLX has no fused attention for heads this wide, and its own fallback copies the values
+        rows = rows.squeeze((0, 1))
+        scores = (mx.concatenate([q_latent, q_rope], axis=-1) * scale) @ rows.T  # (T, H, n)
+        mask = self._mask(step, past, past, None, causal=False)
+        if isinstance(mask, str):
+            mask = mx.arange(past + len(step)) <= past + mx.arange(len(step))[:, None]
+        if mask is not None:
+            scores = mx.where(mask[:, None], scores, -mx.inf)
+        return (mx.softmax(scores, axis=-1, precise=True) @ rows)[..., : latent.shape[1]]
 
     def expanded_attention(
         self,
