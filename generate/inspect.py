@@ -87,9 +87,13 @@ def _tokenizer(checkpoint: Checkpoint) -> None:
 
 def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops: Ops) -> None:
     weights = sum(t.nbytes for name, t in checkpoint.tensors.items() if name in layout.names())
-    print(f"\nmemory: weights {_mib(weights).strip()} as stored; state per sequence on {ops.name}")
+    print(f"\nmemory: weights {_mib(weights).strip()} as stored; state that {ops.name} allocates for a sequence")
+    adds = [state_bytes(spec, n + 1, ops.item_bytes) - state_bytes(spec, n, ops.item_bytes) for n in (1, context)]
+    later = f", {adds[1]} once its windows are full" if adds[1] != adds[0] else ""
+    print(f"  a token adds {adds[0]} bytes{later}; buffers grow in larger steps")
     for tokens in sorted({n for n in CONTEXTS if n < context} | {context}):
-        print(f"  {tokens:8} tokens {_mib(state_bytes(spec, tokens, ops.item_bytes))}")
+        held = ops.held_state_bytes(spec, tokens, ops.prefill_rows)
+        print(f"  {tokens:8} tokens {_mib(held)} {held / tokens:10.0f} bytes per token")
 
 
 def _mib(nbytes: int) -> str:

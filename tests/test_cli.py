@@ -9,10 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tiny
 from tiny_chat import write
 
+from common.step import Step
 from generate.__main__ import main
+from generate.backends import open_backend
 
 ROOT = Path(__file__).parents[1]
 
@@ -198,6 +202,22 @@ def test_inspect_lists_what_is_there(run, folder):
         "256 tokens",
     ):
         assert part in out
+
+
+@pytest.mark.parametrize("name", ["laguna", "glm", "qwen35"])
+def test_inspect_prints_the_state_that_is_allocated(run, name):
+    model = tiny.load(name, open_backend(None, tiny.checkpoint(name)))
+    tokens = model.config.context
+    state, rows = model.new_state(tokens), model.ops.prefill_rows
+    for start in range(0, tokens, rows):
+        count = min(rows, tokens - start)
+        model.forward(state, Step.chain(np.zeros(count, np.int32), start), slice(0, 0))
+        state.commit(np.arange(count))
+    code, out, _ = run("inspect", str(tiny.FOLDER / name), model=False)
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.split()[:2] == [str(tokens), "tokens"])
+    held = f"{state.nbytes / 2**20:.1f} MiB {state.nbytes / tokens:.0f} bytes per token"
+    assert line.split()[2:] == held.split()
 
 
 def test_inspect_names_a_tensor_that_it_does_not_understand(run, folder, tmp_path):
