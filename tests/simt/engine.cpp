@@ -3,8 +3,8 @@
 // Errors that end a launch: threads of a group at different barriers, lanes of a SIMD group at different collectives,
 // either after a sibling has returned, a wait that nobody ends, any fault or endless loop.
 // Kernels compiled with -fsanitize=thread call the __tsan_ functions at every access to memory, and those with
-// -fsanitize=undefined the __ubsan_ ones; both are defined here. They find accesses outside a buffer, two threads at one
-// place of which one writes with no barrier between, and reads of what nobody has written.
+// -fsanitize=undefined the __ubsan_ ones; both are defined here. They find accesses outside a buffer, two threads at
+// one place of which one writes with no barrier between, and reads of what nobody has written.
 #include "engine.h"
 
 #include <csetjmp>
@@ -26,10 +26,13 @@ namespace simt {
 Thread* self;
 Index threads, groups, group, group_size, whole_group;
 
+static void settle();  // the last write to memory
+
 namespace {
 
 constexpr int MOST_THREADS = 1024, LANES = 32;
-constexpr size_t STACK = 64 << 10, PAGE = 4096, GAP = 64 << 10;  // GAP: inaccessible bytes around every buffer
+constexpr size_t STACK = 64 << 10, GUARD = 256 << 10, PAGE = 4096;
+constexpr size_t GAP = 64 << 10;  // inaccessible bytes around every buffer
 
 enum State { RUNS, IN_COLLECTIVE, AT_BARRIER, RETURNED };
 struct Fiber : Thread {
@@ -109,7 +112,8 @@ const char* place(int thread) {  // of a thread, for messages
     static int next;
     char* out = text[next++ % 4];
     const Index p = fibers[thread].position;
-    snprintf(out, sizeof text[0], "thread (%u, %u, %u) of group (%u, %u, %u)", p.x, p.y, p.z, group.x, group.y, group.z);
+    snprintf(out, sizeof text[0], "thread (%u, %u, %u) of group (%u, %u, %u)", p.x, p.y, p.z, group.x, group.y,
+             group.z);
     return out;
 }
 
@@ -122,13 +126,14 @@ const char* place(int thread) {  // of a thread, for messages
         }
     for (unsigned i = 0; i < count; i++)
         if (fibers[i].state == AT_BARRIER && (int)i != waits && fibers[waits].state == IN_COLLECTIVE)
-            fail("divergence: %s waits in %s at line %d while %s waits in %s at line %d", place(waits), fibers[waits].waits_in,
-                 fibers[waits].line, place(i), fibers[i].waits_in, fibers[i].line);
+            fail("divergence: %s waits in %s at line %d while %s waits in %s at line %d", place(waits),
+                 fibers[waits].waits_in, fibers[waits].line, place(i), fibers[i].waits_in, fibers[i].line);
     fail("deadlock: %s waits forever in %s at line %d", place(waits), fibers[waits].waits_in, fibers[waits].line);
 }
 
 // Runs the next thread that can; the caller has noted what it waits for.
 void switch_away() {
+    settle();
     Fiber* from = (Fiber*)self;
     if (!ready_count) {
         if (alive) report_deadlock();
@@ -159,10 +164,12 @@ void run_thread() {
     me->state = RETURNED, alive--;
     simd.returned |= 1u << me->lane;
     if (simd.arrived)
-        fail("divergence: %s returns while lanes of its SIMD group wait in %s at line %d", place(me->index), simd.what, simd.line);
+        fail("divergence: %s returns while lanes of its SIMD group wait in %s at line %d", place(me->index), simd.what,
+             simd.line);
     if (at_barrier) {
         if (!returned_may_skip_barriers)
-            fail("divergence: %s returns while others wait in %s at line %d", place(me->index), barrier_name, barrier_line);
+            fail("divergence: %s returns while others wait in %s at line %d", place(me->index), barrier_name,
+                 barrier_line);
         if (at_barrier == alive) pass_barrier(ORDERS_ALL);
     }
     switch_away();
@@ -191,8 +198,8 @@ void barrier(const char* what, int line, Order order) {
         fail("divergence: %s is in %s at line %d after %s has returned", place(me->index), what, line, place(gone));
     }
     if (at_barrier && (barrier_line != line || barrier_name != what))
-        fail("divergence: %s is in %s at line %d while others wait in %s at line %d", place(me->index), what, line, barrier_name,
-             barrier_line);
+        fail("divergence: %s is in %s at line %d while others wait in %s at line %d", place(me->index), what, line,
+             barrier_name, barrier_line);
     barrier_name = what, barrier_line = line;
     if (++at_barrier == alive) return pass_barrier(order);
     me->state = AT_BARRIER, me->waits_in = what, me->line = line;
@@ -203,11 +210,11 @@ void meet(const char* what, int line, void* mine, Compute* compute, void* how, O
     Fiber* me = (Fiber*)self;
     Simd& simd = simds[me->simd];
     if (simd.returned)
-        fail("divergence: %s is in %s at line %d after lane %d of its SIMD group has returned", place(me->index), what, line,
-             __builtin_ctz(simd.returned));
+        fail("divergence: %s is in %s at line %d after lane %d of its SIMD group has returned", place(me->index), what,
+             line, __builtin_ctz(simd.returned));
     if (simd.arrived && (simd.line != line || strcmp(simd.what, what)))
-        fail("divergence: %s is in %s at line %d while lanes of its SIMD group wait in %s at line %d", place(me->index), what, line,
-             simd.what, simd.line);
+        fail("divergence: %s is in %s at line %d while lanes of its SIMD group wait in %s at line %d", place(me->index),
+             what, line, simd.what, simd.line);
     simd.what = what, simd.line = line;
     simd.mine[me->lane] = mine;
     simd.arrived |= 1u << me->lane;
@@ -241,7 +248,7 @@ enum Role { INPUT, OUTPUT, FILLED_OUTPUT };
 
 struct Buffer {
     const char* name;
-    char* data;  // the caller's
+    char* data;             // the caller's
     uint64_t bytes, first;  // first: byte that the kernel's pointer points at
     uint32_t item;
     uint32_t role;
@@ -272,11 +279,13 @@ const Region* region_at(const char* p) {  // the nearest buffer whose gap, or me
 
 [[noreturn]] void fail_outside(const char* p, const char* does, const void* pc) {
     const Region* r = p >= arena && p < arena + arena_bytes ? region_at(p) : nullptr;
-    if (!r) fail("out of bounds: %s %s memory that belongs to no buffer, at @%x", place(self->index), does, offset_of(pc));
+    if (!r)
+        fail("out of bounds: %s %s memory that belongs to no buffer, at @%x", place(self->index), does, offset_of(pc));
     const Buffer& b = r->told;
     if (p >= r->start && p < r->start + b.bytes)
         fail("%s writes into the input %s, at @%x", place(self->index), b.name, offset_of(pc));
-    const long at = (p - (r->start + b.first)) / (long)b.item - (p < r->start + b.first && (p - r->start - b.first) % b.item ? 1 : 0);
+    const long at = (p - (r->start + b.first)) / (long)b.item -
+                    (p < r->start + b.first && (p - r->start - b.first) % b.item ? 1 : 0);
     fail("out of bounds: %s %s %s[%ld] of %lu elements, at @%x", place(self->index), does, b.name, at,
          (unsigned long)(b.bytes / b.item), offset_of(pc));
 }
@@ -284,62 +293,94 @@ const Region* region_at(const char* p) {  // the nearest buffer whose gap, or me
 enum { DEVICE = 1, GROUP = 0 };  // kinds of memory, as epochs count them
 
 bool concurrent(const Access& a, int kind) {
-    if (!a.group_plus_1 || a.group_plus_1 == FILLED || (a.thread == self->index && a.group_plus_1 == group_number + 1)) return false;
+    if (!a.group_plus_1 || a.group_plus_1 == FILLED || (a.thread == self->index && a.group_plus_1 == group_number + 1))
+        return false;
     if (a.group_plus_1 != group_number + 1) return kind == DEVICE;
     if (a.epoch != epoch[kind]) return false;
     return a.thread / LANES != self->simd || a.simd_epoch == simds[self->simd].epoch[kind];
 }
 
-[[noreturn]] void fail_race(const Access& other, const char* did, const char* does, const char* name, long at, const void* pc) {
-    char where[64] = "";
-    if (other.group_plus_1 != group_number + 1) snprintf(where, sizeof where, " of group number %u", other.group_plus_1 - 1);
-    fail("race: %s %s %s[%ld] at @%x, which thread %u%s %s at @%x with no barrier between them", place(self->index), does, name,
-         at, offset_of(pc), other.thread, where, did, other.pc);
+const char* place_in(const char* buffer, long at) {  // buffer: null for threadgroup memory, which is counted in bytes
+    static char text[120];
+    snprintf(text, sizeof text, buffer ? "%2$s[%1$ld]" : "byte %1$ld of threadgroup memory", at, buffer);
+    return text;
 }
 
-void touch_cell(Cell& cell, int kind, bool reads, bool writes, bool atomic, const char* name, long at, const void* pc) {
+// Two threads that write one place are no race if both write the same value. That is known when the second goes on.
+struct Rewrite {
+    const void* at;  // null: none
+    unsigned bytes;
+    char value[16], race[512];
+} rewrite;
+
+void describe_race(const Access& other, const char* did, const char* does, const char* buffer, long at,
+                   const void* pc) {
+    char where[64] = "";
+    if (other.group_plus_1 != group_number + 1)
+        snprintf(where, sizeof where, " of group number %u", other.group_plus_1 - 1);
+    snprintf(rewrite.race, sizeof rewrite.race,
+             "race: %s %s %s at @%x, which thread %u%s %s at @%x with no barrier between them", place(self->index),
+             does, place_in(buffer, at), offset_of(pc), other.thread, where, did, other.pc);
+}
+
+struct Touch {
+    const void* at;
+    unsigned bytes;
+    bool reads, writes, atomic;
+    const void* pc;
+};
+
+void touch_cell(Cell& cell, int kind, const Touch& t, const char* buffer, long at) {
     const bool written = kind == GROUP ? cell.write.group_plus_1 == group_number + 1 : cell.write.group_plus_1;
-    if (reads && !written)
-        fail("uninitialised: %s reads %s[%ld] before anyone wrote it, at @%x", place(self->index), name, at, offset_of(pc));
-    const char* does = atomic ? "changes" : writes ? "writes" : "reads";
-    if (concurrent(cell.write, kind) && !(atomic && cell.write.atomic)) fail_race(cell.write, "wrote", does, name, at, pc);
-    if (writes)
-        for (int i = 0; i < 2; i++) {
-            const Access& read = i ? cell.other_read : cell.read;
-            if (concurrent(read, kind) && !(atomic && read.atomic)) fail_race(read, "read", does, name, at, pc);
-        }
-    const Access now = {group_number + 1, epoch[kind], simds[self->simd].epoch[kind], offset_of(pc), (uint16_t)self->index, atomic};
-    if (writes) cell.write = now;
-    if (reads) {
+    if (t.reads && !written)
+        fail("uninitialised: %s reads %s, which nobody wrote, at @%x", place(self->index), place_in(buffer, at),
+             offset_of(t.pc));
+    const char* does = t.atomic ? "changes" : t.writes ? "writes" : "reads";
+    if (concurrent(cell.write, kind) && !(t.atomic && cell.write.atomic)) {
+        describe_race(cell.write, "wrote", does, buffer, at, t.pc);
+        if (t.reads || t.bytes > sizeof rewrite.value) fail("%s", rewrite.race);
+        rewrite.at = t.at, rewrite.bytes = t.bytes;
+        memcpy(rewrite.value, t.at, t.bytes);
+    }
+    for (int i = 0; i < 2 && t.writes; i++) {
+        const Access& read = i ? cell.other_read : cell.read;
+        if (!concurrent(read, kind) || (t.atomic && read.atomic)) continue;
+        describe_race(read, "read", does, buffer, at, t.pc);
+        fail("%s", rewrite.race);
+    }
+    const Access now = {group_number + 1, epoch[kind],           simds[self->simd].epoch[kind],
+                        offset_of(t.pc),  (uint16_t)self->index, t.atomic};
+    if (t.writes) cell.write = now;
+    if (t.reads) {
         if (cell.read.thread != now.thread || cell.read.group_plus_1 != now.group_plus_1) cell.other_read = cell.read;
         cell.read = now;
     }
 }
 
-void touch(const void* address, unsigned bytes, bool reads, bool writes, bool atomic, const void* pc) {
-    const char* p = (const char*)address;
+void touch(const Touch& t) {
+    settle();
+    const char *p = (const char*)t.at, *last = p + t.bytes - 1;
     if ((uint64_t)(p - arena) < arena_bytes) {
         const Region* r = region_at(p);
         const Buffer& b = r->told;
         const char* end = r->start + b.bytes;
-        if (p < r->start || p + bytes > end || (writes && b.role == INPUT))
-            fail_outside(p < end && end < p + bytes ? end : p, writes ? "writes" : "reads", pc);
-        if (!r->cells) return;
-        for (uint64_t i = (p - r->start) / b.item, last = (p + bytes - 1 - r->start) / b.item; i <= last; i++)
-            touch_cell(r->cells[i], DEVICE, reads, writes, atomic, b.name, i, pc);
+        if (p < r->start || last >= end || (t.writes && b.role == INPUT))
+            fail_outside(p < end && last >= end ? end : p, t.writes ? "writes" : "reads", t.pc);
+        for (uint64_t i = (p - r->start) / b.item, to = (last - r->start) / b.item; r->cells && i <= to; i++)
+            touch_cell(r->cells[i], DEVICE, t, b.name, i);
     } else if ((uint64_t)(p - group_memory) < group_memory_bytes) {
-        for (unsigned i = 0; i < bytes; i++)
-            touch_cell(group_cells[p - group_memory + i], GROUP, reads, writes, atomic, "threadgroup memory, byte ", p - group_memory + i, pc);
+        for (; p <= last; p++) touch_cell(group_cells[p - group_memory], GROUP, t, nullptr, p - group_memory);
     }
 }
 
 void on_signal(int number, siginfo_t* info, void* context) {
     const void* pc = (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
     const bool writes = ((ucontext_t*)context)->uc_mcontext.gregs[REG_ERR] & 2;
-    if (number == SIGRTMIN) fail("endless: %s still runs after the time limit, at @%x", place(self->index), offset_of(pc) + 1);
+    if (number == SIGRTMIN)
+        fail("endless: %s still runs after the time limit, at @%x", place(self->index), offset_of(pc) + 1);
     const char* p = (const char*)info->si_addr;
-    const char* stack = stacks + self->index * (STACK + PAGE);
-    if (p >= stack && p < stack + PAGE) fail("%s needs more than %zu bytes of stack", place(self->index), STACK);
+    const char* stack = stacks + self->index * (STACK + GUARD);
+    if (p >= stack && p < stack + GUARD) fail("%s needs more than %zu bytes of stack", place(self->index), STACK);
     fail_outside(p, writes ? "writes" : "reads", (const char*)pc + 1);
 }
 
@@ -353,11 +394,14 @@ void run_group() {
     if (group_memory) memset(group_memory, 0xff, group_memory_bytes);
     for (unsigned i = 0; i < count; i++) {
         Fiber& f = fibers[i];
-        (Thread&)f = {{i % group_size.x, i / group_size.x % group_size.y, i / group_size.x / group_size.y}, i, i / LANES, i % LANES};
+        (Thread&)f = {{i % group_size.x, i / group_size.x % group_size.y, i / group_size.x / group_size.y},
+                      i,
+                      i / LANES,
+                      i % LANES};
         f.state = AT_BARRIER;
         simds[f.simd].present |= 1u << f.lane;
         // Stacks at one distance from each other would share cache sets.
-        void** top = (void**)(stacks + (i + 1) * (STACK + PAGE) - i % LANES * 128 - 64);
+        void** top = (void**)(stacks + (i + 1) * (STACK + GUARD) - i % LANES * 128 - 64);
         *--top = nullptr, *--top = (void*)run_thread;
         f.stack_pointer = top - 6;
     }
@@ -368,7 +412,13 @@ void run_group() {
 
 }  // namespace
 
-void note_atomic(const void* p, unsigned bytes) { touch(p, bytes, true, true, true, __builtin_return_address(0)); }
+void settle() {
+    const void* at = rewrite.at;
+    rewrite.at = nullptr;
+    if (at && memcmp(at, rewrite.value, rewrite.bytes)) fail("%s", rewrite.race);
+}
+
+void note_atomic(const void* p, unsigned bytes, const void* pc) { touch({p, bytes, true, true, true, pc}); }
 
 struct Launch {
     void (*kernel)();
@@ -411,8 +461,8 @@ static void hand_back(bool check) {
         const Region& r = regions[i];
         for (uint64_t c = 0; r.told.role == OUTPUT && c < r.told.bytes / r.told.item; c++)
             if (!r.cells[c].write.group_plus_1) {
-                snprintf(message, sizeof message, "unwritten: no thread wrote %s[%lu] of %lu elements", r.told.name, (unsigned long)c,
-                         (unsigned long)(r.told.bytes / r.told.item));
+                snprintf(message, sizeof message, "unwritten: no thread wrote %s[%lu] of %lu elements", r.told.name,
+                         (unsigned long)c, (unsigned long)(r.told.bytes / r.told.item));
                 check = false;
                 break;
             }
@@ -429,17 +479,20 @@ static void hand_back(bool check) {
 // Returns an error, in which @<hex> is an address in the kernel's library, or null.
 extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned buffer_count, void** pointers) {
     if (!stacks) {
-        const size_t one = STACK + PAGE;
-        stacks = (char*)mmap(nullptr, one * MOST_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        for (int i = 0; i < MOST_THREADS; i++) mprotect(stacks + i * one, PAGE, PROT_NONE);
+        const size_t one = STACK + GUARD;
+        stacks = (char*)mmap(nullptr, one * MOST_THREADS, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        for (int i = 0; i < MOST_THREADS; i++) mprotect(stacks + i * one, GUARD, PROT_NONE);
     }
     Dl_info info;
     dladdr((void*)launch->kernel, &info);
     code = (uintptr_t)info.dli_fbase;
-    kernel = launch->kernel, schedule = (Schedule)(launch->schedule < 2 ? launch->schedule : 2), dice = launch->schedule * 2654435761u | 1;
+    kernel = launch->kernel, schedule = (Schedule)(launch->schedule < 2 ? launch->schedule : 2),
+    dice = launch->schedule * 2654435761u | 1;
     returned_may_skip_barriers = launch->returned_may_skip_barriers;
     threads = launch->threads, whole_group = launch->group;
-    whole_group = {whole_group.x < threads.x ? whole_group.x : threads.x, whole_group.y < threads.y ? whole_group.y : threads.y,
+    whole_group = {whole_group.x < threads.x ? whole_group.x : threads.x,
+                   whole_group.y < threads.y ? whole_group.y : threads.y,
                    whole_group.z < threads.z ? whole_group.z : threads.z};
     groups = {(threads.x + whole_group.x - 1) / whole_group.x, (threads.y + whole_group.y - 1) / whole_group.y,
               (threads.z + whole_group.z - 1) / whole_group.z};
@@ -460,7 +513,8 @@ extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned 
     timer_t timer;
     timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
     itimerspec limit = {};
-    limit.it_value.tv_sec = (time_t)launch->seconds, limit.it_value.tv_nsec = (long)((launch->seconds - (time_t)launch->seconds) * 1e9);
+    limit.it_value.tv_sec = (time_t)launch->seconds,
+    limit.it_value.tv_nsec = (long)((launch->seconds - (time_t)launch->seconds) * 1e9);
     timer_settime(timer, 0, &limit, nullptr);
 
     message[0] = 0;
@@ -469,7 +523,9 @@ extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned 
         for (unsigned i = 0; i < total; i++) {
             group_number = schedule == REVERSE ? total - 1 - i : i;
             group = {group_number % groups.x, group_number / groups.x % groups.y, group_number / groups.x / groups.y};
-            const auto size = [](unsigned at, unsigned whole, unsigned all) { return all - at * whole < whole ? all - at * whole : whole; };
+            const auto size = [](unsigned at, unsigned whole, unsigned all) {
+                return all - at * whole < whole ? all - at * whole : whole;
+            };
             group_size = {size(group.x, whole_group.x, threads.x), size(group.y, whole_group.y, threads.y),
                           size(group.z, whole_group.z, threads.z)};
             run_group();
@@ -487,25 +543,30 @@ extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned 
 
 // ---- what -fsanitize=thread and -fsanitize=undefined call
 
-#define ACCESS(bytes)                                                                                                             \
-    extern "C" void __tsan_read##bytes(void* p) { simt::touch(p, bytes, true, false, false, __builtin_return_address(0)); }       \
-    extern "C" void __tsan_write##bytes(void* p) { simt::touch(p, bytes, false, true, false, __builtin_return_address(0)); }      \
-    extern "C" void __tsan_unaligned_read##bytes(void* p) { simt::touch(p, bytes, true, false, false, __builtin_return_address(0)); } \
-    extern "C" void __tsan_unaligned_write##bytes(void* p) { simt::touch(p, bytes, false, true, false, __builtin_return_address(0)); }
-ACCESS(1)
-ACCESS(2)
-ACCESS(4)
-ACCESS(8)
-ACCESS(16)
-extern "C" void __tsan_read_range(void* p, unsigned long n) { simt::touch(p, n, true, false, false, __builtin_return_address(0)); }
-extern "C" void __tsan_write_range(void* p, unsigned long n) { simt::touch(p, n, false, true, false, __builtin_return_address(0)); }
+#define HOOK(name, reads, writes, parameters, bytes)                                          \
+    extern "C" void __tsan_##name parameters {                                                \
+        simt::touch({p, (unsigned)bytes, reads, writes, false, __builtin_return_address(0)}); \
+    }
+#define HOOKS(bytes)                                           \
+    HOOK(read##bytes, true, false, (void* p), bytes)           \
+    HOOK(write##bytes, false, true, (void* p), bytes)          \
+    HOOK(unaligned_read##bytes, true, false, (void* p), bytes) \
+    HOOK(unaligned_write##bytes, false, true, (void* p), bytes)
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+HOOK(read_range, true, false, (void* p, unsigned long n), n)
+HOOK(write_range, false, true, (void* p, unsigned long n), n)
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 
-#define FAULT(name, text)                                                                                                     \
-    extern "C" void __ubsan_handle_##name##_abort(void*, unsigned long, unsigned long) {                                      \
-        simt::fail("%s: %s, at @%x", text, simt::place(simt::self->index), simt::offset_of(__builtin_return_address(0)));       \
+#define FAULT(name, text)                                                                \
+    extern "C" void __ubsan_handle_##name##_abort(void*, unsigned long, unsigned long) { \
+        simt::fail("%s: %s, at @%x", text, simt::place(simt::self->index),               \
+                   simt::offset_of(__builtin_return_address(0)));                        \
     }
 FAULT(out_of_bounds, "an index outside an array")
 FAULT(shift_out_of_bounds, "a shift by as many bits as the type has, or more")

@@ -1,4 +1,5 @@
-// What a kernel that runs on the CPU sees of the engine (engine.cpp): where its thread stands, and how it waits for others.
+// What a kernel that runs on the CPU sees of the engine (engine.cpp): where its thread stands, and how it waits for
+// others.
 #pragma once
 
 namespace simt {
@@ -31,8 +32,8 @@ void together(const char* what, int line, void* mine, F compute) {
     meet(what, line, mine, [](void** lanes, void* how) { (*(F*)how)(lanes); }, &compute);
 }
 
-void yield();                                         // lets others run: for loops that spin
-void note_atomic(const void* p, unsigned bytes);      // an access that may coincide with other atomic ones
-[[noreturn]] void fail(const char* format, ...);      // ends the launch with an error
+void yield();                                                     // lets others run: for loops that spin
+void note_atomic(const void* p, unsigned bytes, const void* pc);  // an access that may coincide with other atomic ones
+[[noreturn]] void fail(const char* format, ...);                  // ends the launch with an error
 
 }  // namespace simt

@@ -1,5 +1,5 @@
-// Enough of the Metal Shading Language, as C++, to run the text of a kernel on a CPU. Includes no header of C++, so that
-// a name from there fails as it does in Metal. What Metal would refuse and C++ takes is for the checker to find.
+// Enough of the Metal Shading Language, as C++, to run the text of a kernel on a CPU. Includes no header of C++, so
+// that a name from there fails as it does in Metal. What Metal would refuse and C++ takes is for the checker to find.
 #pragma once
 #include "engine.h"
 
@@ -8,7 +8,8 @@
 #define thread
 #define kernel
 #define threadgroup
-#define THREADGROUP_VARIABLE static __attribute__((section("threadgroup")))  // what `threadgroup` means before a variable
+#define THREADGROUP_VARIABLE \
+    static __attribute__((section("threadgroup"), used))  // what `threadgroup` means before a variable
 #define METAL_FUNC inline
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
@@ -41,13 +42,13 @@ struct bfloat {
     operator float() const { return __builtin_bit_cast(float, (uint)bits << 16); }
     bfloat operator-() const { return bfloat(-(float)*this); }
 };
-#define BFLOAT_OPERATOR(op)                                                                   \
-    inline bfloat operator op(bfloat a, bfloat b) { return bfloat((float)a op(float) b); }   \
-    inline float operator op(bfloat a, float b) { return (float)a op b; }                    \
-    inline float operator op(float a, bfloat b) { return a op(float) b; }                    \
-    inline bfloat operator op(bfloat a, int b) { return bfloat((float)a op(float) b); }      \
-    inline bfloat operator op(int a, bfloat b) { return bfloat((float)a op(float) b); }      \
-    inline bfloat& operator op##=(bfloat & a, bfloat b) { return a = bfloat((float)a op(float) b); }
+#define BFLOAT_OPERATOR(op)                                                                \
+    inline bfloat operator op(bfloat a, bfloat b) { return bfloat((float)a op(float) b); } \
+    inline float operator op(bfloat a, float b) { return (float)a op b; }                  \
+    inline float operator op(float a, bfloat b) { return a op(float) b; }                  \
+    inline bfloat operator op(bfloat a, int b) { return bfloat((float)a op(float) b); }    \
+    inline bfloat operator op(int a, bfloat b) { return bfloat((float)a op(float) b); }    \
+    inline bfloat& operator op## = (bfloat & a, bfloat b) { return a = bfloat((float)a op(float) b); }
 BFLOAT_OPERATOR(+)
 BFLOAT_OPERATOR(-)
 BFLOAT_OPERATOR(*)
@@ -115,21 +116,21 @@ struct Swizzle {
     }
 };
 
-#define VECTOR_COMMON(N)                                                    \
-    vec() = default;                                                        \
-    vec(const vec&) = default;                                              \
-    vec& operator=(const vec& from) {                                       \
-        for (int i = 0; i < N; i++) v[i] = from.v[i];                       \
-        return *this;                                                       \
-    }                                                                       \
-    vec(T all) {                                                            \
-        for (int i = 0; i < N; i++) v[i] = all;                             \
-    }                                                                       \
-    template <class U>                                                      \
-    explicit vec(const vec<U, N>& from) {                                   \
-        for (int i = 0; i < N; i++) v[i] = (T)from.v[i];                    \
-    }                                                                       \
-    T& operator[](int i) { return v[i]; }                                   \
+#define VECTOR_COMMON(N)                                 \
+    vec() = default;                                     \
+    vec(const vec&) = default;                           \
+    vec& operator=(const vec& from) {                    \
+        for (int i = 0; i < N; i++) v[i] = from.v[i];    \
+        return *this;                                    \
+    }                                                    \
+    vec(T all) {                                         \
+        for (int i = 0; i < N; i++) v[i] = all;          \
+    }                                                    \
+    template <class U>                                   \
+    explicit vec(const vec<U, N>& from) {                \
+        for (int i = 0; i < N; i++) v[i] = (T)from.v[i]; \
+    }                                                    \
+    T& operator[](int i) { return v[i]; }                \
     const T& operator[](int i) const { return v[i]; }
 
 template <class T>
@@ -171,24 +172,24 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
     vec(vec<T, 2> a, vec<T, 2> b) : v{a[0], a[1], b[0], b[1]} {}
     vec(vec<T, 3> a, T d) : v{a[0], a[1], a[2], d} {}
 };
-#define VECTOR_OPERATOR(op)                                                       \
-    template <class T, int N>                                                     \
-    vec<T, N> operator op(const vec<T, N>& a, const vec<T, N>& b) {               \
-        vec<T, N> out;                                                            \
-        for (int i = 0; i < N; i++) out[i] = a[i] op b[i];                        \
-        return out;                                                               \
-    }                                                                             \
-    template <class T, int N>                                                     \
-    vec<T, N> operator op(const vec<T, N>& a, decltype(T()) b) {                  \
-        return a op vec<T, N>(b);                                                 \
-    }                                                                             \
-    template <class T, int N>                                                     \
-    vec<T, N> operator op(decltype(T()) a, const vec<T, N>& b) {                  \
-        return vec<T, N>(a) op b;                                                 \
-    }                                                                             \
-    template <class T, int N, class U>                                            \
-    vec<T, N>& operator op##=(vec<T, N>& a, const U& b) {                         \
-        return a = a op b;                                                        \
+#define VECTOR_OPERATOR(op)                                         \
+    template <class T, int N>                                       \
+    vec<T, N> operator op(const vec<T, N>& a, const vec<T, N>& b) { \
+        vec<T, N> out;                                              \
+        for (int i = 0; i < N; i++) out[i] = a[i] op b[i];          \
+        return out;                                                 \
+    }                                                               \
+    template <class T, int N>                                       \
+    vec<T, N> operator op(const vec<T, N>& a, decltype(T()) b) {    \
+        return a op vec<T, N>(b);                                   \
+    }                                                               \
+    template <class T, int N>                                       \
+    vec<T, N> operator op(decltype(T()) a, const vec<T, N>& b) {    \
+        return vec<T, N>(a) op b;                                   \
+    }                                                               \
+    template <class T, int N, class U>                              \
+    vec<T, N>& operator op## = (vec<T, N> & a, const U& b) {        \
+        return a = a op b;                                          \
     }
 VECTOR_OPERATOR(+)
 VECTOR_OPERATOR(-)
@@ -203,7 +204,7 @@ template <class T, int N>
 vec<T, N> operator-(const vec<T, N>& a) {
     return vec<T, N>(T(0)) - a;
 }
-#define VECTOR_TYPES(T) \
+#define VECTOR_TYPES(T)     \
     typedef vec<T, 2> T##2; \
     typedef vec<T, 3> T##3; \
     typedef vec<T, 4> T##4;
@@ -228,27 +229,27 @@ To as_type(From from) {
 
 // ---- math: in float, rounded to the type
 
-#define MATH_1(name, builtin)                                                \
-    inline float name(float x) { return builtin(x); }                        \
-    inline half name(half x) { return (half)builtin((float)x); }             \
-    inline bfloat name(bfloat x) { return bfloat(builtin((float)x)); }       \
-    template <class T, int N>                                                \
-    vec<T, N> name(vec<T, N> x) {                                            \
-        for (int i = 0; i < N; i++) x[i] = name(x[i]);                       \
-        return x;                                                            \
+#define MATH_1(name, builtin)                                          \
+    inline float name(float x) { return builtin(x); }                  \
+    inline half name(half x) { return (half)builtin((float)x); }       \
+    inline bfloat name(bfloat x) { return bfloat(builtin((float)x)); } \
+    template <class T, int N>                                          \
+    vec<T, N> name(vec<T, N> x) {                                      \
+        for (int i = 0; i < N; i++) x[i] = name(x[i]);                 \
+        return x;                                                      \
     }
 inline float rsqrt_of(float x) { return 1.0f / __builtin_sqrtf(x); }
 inline float fract_of(float x) { return x - __builtin_floorf(x); }
 inline float sign_of(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : 0.0f; }
-#define FLOAT_MATH                        \
-    MATH_1(exp, __builtin_expf)           \
-    MATH_1(exp2, __builtin_exp2f)         \
-    MATH_1(log, __builtin_logf)           \
-    MATH_1(log2, __builtin_log2f)         \
-    MATH_1(sin, __builtin_sinf)           \
-    MATH_1(cos, __builtin_cosf)           \
-    MATH_1(tanh, __builtin_tanhf)         \
-    MATH_1(sqrt, __builtin_sqrtf)         \
+#define FLOAT_MATH                \
+    MATH_1(exp, __builtin_expf)   \
+    MATH_1(exp2, __builtin_exp2f) \
+    MATH_1(log, __builtin_logf)   \
+    MATH_1(log2, __builtin_log2f) \
+    MATH_1(sin, __builtin_sinf)   \
+    MATH_1(cos, __builtin_cosf)   \
+    MATH_1(tanh, __builtin_tanhf) \
+    MATH_1(sqrt, __builtin_sqrtf) \
     MATH_1(rsqrt, rsqrt_of)
 FLOAT_MATH
 namespace precise {
@@ -272,12 +273,12 @@ inline half fma(half a, half b, half c) { return (half)__builtin_fma((float)a, (
 inline bool isnan(float x) { return x != x; }
 inline bool isinf(float x) { return __builtin_isinf(x); }
 
-#define ORDERED(T)                                              \
-    inline T min(T a, T b) { return b < a ? b : a; }            \
-    inline T max(T a, T b) { return a < b ? b : a; }            \
+#define ORDERED(T)                                   \
+    inline T min(T a, T b) { return b < a ? b : a; } \
+    inline T max(T a, T b) { return a < b ? b : a; } \
     inline T clamp(T x, T low, T high) { return min(max(x, low), high); }
 #define ABS(T) \
-    inline T abs(T x) { return x < 0 ? (T)-x : x; }
+    inline T abs(T x) { return x < 0 ? (T) - x : x; }
 inline float min(float a, float b) { return __builtin_fminf(a, b); }
 inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float clamp(float x, float low, float high) { return min(max(x, low), high); }
@@ -328,7 +329,9 @@ inline uint extract_bits(uint x, uint offset, uint bits) { return bits ? x >> of
 
 enum class mem_flags { mem_none = 0, mem_threadgroup = 1, mem_device = 2 };
 inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags((int)a | (int)b); }
-inline void threadgroup_barrier(mem_flags flags, HERE) { simt::barrier("threadgroup_barrier", line, (simt::Order)flags); }
+inline void threadgroup_barrier(mem_flags flags, HERE) {
+    simt::barrier("threadgroup_barrier", line, (simt::Order)flags);
+}
 inline void simdgroup_barrier(mem_flags flags, HERE) {
     simt::meet("simdgroup_barrier", line, nullptr, [](void**, void*) {}, nullptr, (simt::Order)flags);
 }
@@ -399,9 +402,9 @@ T reduced(const char* what, int line, T value, Join join) {
     });
     return lane.out;
 }
-#define REDUCTION(name, expression)                                     \
-    template <class T>                                                  \
-    T name(T v, HERE) {                                                 \
+#define REDUCTION(name, expression)                                               \
+    template <class T>                                                            \
+    T name(T v, HERE) {                                                           \
         return reduced(#name, line, v, [](T a, T b) { return (T)(expression); }); \
     }
 REDUCTION(simd_sum, a + b)
@@ -455,13 +458,13 @@ struct atomic {
 };
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
-#define ATOMIC(name, expression)                                                                              \
-    template <class T, class U>                                                                               \
-    __attribute__((noinline, no_sanitize("thread"))) T name(atomic<T>* p, U operand, memory_order) {          \
-        simt::note_atomic(p, sizeof *p);                                                                      \
-        const T old = p->value, b = (T)operand;                                                               \
-        p->value = (expression);                                                                              \
-        return old;                                                                                           \
+#define ATOMIC(name, expression)                                                                     \
+    template <class T, class U>                                                                      \
+    __attribute__((noinline, no_sanitize("thread"))) T name(atomic<T>* p, U operand, memory_order) { \
+        simt::note_atomic(p, sizeof *p, __builtin_return_address(0));                                \
+        const T old = p->value, b = (T)operand;                                                      \
+        p->value = (expression);                                                                     \
+        return old;                                                                                  \
     }
 ATOMIC(atomic_fetch_add_explicit, old + b)
 ATOMIC(atomic_fetch_sub_explicit, old - b)
@@ -473,14 +476,13 @@ ATOMIC(atomic_exchange_explicit, b)
 ATOMIC(atomic_store_explicit, b)
 template <class T>
 __attribute__((noinline, no_sanitize("thread"))) T atomic_load_explicit(const atomic<T>* p, memory_order) {
-    simt::note_atomic(p, sizeof *p);
+    simt::note_atomic(p, sizeof *p, __builtin_return_address(0));
     return p->value;
 }
 
 // ---- attributes
 
-typedef vec<uint, 3> Index3;
-inline Index3 index3(const simt::Index& i) { return {i.x, i.y, i.z}; }
+inline uint3 index3(const simt::Index& i) { return {i.x, i.y, i.z}; }
 inline uint product(const simt::Index& i) { return i.x * i.y * i.z; }
 
 }  // namespace metal
@@ -488,7 +490,8 @@ using namespace metal;
 
 #define ATTRIBUTE(type, name, value) \
     inline type attribute_##name() { return value; }
-ATTRIBUTE(uint3, thread_position_in_grid, uint3(simt::group.x * simt::whole_group.x + simt::self->position.x, simt::group.y * simt::whole_group.y + simt::self->position.y, simt::group.z * simt::whole_group.z + simt::self->position.z))
+ATTRIBUTE(uint3, thread_position_in_grid,
+          index3(simt::group) * index3(simt::whole_group) + index3(simt::self->position))
 ATTRIBUTE(uint3, thread_position_in_threadgroup, index3(simt::self->position))
 ATTRIBUTE(uint3, threadgroup_position_in_grid, index3(simt::group))
 ATTRIBUTE(uint3, threads_per_threadgroup, index3(simt::group_size))

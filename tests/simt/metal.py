@@ -18,10 +18,12 @@ if build.MISSING:
     raise ImportError(build.MISSING)
 
 from mlx_backend import kernels
+from simt.build import BuildError
 from simt.check import CheckError, check
 
-__all__ = ["CheckError", "KernelError", "metal_kernel", "on_metal"]
+__all__ = ["BuildError", "CheckError", "KernelError", "metal_kernel", "on_metal"]
 
+MLX_METAL_KERNEL = mx.fast.metal_kernel
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += ["-fno-threadsafe-statics", "-fno-gnu-unique", "-fvisibility=hidden", "-mf16c", "-fsingle-precision-constant"]
 FLAGS += ["-fsanitize=thread,bounds-strict,shift-exponent,alignment,integer-divide-by-zero,return"]
@@ -207,7 +209,7 @@ def metal_kernel(
     atomic_outputs: bool = False,
 ) -> Callable[..., list[mx.array]]:
     """mx.fast.metal_kernel whose calls check the kernel and run it here, under every schedule."""
-    kernel = mx.fast.metal_kernel(
+    kernel = MLX_METAL_KERNEL(
         name=name,
         input_names=list(input_names),
         output_names=list(output_names),
@@ -245,14 +247,8 @@ def metal_kernel(
 @contextmanager
 def on_metal() -> Iterator[None]:
     """Within it mx.fast.metal_kernel is `metal_kernel`, and launchers, ours and others, find a Mac."""
-    real = mx.fast.metal_kernel
-
-    def emulated(*args: Any, **kwargs: Any) -> Callable[..., list[mx.array]]:
-        with mock.patch.object(mx.fast, "metal_kernel", real):
-            return metal_kernel(*args, **kwargs)
-
     with (
-        mock.patch.object(mx.fast, "metal_kernel", emulated),
+        mock.patch.object(mx.fast, "metal_kernel", metal_kernel),
         mock.patch.object(mx.metal, "is_available", return_value=True),
         mock.patch.object(kernels, "on_metal", return_value=True),
     ):
