@@ -5,14 +5,18 @@ The command line, the Python API and the bench all generate through `Session.str
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.decode.budget import Tuner
 from common.decode.plain import plain
+from common.decode.speculative import Accepted, Speculation, check, speculate
 from common.errors import BimetalError, UsageError
 from common.models import Model
+from common.models.window import windowed
 from common.ops import Array, Ops
 from common.reply import Parts, ReplyParser, overlap
 from common.sampling import Sampler, Sampling, log_softmax
@@ -43,6 +47,13 @@ class Stats:
     step_bytes: int  # weight bytes read per decoded token
     state_bytes: int
     peak_bytes: int
+    accepted: Accepted | None = None  # where speculation was on
+    plain_seconds: float | None = None  # of a step that guesses nothing, where one was measured
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second over those of steps that guess nothing; None where none was measured."""
+        return None if self.plain_seconds is None else self.decode_tps * self.plain_seconds
 
     @property
     def prefill_tps(self) -> float:
@@ -89,15 +100,26 @@ def take_apart(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
 
 
 class Session:
-    """A model's state and the tokens committed to it. Not thread-safe: one owner at a time."""
+    """A model's state and the tokens committed to it. Not thread-safe: one owner at a time.
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, context: int):
+    fa_window  most positions that decoding attends to; None: all. Changes the text
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, context: int, fa_window: int | None = None):
         self.model, self.tokenizer, self.context = model, tokenizer, context
+        self.decoding = model if fa_window is None else windowed(model, fa_window)
+        self.tuners: dict[Speculation, Tuner] = {}
         self.reset()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Committed to the state."""
+        return self.text[: self.state.length]
 
     def reset(self) -> None:
         self.state = self.model.new_state(self.context)
-        self.tokens: list[int] = []  # committed to the state
+        self.text: list[int] = []  # the last prompt and its reply
+        self.accepted = Accepted()
         self.turn: tuple[list[int], Snapshot, Array] | None = None  # the last prompt, the state and logits after it
 
     def stream(
@@ -109,33 +131,34 @@ class Session:
         top_logprobs: int | None = None,
         cancel: threading.Event | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
+        speculation: Speculation | None = None,
     ) -> Iterator[Piece]:
         """Generate a reply to `prompt` (token ids), piece by piece.
 
         top_logprobs  None for no log-probabilities, else how many alternatives to list
         cancel        ends the reply at the next step, also during prefill
         on_prefill    called with (tokens read, tokens to read)
+        speculation   how to guess ahead; None: one token per step
         """
-        prompt = list(prompt)
+        prompt, speculation = list(prompt), speculation or Speculation()
         self._check(prompt, max_tokens, stop, top_logprobs)
+        if speculation.kind != "off":
+            check(speculation, self.model)
         started = time.perf_counter()
         cached = self._rewind(prompt)
         logits = self._prefill(prompt, cancel, on_prefill)
         first = last = time.perf_counter()
-        reply: list[int] = []
-        pending = Piece()
+        new, pending = 0, Piece()
         text = StopText(stop)
         decoder = self.tokenizer.decoder()
-        reason = "cancelled"
-        if logits is not None:
-            reason = "length"
-            sampler = Sampler(sampling, prompt)
-            for token, row in plain(self.model, self.state, logits, sampler):
+        reason = "cancelled" if logits is None else "length"
+        with closing(self._decode(logits, Sampler(sampling, prompt), speculation)) as tokens:
+            for token, row in tokens:
                 last = time.perf_counter()
-                if not reply:
+                if not new:
                     first = last
-                reply.append(token)
-                self.tokens = (prompt + reply)[: self.state.length]
+                new += 1
+                self.text.append(token)
                 if cancel is not None and cancel.is_set():
                     reason = "cancelled"
                     break
@@ -150,7 +173,7 @@ class Session:
                 if text.stopped:
                     reason = "stop"
                     break
-                if max_tokens is not None and len(reply) >= max_tokens:
+                if max_tokens is not None and new >= max_tokens:
                     break
                 if pending.text:
                     yield pending
@@ -161,14 +184,30 @@ class Session:
         pending.stats = Stats(
             prompt_tokens=len(prompt),
             cached_tokens=cached,
-            new_tokens=len(reply),
+            new_tokens=new,
             prefill_seconds=first - started,
             decode_seconds=last - first,
             step_bytes=self.model.step_bytes,
             state_bytes=self.state.nbytes,
             peak_bytes=self.model.ops.peak_bytes(),
+            accepted=self.accepted if speculation.kind != "off" else None,
+            plain_seconds=self.tuners[speculation].plain_seconds if speculation in self.tuners else None,
         )
         yield pending
+
+    def _decode(
+        self, logits: Array | None, sampler: Sampler, speculation: Speculation
+    ) -> Generator[tuple[int, Array], None, None]:
+        if logits is None:
+            return
+        if speculation.kind == "off":
+            yield from plain(self.decoding, self.state, logits, sampler)
+            return
+        if speculation.budget is None and speculation not in self.tuners:
+            self.tuners[speculation] = speculation.tuner(self.model)
+        self.accepted = Accepted()
+        tuner, text = self.tuners.get(speculation), list(self.text)
+        yield from speculate(self.decoding, self.state, logits, sampler, text, speculation, tuner, self.accepted)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
@@ -190,7 +229,7 @@ class Session:
         if self.tokens == prompt[: len(self.tokens)] and len(self.tokens) < len(prompt):
             return len(self.tokens)
         if self.turn and self.turn[0] == prompt[: len(self.turn[0])]:
-            self.tokens = list(self.turn[0])
+            self.text = list(self.turn[0])
             self.state.restore(self.turn[1])
             return len(self.tokens)
         self.reset()
@@ -200,6 +239,7 @@ class Session:
         self, prompt: list[int], cancel: threading.Event | None, on_prefill: Callable[[int, int], None] | None
     ) -> Array | None:
         """Run the prompt's tokens that the state lacks; the last row's logits (1, vocab), or None if cancelled."""
+        self.text = list(prompt)
         start = at = self.state.length
         end = len(prompt)
         if at == end:  # the same prompt again
@@ -214,7 +254,6 @@ class Session:
             logits = self.model.forward(self.state, Step.chain(chunk, at), rows)
             self.state.commit(np.arange(n))
             at += n
-            self.tokens = prompt[:at]
             if on_prefill:
                 on_prefill(at - start, end - start)
         self.turn = (prompt, self.state.snapshot(), logits)

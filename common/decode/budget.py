@@ -52,6 +52,11 @@ class Tuner:
             if smaller <= size:
                 self.gain[smaller].add(sum(node <= smaller for node in path))
 
+    @property
+    def plain_seconds(self) -> float | None:
+        """Of a step that guesses nothing."""
+        return self.seconds[0].value if self.seconds[0].count else None
+
     def rate(self, size: int) -> float:
         """Tokens per second."""
         return self.gain[size].value / max(self.seconds[size].value, 1e-9)

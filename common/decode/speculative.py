@@ -57,11 +57,10 @@ class Speculation:
     def drafts(self) -> bool:
         return "chain" in self.kind or "tree" in self.kind
 
-    def tuner(self, block: int) -> Tuner:
-        """For blocks of `block` tokens, where there is a draft."""
+    def tuner(self, model: Model) -> Tuner:
         if "tree" in self.kind:
             return Tuner(TREE_SIZES)
-        deepest = block - 1 if self.drafts else LOOKUP_DEPTH
+        deepest = model.draft.block - 1 if self.drafts and isinstance(model, Pair) else LOOKUP_DEPTH
         return Tuner(sorted({0, deepest, *(size for size in (3, 7, 11, 15, 23, 31) if size < deepest)}))
 
 
@@ -136,6 +135,14 @@ class Guesser:
         return self.model.ops.read(ids), self.model.ops.read(logp)
 
 
+def check(speculation: Speculation, model: Model) -> None:
+    """Refuse speculation that `model` cannot do."""
+    if not isinstance(model, Model):
+        raise UsageError(f"spec {speculation.kind}: a model run by mlx-lm decodes one token at a time")
+    if speculation.drafts and not isinstance(model, Pair):
+        raise UsageError(f"spec {speculation.kind} needs a draft model; give one, or choose lookup")
+
+
 def speculate(
     model: Model,
     state: State,
@@ -151,11 +158,10 @@ def speculate(
     text    the prompt
     logits  of its last row. Once the generator is closed, the state holds all tokens but the newest.
     """
+    check(speculation, model)
     ops, accepted = model.ops, Accepted() if accepted is None else accepted
-    if speculation.drafts and not isinstance(model, Pair):
-        raise UsageError(f"spec {speculation.kind} needs a draft model; give one, or choose lookup")
     if speculation.budget is None and tuner is None:
-        tuner = speculation.tuner(model.draft.block if isinstance(model, Pair) else 0)
+        tuner = speculation.tuner(model)
     guesser = Guesser(model, speculation, text, accepted)
     token = int(ops.read(ops.sample(logits, sampler))[0])
     sampler.accept(token)

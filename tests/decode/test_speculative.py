@@ -1,0 +1,258 @@
+"""Speculative decoding gives what plain decoding gives, whatever is guessed."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+from test_plain import prefilled
+
+from common.decode import speculative
+from common.decode.budget import Tuner
+from common.decode.plain import plain
+from common.decode.speculative import Accepted, Guesser, Speculation, speculate
+from common.errors import UsageError
+from common.models import Model
+from common.models.dflash import Pair, load_pair
+from common.reference import NumpyOps
+from common.sampling import Sampler, Sampling
+
+PROMPT, NEW = 20, 40
+NEAR_TIE = 1e-3  # two float32 ways to the same logits, as in tests/test_state.py
+KINDS = [kind for kind in speculative.KINDS if kind != "off"]
+
+
+def decode(model, prompt, count, speculation=None, capacity=tiny.CAPACITY, accepted=None, **sampling):
+    """`count` tokens, the margin of each choice, and the state after the generator is closed."""
+    state, logits = prefilled(model, prompt, capacity)
+    sampler = Sampler(Sampling(**sampling), prompt)
+    if speculation is None:
+        tokens = plain(model, state, logits, sampler)
+    else:
+        tokens = speculate(model, state, logits, sampler, list(prompt), speculation, accepted=accepted)
+    out, margins = [], []
+    for token, row in tokens:
+        best = np.sort(model.ops.read(row)[-1])
+        out.append(token)
+        margins.append(best[-1] - best[-2])
+        if len(out) == count:
+            break
+    tokens.close()
+    return out, margins, state
+
+
+def assert_same(tokens, expected, margins):
+    for token, want, margin in zip(tokens, expected, margins, strict=True):
+        if token != want:
+            assert margin < NEAR_TIE
+            return
+
+
+@pytest.fixture
+def prophet(monkeypatch):
+    """A draft that knows the text: the token at each place is its first or second guess, or none."""
+    random = np.random.default_rng(1)
+
+    def know(prompt, tokens, vocab, depth=4):
+        text = [*prompt, *tokens, *[0] * 20]
+
+        def draft(self, state, token, k):
+            at = state.length + 1
+            ids = np.stack([random.permutation(vocab)[: max(k, 2)] for _ in range(depth)])
+            for place, true in enumerate(text[at : at + depth]):
+                if random.random() < 0.8 and true not in ids[place]:
+                    ids[place, random.integers(min(k, 2))] = true
+            return ids[:, :k].astype(np.int32), np.sort(random.uniform(-3, 0, (depth, k)))[:, ::-1]
+
+        monkeypatch.setattr(Guesser, "_draft", draft)
+
+    return know
+
+
+def paired(model):
+    """The model under a draft whose guesses come from elsewhere."""
+    fields = {name: getattr(model, name) for name in Model.__dataclass_fields__}
+    config = SimpleNamespace(taps=(0,), block=5, windows=(), layers=0)
+    return Guessed(**fields, draft=config, draft_weights=SimpleNamespace(layers=[]))
+
+
+class Guessed(Pair):
+    def new_state(self, capacity):
+        return Model.new_state(self, capacity)
+
+    def _logits(self, state, step, rows):
+        return Model._logits(self, state, step, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen35", kind) for kind in KINDS] + [(m, "lookup+tree") for m in tiny.MODELS if m != "qwen35"]
+)
+def test_greedy_equals_plain(name, kind, ops, prophet):
+    model = paired(tiny.load(name, ops))
+    prompt = tiny.golden(name)["ids"][:PROMPT].tolist()
+    expected, margins, _ = decode(model, prompt, NEW)
+    prophet(prompt, expected, model.config.vocab)
+    for budget, seed_chain in ((None, False), (1, False), (9, True)):
+        accepted = Accepted()
+        speculation = Speculation(kind, budget, seed_chain=seed_chain)
+        tokens, _, state = decode(model, prompt, NEW, speculation, accepted=accepted)
+        assert_same(tokens, expected, margins)
+        assert state.length == PROMPT + NEW - 1  # all but the newest
+        assert sum(gain * count for gain, count in accepted.gains.items()) == NEW - 1
+
+
+def test_guesses_are_accepted(prophet):
+    model = paired(tiny.load("llama", NumpyOps()))
+    prompt = tiny.golden("llama")["ids"][:PROMPT].tolist()
+    expected, _, _ = decode(model, prompt, NEW)
+    prophet(prompt, expected, model.config.vocab)
+    accepted = Accepted()
+    decode(model, prompt, NEW, Speculation("tree", 40), accepted=accepted)
+    assert accepted.length > 1.5
+    assert accepted.by_position[0] > 0.5
+    assert all(a >= b for a, b in zip(accepted.by_position, accepted.by_position[1:], strict=False))
+    assert set(accepted.budgets) == {40}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_draft(kind, ops):
+    target = tiny.load("qwen35", ops)
+    pair = load_pair(tiny.FOLDER / "dflash", target)
+    prompt = tiny.golden("qwen35")["ids"][:PROMPT].tolist()
+    expected, margins, _ = decode(target, prompt, NEW)
+    tokens, _, state = decode(pair, prompt, NEW, Speculation(kind, 12))
+    assert_same(tokens, expected, margins)
+    alone, _ = prefilled(pair, [*prompt, *tokens[:-1]])
+    for (name, a), b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).values(), strict=True):
+        assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["lookup", "tree"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 4},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"temperature": 1.2, "repetition_penalty": 1.2, "presence_penalty": 0.5, "seed": 5},
+    ],
+)
+def test_sampling_with_a_seed_gives_the_same_text(sampling, kind, ops, prophet):
+    """Drawn with one random number per token in the order of the text, penalties counting each token as it comes."""
+    model = paired(tiny.load("llama", ops))
+    prompt = tiny.golden("llama")["ids"][:PROMPT].tolist()
+    expected, _, _ = decode(model, prompt, NEW, **sampling)
+    prophet(prompt, expected, model.config.vocab)
+    accepted = Accepted()
+    tokens, _, _ = decode(model, prompt, NEW, Speculation(kind, 15), accepted=accepted, **sampling)
+    assert tokens == expected
+    assert kind == "lookup" or accepted.length > 1.1
+
+
+class Markov:
+    """A model whose next token depends on the last alone, over a vocabulary of five."""
+
+    table = np.log(np.random.default_rng(2).dirichlet(np.full(5, 4), 5)).astype(np.float32)
+
+    def __init__(self):
+        self.ops, self.config = NumpyOps(), SimpleNamespace(vocab=5)
+
+    def new_state(self, capacity):
+        return self.ops.new_state([], capacity)
+
+    def forward(self, state, step, rows=slice(None)):
+        return self.table[step.tokens][rows]
+
+
+@pytest.mark.parametrize("kind", ["lookup", "tree"])
+def test_chi_square(kind, monkeypatch):
+    """6,000 texts of three tokens against their exact probabilities: 124 degrees of freedom, p = 0.001 at 179."""
+    monkeypatch.setattr(speculative, "check", lambda *_: None)
+    random = np.random.default_rng(0)
+    monkeypatch.setattr(
+        Guesser,
+        "_draft",
+        lambda self, state, token, k: (
+            np.stack([random.permutation(5)[:k] for _ in range(3)]),
+            np.sort(random.uniform(-3, 0, (3, k)))[:, ::-1],
+        ),
+    )
+    model, sampler, counts = Markov(), Sampler(Sampling(temperature=1.0, seed=1)), Counter()
+    for _ in range(6000):
+        state = model.new_state(10)
+        tokens = speculate(model, state, model.table[:1], sampler, [0, 1, 0, 1, 0], Speculation(kind, 6, top_k=3))
+        counts[tuple(next(tokens)[0] for _ in range(3))] += 1
+        tokens.close()
+    p = np.exp(model.table)
+    exact = p[0][:, None, None] * p[:, :, None] * p[None] * 6000
+    observed = np.array([[[counts[a, b, c] for c in range(5)] for b in range(5)] for a in range(5)])
+    assert ((observed - exact) ** 2 / exact).sum() < 179
+
+
+@pytest.mark.parametrize("kind", ["lookup", "tree"])
+@pytest.mark.parametrize("room", [0, 1, 2, 7])
+def test_it_ends_where_the_state_is_full(kind, room, ops, prophet):
+    model = paired(tiny.load("llama", ops))
+    prompt = tiny.golden("llama")["ids"][:PROMPT].tolist()
+    expected, _, full = decode(model, prompt, 99, capacity=PROMPT + room)
+    prophet(prompt, expected, model.config.vocab)
+    tokens, _, state = decode(model, prompt, 99, Speculation(kind, 15), capacity=PROMPT + room)
+    assert tokens == expected
+    assert len(tokens) == room + 1
+    assert state.length == full.length == state.capacity
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_left_after_any_token_the_state_holds_all_but_the_newest(count, prophet):
+    model = paired(tiny.load("qwen35", NumpyOps()))
+    prompt = tiny.golden("qwen35")["ids"][:PROMPT].tolist()
+    expected, _, _ = decode(model, prompt, NEW)
+    prophet(prompt, expected, model.config.vocab)
+    tokens, _, state = decode(model, prompt, count, Speculation("tree", 30))
+    assert state.length == PROMPT + count - 1
+    logits = tiny.run(model, state, np.array(tokens[-1:]))
+    assert logits[-1].argmax() == expected[count]
+
+
+def test_the_tuner_finds_the_fastest_size():
+    """A step of n guesses takes 1 + n / 10, and accepts what falls within the first 12."""
+    tuner, chosen = Tuner((0, 7, 15, 31)), []
+    for _ in range(200):
+        size = tuner.choose()
+        chosen.append(size)
+        tuner.record(size, [0, *(node for node in (2, 5, 9, 12) if node <= size)], 1 + size / 10)
+    assert set(chosen[:12]) == {0, 7, 15, 31}
+    assert Counter(chosen[12:]).most_common(1)[0][0] == 15
+    assert tuner.gain[7].value == 3
+    assert tuner.plain_seconds == 1
+
+
+def test_a_tuner_turns_speculation_off_where_it_does_not_pay():
+    tuner, chosen = Tuner((0, 7, 15)), []
+    for _ in range(100):
+        size = tuner.choose()
+        chosen.append(size)
+        tuner.record(size, [0], 1 + size)
+    assert Counter(chosen[9:]).most_common(1)[0][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "trees"}, "spec is 'trees'; supported: off, lookup, chain"),
+        ({"kind": "tree", "budget": 0}, "tree_budget is 0"),
+        ({"kind": "tree", "top_k": 0}, "tree_topk is 0"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(UsageError, match=message):
+        Speculation(**options)
+
+
+def test_kinds_that_draft_need_a_draft():
+    model = tiny.load("llama", NumpyOps())
+    with pytest.raises(UsageError, match="spec tree needs a draft model"):
+        decode(model, [1, 2, 3], 4, Speculation("tree"))
+    with pytest.raises(UsageError, match="a model run by mlx-lm decodes one token at a time"):
+        speculative.check(Speculation("lookup"), SimpleNamespace(ops=NumpyOps()))
