@@ -157,7 +157,8 @@ class Ops(ABC):
         """Grouped-query attention over the committed past and the step's visible rows.
 
         q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
-        A window of n hides positions at or below the row's own minus n; the rows of a block all count from its first.
+        A window of n hides positions at or below the row's own minus n, but for the first ones that the state keeps
+        for good; the rows of a block all count from its first.
         `causal` hides later rows from the rows of a block.
         """
 

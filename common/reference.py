@@ -51,6 +51,8 @@ def softplus(x: np.ndarray) -> np.ndarray:
 class NumpyKV:
     """Keys (n, K, D) and values (n, K, Dv) of committed rows, then the step's rows."""
 
+    keep = 0  # first rows that no window hides
+
     def __init__(self, spec: KVSpec):
         self.keys = np.empty((0, spec.kv_heads, spec.key_dim), np.float32)
         self.values = np.empty((0, spec.kv_heads, spec.value_dim), np.float32)
@@ -88,10 +90,10 @@ def _grown(rows: np.ndarray, room: int, keep: int) -> np.ndarray:
 
 
 class NumpyWindow:
-    """Keys (n, K, D) and values (n, K, Dv) of the last n <= window committed rows, oldest first."""
+    """Keys (n, K, D) and values (n, K, Dv) of the first `keep` committed rows and the last `window`, oldest first."""
 
     def __init__(self, spec: WindowSpec):
-        self.window = spec.window
+        self.window, self.keep = spec.window, spec.keep
         self.keys = np.empty((0, spec.kv_heads, spec.key_dim), np.float32)
         self.values = np.empty((0, spec.kv_heads, spec.value_dim), np.float32)
         self.rows = self.keys, self.values  # the step's
@@ -104,8 +106,10 @@ class NumpyWindow:
 
     def commit(self, path: np.ndarray) -> None:
         k, v = self.rows
-        self.keys = np.concatenate([self.keys, k[path]])[-self.window :].copy()  # a view would keep all of them
-        self.values = np.concatenate([self.values, v[path]])[-self.window :].copy()
+        kept = np.arange(len(self.keys) + len(path))
+        kept = kept[(kept < self.keep) | (kept >= len(kept) - self.window)]
+        self.keys = np.concatenate([self.keys, k[path]])[kept]
+        self.values = np.concatenate([self.values, v[path]])[kept]
         self.rows = k[:0], v[:0]
         self.past += len(path)
 
@@ -294,8 +298,10 @@ class NumpyOps(Ops):
         if causal:
             seen &= np.tri(len(k), len(keys), len(keys) - len(k), dtype=bool)
         if window is not None:  # a committed row's place is its position
-            position = np.concatenate([np.arange(past - (len(keys) - len(k)), past), step.positions])
-            seen &= position[None, :] > step.window_from[:, None] - window
+            first = np.arange(min(kv.keep, past))
+            rest = np.arange(past - (len(keys) - len(k) - len(first)), past)
+            position = np.concatenate([first, rest, step.positions])
+            seen &= (position > step.window_from[:, None] - window) | (position < kv.keep)
         return _attend(q, keys, values, seen, scale)
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:

@@ -105,12 +105,13 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """Keys and values of one attention layer that sees the last `window` tokens: those rows alone are kept."""
+    """Keys and values of one attention layer that sees, and keeps, the first `keep` tokens and the last `window`."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int
+    keep: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, item_bytes: int) -> int:
             if isinstance(s, KVSpec):
                 total += tokens * s.kv_heads * (s.key_dim + s.value_dim) * item_bytes
             elif isinstance(s, WindowSpec):
-                total += min(tokens, s.window) * s.kv_heads * (s.key_dim + s.value_dim) * item_bytes
+                total += min(tokens, s.keep + s.window) * s.kv_heads * (s.key_dim + s.value_dim) * item_bytes
             elif isinstance(s, LatentSpec):
                 total += tokens * (s.latent_dim + s.rope_dim) * item_bytes
             elif isinstance(s, ConvSpec):

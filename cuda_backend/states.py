@@ -216,6 +216,8 @@ class CudaState(State):
         flat = [(i, name, s) for i, layer in enumerate(spec) for name, s in layer.items()]
         if any(isinstance(s, LatentSpec) for _, _, s in flat):
             raise BimetalError(NO_LATENT)
+        if any(isinstance(s, WindowSpec) and s.keep for _, _, s in flat):
+            raise BimetalError("a window that keeps its first rows has no CUDA kernel yet; use --backend mlx or numpy")
         # a window's rows are hidden, not dropped: it keeps the whole context
         flat = [
             (i, n, KVSpec(s.kv_heads, s.key_dim, s.value_dim) if isinstance(s, WindowSpec) else s) for i, n, s in flat

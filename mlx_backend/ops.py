@@ -66,7 +66,7 @@ class MlxOps(Ops):
         self.dtype = dtype
         self.item_bytes = dtype.size
         self._narrow: dict[int, tuple[mx.array, mx.array]] = {}  # by id: a float32 vector, and itself in `dtype`
-        self._masks: WeakKeyDictionary[Step, dict[tuple[int, int | None, bool], mx.array]] = WeakKeyDictionary()
+        self._masks: WeakKeyDictionary[Step, dict[tuple[int, int | None, bool, int], mx.array]] = WeakKeyDictionary()
         self._wavelengths: dict[Rope, mx.array] = {}
         self._constants: dict[tuple[int, float], mx.array] = {}
 
@@ -182,11 +182,11 @@ class MlxOps(Ops):
         step.the_slot()
         past = kv.past
         keys, values = kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
-        if window is not None:  # the first row that any row of the step may see
+        if window is not None and not kv.keep:  # the first row that any row of the step may see
             first = past + len(step) - keys.shape[2]
             hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
             keys, values = keys[:, :, hidden:], values[:, :, hidden:]
-        return self._attend(q, keys, values, step, past, scale, window, causal)
+        return self._attend(q, keys, values, step, past, scale, window, causal, kv.keep)
 
     def write_kv(self, k: Array, v: Array, kv: MlxRows, step: Step) -> None:
         kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
@@ -237,32 +237,38 @@ class MlxOps(Ops):
         scale: float,
         window: int | None = None,
         causal: bool = False,
+        keep: int = 0,
     ) -> mx.array:
         """q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)"""
-        mask = self._mask(step, keys.shape[2] - len(step), past, window, causal)
+        mask = self._mask(step, keys.shape[2] - len(step), past, window, causal, keep)
         out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
         return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
 
-    def _mask(self, step: Step, shown: int, past: int, window: int | None, causal: bool) -> mx.array | str | None:
-        """What the step's rows see of the last `shown` committed rows and of themselves; None is everything."""
-        T = len(step)
+    def _mask(
+        self, step: Step, shown: int, past: int, window: int | None, causal: bool, keep: int = 0
+    ) -> mx.array | str | None:
+        """What the step's rows see of `shown` committed rows and of themselves; None is everything.
+
+        The committed rows are the first `keep`, or as many as there are, and the last.
+        """
+        T, first = len(step), min(keep, past)
         if window is None or int(step.positions.max()) < window:
             if T == 1 or (step.parents is None and not causal):
                 return None
             if step.is_chain or step.parents is None:
                 return "causal"
             window = None
-        elif T == 1 and shown < window:
+        elif T == 1 and shown - first < window:
             return None
         masks = self._masks.setdefault(step, {})
-        key = shown, window, causal
+        key = shown, window, causal, keep
         if key not in masks:
             seen = np.concatenate(
                 [np.ones((T, shown), bool), np.tri(T, dtype=bool) if causal else step.visible], axis=1
             )
             if window is not None:
-                position = np.concatenate([np.arange(past - shown, past), step.positions])
-                seen &= position[None, :] > step.window_from[:, None] - window
+                position = np.concatenate([np.arange(first), np.arange(past - shown + first, past), step.positions])
+                seen &= (position > step.window_from[:, None] - window) | (position < keep)
             masks[key] = mx.array(seen)
         return masks[key]
 

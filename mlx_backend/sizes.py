@@ -28,9 +28,9 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, f
 
 def _outgrown(s: KVSpec | WindowSpec | LatentSpec, tokens: int, rows: int) -> int:
     """Rows of the buffer that the last step replaces by a larger one, if it does; a layer's old one lives till then."""
-    window = s.window if isinstance(s, WindowSpec) else None
-    before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, window)
-    return before if before != rows_held(tokens, rows, window) else 0
+    window, keep = (s.window, s.keep) if isinstance(s, WindowSpec) else (None, 0)
+    before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, window, keep)
+    return before if before != rows_held(tokens, rows, window, keep) else 0
 
 
 # -- on the CPU --------------------------------------------------------------------------------------------------------

@@ -17,11 +17,13 @@ class MlxRows:
     """Rows that attention reads: keys and values, or latent rows, in one buffer (1, K, room, D) each.
 
     A buffer holds the committed rows at start..end, then the step's rows, then room for more. With a window, start
-    follows the end, and rows before it are dropped when the buffer grows.
+    follows the end, and rows before it are dropped when the buffer grows; the first `keep` rows lie apart.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: mx.Dtype, window: int | None = None):
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: mx.Dtype, window: int | None = None, keep: int = 0):
         self.buffers = [mx.zeros((1, heads, 0, size), dtype) for heads, size in shapes]
+        self.first = [buffer for buffer in self.buffers if keep]
+        self.keep = keep
         self.start = self.end = 0
         self.past = 0  # committed rows, dropped ones included
         self.window = window
@@ -35,7 +37,7 @@ class MlxRows:
         return self.buffers[-1]
 
     def write(self, *rows: mx.array) -> list[mx.array]:
-        """Put the step's rows, (1, K, T, D), behind the past; the kept rows and them, (1, K, end - start + T, D)."""
+        """Put the step's rows, (1, K, T, D), behind the past; all kept rows and them, (1, K, n + T, D)."""
         T = rows[0].shape[2]
         if self.end + T > self.buffers[0].shape[2]:
             kept = self.end - self.start
@@ -44,7 +46,8 @@ class MlxRows:
             self.start, self.end = 0, kept
         for buffer, new in zip(self.buffers, rows, strict=True):
             buffer[:, :, self.end : self.end + T] = new
-        return [buffer[:, :, self.start : self.end + T] for buffer in self.buffers]
+        held = [buffer[:, :, self.start : self.end + T] for buffer in self.buffers]
+        return _joined(self.first, held) if self.first else held
 
     def commit(self, path: np.ndarray) -> None:
         end = self.end + len(path)
@@ -53,6 +56,11 @@ class MlxRows:
             for buffer in self.buffers:
                 buffer[:, :, self.end : end] = buffer[:, :, rows]
         self.end = end
+        early = min(max(0, self.keep - self.past), len(path))
+        if early:  # rows that are kept for good leave the buffer
+            at = end - len(path)
+            self.first = _joined(self.first, [buffer[:, :, at : at + early] for buffer in self.buffers])
+            self.start += early
         self.past += len(path)
         if self.window is not None:
             self.start = max(self.start, end - self.window)
@@ -60,23 +68,27 @@ class MlxRows:
     def snapshot(self) -> Any:
         if self.window is None:
             return self.past
-        return self.past, [buffer[:, :, self.start : self.end] for buffer in self.buffers]
+        return self.past, [buffer[:, :, self.start : self.end] for buffer in self.buffers], self.first
 
     def restore(self, snapshot: Any) -> None:
         if self.window is None:
             self.past = self.end = snapshot
         else:
-            self.past, kept = snapshot
+            self.past, kept, self.first = snapshot
             self.buffers = list(kept)  # full, so that the next write copies them
             self.start, self.end = 0, kept[0].shape[2]
 
     @property
     def arrays(self) -> list[mx.array]:
-        return self.buffers
+        return self.buffers + self.first
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum(array.nbytes for array in self.arrays)
+
+
+def _joined(rows: list[mx.array], more: list[mx.array]) -> list[mx.array]:
+    return [mx.concatenate([a, b], axis=2) for a, b in zip(rows, more, strict=True)]
 
 
 def _room(kept: int, T: int) -> int:
@@ -158,7 +170,7 @@ def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
         case KVSpec():
             return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype)
         case WindowSpec():
-            return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype, s.window)
+            return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype, s.window, s.keep)
         case LatentSpec():
             return MlxRows([(1, s.latent_dim + s.rope_dim)], dtype)
         case ConvSpec():
@@ -176,7 +188,8 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) ->
                 case KVSpec():
                     total += full * s.kv_heads * (s.key_dim + s.value_dim) * item
                 case WindowSpec():
-                    total += rows_held(tokens, rows, s.window) * s.kv_heads * (s.key_dim + s.value_dim) * item
+                    held = rows_held(tokens, rows, s.window, s.keep) + min(tokens, s.keep)
+                    total += held * s.kv_heads * (s.key_dim + s.value_dim) * item
                 case LatentSpec():
                     total += full * (s.latent_dim + s.rope_dim) * item
                 case ConvSpec():
@@ -187,7 +200,7 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) ->
 
 
 @cache
-def rows_held(tokens: int, rows: int, window: int | None = None) -> int:
+def rows_held(tokens: int, rows: int, window: int | None = None, keep: int = 0) -> int:
     """Rows of `MlxRows`' buffers after such a reading."""
     start = end = held = 0
     for at in range(0, tokens, rows):
@@ -197,6 +210,7 @@ def rows_held(tokens: int, rows: int, window: int | None = None) -> int:
             held = kept + _room(kept, T)
             start, end = 0, kept
         end += T
+        start += min(max(0, keep - at), T)
         start = start if window is None else max(start, end - window)
     return held
 

@@ -142,6 +142,38 @@ def test_window_drops_what_is_never_seen(ops, history, window):
             saved = [(kept, s) for kept, s in saved if kept <= length]
 
 
+@quick
+@given(history=st.lists(moves, min_size=2, max_size=9), window=st.sampled_from([1, 2, 6]), keep=st.integers(1, 9))
+def test_first_rows_are_kept(ops, history, window, keep):
+    """Equal scores and values that name their position: a row's output says which positions it saw."""
+    state, saved, held = ops.new_state([{"kv": WindowSpec(1, 4, 64, window, keep)}], 1000), [], 0
+    names = np.eye(64)
+    for move, *rest in (*history, ("read", 2)):
+        length = state.length
+        if move in ("read", "tree") and length < 40:
+            step = (
+                Step.chain(np.zeros(rest[0], np.int32), length)
+                if move == "read"
+                else Step.tree(np.zeros(len(rest[0]), np.int32), rest[0], length)
+            )
+            T = len(step)
+            q, k, v = (array(ops, x) for x in (np.zeros((T, 1, 4)), np.zeros((T, 1, 4)), names[step.positions, None]))
+            out = ops.read(ops.attention(q, k, v, state[0].kv, step, 1.0, window))[:, 0]
+            for t, position in enumerate(step.positions):
+                line = [*range(length), *step.positions[ancestors(step, t)]]
+                seen = [p for p in line if p < keep or p > position - window]
+                np.testing.assert_allclose(out[t], names[seen].mean(axis=0), atol=TOLERANCE)
+            state.commit(path_to(step, min(rest[1], T - 1)) if move == "tree" else range(T))
+        elif move == "snapshot":
+            saved.append((length, state.snapshot()))
+        elif move == "restore" and saved:
+            back, snapshot = saved[rest[0] % len(saved)]
+            state.restore(snapshot)
+            saved = [(kept, s) for kept, s in saved if kept <= back]
+        held = max(held, state.nbytes)
+    assert held <= (keep + 2 * window + 20 + 256 + 20) * 68 * 4
+
+
 @pytest.mark.parametrize("window", [1, 5, 64])
 def test_window_bounds_bytes(ops, window):
     """Ten windows of steps take as much memory as two; counted rows are those of the window alone."""
