@@ -22,16 +22,25 @@ if not (_found / "reference.py").exists():
 __all__ = ["LLM", "AsyncStream", "Reply", "Stream", "load"]
 
 
-def load(model: str = "smollm2", backend: str | None = None, ctx: int | None = None, progress: bool = False) -> "LLM":
+def load(
+    model: str = "smollm2",
+    backend: str | None = None,
+    ctx: int | None = None,
+    progress: bool = False,
+    draft: str | None = None,
+    fa_window: int | None = None,
+) -> "LLM":
     """Load a model and start the one thread that owns it.
 
     model    a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2"
     backend  "mlx", "cuda" or "numpy"; None picks what the machine has
     ctx      most tokens of prompt and reply together; None: what the model was trained for
+    draft    a DFlash draft for the model, named as models are, or "demo": it makes decoding faster and changes no text
+    fa_window  most positions that decoding attends to, for long contexts; it changes the text. None: all
     """
     from generate.llm import LLM
 
-    return LLM(model, backend=backend, ctx=ctx, progress=progress)
+    return LLM(model, backend=backend, ctx=ctx, progress=progress, draft=draft, fa_window=fa_window)
 
 
 def __getattr__(name: str) -> Any:

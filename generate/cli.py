@@ -14,6 +14,7 @@ COMMANDS = {
     "fit": "which of a model's files fit into memory, and with how much context",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
+KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")  # common.decode.speculative
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,8 +55,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that `LLM.stream` takes."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-    return {name: getattr(args, name) for name in (*names, "seed", "max_tokens")} | {"stop": args.stop}
+    sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    guessing = ("spec", "tree_budget", "tree_topk", "chain_seed")
+    names = (*sampling, "seed", "max_tokens", *guessing)
+    return {name: getattr(args, name) for name in names} | {"stop": args.stop}
 
 
 def _text(prog: str) -> argparse.ArgumentParser:
@@ -72,7 +75,14 @@ def _text(prog: str) -> argparse.ArgumentParser:
     what.add_argument("--chat", action="store_true", help="talk in turns; /help lists the commands")
     what.add_argument("--system", metavar="TEXT", help="system prompt")
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
-    _model(p.add_argument_group("model"))
+    model = p.add_argument_group("model")
+    _model(model)
+    model.add_argument(
+        "--fa-window",
+        type=_positive,
+        metavar="N",
+        help="let decoding attend to the last N tokens alone: faster in long contexts, and LOSSY (default: to all)",
+    )
     s = p.add_argument_group("sampling (penalties, temperature, top-k, top-p, min-p, in that order)")
     s.add_argument("--temperature", "--temp", type=_number, default=0.0, metavar="X", help="0 is greedy (default)")
     s.add_argument("--top-p", type=_number, default=1.0, metavar="X", help="share of probability kept (default: 1)")
@@ -84,6 +94,7 @@ def _text(prog: str) -> argparse.ArgumentParser:
     s.add_argument("--frequency-penalty", type=_number, default=0.0, metavar="X", help="per occurrence in the reply")
     s.add_argument("--presence-penalty", type=_number, default=0.0, metavar="X", help="for any occurrence in the reply")
     s.add_argument("--seed", type=_count, metavar="N", help="same seed, same text")
+    _speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
     r = p.add_argument_group("reply")
     r.add_argument(
         "-n", "--max-tokens", type=_count, metavar="N", help="most tokens of the reply (default: the context)"
@@ -188,6 +199,26 @@ def _fit(prog: str) -> argparse.ArgumentParser:
     return p
 
 
+def _speculation(p: Any) -> None:
+    p.add_argument("--draft", metavar="DRAFT", help="a DFlash draft for the model, named as models are; or demo")
+    p.add_argument(
+        "--spec",
+        choices=KINDS,
+        help="how to guess ahead: from the text so far (lookup), by the draft's likeliest block (chain), by its "
+        "likeliest prefixes (tree), or both (default: lookup+tree with a draft, else off)",
+    )
+    p.add_argument(
+        "--tree-budget",
+        type=_budget,
+        metavar="N",
+        help="guessed tokens per step, or auto: as measured while decoding (default)",
+    )
+    p.add_argument(
+        "--tree-topk", type=_positive, default=8, metavar="N", help="tokens a tree considers at each place (default: 8)"
+    )
+    p.add_argument("--chain-seed", action="store_true", help="begin trees with the draft's likeliest block")
+
+
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, or smollm2"
 
 
@@ -210,6 +241,10 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def _budget(text: str) -> int | None:
+    return None if text == "auto" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -6,20 +6,24 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.chat import render
 from common.checkpoint import open_checkpoint
+from common.decode.speculative import Speculation
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
+from common.models.dflash import load_pair
 from common.reply import ReplyParser
 from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import schemas
 from generate.backends import open_model
+from generate.demo import demo_path
 from generate.owner import Owner
 
 Prompt = str | Sequence[int]
@@ -200,28 +204,44 @@ def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
     owner.close()
 
 
+def resolve_draft(name: str, progress: bool) -> Path:
+    """The local path of a draft: "demo", or as `resolve_model` takes it."""
+    return demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
+
+
 class LLM:
     """A loaded model. Any thread may call it; calls run one after another in the thread that owns the model."""
 
     tokenizer: Tokenizer
 
-    def __init__(self, model: str, backend: str | None = None, ctx: int | None = None, progress: bool = False):
+    def __init__(
+        self,
+        model: str,
+        backend: str | None = None,
+        ctx: int | None = None,
+        progress: bool = False,
+        draft: str | None = None,
+        fa_window: int | None = None,
+    ):
         self.path = resolve_model(model, progress=progress)
+        self.draft_path = None if draft is None else resolve_draft(draft, progress)
         if ctx is not None and ctx < 1:
             raise UsageError(f"ctx is {ctx}; it must be at least 1")
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}")
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._session: Session = self._owner.submit(lambda: self._load(backend, ctx, progress)).result()
+        self._session: Session = self._owner.submit(lambda: self._load(backend, ctx, progress, fa_window)).result()
 
-    def _load(self, backend: str | None, ctx: int | None, progress: bool) -> Session:
+    def _load(self, backend: str | None, ctx: int | None, progress: bool, fa_window: int | None) -> Session:
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
         model = open_model(checkpoint, backend, progress)
+        if self.draft_path is not None:
+            model = load_pair(self.draft_path, model, progress)
         self.backend, self.architecture = model.ops.name, model.architecture
         self.context = ctx or model.config.context
         self.trained_context: int = model.config.context
-        return Session(model, self.tokenizer, self.context)
+        return Session(model, self.tokenizer, self.context, fa_window)
 
     # -- text ----------------------------------------------------------------------------------------------------------
 
@@ -234,6 +254,11 @@ class LLM:
         on_prefill    called in the owner thread with (tokens read, tokens to read)
         temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
                       see common.sampling.Sampling; the default is greedy
+        spec          "off", "lookup", "chain", "tree", "lookup+chain" or "lookup+tree": how to guess ahead. The text is
+                      the same; the default is "lookup+tree" with a draft, else "off"
+        tree_budget   guessed tokens per step; None: chosen while decoding
+        tree_topk     tokens that a tree considers at each place (8)
+        chain_seed    begin trees with the draft's likeliest block (False)
         """
         return Stream(self._starter(self._ids(prompt), options))
 
@@ -341,6 +366,11 @@ class LLM:
         parser = ReplyParser(self._template(tools) or "", text, tools)
         return self.tokenizer.encode(text, add_special=False), options, parser
 
+    def _speculation(self, options: dict[str, Any]) -> Speculation:
+        kind = options.pop("spec", None) or ("lookup+tree" if self.draft_path else "off")
+        budget, top_k = options.pop("tree_budget", None), options.pop("tree_topk", 8)
+        return Speculation(kind, budget, top_k, options.pop("chain_seed", False))
+
     def _starter(
         self, ids: list[int], options: dict[str, Any], parser: ReplyParser | None = None
     ) -> Callable[[Callable[[Any], None], threading.Event], None]:
@@ -348,17 +378,21 @@ class LLM:
         max_tokens, stop = options.pop("max_tokens", None), options.pop("stop", ())
         logprobs, on_prefill = options.pop("logprobs", None), options.pop("on_prefill", None)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        speculation = self._speculation(options)
         try:
             sampling = Sampling(**options)
         except TypeError:
-            known = ", ".join((*Sampling.__dataclass_fields__, "max_tokens", "stop", "logprobs", "on_prefill"))
+            others = ("max_tokens", "stop", "logprobs", "on_prefill", "spec", "tree_budget", "tree_topk", "chain_seed")
+            known = ", ".join((*Sampling.__dataclass_fields__, *others))
             unknown = next(name for name in options if name not in Sampling.__dataclass_fields__)
             raise UsageError(f"{unknown} is not an option of generate; supported: {known}") from None
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             def job() -> None:
                 try:
-                    pieces = self._session.stream(ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill)
+                    pieces = self._session.stream(
+                        ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill, speculation
+                    )
                     for piece in pieces if parser is None else take_apart(pieces, parser):
                         put(piece)
                     put(_DONE)

@@ -17,7 +17,7 @@ DIM, RESET = "\x1b[2m", "\x1b[0m"
 
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _stdin()
-    with LLM(args.model, args.backend, args.ctx, progress=True) as llm:
+    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window) as llm:
         options = sampling_options(args)
         if args.raw or llm.tokenizer.chat_template is None:
             if args.system is not None:
@@ -100,11 +100,26 @@ class PrefillBar:
 
 
 def figures(stats: Stats) -> str:
-    """The stats of a reply in two lines."""
+    """The stats of a reply in two lines, four where it was guessed ahead."""
     read = stats.prompt_tokens - stats.cached_tokens
     cached = f" (and {stats.cached_tokens} kept from before)" if stats.cached_tokens else ""
-    return (
+    text = (
         f"prefill {read} tokens{cached}, {stats.prefill_tps:.1f} tok/s, first token in {stats.prefill_seconds:.3f} s\n"
         f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "
         f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
+    )
+    return text if stats.accepted is None else f"{text}\n{speculation_figures(stats)}"
+
+
+def speculation_figures(stats: Stats) -> str:
+    accepted = stats.accepted
+    assert accepted is not None
+    steps = max(accepted.steps, 1)
+    against = f", {stats.speedup:.2f} x steps of one token" if stats.speedup else ""
+    places = " ".join(f"{share:.0%}" for share in accepted.by_position)
+    phases = ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in accepted.seconds.items())
+    return (
+        f"guessed ahead: {accepted.length:.2f} tokens per step of {accepted.rows / steps:.1f} rows{against}; "
+        f"accepted by place: {places or 'none'}\n"
+        f"ms per step: {phases}"
     )

@@ -34,14 +34,17 @@ class Tuner:
 
     def choose(self) -> int:
         self.steps += 1
-        for size in reversed(self.sizes):  # the largest tells most about the gains
-            if self.runs[size] <= FIRST:
+        middle = self.sizes[len(self.sizes) // 3]
+        for size in (middle, self.sizes[0]):
+            if not self.seconds[size].count:
                 return size
-        best = max(range(len(self.sizes)), key=lambda i: self.rate(self.sizes[i]))
-        if self.steps % PROBE == 0:
-            up = self.steps // PROBE % 2 == 0
-            best = min(max(best + (1 if up else -1), 0), len(self.sizes) - 1)
-        return self.sizes[best]
+        measured = [i for i, size in enumerate(self.sizes) if self.seconds[size].count]
+        best = max(measured, key=lambda i: self.rate(self.sizes[i]))
+        beside = [i for i in (best + 1, best - 1) if 0 <= i < len(self.sizes)]
+        for i in beside:  # the best so far may only be the best of those that were tried
+            if i not in measured:
+                return self.sizes[i]
+        return self.sizes[beside[self.steps // PROBE % len(beside)] if self.steps % PROBE == 0 else best]
 
     def record(self, size: int, path: Sequence[int], seconds: float) -> None:
         """A step that ran for `size` accepted the nodes `path`, its root first."""

@@ -8,7 +8,8 @@ import gguf
 import numpy as np
 import pytest
 import tiny
-from folders import formula_weight, rewritten, write_folder
+import tiny_draft
+from folders import rewritten
 from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 
 from common.checkpoint import open_checkpoint
@@ -140,30 +141,12 @@ def test_quantized_fc_is_split_between_blocks(tmp_path, ops):
     assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < 0.3
 
 
-def draft_for(path: Path, target: str, **config) -> Path:
-    """A random draft of two layers for a tiny target."""
-    c = tiny.load(target, OPEN)
-    hidden, layers, taps = c.config.hidden, len(c.layout.layers), config.pop("taps", [0, len(c.layout.layers) - 1])
-    shapes = {"fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    for i in range(2):
-        at = f"layers.{i}."
-        shapes |= {at + "self_attn.q_proj.weight": (64, hidden), at + "self_attn.o_proj.weight": (hidden, 64)}
-        shapes |= {at + f"self_attn.{name}_proj.weight": (32, hidden) for name in "kv"}
-        shapes |= {at + f"self_attn.{name}_norm.weight": (16,) for name in "qk"}
-        shapes |= {at + f"mlp.{name}_proj.weight": (24, hidden) for name in ("gate", "up")}
-        shapes |= {at + "mlp.down_proj.weight": (hidden, 24), at + "input_layernorm.weight": (hidden,)}
-        shapes |= {at + "post_attention_layernorm.weight": (hidden,)}
-    values = json.loads((FOLDER / "config.json").read_text())
-    values |= {"hidden_size": hidden, "intermediate_size": 24, "vocab_size": c.config.vocab}
-    values |= {"num_target_layers": layers, "dflash_config": {"mask_token_id": 1, "target_layer_ids": taps}}
-    return write_folder(path, values | config, {name: formula_weight(name, *shape) for name, shape in shapes.items()})
-
-
 @pytest.mark.parametrize("target", tiny.MODELS)
 def test_every_family_is_a_target(target, tmp_path, ops):
     """With the last layer tapped, too; the target's logits stay what they are without a draft."""
     plain = tiny.load(target, ops)
-    pair = load_pair(draft_for(tmp_path / "draft", target), plain)
+    c, layers = plain.config, len(plain.layout.layers)
+    pair = load_pair(tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1]), plain)
     state, text = pair.new_state(64), tiny.golden(target)["ids"].astype(np.int32)
     logits = pair.ops.read(pair.forward(state, Step.chain(text[:20], 0), slice(-1, None)))
     state.commit(range(20))

@@ -1,0 +1,180 @@
+"""Guessing ahead as a person meets it: flags, options, chats, figures, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import tiny_chat
+import tiny_draft
+
+import generate
+from common.decode.speculative import KINDS, Speculation
+from common.errors import BimetalError, UsageError
+from common.models import load_model
+from common.models.dflash import load_pair
+from common.models.window import windowed
+from common.reference import NumpyOps
+from common.sampling import Sampling
+from common.session import Session
+from common.step import Step
+from common.tokenizer import load_tokenizer
+from generate import cli
+from generate.__main__ import main
+
+GUESSING = [kind for kind in KINDS if kind != "off"]
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_chat.write(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(folder):
+    config = json.loads((folder / "config.json").read_text())
+    sizes = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    return tiny_draft.write(folder.parent / "draft", *sizes, taps=[0, 1])
+
+
+@pytest.fixture(scope="module")
+def llm(folder, draft):
+    with generate.load(str(folder), backend="numpy", draft=str(draft)) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("spec", GUESSING)
+def test_the_reply_is_the_same(llm, spec):
+    plain = llm.generate("hello", max_tokens=40, spec="off", logprobs=2, stop=["zz"])
+    reply = llm.generate("hello", max_tokens=40, spec=spec, logprobs=2, stop=["zz"])
+    assert (reply.text, reply.tokens, reply.finish_reason) == (plain.text, plain.tokens, plain.finish_reason)
+    assert [p.token for p in reply.logprobs] == [p.token for p in plain.logprobs]
+    assert np.allclose([p.logprob for p in reply.logprobs], [p.logprob for p in plain.logprobs], atol=1e-4)
+    assert plain.stats.accepted is None
+    assert reply.stats.accepted.steps > 0
+    assert sum(reply.stats.accepted.seconds.values()) > 0
+
+
+@pytest.mark.parametrize("spec", GUESSING)
+def test_ends_within_a_block(llm, spec):
+    """Stop strings and max_tokens cut a block where they cut plain text; the next turn goes on from there."""
+    whole = llm.generate("hello", max_tokens=40, spec="off")
+    for stop in (whole.text[3:5], whole.text[9:11]):
+        cut = llm.generate("hello", max_tokens=40, spec=spec, stop=[stop])
+        plain = llm.generate("hello", max_tokens=40, spec="off", stop=[stop])
+        assert (cut.text, cut.tokens, cut.finish_reason) == (plain.text, plain.tokens, "stop")
+    for n in range(1, 9):
+        assert llm.generate("hello", max_tokens=n, spec=spec).tokens == whole.tokens[:n]
+
+
+def test_chats_go_on_from_the_state_and_regenerate(llm):
+    history, other = list(MESSAGES), list(MESSAGES)
+    for text in ("more", "and more"):
+        one = llm.chat(history, max_tokens=20)
+        two = llm.chat(other, max_tokens=20, spec="off")
+        assert one.text == two.text
+        again = llm.chat(history, max_tokens=20)  # the same turn: back to its snapshot
+        assert again.text == one.text
+        assert again.stats.cached_tokens == again.stats.prompt_tokens
+        history += [one.message, {"role": "user", "content": text}]
+        other += [two.message, {"role": "user", "content": text}]
+    follow = llm.chat(history, max_tokens=4)
+    assert follow.stats.cached_tokens > 0
+
+
+def test_a_seed_gives_the_same_text(llm):
+    options = {"max_tokens": 30, "temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 7}
+    assert (
+        llm.generate("hello", spec="lookup+tree", **options).tokens
+        == llm.generate("hello", spec="off", **options).tokens
+    )
+
+
+def test_a_stream_that_is_dropped_leaves_a_good_state(llm):
+    with llm.stream("hello", max_tokens=40, spec="tree") as stream:
+        for _, _piece in zip(range(3), stream, strict=False):
+            pass
+    assert llm.generate("hello", max_tokens=12).tokens == llm.generate("hello", max_tokens=12, spec="off").tokens
+
+
+def test_lookup_needs_no_draft(folder):
+    with generate.load(str(folder), backend="numpy") as llm:
+        reply = llm.generate("abcabcabc", max_tokens=20, spec="lookup")
+        assert reply.tokens == llm.generate("abcabcabc", max_tokens=20).tokens
+        with pytest.raises(UsageError, match="spec tree needs a draft model"):
+            llm.generate("hello", spec="tree").text  # noqa: B018
+        with pytest.raises(UsageError, match="spec is 'trees'"):
+            llm.generate("hello", spec="trees")
+        with pytest.raises(UsageError, match="tree_budget is 0"):
+            llm.generate("hello", spec="lookup", tree_budget=0)
+
+
+def test_a_draft_of_another_model_is_refused(folder):
+    with pytest.raises(BimetalError, match="draft for another model"):
+        generate.load(str(folder), backend="numpy", draft=str(tiny.FOLDER / "dflash"))
+
+
+def test_the_command_line(folder, draft, capsys):
+    base = ["--model", str(folder), "--backend", "numpy", "--prompt", "hi", "-n", "30"]
+    assert main(base) == 0
+    plain = capsys.readouterr().out
+    for flags in (
+        [],
+        ["--spec", "tree", "--tree-budget", "6", "--tree-topk", "3", "--chain-seed"],
+        ["--spec", "lookup"],
+    ):
+        assert main([*base, "--draft", str(draft), *flags, "--stats"]) == 0
+        out, err = capsys.readouterr()
+        assert out == plain
+        assert "tokens per step of" in err
+        assert "ms per step: draft" in err
+    assert main([*base, "--spec", "tree"]) == 2
+    assert "needs a draft model" in capsys.readouterr().err
+    assert main([*base, "--tree-budget", "many"]) == 2
+    assert cli.KINDS == KINDS
+
+
+def test_snapshots_carry_the_draft(folder, draft):
+    """Back at a snapshot, the same proposals come out, through windows that have moved on since."""
+    pair = load_pair(draft, load_model(folder, NumpyOps()))
+    state, ids = pair.new_state(200), np.arange(10, 40).astype(np.int32)
+    pair.forward(state, Step.chain(ids, 0))
+    state.commit(range(30))
+    saved, before = state.snapshot(), pair.propose(state, 7)
+    for start in (30, 60):
+        pair.forward(state, Step.chain(ids, start))
+        state.commit(range(30))
+    state.restore(saved)
+    assert np.array_equal(pair.propose(state, 7), before)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna"])
+def test_the_lossy_window_hides_what_lies_before_it(name, ops):
+    """A window as long as the text changes nothing; the prompt is read whole either way."""
+    model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)[:40]
+    logits = {None: tiny.run(model, model.new_state(64), ids, [1] * 40)}
+    for window in (40, 3):
+        logits[window] = tiny.run(windowed(model, window), model.new_state(64), ids, [1] * 40)
+    assert np.array_equal(logits[40], logits[None])
+    assert np.array_equal(logits[3][:3], logits[None][:3])
+    assert np.abs(logits[3][20:] - logits[None][20:]).max() > 0.05
+
+
+def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
+    model, tokenizer = load_model(folder, NumpyOps()), load_tokenizer(folder, {})
+    session = Session(model, tokenizer, 128, fa_window=4)
+    prompt = list(range(40, 70))
+    logits = session._prefill(prompt, None, None)
+    assert np.array_equal(logits[-1], Session(model, tokenizer, 128)._prefill(prompt, None, None)[-1])
+    tokens = [t for p in session.stream(prompt, Sampling(), 20, speculation=Speculation("lookup")) for t in p.tokens]
+    assert tokens == [t for p in session.stream(prompt, Sampling(), 20) for t in p.tokens]
+    whole = [t for p in Session(model, tokenizer, 128).stream(prompt, Sampling(), 20) for t in p.tokens]
+    assert tokens != whole
+
+
+def test_windows_that_cannot_be(folder):
+    with pytest.raises(UsageError, match="fa_window is 0"):
+        generate.load(str(folder), backend="numpy", fa_window=0)
+    with pytest.raises(UsageError, match="latent attention of glm4_moe_lite has no window"):
+        windowed(tiny.load("glm", NumpyOps()), 8)

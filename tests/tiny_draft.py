@@ -1,0 +1,46 @@
+"""A random DFlash draft for a tiny target, as a safetensors folder of z-lab's layout."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 4, 2, 16, 24, 2
+
+
+def write(folder: Path, hidden: int, vocab: int, target_layers: int, taps: Sequence[int], **config: Any) -> Path:
+    def weight(name: str, *shape: int) -> np.ndarray:
+        noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+        return (1 + 0.3 * noise if len(shape) == 1 else noise / np.sqrt(shape[-1])).astype(np.float32)
+
+    shapes = {"fc": (hidden, len(taps) * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
+    for i in range(LAYERS):
+        layer = {"self_attn.q_proj": (HEADS * HEAD_DIM, hidden), "self_attn.o_proj": (hidden, HEADS * HEAD_DIM)}
+        layer |= {f"self_attn.{name}_proj": (KV_HEADS * HEAD_DIM, hidden) for name in "kv"}
+        layer |= {f"self_attn.{name}_norm": (HEAD_DIM,) for name in "qk"}
+        layer |= {"mlp.gate_proj": (FFN, hidden), "mlp.up_proj": (FFN, hidden), "mlp.down_proj": (hidden, FFN)}
+        layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "block_size": 5,
+        "num_target_layers": target_layers,
+        "dflash_config": {"mask_token_id": 1, "target_layer_ids": list(taps)},
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values | config))
+    save_file({f"{name}.weight": weight(name, *shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
