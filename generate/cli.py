@@ -149,6 +149,7 @@ def _bench(prog: str) -> argparse.ArgumentParser:
         "--new-tokens", type=_count, default=64, metavar="N", help="decoded tokens of each run (default: 64)"
     )
     p.add_argument("--runs", type=_count, default=5, metavar="N", help="runs of each row; medians count (default: 5)")
+    _speculation_bench(p.add_argument_group("speculative decoding"))
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
     )
@@ -219,6 +220,16 @@ def _speculation(p: Any) -> None:
     p.add_argument("--chain-seed", action="store_true", help="begin trees with the draft's likeliest block")
 
 
+def _speculation_bench(p: Any) -> None:
+    p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
+    p.add_argument("--prompts", type=_positive, default=16, metavar="N", help="the first N of them (default: 16)")
+    p.add_argument("--draft", metavar="DRAFT", help="a draft for the model; or demo, or synthetic with --synthetic")
+    p.add_argument("--tree-budget", type=_budget, metavar="N", help="guessed tokens per step (default: auto)")
+    p.add_argument("--tree-topk", type=_positive, default=8, metavar="N", help="tokens considered at each place")
+    p.add_argument("--budgets", type=_counts, metavar="N,N", help="also trees of exactly so many guesses")
+    p.add_argument("--plot", metavar="FILE.svg", help="draw tokens per step and per second over --budgets")
+
+
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, or smollm2"
 
 
@@ -285,8 +296,12 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    from generate.bench import run
-
+    if args.spec is not None:
+        from generate.bench_spec import run
+    elif args.synthetic is not None and args.draft is not None:
+        from generate.bench_spec import run_synthetic as run
+    else:
+        from generate.bench import run
     return run(args)
 
 

@@ -6,7 +6,7 @@ plain decoding; guesses only decide how many of those choices one step yields.
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -152,7 +152,7 @@ def speculate(
     speculation: Speculation,
     tuner: Tuner | None = None,
     accepted: Accepted | None = None,
-) -> Iterator[tuple[int, Array]]:
+) -> Generator[tuple[int, Array], None, None]:
     """Yield (token, the logits row (1, vocab) it was drawn from), as `plain` does and with the same tokens.
 
     text    the prompt

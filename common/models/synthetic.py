@@ -154,7 +154,7 @@ def synthetic_checkpoint(name: str) -> Checkpoint:
         for stored in entry.parts:
             key, is_matrix = stored.names[0], isinstance(entry, Matrix)
             type_ = _type(stored, recipe, layers)
-            tensors[key] = _stored(key, stored.shape, type_) if is_matrix else _vector(key, stored.shape)
+            tensors[key] = random_matrix(key, stored.shape, type_) if is_matrix else constant_vector(key, stored.shape)
     return Checkpoint(Path(name), "gguf", metadata, tensors)
 
 
@@ -162,10 +162,12 @@ def _known_tensors(metadata: dict[str, Any], architecture: str, recipe: str, lay
     """What a definition asks of a file before its layout is known: a head, an attention gate, a tensor per layer."""
     head = metadata[f"{architecture}.vocab_size"], metadata[f"{architecture}.embedding_length"]
     tensors = {f"blk.{i}": dense(f"blk.{i}", np.zeros(1)) for i in range(layers)}
-    tensors["output.weight"] = _stored("output.weight", head, _type(Stored(("output.weight",), head), recipe, layers))
+    tensors["output.weight"] = random_matrix(
+        "output.weight", head, _type(Stored(("output.weight",), head), recipe, layers)
+    )
     if architecture == "laguna":  # whose gate is one per head
         heads = metadata["laguna.attention.head_count"][0]
-        tensors["blk.0.attn_gate.weight"] = _stored("blk.0.attn_gate.weight", (heads, head[1]), "Q4_K")
+        tensors["blk.0.attn_gate.weight"] = random_matrix("blk.0.attn_gate.weight", (heads, head[1]), "Q4_K")
     return tensors
 
 
@@ -186,12 +188,14 @@ def _type(stored: Stored, recipe: str, layers: int) -> str:
     return "Q4_K"
 
 
-def _vector(name: str, shape: tuple[int, ...]) -> Tensor:
+def constant_vector(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A norm weight, decay or filter in F32, of numbers that a model can live with."""
     value = -1.0 if name.endswith("ssm_a") else 0.25 if "conv1d" in name else 0.0 if "probs_b" in name else 1.0
     return dense(name, np.full(shape, value))
 
 
-def _stored(name: str, shape: tuple[int, ...], type_: str) -> Tensor:
+def random_matrix(name: str, shape: tuple[int, ...], type_: str) -> Tensor:
+    """All rows of it are one random row of the type, and take its memory alone; a router's rows differ."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     if type_ == "F32":  # a router, whose rows must differ
         return dense(name, random.normal(scale=shape[-1] ** -0.5, size=shape))

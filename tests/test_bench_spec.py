@@ -1,0 +1,96 @@
+"""The speculation bench prints and logs what it measured, and refuses what it cannot."""
+
+import csv
+import json
+
+import pytest
+import tiny_chat
+import tiny_draft
+
+from common.models import synthetic
+from generate.__main__ import main
+from generate.plot import Line, write_plot
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    target = tiny_chat.write(folder / "target")
+    config = json.loads((target / "config.json").read_text())
+    sizes = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    draft = tiny_draft.write(folder / "draft", *sizes, taps=[0, 1])
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("hello hello hello", "abcabc", "x")))
+    return target, draft, prompts
+
+
+def bench(files, *flags):
+    target, _, prompts = files
+    return main(
+        ["bench", "-m", str(target), "--backend", "numpy", "--spec", str(prompts), "--new-tokens", "12", *flags]
+    )
+
+
+def test_table_log_and_plot(files, tmp_path, capsys):
+    log, plot = tmp_path / "log.tsv", tmp_path / "plot.svg"
+    flags = ("--prompts", "2", "--budgets", "3,9", "--log", str(log), "--plot", str(plot), "--note", "why")
+    assert bench(files, "--draft", str(files[1]), *flags) == 0
+    out = capsys.readouterr().out
+    ways = ["plain", "lookup", "chain", "tree", "lookup+chain", "lookup+tree", "tree, chain first", "tree 3", "tree 9"]
+    assert all(f"\n{way} " in out for way in ways)
+    assert "differ" not in out
+    rows = list(csv.DictReader(log.open(), delimiter="\t"))
+    assert [row["decoder"] for row in rows] == ways
+    assert all(float(row["accept_len"]) >= 1 and float(row["decode_tps_median"]) > 0 for row in rows)
+    assert rows[0]["note"] == "prompts.jsonl; why"
+    assert plot.read_text().count("<polyline") == 8
+
+
+def test_without_a_draft(files, capsys):
+    assert bench(files, "--prompts", "1") == 0
+    assert "lookup " in capsys.readouterr().out
+    assert bench(files, "--budgets", "3") == 2
+    assert "--budgets needs --draft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "has no prompts"), ('{"text": "a"}', 'line 1 is not {"prompt": text}'), ('{"prompt": ""}', "line 1 is not")],
+)
+def test_prompt_files(text, message, files, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    assert bench((files[0], files[1], file)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_synthetic_pair(monkeypatch, capsys):
+    """Shapes small enough for the NumPy backend; the draft's sizes are its own."""
+    small = {
+        "general.architecture": "qwen3",
+        "qwen3.vocab_size": 256,
+        "qwen3.embedding_length": 64,
+        "qwen3.block_count": 8,
+        "qwen3.attention.head_count": 2,
+        "qwen3.attention.head_count_kv": 1,
+        "qwen3.attention.key_length": 32,
+        "qwen3.feed_forward_length": 64,
+        "qwen3.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen3.context_length": 512,
+    }
+    monkeypatch.setitem(synthetic.METADATA, "small", small)
+    flags = ["--synthetic", "small:q8_0", "--draft", "synthetic", "--backend", "numpy", "--budgets", "7", "--runs", "1"]
+    assert main(["bench", *flags, "--contexts", "40"]) == 0
+    out = capsys.readouterr().out
+    assert "with a draft of 5 layers" in out
+    assert out.splitlines()[-1].split()[0] == "7"
+
+
+def test_plots_scale_to_their_largest_value(tmp_path):
+    write_plot(
+        tmp_path / "p.svg", "a < b", "x", {"y": [Line("one", [0, 10], [0, 37]), Line("two", [0, 10], [5, 5], True)]}
+    )
+    svg = (tmp_path / "p.svg").read_text()
+    assert "a &lt; b" in svg
+    assert ">40<" in svg
+    assert svg.count("<polyline") == 2
