@@ -1,0 +1,85 @@
+"""Trees of which a random path is kept, or nothing: the state is that of the kept tokens, read one by one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+
+from common.models import load_model
+from common.step import PAST, Step
+
+STEPS, ROWS = 2000, 8
+LARGEST = 1e-5
+
+
+def after_trees(model, tokens, steps, capacity, seed=0):
+    """The state after `steps` random trees, and the tokens that were kept."""
+    random, state, kept = np.random.default_rng(seed), model.new_state(capacity), []
+    for _ in range(steps):
+        n = int(random.integers(1, ROWS + 1))
+        parents = [int(random.integers(max(PAST, t - 3), t)) for t in range(n)]
+        rows = random.choice(tokens, n).astype(np.int32)
+        model.forward(state, Step.tree(rows, parents, state.length))
+        path, row = [], int(random.integers(PAST, n))  # PAST keeps nothing
+        while row != PAST:
+            path.insert(0, row)
+            row = parents[row]
+        state.commit(path)
+        kept += rows[path].tolist()
+    return state, kept
+
+
+def one_by_one(model, tokens, capacity):
+    state = model.new_state(capacity)
+    for at, token in enumerate(tokens):
+        model.forward(state, Step.chain(np.array([token], np.int32), at))
+        state.commit([0])
+    return state
+
+
+def assert_same_state(model, steps, largest):
+    """Within `largest` of each array's largest element."""
+    tokens = tiny.golden("qwen35")["ids"]
+    state, kept = after_trees(model, tokens, steps, capacity=4 * steps)
+    alone = one_by_one(model, kept, capacity=4 * steps)
+    assert state.length == alone.length == len(kept) > steps
+    expected = tiny.arrays_of(model, alone)
+    for name, array in tiny.arrays_of(model, state).items():
+        assert np.abs(array - expected[name]).max() <= largest * np.abs(expected[name]).max(), name
+
+
+def shallow(name, ops):
+    """The model, of qwen35 the first round of layers: deeper ones enlarge the rounding of those before them."""
+    model = tiny.load(name, ops)
+    if name != "qwen35":
+        return model
+    weights = SimpleNamespace(**vars(model.weights) | {"layers": model.weights.layers[:4]})
+    return replace(model, config=replace(model.config, is_attention=model.config.is_attention[:4]), weights=weights)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
+def test_state_after_trees(name, ops):
+    assert_same_state(shallow(name, ops), 60, LARGEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
+def test_state_after_thousands_of_trees(name, ops):
+    assert_same_state(shallow(name, ops), STEPS, LARGEST)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+def test_state_on_cuda_bit_for_bit(name):
+    """By the logits of every row of a last step, which read all of the state."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuda_backend.ops import CudaOps
+
+    model, tokens = load_model(tiny.checkpoint(name), CudaOps()), tiny.golden(name)["ids"]
+    state, kept = after_trees(model, tokens, STEPS, capacity=4 * STEPS)
+    alone = one_by_one(model, kept, capacity=4 * STEPS)
+    step = Step.chain(tokens[:5].astype(np.int32), state.length)
+    one, other = (model.ops.read(model.forward(each, step)) for each in (state, alone))
+    assert np.array_equal(one, other)
