@@ -1,8 +1,11 @@
-// simt: enough of CUDA C++ to run our kernels on a CPU, one block at a time, a fiber per thread.
+// simt: enough of CUDA C++ to run our kernels on a CPU, by the engine of tests/simt: one block at a time, a fiber per thread.
 //
 // A thread runs until it waits for others (a barrier, a shuffle, a tensor-core instruction); the last of a warp to arrive
 // computes the result for all. Shared memory starts as NaN. What a GPU may reorder runs in one fixed order here: this
-// finds wrong arithmetic, indices and reads of memory nobody wrote, and no races.
+// finds wrong arithmetic, indices, divergence and reads of memory nobody wrote, and under BIMETAL_RACES=1 races in shared
+// memory, for kernels that order it by __syncthreads and __syncwarp alone.
+#include "engine.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -17,14 +20,14 @@ inline float max(float a, int b) { return a > b ? a : b; }
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __shared__ static __attribute__((section("threadgroup"), used))
 #define __CUDA_ARCH__ 800
 #define __expf expf_of_cuda
 
-struct dim {
-    unsigned x, y, z;
-};
-static dim threadIdx, blockIdx, blockDim, gridDim;
+#define threadIdx simt::self->position
+#define blockIdx simt::group
+#define blockDim simt::whole_group
+#define gridDim simt::groups
 struct float2 {
     float x, y;
 };
@@ -71,7 +74,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned select) {
 }
 
 // What kernels/prelude.cuh writes as PTX.
-alignas(256) static char block_memory[232448];
+alignas(256) __shared__ char block_memory[232448];
 inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p - block_memory); }
 inline float from_half(unsigned short h) { return (float)bits_as<_Float16>(h); }
 inline unsigned short to_half(float f) { return bits_as<unsigned short>((_Float16)f); }
@@ -85,76 +88,18 @@ inline unsigned to_bf16x2(float low, float high) { return to_bf16_bits(low) | (u
 inline void release_next() {}
 inline void depend() {}
 
-// ---- fibers
+// ---- other threads
 
-struct Fiber {
-    void* stack_pointer;
-    char* stack;
-    bool done;
-};
-static Fiber fibers[1024];
-static void *scheduler, (*kernel_of_block)();
-static int running, threads_alive, at_barrier, barriers_passed;
-
-extern "C" void switch_stack(void** save, void* to);
-asm(R"(
-.text
-switch_stack:
-    push %rbp
-    push %rbx
-    push %r12
-    push %r13
-    push %r14
-    push %r15
-    mov %rsp, (%rdi)
-    mov %rsi, %rsp
-    pop %r15
-    pop %r14
-    pop %r13
-    pop %r12
-    pop %rbx
-    pop %rbp
-    ret
-)");
-
-inline void wait_for_others() { switch_stack(&fibers[running].stack_pointer, scheduler); }
-static void run_thread() {
-    kernel_of_block();
-    fibers[running].done = true;
-    for (;;) wait_for_others();
-}
-
-inline void __syncthreads() {
-    const int passed = barriers_passed;
-    if (++at_barrier == threads_alive)
-        at_barrier = 0, barriers_passed++;
-    else
-        while (barriers_passed == passed) wait_for_others();
-}
-
-struct Warp {
-    int arrived, steps;
-    void* mine[32];
-};
-static Warp warps[32];
-
-// Every lane of a whole warp brings `mine`; the last one computes for all.
-template <class Compute>
-void together(void* mine, Compute compute) {
-    const int thread = threadIdx.x;
-    Warp& warp = warps[thread / 32];
-    const int step = warp.steps;
-    warp.mine[thread % 32] = mine;
-    if (++warp.arrived == 32) {
-        warp.arrived = 0;
-        compute(warp.mine);
-        warp.steps++;
-    } else {
-        while (warp.steps == step) wait_for_others();
-    }
-}
+inline void wait_for_others() { simt::yield(); }
+inline void __syncthreads() { simt::barrier("__syncthreads", 0, simt::ORDERS_ALL); }
 inline void __syncwarp() {
-    together(nullptr, [](void**) {});
+    simt::meet("__syncwarp", 0, nullptr, [](void**, void*) {}, nullptr, simt::ORDERS_ALL);
+}
+
+// Every lane of a whole warp brings `mine`; the last one computes for all. Lines tell warp instructions apart.
+template <class Compute>
+void together(void* mine, Compute compute, int line = __builtin_LINE()) {
+    simt::together("a warp instruction", line, mine, compute);
 }
 
 template <class T>
@@ -184,7 +129,10 @@ T __shfl_sync(unsigned, T value, int source) {
     });
     return lane.out;
 }
-inline int atomicAdd(int* at, int value) { return (*at += value) - value; }
+__attribute__((noinline, no_sanitize("thread"))) static int atomicAdd(int* at, int value) {
+    simt::note_atomic(at, sizeof *at, __builtin_return_address(0));
+    return (*at += value) - value;
+}
 template <class T, class Join>
 T reduced(T value, Join join) {
     Lane<T> lane{value, value, 0};
@@ -237,31 +185,13 @@ inline float of_int8(signed char x) { return x; }
 
 // ---- a launch
 
-static void run_grid(void (*kernel)(), dim grid, dim block) {
-    const size_t stack = 1 << 16;
-    gridDim = grid, blockDim = block, kernel_of_block = kernel;
-    for (unsigned i = 0; i < block.x; i++)
-        if (!fibers[i].stack) fibers[i].stack = (char*)aligned_alloc(64, stack);
-    for (unsigned b = 0; b < grid.x * grid.y * grid.z; b++) {
-        blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-        memset(block_memory, 0xff, sizeof block_memory);
-        memset(warps, 0, sizeof warps);
-        at_barrier = 0, threads_alive = block.x;
-        for (unsigned i = 0; i < block.x; i++) {
-            void** top = (void**)(fibers[i].stack + stack - 64);
-            *--top = nullptr, *--top = (void*)run_thread;
-            fibers[i].stack_pointer = top - 6, fibers[i].done = false;
-        }
-        for (long rounds = 0; threads_alive; rounds++) {
-            if (rounds > 10000000) fprintf(stderr, "threads wait for each other forever\n"), abort();
-            for (unsigned i = 0; i < block.x; i++) {
-                if (fibers[i].done) continue;
-                running = i, threadIdx = {i, 0, 0};
-                switch_stack(&scheduler, fibers[i].stack_pointer);
-                if (!fibers[i].done) continue;
-                threads_alive--;
-                if (at_barrier && at_barrier == threads_alive) at_barrier = 0, barriers_passed++;
-            }
-        }
-    }
+extern char __start_threadgroup[] __attribute__((visibility("hidden")));
+extern char __stop_threadgroup[] __attribute__((visibility("hidden")));
+
+static const char* run_grid(void (*kernel)(), const unsigned* grid, const unsigned* block) {
+    const simt::Index threads = {grid[0] * block[0], grid[1] * block[1], grid[2] * block[2]};
+    const unsigned long shared_bytes = __stop_threadgroup - __start_threadgroup;
+    const simt::Launch launch = {kernel, threads, {block[0], block[1], block[2]}, simt::FORWARD, true,
+                                 __start_threadgroup, shared_bytes, 600.0};
+    return simt_run(&launch, nullptr, 0, nullptr);
 }

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ CACHE = Path(tempfile.gettempdir()) / f"bimetal-simt-{os.getuid()}"
 MISSING = (
     "" if shutil.which("g++") and platform.machine() == "x86_64" else "needs g++ on x86-64"
 )  # why nothing runs here
+LINKED = ["-nostdlib", "-x", "none", "-lstdc++", "-lm", "-lc", "-lgcc"]  # the engine is the sanitizers' runtime
 
 
 class BuildError(AssertionError):
@@ -28,16 +30,8 @@ def library(text: str, flags: list[str]) -> Path:
     if not path.exists():
         CACHE.mkdir(exist_ok=True)
         made = path.with_suffix(f".{os.getpid()}.so")
-        command = ["g++", *flags, "-shared", "-fPIC", "-w", f"-I{HERE}", "-x", "c++", "-", "-o", str(made)]
-        command += [
-            "-nostdlib",
-            "-x",
-            "none",
-            "-lstdc++",
-            "-lm",
-            "-lc",
-            "-lgcc",
-        ]  # the engine is the sanitizers' runtime
+        command = ["g++", *flags, "-shared", "-fPIC", "-w", f"-I{HERE}", "-x", "c++", "-"]
+        command += [*LINKED, "-o", str(made)]
         done = subprocess.run(command, input=text, capture_output=True, text=True)
         if done.returncode:
             raise BuildError(done.stderr[:3000])
@@ -52,3 +46,19 @@ def engine() -> ctypes.CDLL:
     engine = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     engine.simt_run.restype = ctypes.c_char_p
     return engine
+
+
+def located(message: str, library: str, text: str) -> str:
+    """An error of the engine's with lines of `text`, which the library was made of, in the place of addresses."""
+
+    def line(match: re.Match[str]) -> str:
+        done = subprocess.run(["addr2line", "-e", library, f"0x{match[1]}"], capture_output=True, text=True)
+        number = done.stdout.strip().rpartition(":")[2].split()[0]
+        return f"line {number}" if number.isdecimal() else "an unknown line"
+
+    message = re.sub(r"@([0-9a-f]+)", line, message)
+    lines = text.splitlines()
+    for number in dict.fromkeys(int(n) for n in re.findall(r"line (\d+)", message)):
+        if 0 < number <= len(lines):
+            message += f"\n  {number}: {lines[number - 1].strip()}"
+    return message

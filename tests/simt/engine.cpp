@@ -48,7 +48,6 @@ struct Simd {
     unsigned epoch[2];  // barriers of the SIMD group passed, by kind of memory
     void* mine[LANES];
 };
-enum Schedule { FORWARD, REVERSE, RANDOM };
 
 Fiber fibers[MOST_THREADS], launcher;  // the launcher waits for all others
 Simd simds[MOST_THREADS / LANES];
@@ -420,15 +419,6 @@ void settle() {
 
 void note_atomic(const void* p, unsigned bytes, const void* pc) { touch({p, bytes, true, true, true, pc}); }
 
-struct Launch {
-    void (*kernel)();
-    Index threads, group;
-    uint32_t schedule, returned_may_skip_barriers;
-    char* group_memory;
-    uint64_t group_memory_bytes;
-    double seconds;
-};
-
 static void lay_out(Buffer* buffers, unsigned n, void** pointers) {
     uint64_t at = GAP;
     region_count = n;
@@ -475,8 +465,6 @@ static void hand_back(bool check) {
     arena = nullptr, arena_bytes = 0, region_count = 0;
 }
 
-// Runs a grid. Buffers are copied between inaccessible memory, and pointers[i] set to where the kernel finds buffer i.
-// Returns an error, in which @<hex> is an address in the kernel's library, or null.
 extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned buffer_count, void** pointers) {
     if (!stacks) {
         const size_t one = STACK + GUARD;

@@ -36,4 +36,22 @@ void yield();                                                     // lets others
 void note_atomic(const void* p, unsigned bytes, const void* pc);  // an access that may coincide with other atomic ones
 [[noreturn]] void fail(const char* format, ...);                  // ends the launch with an error
 
+// A grid of `threads` in groups of `group`.
+enum Schedule : unsigned { FORWARD, REVERSE, RANDOM };  // the order of threads and groups; beyond: other random ones
+struct Launch {
+    void (*kernel)();
+    Index threads, group;
+    unsigned schedule;
+    unsigned returned_may_skip_barriers;  // CUDA's rule; in Metal all come or none
+    char* group_memory;                   // filled with ones before each group
+    unsigned long group_memory_bytes;
+    double seconds;  // of CPU, at most
+};
+struct Buffer;
+
 }  // namespace simt
+
+// Runs a grid. Buffers are copied between inaccessible memory, and pointers[i] set to where the kernel finds buffer i.
+// Returns an error, in which @<hex> is an address in the kernel's library, or null.
+extern "C" const char* simt_run(const simt::Launch* launch, simt::Buffer* buffers, unsigned buffer_count,
+                                void** pointers);

@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -179,24 +178,8 @@ def run(
     pointers = (ctypes.c_void_p * 64).in_dll(library, "simt_pointers")
     error = build.engine().simt_run(ctypes.byref(told), buffers, len(names), pointers)
     if error:
-        raise KernelError(f"{launch.name}: {_with_lines(error.decode(), library._name, launch.text)}")
+        raise KernelError(f"{launch.name}: {build.located(error.decode(), library._name, launch.text)}")
     return results
-
-
-def _with_lines(message: str, library: str, source: str) -> str:
-    """The engine's message with lines of MLX's text in the place of addresses."""
-
-    def line(match: re.Match[str]) -> str:
-        done = subprocess.run(["addr2line", "-e", library, f"0x{match[1]}"], capture_output=True, text=True)
-        number = done.stdout.strip().rpartition(":")[2].split()[0]
-        return f"line {number}" if number.isdecimal() else "an unknown line"
-
-    message = re.sub(r"@([0-9a-f]+)", line, message)
-    lines = source.splitlines()
-    for number in dict.fromkeys(int(n) for n in re.findall(r"line (\d+)", message)):
-        if 0 < number <= len(lines):
-            message += f"\n  {number}: {lines[number - 1].strip()}"
-    return message
 
 
 def metal_kernel(

@@ -5,12 +5,11 @@ Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) ar
 """
 
 import ctypes
-import hashlib
+import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +18,9 @@ import numpy as np
 
 HERE = Path(__file__).parent
 SIMT = HERE.parent / "simt.h"
-CACHE = Path(tempfile.gettempdir()) / "bimetal-cuda-on-cpu"
+sys.path.append(str(HERE.parents[1]))
+from simt import build  # noqa: E402
+
 SIZES = {"int": 4, "u32": 4, "float": 4, "s64": 8, "In": 48, "Out": 40, "Rope": 24}  # kernel parameters, bytes
 KERNEL = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(\w+)\(([^)]*)\)', re.DOTALL
@@ -110,18 +111,19 @@ def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
     code = re.sub(r'asm volatile\("cp\.async\.mbarrier[^"]*"[^;]*;', "barrier_arrive(full + 8 * s);", code)
     code = re.sub(r'asm volatile\("cp\.async\.wait_all[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
     code = code.replace("#define FULL 0xffffffffu\n", "#define FULL 0xffffffffu\n" + extra, 1)
+    code = f"namespace {{\n{code}\n}}\n"  # GCC puts shared variables of functions with external names elsewhere
     for name, params in kernels.items():
         types = [re.sub(r"\w+$", "", p).strip() for p in params]
         args = ", ".join(f"*({t}*)arguments_{name}[{i}]" for i, t in enumerate(types))
         code += f"""
 static void** arguments_{name};
 static void call_{name}() {{ {name}({args}); }}
-extern "C" void run_{name}(void** arguments, unsigned* grid, unsigned* block) {{
+extern "C" const char* run_{name}(void** arguments, unsigned* grid, unsigned* block) {{
     arguments_{name} = arguments;
-    run_grid(call_{name}, {{grid[0], grid[1], grid[2]}}, {{block[0], block[1], block[2]}});
+    return run_grid(call_{name}, grid, block);
 }}
 """
-    return f'#include "{SIMT}"\n{code}'
+    return f"{SIMT.read_text()}\n{code}"
 
 
 class RawModule:
@@ -129,27 +131,23 @@ class RawModule:
         self.kernels = {m[1]: [p.strip() for p in " ".join(m[2].split()).split(",")] for m in KERNEL.finditer(code)}
         text = for_the_cpu(code, self.kernels)
         defines = [option for option in options if option.startswith("-D")]
-        key = hashlib.sha256((text + SIMT.read_text() + repr(defines)).encode()).hexdigest()[:20]
-        library = CACHE / f"{key}.so"
-        if not library.exists():
-            CACHE.mkdir(exist_ok=True)
-            (CACHE / f"{key}.cpp").write_text(text)
-            flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-mfma", "-mf16c", "-w"]
-            made = CACHE / f"{key}.{id(self)}.tmp"
-            files = ["-shared", "-fPIC", "-o", str(made), str(CACHE / f"{key}.cpp")]
-            subprocess.run(["g++", *flags, *defines, *files], check=True)
-            made.rename(library)
-        self.library = ctypes.CDLL(str(library))
+        flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-mfma", "-mf16c"]
+        if "BIMETAL_RACES" in os.environ:
+            flags += ["-fsanitize=thread", "-g1"]
+        build.engine()  # first: the kernels' library takes its symbols
+        self.text, self.library = text, ctypes.CDLL(str(build.library(text, [*flags, *defines])))
 
     def get_function(self, name: str) -> "Function":
-        return Function(name, self.kernels[name], self.library)
+        return Function(name, self.kernels[name], self.library, self.text)
 
 
 class Function:
-    def __init__(self, name: str, params: list[str], library: ctypes.CDLL):
+    def __init__(self, name: str, params: list[str], library: ctypes.CDLL, text: str):
         self.name, self.kernel = name, self
         self.sizes = [8 if "*" in p else SIZES[p.replace("const ", "").split()[0]] for p in params]
         self.run = getattr(library, f"run_{name}")
+        self.run.restype = ctypes.c_char_p
+        self.located = partial(build.located, library=library._name, text=text)
         self.max_dynamic_shared_size_bytes = 48 << 10
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0, stream: Any = None) -> None:
@@ -162,7 +160,8 @@ class Function:
         sizes = [(ctypes.c_uint * 3)(*(*d, 1, 1)[:3]) for d in (grid, block)]
 
         def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
-            self.run(pointers, *sizes)
+            if error := self.run(pointers, *sizes):
+                raise RuntimeError(f"{self.name}: {self.located(error.decode())}")
 
         launch() if recording is None else recording.append(launch)
 
