@@ -29,6 +29,7 @@ def load(
     progress: bool = False,
     draft: str | None = None,
     fa_window: int | None = None,
+    max_kv_size: int | None = None,
 ) -> "LLM":
     """Load a model and start the one thread that owns it.
 
@@ -37,10 +38,13 @@ def load(
     ctx      most tokens of prompt and reply together; None: what the model was trained for
     draft    a DFlash draft for the model, named as models are, or "demo": it makes decoding faster and changes no text
     fa_window  most positions that decoding attends to, for long contexts; it changes the text. None: all
+    max_kv_size  most tokens whose keys and values are kept, the first four among them; it changes the text. None: all
     """
     from generate.llm import LLM
 
-    return LLM(model, backend=backend, ctx=ctx, progress=progress, draft=draft, fa_window=fa_window)
+    return LLM(
+        model, backend=backend, ctx=ctx, progress=progress, draft=draft, fa_window=fa_window, max_kv_size=max_kv_size
+    )
 
 
 def __getattr__(name: str) -> Any:

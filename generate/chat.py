@@ -25,7 +25,7 @@ A line that is only \"\"\" begins or ends a message of several lines. Ctrl-C sto
 
 
 def run(args: argparse.Namespace) -> int:
-    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window) as llm:
+    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window, args.max_kv_size) as llm:
         if llm.tokenizer.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; use --prompt with --raw")
         if sys.stdin.isatty():

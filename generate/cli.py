@@ -83,6 +83,12 @@ def _text(prog: str) -> argparse.ArgumentParser:
         metavar="N",
         help="let decoding attend to the last N tokens alone: faster in long contexts, and LOSSY (default: to all)",
     )
+    model.add_argument(
+        "--max-kv-size",
+        type=_positive,
+        metavar="N",
+        help="hold keys and values of N tokens, the first 4 and the latest: bounds memory, and LOSSY (default: all)",
+    )
     s = p.add_argument_group("sampling (penalties, temperature, top-k, top-p, min-p, in that order)")
     s.add_argument("--temperature", "--temp", type=_number, default=0.0, metavar="X", help="0 is greedy (default)")
     s.add_argument("--top-p", type=_number, default=1.0, metavar="X", help="share of probability kept (default: 1)")

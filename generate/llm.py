@@ -17,6 +17,7 @@ from common.decode.speculative import Speculation
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
+from common.models.window import bounded
 from common.reply import ReplyParser
 from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
@@ -222,6 +223,7 @@ class LLM:
         progress: bool = False,
         draft: str | None = None,
         fa_window: int | None = None,
+        max_kv_size: int | None = None,
     ):
         self.path = resolve_model(model, progress=progress)
         self.draft_path = None if draft is None else resolve_draft(draft, progress)
@@ -230,12 +232,18 @@ class LLM:
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}")
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._session: Session = self._owner.submit(lambda: self._load(backend, ctx, progress, fa_window)).result()
+        self._session: Session = self._owner.submit(
+            lambda: self._load(backend, ctx, progress, fa_window, max_kv_size)
+        ).result()
 
-    def _load(self, backend: str | None, ctx: int | None, progress: bool, fa_window: int | None) -> Session:
+    def _load(
+        self, backend: str | None, ctx: int | None, progress: bool, fa_window: int | None, max_kv_size: int | None
+    ) -> Session:
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
         model = open_model(checkpoint, backend, progress)
+        if max_kv_size is not None:
+            model = bounded(model, max_kv_size)
         if self.draft_path is not None:
             model = load_pair(self.draft_path, model, progress)
         self.backend, self.architecture = model.ops.name, model.architecture

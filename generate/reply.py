@@ -17,7 +17,7 @@ DIM, RESET = "\x1b[2m", "\x1b[0m"
 
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _stdin()
-    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window) as llm:
+    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window, args.max_kv_size) as llm:
         options = sampling_options(args)
         if args.raw or llm.tokenizer.chat_template is None:
             if args.system is not None:

@@ -13,7 +13,7 @@ from common.decode.speculative import KINDS, Speculation
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
-from common.models.window import windowed
+from common.models.window import bounded, windowed
 from common.reference import NumpyOps
 from common.sampling import Sampling
 from common.session import Session
@@ -173,7 +173,28 @@ def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
     assert tokens != whole
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna"])
+def test_a_bounded_cache_sees_its_first_rows_and_its_last(name, ops):
+    """Room for the whole text changes nothing; else memory stops growing, and the first rows are still seen."""
+    model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)[:60]
+    logits = {None: tiny.run(model, model.new_state(64), ids, [1] * 60)}
+    for size in (60, 10):
+        small = bounded(model, size)
+        state = small.new_state(64)
+        logits[size] = tiny.run(small, state, ids[:30], [1] * 30)
+        held = state.nbytes
+        logits[size] = np.concatenate([logits[size], tiny.run(small, state, ids[30:], [1] * 30)])
+        assert size == 60 or state.nbytes == held
+    assert np.abs(logits[60] - logits[None]).max() < 1e-5
+    assert np.abs(logits[10][:10] - logits[None][:10]).max() < 1e-5
+    assert np.abs(logits[10][20:] - logits[None][20:]).max() > 0.05
+    without_first = tiny.run(windowed(model, 6), model.new_state(64), ids, [1] * 60)
+    assert np.abs(logits[10][20:] - without_first[20:]).max() > 0.05
+
+
 def test_windows_that_cannot_be(folder):
+    with pytest.raises(UsageError, match="max_kv_size is 7; it must be at least 8"):
+        generate.load(str(folder), backend="numpy", max_kv_size=7)
     with pytest.raises(UsageError, match="fa_window is 0"):
         generate.load(str(folder), backend="numpy", fa_window=0)
     with pytest.raises(UsageError, match="latent attention of glm4_moe_lite has no window"):

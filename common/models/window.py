@@ -1,12 +1,15 @@
 """Attention to the newest positions alone, for long contexts. It changes what the model says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from common.errors import UsageError
 from common.models import Model
 from common.ops import Array, Ops
-from common.step import LatentSpec, Step
+from common.step import KVSpec, LatentSpec, LayerSpec, State, Step, WindowSpec
+
+KEEP = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
 
 
 class Windowed:
@@ -29,18 +32,44 @@ class Windowed:
         window: int | None = None,
         causal: bool = False,
     ) -> Array:
-        window = min(window or self._window, self._window)
-        return self._ops.attention(q, k, v, kv, step, scale, window, causal)
+        return self._ops.attention(q, k, v, kv, step, scale, self._window_of(window), causal)
+
+    def _window_of(self, window: int | None) -> int:
+        return min(window or self._window, self._window)
+
+
+class Bounded(Windowed):
+    """The ops of a backend, whose full layers keep the first KEEP rows of a sequence and the last `window`."""
+
+    def _window_of(self, window: int | None) -> int:
+        return window or self._window
+
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        return self._ops.new_state([{name: self._bounded(s) for name, s in layer.items()} for layer in spec], capacity)
+
+    def _bounded(self, s: Any) -> Any:
+        if not isinstance(s, KVSpec):
+            return s
+        return WindowSpec(s.kv_heads, s.key_dim, s.value_dim, self._window, KEEP)
 
 
 def windowed(model: Model, window: int) -> Model:
     """`model` with its attention kept to `window` positions; weights and states are shared."""
-    if window < 1:
-        raise UsageError(f"fa_window is {window}; it must be at least 1")
+    return _with_ops(model, Windowed, "fa_window", window, 1, 0)
+
+
+def bounded(model: Model, size: int) -> Model:
+    """`model` whose full layers hold keys and values of at most `size` tokens, the first KEEP among them."""
+    return _with_ops(model, Bounded, "max_kv_size", size, 2 * KEEP, KEEP)
+
+
+def _with_ops(model: Model, wrapper: type[Windowed], name: str, value: int, least: int, keep: int) -> Model:
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be at least {least}")
     if not isinstance(model, Model):
-        raise UsageError("fa_window: a model run by mlx-lm has no such window")
+        raise UsageError(f"{name}: a model run by mlx-lm has no such window")
     spec = model.definition.state_spec(model.config)
     if any(isinstance(s, LatentSpec) for layer in spec for s in layer.values()):
-        raise UsageError(f"fa_window: the latent attention of {model.architecture} has no window")
-    ops: Any = Windowed(model.ops, window)
+        raise UsageError(f"{name}: the latent attention of {model.architecture} has no window")
+    ops: Any = wrapper(model.ops, value - keep)
     return replace(model, ops=ops)
