@@ -60,10 +60,14 @@ def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """
     if np.isnan(rows).any():
         raise NotFiniteError(f"{np.isnan(rows).sum()} of {rows.size} logits are NaN")
-    ids = np.argsort(-rows, axis=-1, kind="stable")[:, :k]
-    shifted = rows.astype(np.float64) - rows.max(axis=-1, keepdims=True)
-    total = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return ids.astype(np.int32), (np.take_along_axis(shifted, ids, axis=-1) - total).astype(np.float32)
+    k = min(k, rows.shape[-1])
+    ids = np.empty((len(rows), k), np.int32)
+    for i, (row, least) in enumerate(zip(rows, np.partition(rows, -k, axis=-1)[:, -k], strict=True)):
+        best = np.flatnonzero(row >= least)
+        ids[i] = best[np.argsort(-row[best], kind="stable")][:k]
+    shifted = rows - rows.max(axis=-1, keepdims=True)
+    total = np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64))
+    return ids, (np.take_along_axis(shifted, ids, axis=-1) - total).astype(np.float32)
 
 
 class Sampler:

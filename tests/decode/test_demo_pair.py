@@ -1,0 +1,99 @@
+"""The model and the draft that come with the package: the same text with and without, over many prompts.
+
+On NumPy no text differs. MLX sums a step's rows in another order than a single row's, so that a text may go another way
+where two tokens are as good as equal to the model; each such place must be one. On CUDA a row's result does not depend
+on its neighbours, and no text differs.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_plain import prefilled
+
+from common.checkpoint import open_checkpoint
+from common.decode.plain import plain
+from common.decode.speculative import Accepted, Speculation, speculate
+from common.models import load_model
+from common.models.dflash import load_pair
+from common.reference import NumpyOps
+from common.sampling import Sampler, Sampling
+from common.tokenizer import load_tokenizer
+from generate.demo import FOLDER, demo_path
+
+pytestmark = pytest.mark.skipif(not any(FOLDER.glob("*.gguf")), reason="the demo model is not in this tree")
+
+PROMPTS = [json.loads(line)["prompt"] for line in (Path(__file__).parents[1] / "data" / "prompts.jsonl").open()]
+NEAR_TIE = 1e-3  # of logits of about 20
+KINDS = ("chain", "tree", "lookup+tree")
+
+
+def texts(model, prompts, new, speculation=None, accepted=None, with_margins=False):
+    """Greedy continuations of `new` tokens, and the margin of each choice where they are asked for."""
+    out = []
+    for prompt in prompts:
+        state, logits = prefilled(model, prompt, len(prompt) + new)
+        sampler = Sampler(Sampling())
+        if speculation is None:
+            tokens = plain(model, state, logits, sampler)
+        else:
+            tokens = speculate(model, state, logits, sampler, prompt, speculation, None, accepted)
+        chosen, margins = [], []
+        for token, row in tokens:
+            chosen.append(token)
+            if with_margins:
+                best = np.sort(model.ops.read(row)[-1])
+                margins.append(best[-1] - best[-2])
+            if len(chosen) == new:
+                break
+        tokens.close()
+        out.append((chosen, margins))
+    return out
+
+
+def differences(ops, prompts, new, kinds, least_length, with_margins=True):
+    """Where texts part from the plain ones, by kind: margins of the plain choices there, or their places."""
+    checkpoint = open_checkpoint(demo_path())
+    target, tokenizer = load_model(checkpoint, ops), load_tokenizer(checkpoint.path, checkpoint.config)
+    pair, prompts = load_pair(demo_path("draft"), target), [tokenizer.encode(prompt) for prompt in prompts]
+    expected, found = texts(target, prompts, new, with_margins=with_margins), {}
+    for kind in kinds:
+        accepted = Accepted()
+        guessed = texts(pair, prompts, new, Speculation(kind, 31), accepted)
+        found[kind] = []
+        for (tokens, margins), (other, _) in zip(expected, guessed, strict=True):
+            places = [i for i in range(new) if tokens[i] != other[i]][:1]
+            found[kind] += [margins[i] if with_margins else i for i in places]
+        print(f"{kind}: {len(found[kind])} of {len(prompts)} texts differ, {accepted.length:.2f} tokens per step")
+        assert accepted.length > least_length
+    return found
+
+
+def test_a_few_tokens():
+    assert differences(NumpyOps(), PROMPTS[:2], 12, ["lookup+tree"], 1.2) == {"lookup+tree": []}
+
+
+@pytest.mark.slow
+def test_numpy():
+    found = differences(NumpyOps(), PROMPTS[::4], 128, KINDS, 1.5)
+    assert not any(found.values()), found
+
+
+@pytest.mark.slow
+def test_mlx():
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    from mlx_backend.ops import MlxOps
+
+    found = differences(MlxOps(), PROMPTS[::4], 128, KINDS, 1.5)
+    assert all(margin < NEAR_TIE for margins in found.values() for margin in margins), found
+    assert sum(map(len, found.values())) < 5, found
+
+
+@pytest.mark.gpu
+def test_cuda():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuda_backend.ops import CudaOps
+
+    found = differences(CudaOps(), PROMPTS, 256, ("lookup", *KINDS, "lookup+chain"), 1.2, with_margins=False)
+    assert not any(found.values()), found
