@@ -13,6 +13,7 @@ from common.errors import BimetalError
 from cuda_backend.layout import groups_of, packed_bytes, source
 
 ALIGN = 256
+OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 
 IN = np.dtype(
     [("p", "u8"), ("slot", "i8"), ("row", "i8"), ("head", "i8"), ("slots", "i4"), ("width", "i4"), ("inner", "i4")],
@@ -101,7 +102,7 @@ def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0)
 
 @cache
 def _module(stem: str, defines: tuple[str, ...]) -> Any:
-    return cupy.RawModule(code=source(stem), options=("-std=c++17", *(f"-D{d}" for d in defines)))
+    return cupy.RawModule(code=source(stem), options=(*OPTIONS, *(f"-D{d}" for d in defines)))
 
 
 class Memory:

@@ -55,8 +55,9 @@ class Card:
 
 def source(stem: str) -> str:
     """The text that is compiled for kernels/<stem>.cu."""
-    parts = ["prelude.cuh", *(["tile.cuh"] if stem in WITH_TILES else []), f"{stem}.cu"]
-    return "\n".join((KERNELS / part).read_text() for part in parts)
+    parts = ["prelude.cuh", *(["tile.cuh"] if stem in WITH_TILES else [])]
+    parts += ["ring.cuh", "product.cuh"] if stem == "linear" else []
+    return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
 
 
 def tile_defines(type_: str) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def _stage(type_: str, cols: int) -> int:
 
 def _scratch(type_: str) -> int:
     _, _, groups, minima = UNITS[type_]
-    return 8 * 16 * 4 * (16 if type_ in ("Q4_K", "Q5_K") else (groups + 4) * minima)
+    return 8 * 16 * 4 * (20 if type_ in ("Q4_K", "Q5_K") else (groups + 4) * minima)
 
 
 def packed_bytes(cols: int) -> int:
@@ -124,6 +125,12 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
 def groups_of(columns: int) -> int:
     """Groups of 32 columns of a packed row, padded to a whole unit of any weight (256 columns)."""
     return -(-columns // 256) * 8
+
+
+def delta_shared(key_width: int, rows: int = 64) -> int:
+    """Shared memory of kernels/delta.cu for steps of `rows` rows, bytes."""
+    chunk = min(rows, 16)
+    return 4 * ((rows + chunk) * (key_width + 64) + rows + chunk + 4)
 
 
 def padded(width: int) -> int:

@@ -21,7 +21,7 @@ from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import weights
 from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Kernel, Memory, Node, kernel
-from cuda_backend.layout import FLOATS, PREFILL_COLS, UNITS, Card, groups_of, padded, split_count
+from cuda_backend.layout import FLOATS, PREFILL_COLS, UNITS, Card, delta_shared, groups_of, padded, split_count
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import KV, NO_LATENT, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
 from cuda_backend.weights import Groups, Weight
@@ -186,7 +186,7 @@ class CudaOps(Ops):
                 np.uint64(kv.values),
                 np.int64(kv.capacity),
             ),
-            shared_mem=8 * D * 4,
+            shared_mem=32 * padded(D),
             stream=self.stream,
         )
         out = Array((T, H, D), self.arena.take(T * H * D * 4))
@@ -427,7 +427,7 @@ class CudaOps(Ops):
                     np.int32(gate is not None),
                     self._out(dense, packed, bf16, H * D, cols),
                 ),
-                shared_mem=8 * D * 4,
+                shared_mem=32 * padded(D),
                 stream=self.stream,
             )
 
@@ -474,8 +474,8 @@ class CudaOps(Ops):
     def _conv(self, x: np.ndarray, taps: int, conv: Conv, step: int, T: int, out: int) -> None:
         C, n = conv.spec.channels, conv.spec.taps - 1
         kernel("conv", "conv")(
-            (-(-C // 128), T),
-            (128,),
+            (-(-C // 256), T),
+            (256,),
             (
                 x,
                 np.uint64(taps),
@@ -494,10 +494,10 @@ class CudaOps(Ops):
         Hv, Dk, Dv = delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
         changes = delta.rows + 2 * 64 * Hv * Dk * 4
         factors = changes + 2 * 64 * Hv * Dv * 4
-        shared = (64 * Dk + 16 * Dk + 16 * 32 + 64 * 32 + 64 + 16) * 4
+        shared = delta_shared(Dk)
         kernel("delta", "delta", (f"DK={Dk}", f"DIM={delta.spec.key_dim}"), shared)(
-            (Hv, -(-Dv // 32)),
-            (128,),
+            (Hv, -(-Dv // 64)),
+            (256,),
             (
                 *inputs,
                 np.uint64(decay),

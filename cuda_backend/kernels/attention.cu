@@ -207,7 +207,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, int H, int
 
 extern "C" __global__ void combine(const float* sums, const float2* stats, int H, const StepState* step, int T, float* out) {
     begin();
-    __shared__ float share[512], scratch[33];  // pieces of a million positions
+    __shared__ float share[512], scratch[32];  // pieces of a million positions
     const int head = blockIdx.x, t = blockIdx.y;
     if (t >= step->rows) return;
     const int n = split_count(step->past + step->rows);
@@ -221,7 +221,7 @@ extern "C" __global__ void combine(const float* sums, const float2* stats, int H
         share[i] = exp2f(stat[i * piece].x - top);
         total += stat[i * piece].y * share[i];
     }
-    total = block_sum(total, scratch);  // and a barrier for `share`
+    total = block_sum(total, scratch, (blockDim.x + 31) / 32);  // and a barrier for `share`
     const float* from = sums + (t * H + head) * D;
     for (int d = threadIdx.x; d < DIM; d += blockDim.x) {
         float sum = 0.0f;

@@ -27,6 +27,21 @@ __device__ __forceinline__ void begin() {
     depend();
 }
 
+// A kernel's work on one block of its grid, 256 threads, is a function of its own: program.cu calls it too, where a
+// block is a turn of a thread block that stays, whose last warp does something else.
+struct Block {
+    int x, y;
+    float* shared;
+};
+#define THREADS 256
+__device__ __forceinline__ void sync_block() {
+#ifdef PROGRAM
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
 // An activation (T, heads, D) in float32, possibly as partial sums: `slots` copies to be added in index order.
 struct In {
     const float* p;
@@ -74,6 +89,47 @@ __device__ __forceinline__ const float* place(const In& a, int t, int i) {
     return row_of(a, t) + (a.width ? (s64)(i / a.width) * a.head + i % a.width * a.inner : i);
 }
 
+// Elements 0 to 3 of a run of `left` that starts at p, of which nothing is known. Not inlined: rarely called, and long.
+__device__ __noinline__ float4 load_apart(const float* p, s64 slot, int slots, int inner, int left) {
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+    for (int i = 0; i < 4; i++, p += inner) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int s = 0; s < slots && i < left; s++) sum += p[s * slot];
+        v = make_float4(v.y, v.z, v.w, sum);  // four turns bring each to its place
+    }
+    return v;
+}
+
+// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros behind it; the slots of `a` added.
+template <int N>
+__device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const In& a, int stride, int left) {
+#pragma unroll
+    for (int n = 0; n < N; n++) v[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (a.inner && ((u64)p | a.slot * 4 | left * 4) % 16 == 0) {
+#pragma unroll 1
+        for (int s = 0; s < a.slots; s++, p += a.slot) {
+            float4 e[N];
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                e[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (n * stride < left) e[n] = *(const float4*)(p + n * stride);
+            }
+#pragma unroll
+            for (int n = 0; n < N; n++) v[n].x += e[n].x, v[n].y += e[n].y, v[n].z += e[n].z, v[n].w += e[n].w;
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int n = 0; n < N; n++) {
+        const float4 e = load_apart(p + n * stride, a.slot, a.slots, a.inner, left - n * stride);
+#pragma unroll
+        for (int m = 0; m < N - 1; m++) v[m] = v[m + 1];
+        v[N - 1] = e;
+    }
+}
+
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 struct StepState {
     int past, rows, current, path_length, kind, unused[11];  // kind: 0 masks, 1 chain of any length
@@ -104,6 +160,8 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 }
 __device__ __forceinline__ u16 to_bf16(float f) { return (u16)to_bf16x2(f, 0.0f); }
 
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ float warp_sum(float v) {
     for (int m = 16; m; m >>= 1) v += __shfl_xor_sync(FULL, v, m);
     return v;
@@ -115,19 +173,14 @@ __device__ __forceinline__ float warp_max(float v) {
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-// Sum over the block, at most 32 warps; every thread gets it. `scratch` holds 33 floats.
-__device__ __forceinline__ float block_sum(float v, float* scratch) {
-    int warps = (blockDim.x + 31) / 32;
+// Sum over the `warps` warps of a block, at most 32; every thread gets it. `scratch` holds a float per warp.
+__device__ __forceinline__ float block_sum(float v, float* scratch, int warps) {
     v = warp_sum(v);
-    __syncthreads();
+    sync_block();
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        v = warp_sum(threadIdx.x < warps ? scratch[threadIdx.x] : 0.0f);
-        if (threadIdx.x == 0) scratch[32] = v;
-    }
-    __syncthreads();
-    return scratch[32];
+    sync_block();
+    const int lane = threadIdx.x % 32;
+    return warp_sum(lane < warps ? scratch[lane] : 0.0f);
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -4,11 +4,12 @@
 // Launcher  cuda_backend/ops.py
 // In        activations (T, ...) float32, strided, as partial sums (prelude.cuh In)
 // Out       dense (T, K) float32, bf16 (T, K), packed: each where the pointer is not null
-//           packed, per 32 columns and 8 rows: the B fragments of mma.m16n8k32 (256 bytes), the scale of each row, its
-//           scale * sum of codes (32 bytes each), and a share of 8 groups' sums as B fragments of mma.m16n8k16: high
-//           and low halves in bf16 (32 bytes). With cols = 1 the one column of that (48 bytes), row after row
-// Work      add_norm: a CTA per row. pointwise: a warp per 32 columns. heads: a warp per head
-// Assumes   K floats fit shared memory (add_norm); packed heads are a multiple of 32 wide
+//           packed, per 64 columns and 8 rows: the B fragments of two mma.m16n8k32, 16 bytes per lane, the scales
+//           (64 bytes), scale * sum of codes (64 bytes), and a share of 8 groups' sums as B fragments of mma.m16n8k16:
+//           high and low halves in bf16 (64 bytes). With cols = 1 per 32 columns the one column of that (48 bytes), row
+//           after row
+// Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
+// Assumes   packed heads are a multiple of 32 wide
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
 // Bound     launches: a few KB per row
 
@@ -19,75 +20,126 @@ struct Out {
     int K, cols, groups;  // groups: of 32 columns, padded to a whole unit of the widest weight
 };
 
-// The 32 values of a warp as group `group` of row `t`.
-__device__ __forceinline__ void store_group(const Out& out, int t, int group, int lane, float v) {
-    const int k = group * 32 + lane;
-    if (k < out.K) {
-        if (out.dense) out.dense[(s64)t * out.K + k] = v;
-        if (out.bf16) out.bf16[(s64)t * out.K + k] = to_bf16(v);
+// Columns k to k + 3 of row `t`, lane by lane: eight lanes hold a group of 32 columns. `ours`: are they to be stored?
+__device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 four, bool ours = true) {
+    const float v[4] = {four.x, four.y, four.z, four.w};
+    const int left = ours ? out.K - k : 0;
+    const bool whole = left >= 4 && out.K % 4 == 0;
+    if (out.dense) {
+        float* to = out.dense + (s64)t * out.K + k;
+        if (whole)
+            *(float4*)to = four;
+        else
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i < left) to[i] = v[i];
+    }
+    if (out.bf16) {
+        u16* to = out.bf16 + (s64)t * out.K + k;
+        if (whole)
+            *(uint2*)to = make_uint2(to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]));
+        else
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i < left) to[i] = to_bf16(v[i]);
     }
     if (!out.packed) return;
-    const u32 bits = __reduce_max_sync(FULL, __float_as_uint(v) & 0x7fffffffu);  // as integers, so that NaN wins
-    const float scale = __uint_as_float(bits) * (1.0f / 127.0f);
-    const int code = scale > 0.0f ? __float2int_rn(v * (1.0f / scale)) : 0;
-    const float sum = scale * __reduce_add_sync(FULL, code);
-    const int one = out.cols == 1, column = one ? 0 : t % 8, stride = one ? 48 : out.cols / 8 * 352;
-    u8* to = out.packed + (one ? (s64)t * out.groups * 48 : t / 8 * 352) + (s64)group * stride;
-    to[(column * 4 + lane % 16 / 4) * 8 + lane / 16 * 4 + lane % 4] = (u8)max(-127, min(127, code));
-    if (lane == 0) {
-        *(float*)(to + (one ? 32 : 256 + column * 4)) = scale;
-        *(float*)(to + (one ? 36 : 288 + column * 4)) = sum;
-        const u16 high = to_bf16(sum), low = to_bf16(sum - from_bf16(high));
-        const int j = group % 8, pair = j / 2;
-        u8* block = to - (s64)j * stride;
-        *(u16*)(one ? block + 2 * pair * stride + 40 + j % 2 * 2 : block + column * stride + 320 + pair * 8 + j % 2 * 2) = high;
-        *(u16*)(one ? block + (2 * pair + 1) * stride + 40 + j % 2 * 2
-                    : block + column * stride + 324 + pair * 8 + j % 2 * 2) = low;
+    u32 bits = 0;  // magnitudes compare as integers, so that NaN wins
+#pragma unroll
+    for (int i = 0; i < 4; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7fffffffu);
+#pragma unroll
+    for (int m = 1; m < 8; m <<= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, m));
+    const float scale = __uint_as_float(bits) * (1.0f / 127.0f), inverse = 1.0f / scale;
+    u32 codes = 0;
+    int total = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int code = scale > 0.0f ? max(-127, min(127, __float2int_rn(v[i] * inverse))) : 0;
+        codes |= (u32)(u8)code << (8 * i), total += code;
+    }
+#pragma unroll
+    for (int m = 1; m < 8; m <<= 1) total += __shfl_xor_sync(FULL, total, m);
+    const int group = k / 32, in = k % 32;
+    if (!ours || group >= out.groups) return;
+    const float sum = scale * total;
+    const u16 high = to_bf16(sum), low = to_bf16(sum - from_bf16(high));
+    const int j = group % 8, odd = group % 2;
+    if (out.cols == 1) {
+        u8* to = out.packed + ((s64)t * out.groups + group) * 48;
+        *(u32*)(to + in % 16 / 4 * 8 + in / 16 * 4) = codes;
+        if (in) return;
+        *(float2*)(to + 32) = make_float2(scale, sum);
+        to += 40 - j * 48 + j / 2 * 96 + odd * 2;
+        *(u16*)to = high, *(u16*)(to + 48) = low;
+    } else {  // pairs of groups, each for the eights of rows: product.cuh Pair
+        const int column = t % 8, stride = out.cols / 8 * 704;
+        u8* to = out.packed + (s64)(group / 2) * stride + t / 8 * 704;
+        *(u32*)(to + (column * 4 + in % 16 / 4) * 16 + odd * 8 + in / 16 * 4) = codes;
+        if (in) return;
+        *(float*)(to + 512 + column / 2 * 16 + odd * 8 + column % 2 * 4) = scale;
+        *(float*)(to + 576 + column / 2 * 16 + odd * 8 + column % 2 * 4) = sum;
+        to += (column / 2 - j / 2) * stride + 640 + column % 2 * 32 + j / 2 * 8 + odd * 2;
+        *(u16*)to = high, *(u16*)(to + 4) = low;
     }
 }
 
-#define PER_THREAD 6  // columns that a thread of add_norm reads together
+__device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-extern "C" __global__ void __launch_bounds__(1024)
-add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out out) {
-    begin();
-    extern __shared__ float row[];
-    __shared__ float scratch[33];
-    const int t = blockIdx.x, lane = threadIdx.x % 32, K = out.K;
-    const bool once = K <= PER_THREAD * 1024;
-    float v[PER_THREAD], other[PER_THREAD], w[PER_THREAD];
-    float squares = 0.0f;
-    for (int first = threadIdx.x; first < K; first += PER_THREAD * 1024) {
-        load_some(v, x, row_of(x, t), first, 1024, K);
-        if (has_y) load_some(other, y, row_of(y, t), first, 1024, K);
-#pragma unroll
-        for (int n = 0; n < PER_THREAD; n++) {
-            const int k = first + n * 1024;
-            w[n] = weight && once && k < K ? weight[k] : 1.0f;
-        }
-#pragma unroll
-        for (int n = 0; n < PER_THREAD; n++) {
-            const int k = first + n * 1024;
-            if (has_y) v[n] += other[n];
-            squares += v[n] * v[n];
-            if (k >= K) continue;
-            if (sum) sum[(s64)t * K + k] = v[n];
-            if (!once) row[k] = v[n];
-        }
-    }
-    const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / K + eps);
-    if (once) {
-#pragma unroll
-        for (int n = 0; n < PER_THREAD; n++)
-            if (threadIdx.x + n * 1024 < K) row[threadIdx.x + n * 1024] = v[n] * scale * w[n];
-    } else {
-        for (int k = threadIdx.x; k < K; k += 1024) row[k] *= scale * (weight ? weight[k] : 1.0f);
-    }
-    __syncthreads();
-    const int groups = out.packed ? out.groups : (K + 31) / 32;
+// The first SPAN columns of a row stay in registers. Each read of one stands here once, so that the code stays small.
+#define TURNS 5
+#define SPAN (TURNS * 4 * THREADS)
+
+__device__ __forceinline__ void add_norm_block(Block at, const In& x, const In& y, int has_y, const float* weight, float eps,
+                                               float* sum, const Out& out) {
+    __shared__ float scratch[THREADS / 32];
+    const int t = at.x, K = out.K, columns = out.packed ? out.groups * 32 : K, mine = threadIdx.x * 4;
+    const In w = {weight, 0, 0, 0, 1, 0, 1};
+    const Out whole = {sum, 0, 0, K, 0, 0};
+    float4 v[TURNS], other[TURNS];
+    float squares = 0.0f, scale = 0.0f;
+    if (weight)
 #pragma unroll 1
-    for (int group = threadIdx.x / 32; group < groups; group += 32)
-        store_group(out, t, group, lane, group * 32 + lane < K ? row[group * 32 + lane] : 0.0f);
+        for (int k = mine; k < K; k += 4 * THREADS) prefetch(weight + k);
+#pragma unroll 1
+    for (int stored = 0; stored < 2; stored++) {
+#pragma unroll 1
+        for (int base = stored ? 0 : (columns - 1) / SPAN * SPAN; base >= 0 && base < columns; base += stored ? SPAN : -SPAN) {
+            const int k = base + mine;
+            if (!stored || base) {
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+                for (int term = 0; term <= has_y; term++) {
+                    In a = x;
+                    if (term) a = y;
+                    load_fours(other, row_of(a, t) + k, a, 4 * THREADS, K - k);
+#pragma unroll
+                    for (int i = 0; i < TURNS; i++) v[i] = plus(v[i], other[i]);
+                }
+            }
+            if (stored) {
+#pragma unroll
+                for (int i = 0; i < TURNS; i++) other[i] = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+                if (weight) load_fours(other, weight + k, w, 4 * THREADS, K - k);
+            } else {
+#pragma unroll
+                for (int i = 0; i < TURNS; i++)
+                    squares += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
+            }
+            const int end = min(columns, base + SPAN);
+#pragma unroll 1
+            for (int turn = 0; turn < TURNS && (stored || sum); turn++) {
+                const int to = k + turn * 4 * THREADS;
+                float4 e = v[0], f = other[0];
+                if (stored) e = make_float4(e.x * scale * f.x, e.y * scale * f.y, e.z * scale * f.z, e.w * scale * f.w);
+                if (to / 128 * 128 < end) store_four(stored ? out : whole, t, to, e);
+#pragma unroll
+                for (int i = 0; i < TURNS; i++)
+                    v[i] = v[(i + 1) % TURNS], other[i] = other[(i + 1) % TURNS];
+            }
+        }
+        if (!stored) scale = 1.0f / sqrtf(block_sum(squares, scratch, THREADS / 32) / K + eps);
+    }
 }
 
 #define COPY 0
@@ -96,21 +148,36 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
 #define MUL_SIGMOID 3
 #define MUL_SOFTPLUS 4
 
-extern "C" __global__ void pointwise(int op, In x, In y, Out out) {
-    begin();
-    const int lane = threadIdx.x % 32, group = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const int k = group * 32 + lane, t = blockIdx.y;
-    if (group >= out.groups) return;
-    float v = 0.0f;
-    if (k < out.K) {
-        v = load_one(x, place(x, t, k));
-        const float other = op == COPY ? 0.0f : load_one(y, place(y, t, k));
-        if (op == ADD) v += other;
-        if (op == SWIGLU) v = silu(v) * other;
-        if (op == MUL_SIGMOID) v *= sigmoid(other);
-        if (op == MUL_SOFTPLUS) v *= other > 20.0f ? other : log1pf(expf(other));
+__device__ __forceinline__ float join(int op, float v, float other) {
+    if (op == ADD) return v + other;
+    if (op == SWIGLU) return silu(v) * other;
+    if (op == MUL_SIGMOID) return v * sigmoid(other);
+    if (op == MUL_SOFTPLUS) return v * (other > 20.0f ? other : log1pf(expf(other)));
+    return v;
+}
+
+// Columns k to k + 3, zeros from `end` on.
+__device__ __forceinline__ float4 load_four(const In& a, int t, int k, int end) {
+    float4 v[1] = {};
+    if (a.width % 4 == 0) {
+        load_fours(v, place(a, t, k), a, 0, end - k);
+    } else {
+#pragma unroll 1
+        for (int i = k; i < k + 4; i++)
+            v[0] = make_float4(v[0].y, v[0].z, v[0].w, load_apart(place(a, t, i), a.slot, a.slots, 0, end - i).x);
     }
-    store_group(out, t, group, lane, v);
+    return v[0];
+}
+
+__device__ __forceinline__ void pointwise_block(Block at, int op, const In& x, const In& y, const Out& out) {
+    const int k = (at.x * THREADS + threadIdx.x) * 4, t = at.y;
+    if (k / 128 * 128 >= (out.packed ? out.groups * 32 : out.K)) return;
+    float4 a = load_four(x, t, k, out.K), b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (op != COPY) b = load_four(y, t, k, out.K);
+#pragma unroll 1
+    for (int i = 0; i < 4 && op != COPY; i++)
+        a = make_float4(a.y, a.z, a.w, join(op, a.x, b.x)), b = make_float4(b.y, b.z, b.w, b.x);
+    store_four(out, t, k, a);
 }
 
 struct Rope {
@@ -120,20 +187,23 @@ struct Rope {
     float magnitude;
 };
 
-// One head into `v` (shared memory, D floats): RMS norm, weight, rope, each where asked for. One warp.
+// One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where asked for. One warp.
 __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head, int D, bool norm, const float* weight,
                                           float eps, const Rope& rope) {
     const int lane = threadIdx.x % 32;
+    const float* from = head_of(x, t, head, D);
     float squares = 0.0f;
-    for (int first = lane; first < D; first += 256) {
-        float e[8];
-        load_some(e, x, head_of(x, t, head, D), first, 32, D);
+#pragma unroll 1
+    for (int d = lane * 4; d < D; d += 256) {
+        float4 e[2];
+        load_fours(e, from + d, x, 128, D - d);
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            if (first + n * 32 < D) v[first + n * 32] = e[n];
-            squares += e[n] * e[n];
+        for (int n = 0; n < 2; n++) {
+            squares += e[n].x * e[n].x + e[n].y * e[n].y + e[n].z * e[n].z + e[n].w * e[n].w;
+            if (d + n * 128 < D) *(float4*)(v + d + n * 128) = e[n];
         }
     }
+    __syncwarp();
     if (norm) {
         const float scale = 1.0f / sqrtf(warp_sum(squares) / D + eps);
 #pragma unroll 1
@@ -152,48 +222,48 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
     __syncwarp();
 }
 
-// norm: bit 0 normalizes; z: the gate of gated_rms_norm where `gated`.
-extern "C" __global__ void heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z,
-                                 int gated, Out out) {
-    begin();
-    extern __shared__ float values[];
+#define HEAD_ROOM(D) (((D) + 15) / 16 * 16)
+
+// z: the gate of gated_rms_norm where `gated`.
+__device__ __forceinline__ void heads_block(Block at, const In& x, int H, int D, int T, int norm, const float* weight, float eps,
+                                            const Rope& rope, const In& z, int gated, const Out& out) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int at = blockIdx.x * (blockDim.x / 32) + warp, t = at / H, head = at % H;
+    const int place = at.x * (THREADS / 32) + warp, t = place / H, head = place % H;
     if (t >= T) return;
-    float* v = values + warp * D;
+    float* v = at.shared + warp * HEAD_ROOM(D);
     head_into(v, x, t, head, D, norm, weight, eps, rope);
-    for (int first = lane; gated && first < D; first += 256) {
-        float gate[8];
-        load_some(gate, z, head_of(z, t, head, D), first, 32, D);
-#pragma unroll
-        for (int n = 0; n < 8; n++)
-            if (first + n * 32 < D) v[first + n * 32] *= silu(gate[n]);
-    }
-    __syncwarp();
+    const float* gate = gated ? head_of(z, t, head, D) : 0;
 #pragma unroll 1
-    for (int i = lane; i < (D + 31) / 32 * 32; i += 32) {
-        if (D % 32 == 0)
-            store_group(out, t, (head * D + i) / 32, lane, v[i]);
-        else if (i < D)
-            out.dense[(s64)t * out.K + head * D + i] = v[i];
-    }
-    // columns that pad a row to a whole unit
-    if (out.packed && head == 0)
+    for (int d = lane * 4; d / 128 * 128 < D; d += 128) {
+        const bool ours = d < D;
+        float4 e = ours ? *(const float4*)(v + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (gated) {
+            float4 g[1];
+            load_fours(g, gate + d, z, 0, D - d);
 #pragma unroll 1
-        for (int group = H * D / 32; group < out.groups; group++) store_group(out, t, group, lane, 0.0f);
+            for (int i = 0; i < 4; i++)
+                e = make_float4(e.y, e.z, e.w, e.x * silu(g[0].x)), g[0] = make_float4(g[0].y, g[0].z, g[0].w, 0.0f);
+        }
+        if (D % 32 == 0) {
+            store_four(out, t, head * D + d, e, ours);
+        } else {
+            for (int i = 0; i < 4 && d + i < D; i++, e = make_float4(e.y, e.z, e.w, 0.0f)) out.dense[(s64)t * out.K + head * D + d + i] = e.x;
+        }
+    }
+    if (out.packed && head == 0)  // columns that pad a row to a whole unit
+#pragma unroll 1
+        for (int k = H * D; k < out.groups * 32; k += 128) store_four(out, t, k + lane * 4, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
 }
 
 // What attention reads: q (T, H, D) as float16, and this step's keys and values in the cache; heads padded to `wide`.
-extern "C" __global__ void heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T,
-                                          int q_norm, const float* q_weight, float q_eps, Rope q_rope, int k_norm,
-                                          const float* k_weight, float k_eps, Rope k_rope, u16* q_out, u16* keys,
-                                          u16* values_out, s64 capacity) {
-    begin();
-    extern __shared__ float values[];
+__device__ __forceinline__ void heads_to_cache_block(Block at, const In& q, const In& k, const In& v, int H, int K, int D, int wide,
+                                                     const StepState* step, int T, int q_norm, const float* q_weight,
+                                                     float q_eps, const Rope& q_rope, int k_norm, const float* k_weight, float k_eps,
+                                                     const Rope& k_rope, u16* q_out, u16* keys, u16* values_out, s64 capacity) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
-    const int at = blockIdx.x * (blockDim.x / 32) + warp, t = at / all, head = at % all;
+    const int place = at.x * (THREADS / 32) + warp, t = place / all, head = place % all;
     if (t >= T || t >= step->rows) return;
-    float* e = values + warp * D;
+    float* e = at.shared + warp * HEAD_ROOM(D);
     const bool is_q = head < H, is_k = !is_q && head < H + K;
     const int of = is_q ? head : is_k ? head - H : head - H - K;
     In x = q;
@@ -207,3 +277,30 @@ extern "C" __global__ void heads_to_cache(In q, In k, In v, int H, int K, int D,
 #pragma unroll 1
     for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 }
+
+#ifndef PROGRAM
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out out) {
+    begin();
+    add_norm_block({(int)blockIdx.x, 0, 0}, x, y, has_y, weight, eps, sum, out);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) pointwise(int op, In x, In y, Out out) {
+    begin();
+    pointwise_block({(int)blockIdx.x, (int)blockIdx.y, 0}, op, x, y, out);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z, int gated, Out out) {
+    begin();
+    extern __shared__ __align__(16) float values[];
+    heads_block({(int)blockIdx.x, 0, values}, x, H, D, T, norm, weight, eps, rope, z, gated, out);
+}
+extern "C" __global__ void __launch_bounds__(THREADS)
+heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm,
+               const float* q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope,
+               u16* q_out, u16* keys, u16* values_out, s64 capacity) {
+    begin();
+    extern __shared__ __align__(16) float values[];
+    heads_to_cache_block({(int)blockIdx.x, 0, values}, q, k, v, H, K, D, wide, step, T, q_norm, q_weight, q_eps, q_rope, k_norm,
+                         k_weight, k_eps, k_rope, q_out, keys, values_out, capacity);
+}
+#endif

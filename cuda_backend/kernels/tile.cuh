@@ -125,21 +125,27 @@ __device__ __forceinline__ u32 lookup(u32 codes) {  // four 4-bit codes, one per
 }
 #endif
 
+__device__ __forceinline__ u32 word_of(const u8* from, int i) {  // one of four, read together: the others are wanted next
+    const uint4 w = *(const uint4*)from;
+    return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
+}
+
 // The four words of group `j` (32 columns) of a tile, for this lane.
 __device__ __forceinline__ void unpack(const u8* tile, int j, int lane, u32 (&a)[4]) {
 #if P8
     uint4 w = *(const uint4*)(tile + (j * 32 + lane) * 16);
     a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
 #elif P4
-    uint2 w = *(const uint2*)(tile + AT4 + ((j / 2) * 32 + lane) * 16 + (j % 2) * 8);
+    const uint4 both = *(const uint4*)(tile + AT4 + ((j / 2) * 32 + lane) * 16);
+    const uint2 w = j % 2 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
 #if P2
-    u32 h = *(const u32*)(tile + AT2 + ((j / 4) * 32 + lane) * 16 + (j % 4) * 4);
+    const u32 h = word_of(tile + AT2 + ((j / 4) * 32 + lane) * 16, j % 4);
     a[0] = ((w.x << 2) & 0x3c3c3c3cu) | ((h << 6) & 0xc0c0c0c0u);
     a[1] = ((w.x >> 2) & 0x3c3c3c3cu) | ((h << 4) & 0xc0c0c0c0u);
     a[2] = ((w.y << 2) & 0x3c3c3c3cu) | ((h << 2) & 0xc0c0c0c0u);
     a[3] = ((w.y >> 2) & 0x3c3c3c3cu) | (h & 0xc0c0c0c0u);
 #elif P1
-    u32 h = *(const u32*)(tile + AT1 + lane * 16 + (j / 2) * 4) >> (4 * (j % 2));
+    const u32 h = word_of(tile + AT1 + lane * 16, j / 2) >> (4 * (j % 2));
 #if SHIFT
     a[0] = ((w.x << 3) & 0x78787878u) | ((h << 7) & 0x80808080u);
     a[1] = ((w.x >> 1) & 0x78787878u) | ((h << 6) & 0x80808080u);
@@ -162,9 +168,9 @@ __device__ __forceinline__ void unpack(const u8* tile, int j, int lane, u32 (&a)
     a[2] = w.y & 0x0f0f0f0fu, a[3] = (w.y >> 4) & 0x0f0f0f0fu;
 #endif
 #else  // a 2-bit plane, with or without a 1-bit plane above it
-    u32 l = *(const u32*)(tile + AT2 + ((j / 4) * 32 + lane) * 16 + (j % 4) * 4);
+    const u32 l = word_of(tile + AT2 + ((j / 4) * 32 + lane) * 16, j % 4);
 #if P1
-    u32 h = *(const u32*)(tile + AT1 + lane * 16 + (j / 2) * 4) >> (4 * (j % 2));
+    const u32 h = word_of(tile + AT1 + lane * 16, j / 2) >> (4 * (j % 2));
     a[0] = ((l << 5) & 0x60606060u) | ((h << 7) & 0x80808080u);
     a[1] = ((l << 3) & 0x60606060u) | ((h << 6) & 0x80808080u);
     a[2] = ((l << 1) & 0x60606060u) | ((h << 5) & 0x80808080u);
@@ -198,7 +204,7 @@ __device__ __forceinline__ void scale_of(const u8* scales, int row, int group, f
 }
 
 #if EXACT_MINS
-#define SCRATCH_ROW 16  // floats: 8 scales, 8 minima as bf16, the factor of the minima, negated
+#define SCRATCH_ROW 20  // floats: 8 scales, 8 minima as bf16, the factor of the minima, negated; the rest spreads rows over banks
 #define SCRATCH (16 * SCRATCH_ROW)
 #else
 #define SCRATCH_ROW (GROUPS + 4)  // floats; the padding spreads rows over banks
@@ -241,8 +247,12 @@ __device__ __forceinline__ void decode_scales(const u8* tile, int lane, float* s
         *(float2*)(to + 16 * SCRATCH_ROW + i) = make_float2(offset[i], offset[i + 1]);
 #endif
 #endif
+#if GROUPS >= 8
 #pragma unroll
-    for (int i = 0; i < GROUPS / 2; i += 2) *(float2*)(to + i) = make_float2(scale[i], scale[i + 1]);
+    for (int i = 0; i < GROUPS / 2; i += 4) *(float4*)(to + i) = make_float4(scale[i], scale[i + 1], scale[i + 2], scale[i + 3]);
+#else
+    *(float2*)to = make_float2(scale[0], scale[1]);
+#endif
 }
 
 // The minimum of `group` of `row`, negated, after decode_scales.

@@ -19,6 +19,7 @@ inline float max(float a, int b) { return a > b ? a : b; }
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("threadgroup"), used))
 #define __CUDA_ARCH__ 800
@@ -87,6 +88,7 @@ inline unsigned short to_bf16_bits(float f) {
 inline unsigned to_bf16x2(float low, float high) { return to_bf16_bits(low) | (unsigned)to_bf16_bits(high) << 16; }
 inline void release_next() {}
 inline void depend() {}
+inline void prefetch(const void*) {}
 
 // ---- other threads
 
@@ -145,6 +147,9 @@ T reduced(T value, Join join) {
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
     return reduced(v, [](unsigned a, unsigned b) { return a > b ? a : b; });
+}
+inline unsigned __ballot_sync(unsigned, bool v) {
+    return reduced((unsigned)v << (threadIdx.x % 32), [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __reduce_add_sync(unsigned, int v) {
     return reduced(v, [](int a, int b) { return a + b; });

@@ -25,7 +25,7 @@ SIZES = {"int": 4, "u32": 4, "float": 4, "s64": 8, "In": 48, "Out": 40, "Rope": 
 KERNEL = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(\w+)\(([^)]*)\)', re.DOTALL
 )
-IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address"]
+IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address", "prefetch"]
 LINEAR = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
 static Barrier& barrier_at(u32 at) { return *(Barrier*)(block_memory + at); }

@@ -1,0 +1,196 @@
+// product: a 16-row tile of a quantized matrix times a unit's columns of COLS rows of x, on the tensor cores
+// Build     one type of tile.cuh, of which a file may hold several, each in its namespace; COLS 1, 8, 16, 24, 32, 48, 64
+
+#if COLS == 1
+#define NT 1
+#define ACC 2  // columns 1 to 7 are padding
+#else
+#define NT (COLS / 8)
+#define ACC 4
+#endif
+#define XPAIR (COLS == 1 ? 96 : 704)  // bytes of two groups of a row, or of eight rows
+#define XUNIT (KBLOCK / 64 * XPAIR * NT)
+#define STAGE (UNIT_BYTES + XUNIT)
+#define MAGIC 12582912.0f  // 1.5 * 2^23: an int32 accumulator that starts at its bits reads as a float
+
+// c = MAGIC's bits + a b; the constant stays in registers.
+__device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&start)[4]) {
+#if GROUP == 32
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]),
+          "r"(start[3]));
+#endif
+}
+__device__ __forceinline__ void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b, const int (&start)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%4,%5}, {%6,%7}, {%8,%8,%8,%8};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+// acc += scale * dx * dot
+__device__ __forceinline__ void accumulate(float (&acc)[ACC], const int (&c)[4], float low, float high, float2 dx) {
+    const float from_low = -MAGIC * low, from_high = -MAGIC * high;
+    acc[0] = __fmaf_rn(__fmaf_rn(__int_as_float(c[0]), low, from_low), dx.x, acc[0]);
+#if COLS == 1
+    acc[1] = __fmaf_rn(__fmaf_rn(__int_as_float(c[2]), high, from_high), dx.x, acc[1]);
+#else
+    acc[1] = __fmaf_rn(__fmaf_rn(__int_as_float(c[1]), low, from_low), dx.y, acc[1]);
+    acc[2] = __fmaf_rn(__fmaf_rn(__int_as_float(c[2]), high, from_high), dx.x, acc[2]);
+    acc[3] = __fmaf_rn(__fmaf_rn(__int_as_float(c[3]), high, from_high), dx.y, acc[3]);
+#endif
+}
+
+// acc += offset * sx, with sx = dx * the sum of the group's codes
+__device__ __forceinline__ void add_minima(float (&acc)[ACC], float low, float high, float2 sx) {
+    acc[0] = __fmaf_rn(low, sx.x, acc[0]);
+#if COLS == 1
+    acc[1] = __fmaf_rn(high, sx.x, acc[1]);
+#else
+    acc[1] = __fmaf_rn(low, sx.y, acc[1]);
+    acc[2] = __fmaf_rn(high, sx.x, acc[2]), acc[3] = __fmaf_rn(high, sx.y, acc[3]);
+#endif
+}
+
+// The same for the 16 codes in b, whose sum nobody has stored.
+__device__ __forceinline__ void add_minima_of_half(float (&acc)[ACC], float low, float high, float2 dx, u32 b) {
+    const int zero[4] = {0, 0, 0, 0};
+    int sum[4];
+    mma_half(sum, 0x01010101u, 0x01010101u, b, zero);
+    add_minima(acc, low, high, make_float2(dx.x * sum[0], dx.y * sum[1]));
+}
+
+__device__ __forceinline__ void read4(float (&v)[4], const float* from) {
+    const float4 e = *(const float4*)from;
+    v[0] = e.x, v[1] = e.y, v[2] = e.z, v[3] = e.w;
+}
+
+// Two groups of a row of x, or of this lane's share of eight: codes, scales and sums.
+struct Pair {
+    u32 b[4];
+    float2 dx[2], sx[2];
+    __device__ __forceinline__ Pair(const u8* pair, int lane) {
+        const int t = lane % 4;
+#if COLS == 1  // every column of the product is the one column of x
+        const uint2 first = *(const uint2*)(pair + t * 8), second = *(const uint2*)(pair + 48 + t * 8);
+        b[0] = first.x, b[1] = first.y, b[2] = second.x, b[3] = second.y;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float2 scale = *(const float2*)(pair + h * 48 + 32);
+            dx[h] = make_float2(scale.x, scale.x), sx[h] = make_float2(scale.y, scale.y);
+        }
+#else
+        const uint4 codes = *(const uint4*)(pair + lane * 16);
+        b[0] = codes.x, b[1] = codes.y, b[2] = codes.z, b[3] = codes.w;
+        const float4 scales = *(const float4*)(pair + 512 + t * 16);
+        dx[0] = make_float2(scales.x, scales.y), dx[1] = make_float2(scales.z, scales.w);
+#if MINS && !EXACT_MINS && GROUP == 32
+        const float4 sums = *(const float4*)(pair + 576 + t * 16);
+        sx[0] = make_float2(sums.x, sums.y), sx[1] = make_float2(sums.z, sums.w);
+#endif
+#endif
+    }
+};
+
+// One tile times one unit of x.
+__device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const u8* x, float* scratch, int lane) {
+    const int row = lane / 4, t = lane % 4, bits = __float_as_int(MAGIC);
+    const int start[4] = {bits, bits, bits, bits};
+    const int step = GROUP == 32 ? 2 : 1;  // pairs of groups that four scales cover
+    __syncwarp();
+    decode_scales(tile, lane, scratch);
+    __syncwarp();
+    const float* scales = scratch + row * SCRATCH_ROW;
+    float low[4], high[4];
+#ifndef UNROLLED
+#define UNROLLED (KBLOCK / 64)
+#endif
+    constexpr int unrolled = UNROLLED;
+#pragma unroll unrolled
+    for (int j = 0; j < KBLOCK / 64; j++) {
+        const float* at = scales + j / step * 4;
+        if (j % step == 0) read4(low, at), read4(high, at + 8 * SCRATCH_ROW);
+#if MINS && !EXACT_MINS
+        float low_min[4], high_min[4];
+        read4(low_min, at + 16 * SCRATCH_ROW), read4(high_min, at + 24 * SCRATCH_ROW);
+#endif
+        u32 a[2][4];
+        unpack(tile, 2 * j, lane, a[0]), unpack(tile, 2 * j + 1, lane, a[1]);
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const Pair pair(x + (j * NT + n) * XPAIR, lane);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int c[4];
+#if GROUP == 32
+                const int g = j % 2 * 2 + h;
+                mma(c, a[h], pair.b[2 * h], pair.b[2 * h + 1], start);
+                accumulate(acc[n], c, low[g], high[g], pair.dx[h]);
+#if MINS && !EXACT_MINS
+                add_minima(acc[n], low_min[g], high_min[g], pair.sx[h]);
+#endif
+#else
+                mma_half(c, a[h][0], a[h][1], pair.b[2 * h], start);
+                accumulate(acc[n], c, low[2 * h], high[2 * h], pair.dx[h]);
+                mma_half(c, a[h][2], a[h][3], pair.b[2 * h + 1], start);
+                accumulate(acc[n], c, low[2 * h + 1], high[2 * h + 1], pair.dx[h]);
+#if MINS
+                add_minima_of_half(acc[n], low_min[2 * h], high_min[2 * h], pair.dx[h], pair.b[2 * h]);
+                add_minima_of_half(acc[n], low_min[2 * h + 1], high_min[2 * h + 1], pair.dx[h], pair.b[2 * h + 1]);
+#endif
+#endif
+            }
+        }
+    }
+#if EXACT_MINS  // the sum over 8 groups as one product: minima times the high and the low half of sx
+    const u32 low_min = ((const u32*)(scales + 8))[t], high_min = ((const u32*)(scales + 8 + 8 * SCRATCH_ROW))[t];
+    const float low_factor = scales[12], high_factor = scales[12 + 8 * SCRATCH_ROW];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        float m[4];
+#if COLS == 1
+        mma_bf16(m, low_min, high_min, *(const u32*)(x + t * XPAIR + 40), *(const u32*)(x + t * XPAIR + 88));
+        acc[n][0] = __fmaf_rn(low_factor, m[0], acc[n][0]), acc[n][1] = __fmaf_rn(high_factor, m[2], acc[n][1]);
+#else
+        const uint2 b = *(const uint2*)(x + (row / 2 * NT + n) * XPAIR + 640 + row % 2 * 32 + t * 8);
+        mma_bf16(m, low_min, high_min, b.x, b.y);
+        acc[n][0] = __fmaf_rn(low_factor, m[0], acc[n][0]), acc[n][1] = __fmaf_rn(low_factor, m[1], acc[n][1]);
+        acc[n][2] = __fmaf_rn(high_factor, m[2], acc[n][2]), acc[n][3] = __fmaf_rn(high_factor, m[3], acc[n][3]);
+#endif
+    }
+#endif
+}
+
+// A stripe's part of a row block to partial sum `slot`, and zeros to those up to `end`. out [slot][T][N] from this matrix's
+// first column on; rows of a warp and of a tile: kernels/tile.cuh.
+__device__ __forceinline__ void put(const float (&acc)[NT][ACC], float* out, int N, int T, int row, int slot, int end,
+                                    s64 slot_stride, s64 row_stride, int lane) {
+    row += lane / 4;
+#pragma unroll 1
+    for (int to_slot = slot; to_slot < end; to_slot++) {
+        const bool keep = to_slot == slot;
+#if COLS == 1
+        float* to = out + to_slot * slot_stride + row;
+        if (lane % 4 == 0) {
+            if (row < N) to[0] = keep ? acc[0][0] : 0.0f;
+            if (row + 8 < N) to[8] = keep ? acc[0][1] : 0.0f;
+        }
+#else
+        float* to = out + to_slot * slot_stride + lane % 4 * 2 * row_stride + row;
+        int left = T - lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            if (left > 0 && row < N) to[0] = keep ? acc[n][0] : 0.0f;
+            if (left > 1 && row < N) to[row_stride] = keep ? acc[n][1] : 0.0f;
+            if (left > 0 && row + 8 < N) to[8] = keep ? acc[n][2] : 0.0f;
+            if (left > 1 && row + 8 < N) to[row_stride + 8] = keep ? acc[n][3] : 0.0f;
+            to += 8 * row_stride, left -= 8;
+        }
+#endif
+    }
+}
