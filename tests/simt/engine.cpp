@@ -7,6 +7,12 @@
 // one place of which one writes with no barrier between, and reads of what nobody has written.
 #include "engine.h"
 
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
@@ -14,12 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <dlfcn.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
 #include <ctime>
-#include <ucontext.h>
-#include <unistd.h>
 
 namespace simt {
 
@@ -49,20 +50,21 @@ struct Simd {
     void* mine[LANES];
 };
 
+void (*kernel)();
+Schedule schedule;
+uint32_t dice;
+bool returned_may_skip_barriers;
+
 Fiber fibers[MOST_THREADS], launcher;  // the launcher waits for all others
 Simd simds[MOST_THREADS / LANES];
 char* stacks;
-void (*kernel)();
-unsigned count, alive, at_barrier;
-unsigned group_number, epoch[2];
-const char* barrier_name;
-int barrier_line;
-bool returned_may_skip_barriers;
-Schedule schedule;
-uint32_t dice;
-
 int ready[2 * MOST_THREADS];  // a ring
 unsigned first_ready, ready_count;
+
+unsigned group_number, count, alive, at_barrier;  // of the group that runs: threads in all, not returned, waiting
+const char* barrier_name;
+int barrier_line;
+unsigned epoch[2];  // barriers of the group passed, by kind of memory
 
 char message[2048];
 sigjmp_buf escape;
@@ -116,18 +118,19 @@ const char* place(int thread) {  // of a thread, for messages
     return out;
 }
 
+const Fiber* first(State state) {
+    for (unsigned i = 0; i < count; i++)
+        if (fibers[i].state == state) return &fibers[i];
+    return nullptr;
+}
+
 [[noreturn]] void report_deadlock() {
-    int waits = -1;
-    for (unsigned i = 0; i < count; i++)
-        if (fibers[i].state == IN_COLLECTIVE || (waits < 0 && fibers[i].state == AT_BARRIER)) {
-            waits = i;
-            if (fibers[i].state == IN_COLLECTIVE) break;
-        }
-    for (unsigned i = 0; i < count; i++)
-        if (fibers[i].state == AT_BARRIER && (int)i != waits && fibers[waits].state == IN_COLLECTIVE)
-            fail("divergence: %s waits in %s at line %d while %s waits in %s at line %d", place(waits),
-                 fibers[waits].waits_in, fibers[waits].line, place(i), fibers[i].waits_in, fibers[i].line);
-    fail("deadlock: %s waits forever in %s at line %d", place(waits), fibers[waits].waits_in, fibers[waits].line);
+    const Fiber *a = first(IN_COLLECTIVE), *b = first(AT_BARRIER);
+    if (a && b)
+        fail("divergence: %s waits in %s at line %d while %s waits in %s at line %d", place(a->index), a->waits_in,
+             a->line, place(b->index), b->waits_in, b->line);
+    if (!a) a = b;
+    fail("deadlock: %s waits forever in %s at line %d", place(a->index), a->waits_in, a->line);
 }
 
 // Runs the next thread that can; the caller has noted what it waits for.
@@ -191,11 +194,9 @@ void yield() {
 
 void barrier(const char* what, int line, Order order) {
     Fiber* me = (Fiber*)self;
-    if (!returned_may_skip_barriers && alive < count) {
-        unsigned gone = 0;
-        while (fibers[gone].state != RETURNED) gone++;
-        fail("divergence: %s is in %s at line %d after %s has returned", place(me->index), what, line, place(gone));
-    }
+    if (!returned_may_skip_barriers && alive < count)
+        fail("divergence: %s is in %s at line %d after %s has returned", place(me->index), what, line,
+             place(first(RETURNED)->index));
     if (at_barrier && (barrier_line != line || barrier_name != what))
         fail("divergence: %s is in %s at line %d while others wait in %s at line %d", place(me->index), what, line,
              barrier_name, barrier_line);
@@ -270,7 +271,7 @@ uintptr_t code;
 
 uint32_t offset_of(const void* pc) { return (uint32_t)((uintptr_t)pc - code - 1); }
 
-const Region* region_at(const char* p) {  // the nearest buffer whose gap, or memory, holds p
+const Region* region_at(const char* p) {  // of the arena: the nearest
     for (unsigned i = 0; i < region_count; i++)
         if (p < regions[i].start + regions[i].told.bytes + GAP / 2 + PAGE) return &regions[i];
     return nullptr;
@@ -283,10 +284,10 @@ const Region* region_at(const char* p) {  // the nearest buffer whose gap, or me
     const Buffer& b = r->told;
     if (p >= r->start && p < r->start + b.bytes)
         fail("%s writes into the input %s, at @%x", place(self->index), b.name, offset_of(pc));
-    const long at = (p - (r->start + b.first)) / (long)b.item -
-                    (p < r->start + b.first && (p - r->start - b.first) % b.item ? 1 : 0);
-    fail("out of bounds: %s %s %s[%ld] of %lu elements, at @%x", place(self->index), does, b.name, at,
-         (unsigned long)(b.bytes / b.item), offset_of(pc));
+    const long bytes = p - (r->start + b.first), item = b.item;
+    const long at = bytes < 0 ? (bytes - item + 1) / item : bytes / item;
+    fail("out of bounds: %s %s %s[%ld] of %ld elements, at @%x", place(self->index), does, b.name, at, b.bytes / item,
+         offset_of(pc));
 }
 
 enum { DEVICE = 1, GROUP = 0 };  // kinds of memory, as epochs count them
@@ -375,15 +376,13 @@ void touch(const Touch& t) {
 void on_signal(int number, siginfo_t* info, void* context) {
     const void* pc = (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
     const bool writes = ((ucontext_t*)context)->uc_mcontext.gregs[REG_ERR] & 2;
-    if (number == SIGRTMIN)
-        fail("endless: %s still runs after the time limit, at @%x", place(self->index), offset_of(pc) + 1);
+    if (number == SIGRTMIN) fail("endless: %s still runs after the time limit", place(self->index));
+    if (number == SIGFPE) fail("%s divides and overflows, at @%x", place(self->index), offset_of(pc) + 1);
     const char* p = (const char*)info->si_addr;
     const char* stack = stacks + self->index * (STACK + GUARD);
     if (p >= stack && p < stack + GUARD) fail("%s needs more than %zu bytes of stack", place(self->index), STACK);
     fail_outside(p, writes ? "writes" : "reads", (const char*)pc + 1);
 }
-
-const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, 0};
 
 void run_group() {
     count = group_size.x * group_size.y * group_size.z;
@@ -419,51 +418,75 @@ void settle() {
 
 void note_atomic(const void* p, unsigned bytes, const void* pc) { touch({p, bytes, true, true, true, pc}); }
 
+static uint64_t cells_of(const Buffer& b) { return b.bytes / b.item; }
+
 static void lay_out(Buffer* buffers, unsigned n, void** pointers) {
-    uint64_t at = GAP;
-    region_count = n;
+    const auto whole_pages = [](uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; };
+    region_count = n, arena_bytes = GAP;
+    for (unsigned i = 0; i < n; i++) arena_bytes += whole_pages(buffers[i].bytes) + GAP;
+    arena = (char*)mmap(nullptr, arena_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char* page = arena + GAP;
     for (unsigned i = 0; i < n; i++) {
-        const uint64_t whole = (buffers[i].bytes + PAGE - 1) / PAGE * PAGE;
-        regions[i] = {buffers[i], (char*)at, nullptr};  // an offset for now
-        at += whole + GAP;
-    }
-    arena_bytes = at;
-    arena = (char*)mmap(nullptr, at, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    for (unsigned i = 0; i < n; i++) {
-        Region& r = regions[i];
-        char* page = arena + (uint64_t)r.start;
-        const uint64_t whole = (r.told.bytes + PAGE - 1) / PAGE * PAGE;
-        r.start = page + (whole - r.told.bytes) / 64 * 64;  // as near to the gap as a GPU's alignment lets it
+        const Buffer& b = buffers[i];
+        const uint64_t whole = whole_pages(b.bytes);
         mprotect(page, whole, PROT_READ | PROT_WRITE);
-        if (r.told.role != OUTPUT) memcpy(r.start, r.told.data, r.told.bytes);
-        if (r.told.role == INPUT)
+        // As near to the gap behind it as a GPU's alignment lets it.
+        Region& r = regions[i] = {b, page + (whole - b.bytes) / 64 * 64, nullptr};
+        if (b.role != OUTPUT) memcpy(r.start, b.data, b.bytes);
+        if (b.role == INPUT)
             mprotect(page, whole, PROT_READ);
         else
-            r.cells = (Cell*)calloc(r.told.bytes / r.told.item, sizeof(Cell));
-        if (r.told.role == FILLED_OUTPUT)
-            for (uint64_t c = 0; c < r.told.bytes / r.told.item; c++) r.cells[c].write.group_plus_1 = FILLED;
-        pointers[i] = r.start + r.told.first;
+            r.cells = (Cell*)calloc(cells_of(b), sizeof(Cell));
+        for (uint64_t c = 0; b.role == FILLED_OUTPUT && c < cells_of(b); c++) r.cells[c].write.group_plus_1 = FILLED;
+        pointers[i] = r.start + b.first;
+        page += whole + GAP;
     }
 }
 
-static void hand_back(bool check) {
-    for (unsigned i = 0; i < region_count && check; i++) {
-        const Region& r = regions[i];
-        for (uint64_t c = 0; r.told.role == OUTPUT && c < r.told.bytes / r.told.item; c++)
-            if (!r.cells[c].write.group_plus_1) {
-                snprintf(message, sizeof message, "unwritten: no thread wrote %s[%lu] of %lu elements", r.told.name,
-                         (unsigned long)c, (unsigned long)(r.told.bytes / r.told.item));
-                check = false;
-                break;
-            }
-    }
+static void hand_back() {
     for (unsigned i = 0; i < region_count; i++) {
-        if (regions[i].told.role != INPUT) memcpy(regions[i].told.data, regions[i].start, regions[i].told.bytes);
-        free(regions[i].cells);
+        const Region& r = regions[i];
+        const Buffer& b = r.told;
+        for (uint64_t c = 0; b.role == OUTPUT && c < cells_of(b) && !message[0]; c++)
+            if (!r.cells[c].write.group_plus_1)
+                snprintf(message, sizeof message, "unwritten: no thread wrote %s[%lu] of %lu elements", b.name, c,
+                         cells_of(b));
+        if (b.role != INPUT) memcpy(b.data, r.start, b.bytes);
+        free(r.cells);
     }
-    if (arena) munmap(arena, arena_bytes);
+    munmap(arena, arena_bytes);
     arena = nullptr, arena_bytes = 0, region_count = 0;
 }
+
+// Runs `body` with faults and `seconds` of CPU time turned into messages.
+template <class F>
+static void guarded(double seconds, F body) {
+    static char memory[64 << 10];
+    stack_t stack = {}, old_stack;
+    stack.ss_sp = memory, stack.ss_size = sizeof memory;
+    sigaltstack(&stack, &old_stack);
+    const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGRTMIN};
+    struct sigaction handler = {}, old[4];
+    handler.sa_sigaction = on_signal, handler.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int i = 0; i < 4; i++) sigaction(signals[i], &handler, &old[i]);
+    sigevent event = {};
+    event.sigev_notify = SIGEV_THREAD_ID, event.sigev_signo = SIGRTMIN, event._sigev_un._tid = (int)syscall(SYS_gettid);
+    timer_t timer;
+    timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
+    itimerspec limit = {};
+    limit.it_value = {(time_t)seconds, (long)((seconds - (time_t)seconds) * 1e9)};
+    timer_settime(timer, 0, &limit, nullptr);
+    if (!sigsetjmp(escape, 1)) body();
+    timer_delete(timer);
+    for (int i = 0; i < 4; i++) sigaction(signals[i], &old[i], nullptr);
+    sigaltstack(&old_stack, nullptr);
+}
+
+template <class F>
+static Index each(Index a, Index b, F of) {
+    return {of(a.x, b.x), of(a.y, b.y), of(a.z, b.z)};
+}
+static unsigned smaller(unsigned a, unsigned b) { return a < b ? a : b; }
 
 extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned buffer_count, void** pointers) {
     if (!stacks) {
@@ -472,57 +495,33 @@ extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned 
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         for (int i = 0; i < MOST_THREADS; i++) mprotect(stacks + i * one, GUARD, PROT_NONE);
     }
-    Dl_info info;
-    dladdr((void*)launch->kernel, &info);
-    code = (uintptr_t)info.dli_fbase;
-    kernel = launch->kernel, schedule = (Schedule)(launch->schedule < 2 ? launch->schedule : 2),
+    Dl_info library;
+    dladdr((void*)launch->kernel, &library);
+    code = (uintptr_t)library.dli_fbase;
+    kernel = launch->kernel;
+    schedule = (Schedule)smaller(launch->schedule, RANDOM);
     dice = launch->schedule * 2654435761u | 1;
     returned_may_skip_barriers = launch->returned_may_skip_barriers;
-    threads = launch->threads, whole_group = launch->group;
-    whole_group = {whole_group.x < threads.x ? whole_group.x : threads.x,
-                   whole_group.y < threads.y ? whole_group.y : threads.y,
-                   whole_group.z < threads.z ? whole_group.z : threads.z};
-    groups = {(threads.x + whole_group.x - 1) / whole_group.x, (threads.y + whole_group.y - 1) / whole_group.y,
-              (threads.z + whole_group.z - 1) / whole_group.z};
+    threads = launch->threads;
+    whole_group = each(launch->group, threads, smaller);
+    groups = each(threads, whole_group, [](unsigned all, unsigned size) { return (all + size - 1) / size; });
     group_memory = launch->group_memory, group_memory_bytes = launch->group_memory_bytes;
     group_cells = (Cell*)calloc(group_memory_bytes, sizeof(Cell));
-    lay_out(buffers, buffer_count, pointers);
-
-    static char signal_stack[64 << 10];
-    stack_t alternate = {}, old_stack;
-    alternate.ss_sp = signal_stack, alternate.ss_size = sizeof signal_stack;
-    sigaltstack(&alternate, &old_stack);
-    struct sigaction handler = {}, old[8];
-    handler.sa_sigaction = on_signal, handler.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; SIGNALS[i]; i++) sigaction(SIGNALS[i], &handler, &old[i]);
-    sigaction(SIGRTMIN, &handler, &old[7]);
-    sigevent event = {};
-    event.sigev_notify = SIGEV_THREAD_ID, event.sigev_signo = SIGRTMIN, event._sigev_un._tid = (int)syscall(SYS_gettid);
-    timer_t timer;
-    timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
-    itimerspec limit = {};
-    limit.it_value.tv_sec = (time_t)launch->seconds,
-    limit.it_value.tv_nsec = (long)((launch->seconds - (time_t)launch->seconds) * 1e9);
-    timer_settime(timer, 0, &limit, nullptr);
-
+    rewrite.at = nullptr;
     message[0] = 0;
-    const unsigned total = groups.x * groups.y * groups.z;
-    if (!sigsetjmp(escape, 1))
+    lay_out(buffers, buffer_count, pointers);
+    guarded(launch->seconds, [] {
+        const unsigned total = groups.x * groups.y * groups.z;
         for (unsigned i = 0; i < total; i++) {
             group_number = schedule == REVERSE ? total - 1 - i : i;
             group = {group_number % groups.x, group_number / groups.x % groups.y, group_number / groups.x / groups.y};
-            const auto size = [](unsigned at, unsigned whole, unsigned all) {
-                return all - at * whole < whole ? all - at * whole : whole;
-            };
-            group_size = {size(group.x, whole_group.x, threads.x), size(group.y, whole_group.y, threads.y),
-                          size(group.z, whole_group.z, threads.z)};
+            const Index first = each(group, whole_group, [](unsigned at, unsigned size) { return at * size; });
+            const Index left = each(threads, first, [](unsigned all, unsigned before) { return all - before; });
+            group_size = each(whole_group, left, smaller);
             run_group();
         }
-    timer_delete(timer);
-    for (int i = 0; SIGNALS[i]; i++) sigaction(SIGNALS[i], &old[i], nullptr);
-    sigaction(SIGRTMIN, &old[7], nullptr);
-    sigaltstack(&old_stack, nullptr);
-    hand_back(!message[0] && arena);
+    });
+    hand_back();
     free(group_cells);
     return message[0] ? message : nullptr;
 }
