@@ -18,6 +18,8 @@ from common.reference import L2_EPS, available_bytes, peak_resident_bytes
 from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
+from mlx_backend import quantized
+from mlx_backend.quantized import Blocks
 from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
@@ -80,6 +82,8 @@ class MlxOps(Ops):
         return nbytes(weight)
 
     def holds(self, stored_type: str) -> str:
+        if quantized.stays(stored_type):
+            return "as stored"
         target = GGUF_MAPPING.get(stored_type)
         if target is not None:
             return f"{target.mode}, {target.bits} bits, groups of {target.group_size}: {target.fidelity(self.dtype)}"
@@ -115,6 +119,8 @@ class MlxOps(Ops):
         if len(table) > 1:
             raise BimetalError("an embedding table cannot be stacked from several formats")
         part = table[0]
+        if isinstance(part, Blocks):
+            return quantized.dequantize(part.take(ids), self.dtype)
         if not isinstance(part, Packed):
             return part[ids]
         biases = None if part.biases is None else part.biases[ids]
@@ -379,6 +385,10 @@ NOT_A_TOKEN = -1  # what `sample` gives for NaN logits, which only the host can 
 
 
 def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
+    if isinstance(part, Blocks):
+        if x.ndim == 2:
+            return quantized.matmul(x, part)
+        part = quantized.dequantize(part, x.dtype)  # of heads, whose matrices are small
     if isinstance(part, Packed):
         return mx.quantized_matmul(
             x, *part[:3], transpose=transpose, group_size=part.group_size, bits=part.bits, mode=part.mode
@@ -388,6 +398,7 @@ def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
 
 def _host_matmul(x: mx.array, part: Part) -> mx.array:
     """_matmul in float32 through NumPy, which works on MLX's memory, a block of rows of the weight at a time."""
+    assert not isinstance(part, Blocks), "Metal only"
     N = part.codes.shape[0] if isinstance(part, Packed) else part.shape[0]
     out = mx.zeros((len(x), N), mx.float32)
     rows, sums = np.array(x, copy=False), np.array(out, copy=False)
@@ -408,17 +419,20 @@ def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
     if len(w) > 1:
         raise BimetalError("matrices of heads cannot be stacked from several formats")
     (part,) = w
-    heads = part.codes.shape[0] if isinstance(part, Packed) else part.shape[0]
+    heads = (part.codes if isinstance(part, Packed) else part).shape[0]
     return _matmul(mx.broadcast_to(x, (*x.shape[:-3], heads, *x.shape[-2:])), part, transpose)
 
 
 def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:
     """Row i of x (n, columns) through matrix experts[i] of w (E, rows, columns): (n, rows)."""
-    x, out = x[:, None], []
+    out = []
     for part in w:
+        if isinstance(part, Blocks):
+            out.append(quantized.gather_matmul(x, part, experts, ordered))
+            continue
         if isinstance(part, Packed):
             y = mx.gather_qmm(
-                x,
+                x[:, None],
                 *part[:3],
                 rhs_indices=experts,
                 transpose=True,
@@ -428,7 +442,7 @@ def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> 
                 sorted_indices=ordered,
             )
         else:
-            y = mx.gather_mm(x, part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
+            y = mx.gather_mm(x[:, None], part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
         out.append(y.squeeze(1))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 

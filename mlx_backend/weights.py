@@ -1,7 +1,8 @@
-"""From stored tensors to MLX's packed matrices: weights stay quantized, in MLX's own group formats.
+"""From stored tensors to MLX's packed matrices: weights stay quantized, in MLX's own group formats where those fit.
 
 MLX multiplies affine groups (w = scale * code + bias; 2, 3, 4, 5, 6 or 8 bits; 32, 64 or 128 columns), mxfp4, mxfp8 and
-nvfp4. MLX checkpoints hold these already; `GGUF_MAPPING` says what becomes of each GGUF type.
+nvfp4. MLX checkpoints hold these already; `GGUF_MAPPING` says what becomes of each GGUF type, but for those that
+`quantized.stays` keeps as stored on Metal.
 """
 
 import math
@@ -25,6 +26,7 @@ from common.quants import (
     k_scales,
 )
 from common.tensors import Tensor
+from mlx_backend.quantized import Blocks, filled, load_blocks, stays
 
 
 class Packed(NamedTuple):
@@ -38,7 +40,7 @@ class Packed(NamedTuple):
     mode: str
 
 
-Part = mx.array | Packed
+Part = mx.array | Packed | Blocks
 Weight = tuple[Part, ...]  # parts to be stacked by rows, one per storage format; mostly a single one
 
 
@@ -88,7 +90,17 @@ def load_matrix(parts: tuple[Tensor, ...], dtype: mx.Dtype) -> Weight:
             groups[-1].append(part)
         else:
             groups.append([part])
-    return tuple(_packed(group, dtype) if _format(group[0]) else _dense(group, dtype) for group in groups)
+    return tuple(_part(group, dtype) for group in groups)
+
+
+def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
+    match _format(group[0]):
+        case Target() as target:
+            return _packed(group, target, dtype)
+        case str():
+            return load_blocks(group)
+        case None:
+            return _dense(group, dtype)
 
 
 def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
@@ -106,7 +118,7 @@ def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
 
 def nbytes(weight: Weight) -> int:
     return sum(
-        sum(a.nbytes for a in part if isinstance(a, mx.array)) if isinstance(part, Packed) else part.nbytes
+        sum(a.nbytes for a in part if isinstance(a, mx.array)) if isinstance(part, tuple) else part.nbytes
         for part in weight
     )
 
@@ -116,15 +128,17 @@ def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
     count, target = math.prod(tensor.shape), _format(tensor)
     if target is None:
         return count * dtype.size
+    if isinstance(target, str):
+        return count * BLOCKS[target].bytes // BLOCKS[target].elements
     scale = 2 * dtype.size if target.mode == "affine" else 1  # and a bias
     return count * target.bits // 8 + count // target.group_size * scale
 
 
-def _format(tensor: Tensor) -> Target | None:
-    """The packed format of a tensor; None for plain numbers."""
+def _format(tensor: Tensor) -> Target | str | None:
+    """What becomes of a tensor: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
     if tensor.scales is not None:
         return Target(tensor.type, tensor.bits, tensor.group_size)
-    return GGUF_MAPPING.get(tensor.type)
+    return tensor.type if stays(tensor.type) else GGUF_MAPPING.get(tensor.type)
 
 
 def _dense(parts: list[Tensor], dtype: mx.Dtype) -> mx.array:
@@ -142,15 +156,13 @@ def _dense(parts: list[Tensor], dtype: mx.Dtype) -> mx.array:
     return out
 
 
-def _packed(parts: list[Tensor], dtype: mx.Dtype) -> Packed:
-    target = _format(parts[0])
-    assert target is not None
+def _packed(parts: list[Tensor], target: Target, dtype: mx.Dtype) -> Packed:
     mode, bits, size = target.mode, target.bits, target.group_size
     lead, columns = parts[0].shape[:-2], parts[0].shape[-1]
     rows = [part.shape[-2] for part in parts]
     scale_type = mx.float32 if mode == "affine" else mx.uint8
-    out = [_filled((*lead, sum(rows), columns * bits // 32), mx.uint32)]
-    out += [_filled((*lead, sum(rows), columns // size), scale_type) for _ in range(2 if mode == "affine" else 1)]
+    out = [filled((*lead, sum(rows), columns * bits // 32), mx.uint32)]
+    out += [filled((*lead, sum(rows), columns // size), scale_type) for _ in range(2 if mode == "affine" else 1)]
     for part, end in zip(parts, np.cumsum(rows), strict=True):
         _repack(part, target, *(np.asarray(a)[..., end - part.shape[-2] : end, :] for a in out))
     if mode == "affine" and dtype != mx.float32:
@@ -158,13 +170,6 @@ def _packed(parts: list[Tensor], dtype: mx.Dtype) -> Packed:
         if not all(mx.isfinite(a).all() for a in out[1:]):
             raise BimetalError(f"{parts[0].name}: a scale of its {parts[0].type} groups is beyond {dtype}")
     return Packed(out[0], out[1], out[2] if mode == "affine" else None, size, bits, mode)
-
-
-def _filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Zeros that exist: NumPy then writes into MLX's own memory, and no second copy of a matrix is ever made."""
-    out = mx.zeros(shape, dtype)
-    mx.eval(out)
-    return out
 
 
 def _repack(tensor: Tensor, target: Target, codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> None:

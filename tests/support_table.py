@@ -6,6 +6,7 @@ python tests/support_table.py --check  exit with 1 if they are not what this mac
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tiny
@@ -57,13 +58,25 @@ def _works(names: tuple[str, ...], ops: Ops) -> str:
 
 
 def _types(backends: dict[str, Ops | None]) -> str:
-    held = {name: ops for name, ops in backends.items() if ops is not None}
-    lines = [_row("GGUF type", "bits per weight", *(f"held by {name}" for name in held))]
-    lines.append(_row(*["---"] * (2 + len(held))))
-    for name, block in BLOCKS.items():
-        if name[0] != "I" or name.startswith("IQ"):  # integers are no weights
-            lines.append(_row(name, f"{block.bits_per_weight:g}", *(ops.holds(name) for ops in held.values())))
-    return "\n".join(lines)
+    names = [name for name in BLOCKS if name[0] != "I" or name.startswith("IQ")]  # integers are no weights
+    columns = {"GGUF type": names, "bits per weight": [f"{BLOCKS[name].bits_per_weight:g}" for name in names]}
+    for backend, ops in backends.items():
+        if ops is not None:
+            columns[f"held by {backend}"] = [ops.holds(name) for name in names]
+        if backend == "mlx" and ops is not None:
+            columns[f"held by {backend} on a Mac's GPU"] = _on_metal(names)
+    rows = zip(*columns.values(), strict=True)
+    return "\n".join([_row(*columns), _row(*["---"] * len(columns)), *(_row(*row) for row in rows)])
+
+
+def _on_metal(types: list[str]) -> list[str]:
+    """What MLX would say there, in the type that most files' scales have."""
+    import mlx.core as mx
+
+    from mlx_backend.ops import MlxOps
+
+    with mock.patch("mlx_backend.kernels.on_metal", return_value=True):
+        return [MlxOps(mx.float16).holds(type_) for type_ in types]
 
 
 def _row(*cells: str) -> str:

@@ -224,7 +224,9 @@ VECTOR_TYPES(bool)
 template <class To, class From>
 To as_type(From from) {
     static_assert(sizeof(To) == sizeof(From), "as_type between types of different sizes");
-    return __builtin_bit_cast(To, from);
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
 }
 
 // ---- math: in float, rounded to the type

@@ -1,0 +1,126 @@
+"""GGUF blocks as the file stores them, multiplied by our own Metal kernels.
+
+MLX's affine groups take 8 bits and two scales for types whose files take 2.6 to 6.6 bits. On Metal those types stay as
+they are; elsewhere `mlx_backend/weights.py` turns them into affine groups, which is their composed form.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from common.quants import BLOCKS
+from common.tensors import Tensor
+from mlx_backend import kernels
+
+# Where each type's 16-bit fields lie in a block. They are held apart, so that the rest is whole 32-bit words: blocks of
+# 210 or 110 bytes would leave every other word unaligned.
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0, 2)}
+FEW_ROWS = 64  # of x: up to these many `qmv` is bound by the weights' bytes, or as good as a product of decoded weights
+DECODED = 2**23  # weights decoded at a time for larger products
+ROWS_PER_GROUP = 4  # of the matrix, in qmv.metal
+
+
+class Blocks(NamedTuple):
+    """Rows of blocks: words (..., rows, blocks * of a block) uint32, halves (..., rows, blocks * halves) uint16."""
+
+    words: mx.array
+    halves: mx.array
+    type: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, or the matrices."""
+        return *self.words.shape[:-1], self.halves.shape[-1] // len(HALVES[self.type]) * BLOCKS[self.type].elements
+
+    def take(self, rows: mx.array | slice) -> "Blocks":
+        return Blocks(self.words[rows], self.halves[rows], self.type)
+
+
+def stays(type_: str) -> bool:
+    """Whether a matrix of this type is held as `Blocks`."""
+    return type_ in HALVES and kernels.on_metal()
+
+
+def load_blocks(parts: Sequence[Tensor]) -> Blocks:
+    """Parts of one type, (rows, columns) or (E, rows, columns) each, as one matrix stacked by rows."""
+    block, fields = BLOCKS[parts[0].type], HALVES[parts[0].type]
+    lead, blocks = parts[0].shape[:-2], parts[0].shape[-1] // block.elements
+    rows, size = sum(part.shape[-2] for part in parts), block.bytes - 2 * len(fields)
+    words = filled((*lead, rows, blocks * size // 4), mx.uint32)
+    halves = filled((*lead, rows, blocks * len(fields)), mx.uint16)
+    rest = slice(2 * len(fields), None) if fields[0] == 0 else slice(0, size)  # the fields lie at one end of a block
+    end = 0
+    for part in parts:
+        start, end = end, end + part.shape[-2]
+        stored = part.data.reshape(*part.shape[:-1], blocks, block.bytes)
+        to_words = np.asarray(words).view(np.uint8).reshape(*lead, rows, blocks, size)
+        to_halves = np.asarray(halves).view(np.uint8).reshape(*lead, rows, blocks, len(fields), 2)
+        to_words[..., start:end, :, :] = stored[..., rest]
+        for i, at in enumerate(fields):
+            to_halves[..., start:end, :, i, :] = stored[..., at : at + 2]
+    return Blocks(words, halves, parts[0].type)
+
+
+def filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Zeros that exist: NumPy then writes into MLX's own memory, and no second copy of a matrix is ever made."""
+    out = mx.zeros(shape, dtype)
+    mx.eval(out)
+    return out
+
+
+def matmul(x: mx.array, w: Blocks) -> mx.array:
+    """x (T, columns) times w (rows, columns) transposed: (T, rows)"""
+    T, N = len(x), w.shape[-2]
+    if T <= FEW_ROWS:
+        return _qmv(x, w, None, T)
+    step = max(1, DECODED // x.shape[-1])
+    out = [x @ dequantize(w.take(slice(at, at + step)), x.dtype).T for at in range(0, N, step)]
+    return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
+
+
+def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool) -> mx.array:
+    """Row i of x (n, columns) times matrix experts[i] of w (E, rows, columns) transposed: (n, rows)
+
+    ordered  rows of one expert follow one another: they share its decoded weights
+    """
+    return _qmv(x, w, experts, len(x) if ordered else 1)
+
+
+def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.array:
+    """together: how many rows of x one SIMD group could serve."""
+    T, rows = len(x), w.shape[-2]
+    M = next(m for m in (1, 2, 4, 8) if m >= together or m == 8)
+    chunks, grids = -(-T // M), -(-rows // ROWS_PER_GROUP)
+    words, halves = (a.reshape(-1, *a.shape[-2:]) for a in (w.words, w.halves))
+    gather = experts is not None
+    kernel = kernels.make_kernel("qmv", inputs=("x", "words", "halves", "experts"), outputs=("out",))
+    return kernel(
+        inputs=[x, words, halves, experts.astype(mx.int32) if experts is not None else mx.zeros(1, mx.int32)],
+        template=[("T", x.dtype), *_layout(w.type), ("M", M), ("GATHER", gather)],
+        grid=(32, grids, chunks),
+        threadgroup=(32, 2, 1) if chunks == 1 or gather else (32, 1, min(chunks, 8)),
+        output_shapes=[(T, rows)],
+        output_dtypes=[x.dtype],
+    )[0]
+
+
+def dequantize(w: Blocks, dtype: mx.Dtype) -> mx.array:
+    """The weights as numbers, in the shape of the matrix or matrices."""
+    rows, columns = prod(w.shape[:-1]), w.shape[-1]
+    kernel = kernels.make_kernel("dequantize", inputs=("words", "halves"), outputs=("out",))
+    return kernel(
+        inputs=[a.reshape(rows, -1) for a in w[:2]],
+        template=[("T", dtype), *_layout(w.type)],
+        grid=(columns // 8, rows, 1),
+        threadgroup=(min(columns // 8, 256), 1, 1),
+        output_shapes=[w.shape],
+        output_dtypes=[dtype],
+    )[0]
+
+
+def _layout(type_: str) -> list[tuple[str, int]]:
+    block, halves = BLOCKS[type_], len(HALVES[type_])
+    return [("TYPE", block.id), ("BLOCK", block.elements), ("W", (block.bytes - 2 * halves) // 4), ("H", halves)]
