@@ -15,10 +15,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def on_cpu(file: str, chosen: str) -> None:
+def on_cpu(file: str, chosen: str, **settings: str) -> None:
     """Run the tests of a file that are marked gpu and match `chosen`, in a process whose CuPy is the stand-in."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS / file), "-k", chosen]
-    environment = os.environ | {"PYTHONPATH": str(TESTS / "cuda_on_cpu")}
+    environment = os.environ | {"PYTHONPATH": str(TESTS / "cuda_on_cpu")} | settings
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout or "100%" in done.stdout
@@ -26,6 +26,15 @@ def on_cpu(file: str, chosen: str) -> None:
 
 def test_row_ops():
     on_cpu("ops/test_cuda_ops.py", "test_op and (rms_norm or mul_ or swiglu)")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
+)
+def test_races_in_shared_memory(chosen):
+    """Kernels that order shared memory by asynchronous copies and their barriers, of matrices, are not for this."""
+    on_cpu("ops/test_cuda_ops.py", f"test_op and ({chosen}) and not 65", BIMETAL_RACES="1")
 
 
 @pytest.mark.slow
