@@ -118,6 +118,8 @@ def _numpy_type(dtype: mx.Dtype) -> np.dtype:
 
 def _span(array: np.ndarray) -> tuple[np.ndarray, int]:
     """The memory from the lowest to the highest element of a strided array, and the bytes before its first element."""
+    if not array.size:
+        return np.empty(0, np.uint8), 0
     reach = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     before = -sum(r for r in reach if r < 0)
     total = before + sum(r for r in reach if r > 0) + array.itemsize
