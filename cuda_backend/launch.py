@@ -124,38 +124,39 @@ class Memory:
 class Arena:
     """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
 
-    A layer's output lies in its own half, so it survives the next layer and no longer. Memory that a captured graph
-    has used is never given back.
+    A layer's output lies in its own half, so it survives the next layer and no longer; what must last longer lies in a
+    third part. Memory that a captured graph has used is never given back.
     """
 
     CHUNK = 32 << 20
 
     def __init__(self) -> None:
-        self.halves: list[list[Memory]] = [[], []]
+        self.parts: list[list[Memory]] = [[], [], []]
         self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
         self.reset()
 
     def reset(self) -> None:
-        self.half, self.chunk, self.used = 0, 0, 0
+        self.half, self.at = 0, [(0, 0), (0, 0), (0, 0)]  # chunk and bytes used of each part
 
     def turn(self) -> None:
-        self.half, self.chunk, self.used = 1 - self.half, 0, 0
+        self.half = 1 - self.half
+        self.at[self.half] = 0, 0
 
-    def take(self, nbytes: int) -> int:
-        chunks = self.halves[self.half]
-        while self.chunk < len(chunks) and self.used + nbytes > chunks[self.chunk].nbytes:
-            self.chunk, self.used = self.chunk + 1, 0
-        if self.chunk == len(chunks):
+    def take(self, nbytes: int, lasting: bool = False) -> int:
+        part = 2 if lasting else self.half
+        chunks, (chunk, used) = self.parts[part], self.at[part]
+        while chunk < len(chunks) and used + nbytes > chunks[chunk].nbytes:
+            chunk, used = chunk + 1, 0
+        if chunk == len(chunks):
             if self.frozen:
                 raise RuntimeError("a captured step took more memory than the same step run before it")
             chunks.append(Memory(max(nbytes, self.CHUNK)))
-        address = chunks[self.chunk].address + self.used
-        self.used += -(-nbytes // ALIGN) * ALIGN
-        return address
+        self.at[part] = chunk, used + -(-nbytes // ALIGN) * ALIGN
+        return chunks[chunk].address + used
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.nbytes for half in self.halves for chunk in half)
+        return sum(chunk.nbytes for part in self.parts for chunk in part)
 
 
 class Node:

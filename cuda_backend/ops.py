@@ -23,7 +23,7 @@ from cuda_backend import weights
 from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import FLOATS, PREFILL_COLS, UNITS, Card, delta_shared, groups_of, padded, split_count
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
-from cuda_backend.states import KV, NO_LATENT, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
+from cuda_backend.states import KV, NO_LATENT, NO_ORDER, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
 from cuda_backend.weights import Groups, Weight
 
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
@@ -244,7 +244,7 @@ class CudaOps(Ops):
 
     def short_conv(self, x: Array, taps: Array, conv: Conv, step: Any) -> Array:
         T, C = x.shape
-        step = self._step(step, conv.store)
+        step = self._step(step, conv.store, recurrent=True)
         out = Array((T, C), self.arena.take(T * C * 4))
         self._conv(view(x), taps.address, conv, step.state, T, out.address)
         return out
@@ -263,10 +263,20 @@ class CudaOps(Ops):
     ) -> Array:
         T, Hv, Dv = v.shape
         out = Array((T, Hv, Dv), self.arena.take(T * Hv * Dv * 4))
-        step = self._step(step, delta.store)
+        step = self._step(step, delta.store, recurrent=True)
         delta.key_heads = k.shape[1]
         inputs = tuple(view(x) for x in (*(self._summed(x) for x in (q, k, v)), a, b))
         self._delta(inputs, decay.address, dt_bias.address, delta, step.state, out.address)
+        return out
+
+    def keep(self, x: Array) -> Array:
+        node = x.whole_node()
+        if node and not node.dense:
+            node.dense = self.arena.take(node.T * node.K * 4, lasting=True)
+            node.emit(node.dense, 0, 0, 0)
+            return x
+        out = Array(x.shape, self.arena.take(4 * x.size, lasting=True))
+        self._pointwise(COPY, x, x).emit(out.address, 0, 0, 0)
         return out
 
     # -- experts -------------------------------------------------------------------------------------------------------
@@ -359,9 +369,11 @@ class CudaOps(Ops):
         memory = weights.upload(np.ascontiguousarray(numbers, np.int32), self.stream)
         return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
 
-    def _step(self, step: Any, store: KVStore | Recurrent) -> DeviceStep:
+    def _step(self, step: Any, store: KVStore | Recurrent, recurrent: bool = False) -> DeviceStep:
         """The step on the device, uploaded here where an op is called outside `run`."""
         if isinstance(step, DeviceStep):
+            if recurrent and step.is_block:
+                raise BimetalError(NO_ORDER)
             return step
         past, current, path = (store.past, 0, NO_PATH) if isinstance(store, KVStore) else (0, store.current, store.path)
         inputs = self.replay.inputs_for(step, own=True)

@@ -6,7 +6,7 @@ each run; kernels read it there, so that a graph captured once stays valid.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cupy
@@ -38,7 +38,7 @@ STATE = np.dtype(  # kernels/prelude.cuh StepState
 class DeviceStep:
     """What ops receive as `step`: T rows, of which the device knows how many are real.
 
-    state  address of the StepState; prefill: more rows than a graph or a tree has
+    state  address of the StepState; prefill: more rows than a graph or a tree has; is_block: rows see each other
     """
 
     tokens: Array
@@ -46,6 +46,7 @@ class DeviceStep:
     state: int
     T: int
     owner: Any = None
+    is_block: bool = False
 
     @property
     def prefill(self) -> bool:
@@ -132,12 +133,12 @@ class Replay:
             raise ValueError("a step needs at least one row")
         recurrent = state.recurrent
         current, path = (recurrent.current, recurrent.path) if recurrent else (0, np.empty(0, np.int32))
-        if recurrent:
+        if recurrent and step.parents is not None:  # a block is for layers that attend alone
             recurrent.began(step)
         inputs = self.inputs_for(step)
         inputs.upload(step, state.length, current, path)
         bucket = T if T > TREE_ROWS else next(b for b in BUCKETS if b >= T)
-        return self._launch(fn, state, inputs.step(bucket)), T
+        return self._launch(fn, state, replace(inputs.step(bucket), is_block=step.parents is None)), T
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""

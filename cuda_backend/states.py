@@ -19,6 +19,7 @@ from cuda_backend.layout import padded, split_count
 from cuda_backend.replay import TREE_ROWS, graphs
 
 NO_LATENT = "the CUDA kernels have no latent attention yet; choose another backend for this model"
+NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
 MOST_PIECES = 512  # of a past that attention splits: kernels/attention.cu combine
 TILE = 64  # positions that attention reads at a time
 
@@ -151,7 +152,7 @@ class Recurrent:
     def began(self, step: Step) -> None:
         """The step is about to be launched; one of more than TREE_ROWS leaves its own state, no rows to choose from."""
         if step.parents is None:
-            raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
+            raise BimetalError(NO_ORDER)
         self.step_rows, self.step_whole = len(step), len(step) > TREE_ROWS
 
     def commit(self, path: np.ndarray) -> None:
