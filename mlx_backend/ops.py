@@ -18,7 +18,8 @@ from common.reference import L2_EPS, available_bytes, peak_resident_bytes
 from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
-from mlx_backend import quantized
+from mlx_backend import quantized, recurrent
+from mlx_backend.kernels import on_metal
 from mlx_backend.quantized import Blocks
 from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
@@ -280,14 +281,8 @@ class MlxOps(Ops):
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
-        T, n = len(x), len(conv.tail)
-        conv.stream = mx.concatenate([conv.tail, x], axis=0)  # row t of the step at n + t, committed rows before n
-        if step.is_chain:
-            windows = mx.as_strided(conv.stream, (T, n + 1, x.shape[1]), (x.shape[1], x.shape[1], 1))
-        else:
-            windows = conv.stream[mx.array(_windows(step, n))]
-        out = (windows * self._like_activations(taps).T).sum(axis=1)
-        return _silu(out)
+        conv.stream = mx.concatenate([conv.tail, x], axis=0)
+        return recurrent.short_conv(conv.stream, taps, step)
 
     def gated_delta(
         self,
@@ -302,19 +297,15 @@ class MlxOps(Ops):
         step: Step,
     ) -> Array:
         step.the_slot()
-        _parents(step)
-        repeats, D = v.shape[1] // k.shape[1], k.shape[-1]
+        D = k.shape[-1]
         # x / sqrt(sum x² + eps) is RMSNorm with eps / D, over sqrt(D); q is divided by sqrt(D) once more
         q = mx.fast.rms_norm(q, self._constant(D, 1 / D), L2_EPS / D)
         k = mx.fast.rms_norm(k, self._constant(D, D**-0.5), L2_EPS / D)
-        q, k, v = (x[None] for x in (mx.tile(q, (1, repeats, 1)), mx.tile(k, (1, repeats, 1)), v))
-        g, beta = _log_decay(a, dt_bias, decay)[None], mx.sigmoid(b.astype(mx.float32))[None]
-        delta.rows = k, v, mx.exp(g), beta
-        if step.is_chain:
-            out, delta.after = mx.fast.gated_delta_update(q, *delta.rows, delta.matrix)
-            return out.squeeze(0)
-        delta.after = None
-        return _delta_tree(q, k, v, g, beta, delta.matrix, step.visible).astype(v.dtype)
+        if not on_metal():
+            q, k = (mx.tile(x, (1, v.shape[1] // x.shape[1], 1)) for x in (q, k))
+        delta.rows = k, v, _log_decay(a, dt_bias, decay), mx.sigmoid(b.astype(mx.float32))
+        out, delta.after = recurrent.gated_delta(q, delta.rows, delta.matrix, step)
+        return out
 
     def _constant(self, size: int, value: float) -> mx.array:
         if (size, value) not in self._constants:
@@ -445,43 +436,3 @@ def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> 
             y = mx.gather_mm(x[:, None], part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
         out.append(y.squeeze(1))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
-
-
-def _parents(step: Step) -> np.ndarray:
-    if step.parents is None:
-        raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
-    return step.parents
-
-
-def _windows(step: Step, n: int) -> np.ndarray:
-    """(T, n + 1): where each row's convolution window lies in the stream of n committed rows and the step's."""
-    parents = _parents(step)
-    at = n + np.arange(len(parents))
-    windows = [at]
-    for _ in range(n):
-        at = np.where(at >= n, n + parents[np.maximum(at - n, 0)], at - 1)  # PAST lands on n - 1
-        windows.append(at)
-    return np.stack(windows[::-1], axis=1)
-
-
-def _delta_tree(
-    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, S: mx.array, visible: np.ndarray
-) -> mx.array:
-    """The gated delta rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
-
-    What row t adds to the matrix is k_t d_t', where (I + A) d = r: A couples a row to its strict ancestors, so that as
-    many substitutions as the tree is deep solve it exactly. S is (1, Hv, Dv, Dk), g the logarithm of the decay.
-    """
-    q, k, v, g, beta, S = (x.squeeze(0) for x in (q, k, v, g, beta, S))
-    q, k, v = (x.swapaxes(0, 1).astype(mx.float32) for x in (q, k, v))  # (H, T, D)
-    g, beta = g.T, beta.T[:, :, None]  # (H, T)
-    seen = mx.array(visible)
-    total = mx.where(seen, g[:, None, :], 0).sum(axis=-1)  # log decay from the root down to each row
-    ratio = mx.exp(mx.where(seen, total[:, :, None] - total[:, None, :], -mx.inf))
-    A = beta * ratio * (k @ k.swapaxes(1, 2)) * mx.array(~np.eye(len(visible), dtype=bool))
-    since, past = mx.exp(total)[:, :, None], S.swapaxes(1, 2)
-    r = d = beta * (v - since * (k @ past))
-    for _ in range(int(visible.sum(axis=1).max()) - 1):
-        d = r - A @ d
-    out = since * (q @ past) + (ratio * (q @ k.swapaxes(1, 2))) @ d
-    return out.swapaxes(0, 1)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, LayerState, Spec, State, WindowSpec
+from mlx_backend.recurrent import Rows, replay
 
 PREFILL = 32  # rows of a commit from which it is a prompt's
 ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
@@ -132,29 +133,25 @@ class MlxConv:
 
 
 class MlxDelta:
-    """The recurrent matrix per head as MLX lays it, (1, Hv, Dv, Dk) float32, and the step's rows for a replay."""
+    """The recurrent matrix per head as MLX lays it, (Hv, Dv, Dk) float32, and the step's rows for a replay."""
 
     def __init__(self, spec: DeltaSpec):
-        self.matrix = mx.zeros((1, spec.heads, spec.value_dim, spec.key_dim), mx.float32)
-        self.rows: tuple[mx.array, ...] = ()  # k, v (1, T, H, D), exp(g), beta (1, T, H)
+        self.matrix = mx.zeros((spec.heads, spec.value_dim, spec.key_dim), mx.float32)
+        self.rows: Rows | None = None
         self.after: mx.array | None = None  # the matrix after all rows of a chain
 
     def commit(self, path: np.ndarray) -> None:
-        T = self.rows[0].shape[1] if self.rows else 0
-        if self.after is not None and len(path) == T:
-            self.matrix = self.after
-        elif len(path):
-            at = mx.array(path)
-            k, v, decay, beta = (x[:, at] for x in self.rows)
-            self.matrix = mx.fast.gated_delta_update(k, k, v, decay, beta, self.matrix)[1]
-        self.rows, self.after = (), None
+        if self.rows and len(path):
+            kept = self.after if len(path) == len(self.rows[0]) else None
+            self.matrix = replay(self.rows, self.matrix, path) if kept is None else kept
+        self.rows = self.after = None
 
     def snapshot(self) -> Any:
         return self.matrix
 
     def restore(self, snapshot: Any) -> None:
         self.matrix = snapshot
-        self.rows, self.after = (), None
+        self.rows = self.after = None
 
     @property
     def arrays(self) -> list[mx.array]:

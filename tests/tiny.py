@@ -78,7 +78,7 @@ def arrays_of(model: Model, state: State) -> dict[str, np.ndarray]:
                 elif kind in ("kv", "latent"):
                     array = array[0].swapaxes(0, 1)[stored.start : stored.end]
                 elif kind == "delta" and model.ops.name == "mlx":
-                    array = array[0].swapaxes(1, 2)
+                    array = array.swapaxes(1, 2)
                 name = part if kind == "kv" else kind
                 arrays[f"{name}.{i}"] = np.array(array[:, 0] if kind == "latent" else array)
     return arrays

@@ -1,0 +1,152 @@
+"""Gated delta rule and short convolution on MLX: our Metal kernels, and MLX's own ops where there is no Metal.
+
+MLX's fused gated_delta_update serves six pairs of head counts, with heads of 128, and rounds a chain of more than eight
+rows differently; `gated_delta.metal` serves chains, prompts, trees and replays with the same bits.
+"""
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from common.errors import BimetalError
+from common.step import PAST, Step
+from mlx_backend import kernels
+
+Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # k (T, H, Dk), v (T, Hv, Dv), log decay and beta (T, Hv) float32
+
+
+def parents_of(step: Step) -> np.ndarray:
+    if step.parents is None:
+        raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
+    return step.parents
+
+
+# -- gated delta rule --------------------------------------------------------------------------------------------------
+
+
+def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[mx.array, mx.array | None]:
+    """`NumpyOps.gated_delta` behind its normalization, q (T, H, Dk) and matrix (Hv, Dv, Dk) float32.
+
+    H is Hv where there is no Metal, else what divides it.
+    -> out (T, Hv, Dv) in v's type, and of a chain the matrix after its last row
+    """
+    parents_of(step)
+    if kernels.on_metal():
+        walk, first_visits = _walk(step)
+        out, after = _delta_paths(q, rows, matrix, walk)
+        return (out, after) if step.is_chain else (out[first_visits], None)
+    if step.is_chain:
+        return _chain(q, rows, matrix)
+    return _tree(q, rows, matrix, step.visible).astype(rows[1].dtype), None
+
+
+def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
+    """The matrix after the rows of `path`, each continuing the one before it."""
+    if kernels.on_metal():
+        walk = path.astype(np.int32)
+        walk[0] = ~walk[0]
+        return _delta_paths(rows[0], rows, matrix, mx.array(walk))[1]
+    at = mx.array(path)
+    k, v, g, beta = (x[at] for x in rows)
+    return _chain(k, (k, v, g, beta), matrix)[1]
+
+
+@lru_cache(maxsize=1)  # all layers take the same
+def _walk(step: Step) -> tuple[mx.array, mx.array]:
+    """The walk over a step's rows, and where each row is visited first."""
+    walk = visits(parents_of(step))
+    return mx.array(walk), mx.array(np.unique(np.maximum(walk, ~walk), return_index=True)[1])
+
+
+def visits(parents: np.ndarray) -> np.ndarray:
+    """The walk of `gated_delta.metal` over a tree: from each row without children its path, the first row as ~row."""
+    walk: list[int] = []
+    for leaf in np.setdiff1d(np.arange(len(parents)), parents).tolist():
+        path = [leaf]
+        while parents[path[-1]] != PAST:
+            path.append(int(parents[path[-1]]))
+        walk += [~path[-1], *path[-2::-1]]
+    return np.array(walk, np.int32)
+
+
+def _delta_paths(q: mx.array, rows: Rows, matrix: mx.array, walk: mx.array) -> tuple[mx.array, mx.array]:
+    """The output of every visit (n, Hv, Dv) and the matrix after the last."""
+    k, v, g, beta = rows
+    Dk = k.shape[-1]
+    if Dk % 32:
+        raise BimetalError(f"key heads of {Dk}: the Metal kernel takes multiples of 32")
+    q, k, g, beta, matrix = (mx.contiguous(x) for x in (q, k, g, beta, matrix))
+    names = ("q", "k", "v", "g", "beta", "matrix", "visits")
+    kernel = kernels.make_kernel("gated_delta", inputs=names, outputs=("out", "after"), contiguous=False)
+    out, after = kernel(
+        inputs=[q, k, v, g, beta, matrix, walk],
+        template=[("T", v.dtype), ("DK", Dk)],
+        grid=(32, v.shape[2], v.shape[1]),
+        threadgroup=(32, 4, 1),
+        output_shapes=[(len(walk), *v.shape[1:]), matrix.shape],
+        output_dtypes=[v.dtype, mx.float32],
+    )
+    return out, after
+
+
+def _chain(q: mx.array, rows: Rows, matrix: mx.array) -> tuple[mx.array, mx.array]:
+    k, v, g, beta = rows
+    q, k, v, decay, beta, matrix = (x[None] for x in (q, k, v, mx.exp(g), beta, matrix))
+    out, after = mx.fast.gated_delta_update(q, k, v, decay, beta, matrix)
+    return out.squeeze(0), after.squeeze(0)
+
+
+def _tree(q: mx.array, rows: Rows, S: mx.array, visible: np.ndarray) -> mx.array:
+    """The rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
+
+    What row t adds to the matrix is k_t d_t', where (I + A) d = r: A couples a row to its strict ancestors, so that as
+    many substitutions as the tree is deep solve it exactly.
+    """
+    k, v, g, beta = rows
+    q, k, v = (x.swapaxes(0, 1).astype(mx.float32) for x in (q, k, v))  # (H, T, D)
+    g, beta = g.T, beta.T[:, :, None]  # (H, T)
+    seen = mx.array(visible)
+    total = mx.where(seen, g[:, None, :], 0).sum(axis=-1)  # log decay from the root down to each row
+    ratio = mx.exp(mx.where(seen, total[:, :, None] - total[:, None, :], -mx.inf))
+    A = beta * ratio * (k @ k.swapaxes(1, 2)) * mx.array(~np.eye(len(visible), dtype=bool))
+    since, past = mx.exp(total)[:, :, None], S.swapaxes(1, 2)
+    r = d = beta * (v - since * (k @ past))
+    for _ in range(int(visible.sum(axis=1).max()) - 1):
+        d = r - A @ d
+    out = since * (q @ past) + (ratio * (q @ k.swapaxes(1, 2))) @ d
+    return out.swapaxes(0, 1)
+
+
+# -- short convolution -------------------------------------------------------------------------------------------------
+
+
+def short_conv(stream: mx.array, taps: mx.array, step: Step) -> mx.array:
+    """`NumpyOps.short_conv`: stream (n + T, C), n committed rows and then the step's, taps (C, n + 1) -> (T, C)"""
+    parents, T, (C, width) = parents_of(step), len(step), taps.shape
+    if kernels.on_metal():
+        kernel = kernels.make_kernel("short_conv", inputs=("stream", "taps", "parents"), outputs=("out",))
+        return kernel(
+            inputs=[stream, taps, mx.zeros(1, mx.int32) if step.is_chain else mx.array(parents)],
+            template=[("T", stream.dtype), ("TAPS", width), ("TREE", not step.is_chain)],
+            grid=(C, T, 1),
+            threadgroup=(min(C, 256), 1, 1),
+            output_shapes=[(T, C)],
+            output_dtypes=[stream.dtype],
+        )[0]
+    if step.is_chain:
+        windows = mx.as_strided(stream, (T, width, C), (C, C, 1))
+    else:
+        windows = stream[mx.array(_windows(parents, width - 1))]
+    out = (windows * taps.astype(stream.dtype).T).sum(axis=1)
+    return out * mx.sigmoid(out)
+
+
+def _windows(parents: np.ndarray, n: int) -> np.ndarray:
+    """(T, n + 1): where each row's convolution window lies in the stream of n committed rows and the step's."""
+    at = n + np.arange(len(parents))
+    windows = [at]
+    for _ in range(n):
+        at = np.where(at >= n, n + parents[np.maximum(at - n, 0)], at - 1)  # PAST lands on n - 1
+        windows.append(at)
+    return np.stack(windows[::-1], axis=1)
