@@ -12,7 +12,11 @@ from safetensors.numpy import save_file
 HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 4, 2, 16, 24, 2
 
 
-def write(folder: Path, hidden: int, vocab: int, target_layers: int, taps: Sequence[int], **config: Any) -> Path:
+def write(
+    folder: Path, hidden: int, vocab: int, target_layers: int, taps: Sequence[int], laguna: bool = False, **config: Any
+) -> Path:
+    """laguna  in the form of Laguna's drafts, q, k and v in one"""
+
     def weight(name: str, *shape: int) -> np.ndarray:
         noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
         return (1 + 0.3 * noise if len(shape) == 1 else noise / np.sqrt(shape[-1])).astype(np.float32)
@@ -24,8 +28,14 @@ def write(folder: Path, hidden: int, vocab: int, target_layers: int, taps: Seque
         layer |= {f"self_attn.{name}_norm": (HEAD_DIM,) for name in "qk"}
         layer |= {"mlp.gate_proj": (FFN, hidden), "mlp.up_proj": (FFN, hidden), "mlp.down_proj": (hidden, FFN)}
         layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        if laguna:
+            layer = {name: shape for name, shape in layer.items() if name[-6:] not in ("q_proj", "k_proj", "v_proj")}
+            layer["self_attn.qkv_proj"] = ((HEADS + 2 * KV_HEADS) * HEAD_DIM, hidden)
+            layer["self_attn.g_proj"] = (HEADS, hidden)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    values = {
+    if laguna:
+        shapes |= {f"aux_hidden_norms.{i}": (hidden,) for i in range(len(taps))}
+    values: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "hidden_size": hidden,
         "vocab_size": vocab,
@@ -40,6 +50,11 @@ def write(folder: Path, hidden: int, vocab: int, target_layers: int, taps: Seque
         "num_target_layers": target_layers,
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": list(taps)},
     }
+    if laguna:
+        inner = ("block_size", "num_target_layers")
+        values["dflash_config"] |= {key: values.pop(key) for key in inner} | {"causal": True}
+        values |= {"architectures": ["DFlashLagunaForCausalLM"], "gating": "per-head", "draft_vocab_size": vocab}
+        values["layer_types"] = ["sliding_attention"] * LAYERS
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values | config))
     save_file({f"{name}.weight": weight(name, *shape) for name, shape in shapes.items()}, folder / "model.safetensors")

@@ -22,12 +22,12 @@ from common.models import Model
 from common.models.blocks import check_sizes, ffn_weights, gguf_rope, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
 from common.step import LayerSpec, State, Step, WindowSpec
-from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights
+from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights, rows
 
-NAME = "DFlashDraftModel"
+NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
 CONTEXT_ROWS = 4096  # that a layer without a window keeps: more than drafts are trained on, little beside the target's
 KINDS = ("full_attention", "sliding_attention")
-OTHER_ALGORITHMS = ("markov_rank", "selector_rank", "selector_top_k", "conv_kernel_size", "draft_vocab_size")
+OTHER_ALGORITHMS = ("markov_rank", "selector_rank", "selector_top_k", "conv_kernel_size")
 UNSUPPORTED = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
 
 
@@ -47,6 +47,7 @@ class Config:
     taps: tuple[int, ...]  # target layers whose output the draft reads, ascending
     vocab: int | None  # of the target, where the file says it
     target_layers: int | None
+    is_laguna: bool = False  # a norm per tap, the context through each layer's norm, gated attention
 
     @property
     def layers(self) -> int:
@@ -69,8 +70,11 @@ def read_config(checkpoint: Checkpoint, target: Model) -> Config:
 def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
     names = keys.read("architectures", list)
-    if names != [NAME]:
-        raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {NAME}")
+    if names not in ([NAME], [LAGUNA]):
+        raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {NAME}, {LAGUNA}")
+    vocab = keys.read("vocab_size", int, 0) or None
+    keys.expect("draft_vocab_size", vocab)
+    keys.expect("gating", "per-head")
     keys.expect("hidden_act", "silu")
     keys.expect("attention_bias", False)
     keys.expect("partial_rotary_factor", 1.0)
@@ -86,8 +90,10 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
         raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
     slides = [kind == "sliding_attention" and keys.read("use_sliding_window", bool, True) for kind in kinds]
     causal = keys.read("dflash_config.causal", bool, keys.read("is_causal", bool, None))  # type: ignore[arg-type]
-    ids = keys.read("dflash_config.target_layer_ids", list, keys.read("target_layer_ids", list, []))
-    mask = "dflash_config.mask_token_id" if keys.get("mask_token_id") is None else "mask_token_id"
+
+    def either(key: str) -> str:
+        return key if keys.get(key) is not None else f"dflash_config.{key}"
+
     return Config(
         hidden=keys.size("hidden_size"),
         heads=heads,
@@ -98,11 +104,12 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
         rope=hf_rope(keys, head_dim),
         windows=tuple(keys.size("sliding_window") if slide else None for slide in slides),
         is_causal=tuple(slides) if causal is None else (causal,) * layers,
-        block=keys.size("block_size"),
-        mask_token=keys.read(mask, int),
-        taps=_taps(keys.where, ids, 0) or _default_taps(checkpoint, target),
-        vocab=keys.read("vocab_size", int, 0) or None,
-        target_layers=keys.read("num_target_layers", int, 0) or None,
+        block=keys.size(either("block_size")),
+        mask_token=keys.read(either("mask_token_id"), int),
+        taps=_taps(keys.where, keys.read(either("target_layer_ids"), list, []), 0) or _default_taps(checkpoint, target),
+        vocab=vocab,
+        target_layers=keys.read(either("num_target_layers"), int, 0) or None,
+        is_laguna=names == [LAGUNA],
     )
 
 
@@ -200,6 +207,9 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
             )
             for i in range(n)
         },
+        **{
+            f"tap_norm_{i}": Vector(at(f"aux_hidden_norms.{i}.weight", "", (c.hidden,))) for i in range(c.is_laguna * n)
+        },
         "hidden_norm": Vector(at("hidden_norm.weight", context, (c.hidden,))),
         "norm": Vector(at("norm.weight", "output_norm.weight", (c.hidden,))),
     }
@@ -212,13 +222,20 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 def _layer_weights(c: Config, at: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
+    q: tuple[Stored, ...] = (at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden)),)
+    kv: tuple[Stored, ...] = (
+        at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
+        at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+    )
+    if at.has("self_attn.qkv_proj.weight"):  # the three in one
+        names, whole, end = (at.prefix + "self_attn.qkv_proj.weight",), ((H + 2 * K) * D, c.hidden), (H + 2 * K) * D
+        q = (Stored(names, (H * D, c.hidden), rows(np.arange(H * D)), whole),)
+        kv = (Stored(names, (2 * K * D, c.hidden), rows(np.arange(H * D, end)), whole),)
     return {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
-        "q": Matrix(at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden))),
-        "kv": Matrix(
-            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
-            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
-        ),
+        "q": Matrix(*q),
+        "kv": Matrix(*kv),
+        "gate": Matrix(at("self_attn.g_proj.weight", "", (H, c.hidden))) if c.is_laguna else None,
         "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
         "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
         "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
@@ -247,12 +264,15 @@ def state_spec(c: Config) -> list[LayerSpec]:
 
 def read(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step, features: Sequence[Array]) -> None:
     """Leave the draft's keys and values of the step's rows, from hidden states (T, hidden) of the tapped layers."""
-    x = ops.linear(features[0], w.fc_0)
-    for i, feature in enumerate(features[1:], 1):
-        x = ops.add(x, ops.linear(feature, getattr(w, f"fc_{i}")))
+    x: Array = None
+    for i, feature in enumerate(features):
+        if c.is_laguna:
+            feature = ops.rms_norm(feature, getattr(w, f"tap_norm_{i}"), c.eps)
+        part = ops.linear(feature, getattr(w, f"fc_{i}"))
+        x = part if x is None else ops.add(x, part)
     x = ops.rms_norm(x, w.hidden_norm, c.eps)
     for layer, state in zip(w.layers, states, strict=True):
-        k, v = _keys_values(ops, c, layer, step, x)
+        k, v = _keys_values(ops, c, layer, step, ops.rms_norm(x, layer.attn_norm, c.eps) if c.is_laguna else x)
         ops.write_kv(k, v, state.kv, step)
 
 
@@ -276,6 +296,8 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: A
     k, v = _keys_values(ops, c, w, step, x)
     window = (c.windows[layer] or CONTEXT_ROWS) + 1  # counted from the block's first row, which is one of them
     o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=window, causal=c.is_causal[layer])
+    if w.gate is not None:
+        o = ops.mul_softplus(o, ops.linear(x, w.gate).reshape(T, H, 1))
     return ops.linear(o.reshape(T, H * D), w.o)
 
 

@@ -15,7 +15,7 @@ from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.models import load_model
-from common.models.dflash import CONTEXT_ROWS, load_pair, read_config
+from common.models.dflash import CONTEXT_ROWS, Tap, load_pair, read_config
 from common.quants import dequantize
 from common.step import Step, WindowSpec
 
@@ -156,6 +156,62 @@ def test_every_family_is_a_target(target, tmp_path, ops):
     assert np.isfinite(proposed).all()
 
 
+def rms(x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def turned(x, positions):
+    """Rope of x (T, heads, D), base 10,000."""
+    n = x.shape[-1] // 2
+    angle = np.asarray(positions)[:, None] * 10000.0 ** (-np.arange(n) / n)
+    c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    return np.concatenate([x[..., :n] * c - x[..., n:] * s, x[..., n:] * c + x[..., :n] * s], -1)
+
+
+def test_lagunas_form_against_its_formula(tmp_path, ops):
+    """In float64, from the features that the target's own layers give; the window reaches 8 rows before the block."""
+    target, P = tiny.load("laguna", ops), 13
+    c, layers = target.config, len(target.layout.layers)
+    folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [1, layers - 1], laguna=True)
+    pair, text = load_pair(folder, target), tiny.golden("laguna")["ids"].astype(np.int32)
+    state, tap = pair.new_state(64), Tap(ops, pair.draft.taps)
+    target.definition.forward(tap, c, target.weights, target.new_state(64), Step.chain(text[:P], 0))
+    pair.forward(state, Step.chain(text[:P], 0), slice(-1, None))
+    state.commit(range(P))
+    got = pair.ops.read(pair.propose(state, int(text[P])))
+
+    w = {name: dequantize(tensor).astype(np.float64) for name, tensor in open_checkpoint(folder).tensors.items()}
+    w = {name.removesuffix(".weight"): value for name, value in w.items()}
+    normed = [rms(ops.read(f), w[f"aux_hidden_norms.{i}"]) for i, f in enumerate(tap.taken)]
+    context = rms(np.concatenate(normed, -1) @ w["fc"].T, w["hidden_norm"])
+    table = dequantize(tiny.checkpoint("laguna").tensors["model.embed_tokens.weight"]).astype(np.float64)
+    H, K, D = tiny_draft.HEADS, tiny_draft.KV_HEADS, tiny_draft.HEAD_DIM
+    x = table[[text[P], 1, 1, 1, 1]]
+    for i in range(tiny_draft.LAYERS):
+        at = {name.removeprefix(f"layers.{i}."): value for name, value in w.items() if name.startswith(f"layers.{i}.")}
+        h = rms(x, at["input_layernorm"])
+        rows, places = np.concatenate([rms(context, at["input_layernorm"]), h]), np.arange(P + 5)
+        qkv = (rows @ at["self_attn.qkv_proj"].T).reshape(P + 5, H + 2 * K, D)
+        q = turned(rms(qkv[P:, :H], at["self_attn.q_norm"]), places[P:])
+        k = turned(rms(qkv[:, H : H + K], at["self_attn.k_norm"]), places)
+        out = np.zeros((5, H, D))
+        for t in range(5):
+            seen = (places >= P - 8) & (places <= P + t)
+            for head in range(H):
+                score = k[seen, head // 2] @ q[t, head] / 4
+                p = np.exp(score - score.max())
+                out[t, head] = p / p.sum() @ qkv[seen, H + K + head // 2]
+        out *= np.log1p(np.exp(h @ at["self_attn.g_proj"].T))[..., None]
+        x = x + out.reshape(5, H * D) @ at["self_attn.o_proj"].T
+        r = rms(x, at["post_attention_layernorm"])
+        gate = r @ at["mlp.gate_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (r @ at["mlp.up_proj"].T)) @ at["mlp.down_proj"].T
+    head = tiny.checkpoint("laguna").tensors.get("lm_head.weight")
+    want = rms(x[1:], w["norm"]) @ (table if head is None else dequantize(head)).T
+    assert np.abs(got - want).max() < 1e-3
+    assert pair.draft.is_causal == (True, True)
+
+
 def test_layers_keep_their_window_and_full_ones_a_ring(tmp_path):
     pair = load_pair(FOLDER, tiny.load("qwen35", OPEN))
     spec = [state.window for layer in pair.new_state(8).layers[8:] for state in vars(layer).values()]
@@ -186,7 +242,7 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
         ({"architectures": ["DFlash2DraftModel"]}, r"architectures is \['DFlash2DraftModel'\]; supported as a draft"),
         ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
         ({"selector_rank": 256}, "selector_rank belongs to another kind of draft"),
-        ({"draft_vocab_size": 32}, "draft_vocab_size belongs to another kind of draft"),
+        ({"draft_vocab_size": 32}, "draft_vocab_size is 32; supported: 96"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"hidden_size": 64}, "draft for another model: its hidden size is 64, the model's 32"),
         ({"vocab_size": 128}, "draft for another model: its vocabulary is 128, the model's 96"),
