@@ -212,7 +212,7 @@ void meet(const char* what, int line, void* mine, Compute* compute, void* how, O
     if (simd.returned)
         fail("divergence: %s is in %s at line %d after lane %d of its SIMD group has returned", place(me->index), what,
              line, __builtin_ctz(simd.returned));
-    if (simd.arrived && (simd.line != line || strcmp(simd.what, what)))
+    if (simd.arrived && (simd.line != line || (simd.what != what && strcmp(simd.what, what))))
         fail("divergence: %s is in %s at line %d while lanes of its SIMD group wait in %s at line %d", place(me->index),
              what, line, simd.what, simd.line);
     simd.what = what, simd.line = line;
@@ -357,6 +357,10 @@ void touch_cell(Cell& cell, int kind, const Touch& t, const char* buffer, long a
     }
 }
 
+bool watched(const void* p) {
+    return (uint64_t)((char*)p - arena) < arena_bytes || (uint64_t)((char*)p - group_memory) < group_memory_bytes;
+}
+
 void touch(const Touch& t) {
     settle();
     const char *p = (const char*)t.at, *last = p + t.bytes - 1;
@@ -368,7 +372,7 @@ void touch(const Touch& t) {
             fail_outside(p < end && last >= end ? end : p, t.writes ? "writes" : "reads", t.pc);
         for (uint64_t i = (p - r->start) / b.item, to = (last - r->start) / b.item; r->cells && i <= to; i++)
             touch_cell(r->cells[i], DEVICE, t, b.name, i);
-    } else if ((uint64_t)(p - group_memory) < group_memory_bytes) {
+    } else {
         for (; p <= last; p++) touch_cell(group_cells[p - group_memory], GROUP, t, nullptr, p - group_memory);
     }
 }
@@ -530,9 +534,9 @@ extern "C" const char* simt_run(const Launch* launch, Buffer* buffers, unsigned 
 
 // ---- what -fsanitize=thread and -fsanitize=undefined call
 
-#define HOOK(name, reads, writes, parameters, bytes)                                          \
-    extern "C" void __tsan_##name parameters {                                                \
-        simt::touch({p, (unsigned)bytes, reads, writes, false, __builtin_return_address(0)}); \
+#define HOOK(name, reads, writes, parameters, bytes)                                                                \
+    extern "C" void __tsan_##name parameters {                                                                      \
+        if (simt::watched(p)) simt::touch({p, (unsigned)bytes, reads, writes, false, __builtin_return_address(0)}); \
     }
 #define HOOKS(bytes)                                           \
     HOOK(read##bytes, true, false, (void* p), bytes)           \

@@ -15,6 +15,7 @@
 #define NAN __builtin_nanf("")
 #define M_PI_F 3.14159265358979323846f
 #define HERE int line = __builtin_LINE()
+#define UNWATCHED __attribute__((no_sanitize("thread")))  // of the shim's own accesses
 
 typedef unsigned char uchar, uint8_t;
 typedef signed char int8_t;
@@ -345,9 +346,9 @@ struct Lane {
     bool given;
 };
 template <class T>
-T from_lane(const char* what, int line, T value, int from) {
+UNWATCHED T from_lane(const char* what, int line, T value, int from) {
     Lane<T> lane{value, value, from, true};
-    simt::together(what, line, &lane, [](void** lanes) {
+    simt::together(what, line, &lane, [](void** lanes) UNWATCHED {
         for (int i = 0; i < 32; i++) {
             Lane<T>* to = (Lane<T>*)lanes[i];
             if (!to || to->from < 0 || to->from > 31) continue;
@@ -389,9 +390,9 @@ T simd_shuffle_up(T v, ushort by, HERE) {
 
 // The tree of today's GPUs: lanes 1 apart, then 2, 4, 8, 16. A lane that does not exist adds nothing.
 template <class T, class Join>
-T reduced(const char* what, int line, T value, Join join) {
+UNWATCHED T reduced(const char* what, int line, T value, Join join) {
     Lane<T> lane{value, value, 0, true};
-    simt::together(what, line, &lane, [join](void** lanes) {
+    simt::together(what, line, &lane, [join](void** lanes) UNWATCHED {
         T all[32];
         bool there[32];
         for (int i = 0; i < 32; i++)
@@ -423,9 +424,9 @@ inline bool simd_all(bool v, HERE) {
     return reduced("simd_all", line, v, [](bool a, bool b) { return a && b; });
 }
 template <class T>
-T prefix_sum(const char* what, int line, T value, bool inclusive) {
+UNWATCHED T prefix_sum(const char* what, int line, T value, bool inclusive) {
     Lane<T> lane{value, T(0), inclusive, true};
-    simt::together(what, line, &lane, [](void** lanes) {
+    simt::together(what, line, &lane, [](void** lanes) UNWATCHED {
         T sum = T(0);
         for (int i = 0; i < 32; i++) {
             Lane<T>* at = (Lane<T>*)lanes[i];
@@ -460,13 +461,13 @@ struct atomic {
 };
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
-#define ATOMIC(name, expression)                                                                     \
-    template <class T, class U>                                                                      \
-    __attribute__((noinline, no_sanitize("thread"))) T name(atomic<T>* p, U operand, memory_order) { \
-        simt::note_atomic(p, sizeof *p, __builtin_return_address(0));                                \
-        const T old = p->value, b = (T)operand;                                                      \
-        p->value = (expression);                                                                     \
-        return old;                                                                                  \
+#define ATOMIC(name, expression)                                                        \
+    template <class T, class U>                                                         \
+    __attribute__((noinline)) UNWATCHED T name(atomic<T>* p, U operand, memory_order) { \
+        simt::note_atomic(p, sizeof *p, __builtin_return_address(0));                   \
+        const T old = p->value, b = (T)operand;                                         \
+        p->value = (expression);                                                        \
+        return old;                                                                     \
     }
 ATOMIC(atomic_fetch_add_explicit, old + b)
 ATOMIC(atomic_fetch_sub_explicit, old - b)
@@ -477,7 +478,7 @@ ATOMIC(atomic_fetch_and_explicit, old& b)
 ATOMIC(atomic_exchange_explicit, b)
 ATOMIC(atomic_store_explicit, b)
 template <class T>
-__attribute__((noinline, no_sanitize("thread"))) T atomic_load_explicit(const atomic<T>* p, memory_order) {
+__attribute__((noinline)) UNWATCHED T atomic_load_explicit(const atomic<T>* p, memory_order) {
     simt::note_atomic(p, sizeof *p, __builtin_return_address(0));
     return p->value;
 }

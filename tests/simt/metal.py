@@ -25,7 +25,7 @@ MLX_METAL_KERNEL = mx.fast.metal_kernel
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += ["-fno-threadsafe-statics", "-fno-gnu-unique", "-fvisibility=hidden", "-mf16c", "-fsingle-precision-constant"]
 FLAGS += ["-fsanitize=thread,bounds-strict,shift-exponent,alignment,integer-divide-by-zero,return"]
-FLAGS += ["-fno-sanitize-recover=all"]
+FLAGS += ["-fno-sanitize-recover=all", "--param=tsan-instrument-func-entry-exit=0"]
 SCHEDULES = {"forward": 0, "reverse": 1, "random": 2}
 MOST_GROUP_MEMORY = 32 << 10
 MOST_THREADS = 1024
