@@ -20,6 +20,7 @@ from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from mlx_backend import quantized, recurrent
 from mlx_backend.kernels import on_metal
+from mlx_backend.logits import best_of_rows
 from mlx_backend.quantized import Blocks
 from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
@@ -351,14 +352,8 @@ class MlxOps(Ops):
         return tokens
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
-        logits = logits.astype(mx.float32)
-        ids = mx.argpartition(-logits, min(k, logits.shape[-1] - 1), axis=-1)[:, :k]
-        best = mx.take_along_axis(logits, ids, axis=-1)
-        order = mx.argsort(-best, axis=-1)
-        ids, best = mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(best, order, axis=-1)
-        total = mx.logsumexp(logits, axis=-1, keepdims=True)
-        ids = mx.where(mx.isnan(total), NOT_A_TOKEN, ids.astype(mx.int32))
-        return ids, best - total
+        ids, logs, total = best_of_rows(logits, k)
+        return mx.where(mx.isnan(total), NOT_A_TOKEN, ids), logs
 
     def read(self, x: Array) -> np.ndarray:
         if mx.issubdtype(x.dtype, mx.floating):

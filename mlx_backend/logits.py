@@ -1,0 +1,50 @@
+"""The best tokens of rows of logits, chosen where the logits are."""
+
+import mlx.core as mx
+
+from mlx_backend import kernels
+
+SLICE = 512  # logits that one SIMD group holds, in top_k.metal
+MOST = 128  # best of a slice: a row shrinks to a quarter with every pass
+
+
+def best_of_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
+    """The k largest of each row of logits (T, vocab), best first, equal ones by the smaller id where Metal decides.
+
+    -> ids (T, k) int32, log-probabilities (T, k) float32, log-sum-exp (T, 1) float32, NaN where a logit is NaN
+    """
+    k = min(k, logits.shape[-1])
+    best, ids, total = _passes(logits, k) if kernels.on_metal() and k <= MOST else _sorted(logits, k)
+    return ids, best - total, total
+
+
+def _passes(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
+    best, ids, sums = _pass(logits, None, k)
+    total = mx.logsumexp(sums, axis=-1, keepdims=True)
+    while best.shape[1] > k:
+        best, ids, _ = _pass(best, ids, k)
+    return best, ids, total
+
+
+def _pass(logits: mx.array, ids: mx.array | None, k: int) -> tuple[mx.array, mx.array, mx.array]:
+    """The k best of each slice: values and ids (T, slices * k), log-sum-exps (T, slices)"""
+    T, slices = len(logits), -(-logits.shape[1] // SLICE)
+    kernel = kernels.make_kernel("top_k", inputs=("logits", "ids"), outputs=("best", "best_ids", "log_sums"))
+    best, best_ids, sums = kernel(
+        inputs=[logits, mx.zeros(1, mx.int32) if ids is None else ids],
+        template=[("T", logits.dtype), ("K", k), ("GIVEN", ids is not None)],
+        grid=(32, slices, T),
+        threadgroup=(32, min(slices, 4), 1),
+        output_shapes=[(T, slices * k), (T, slices * k), (T, slices)],
+        output_dtypes=[mx.float32, mx.int32, mx.float32],
+    )
+    return best, best_ids, sums
+
+
+def _sorted(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
+    logits = logits.astype(mx.float32)
+    ids = mx.argpartition(-logits, min(k, logits.shape[-1] - 1), axis=-1)[:, :k]
+    best = mx.take_along_axis(logits, ids, axis=-1)
+    order = mx.argsort(-best, axis=-1)
+    ids, best = mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(best, order, axis=-1)
+    return best, ids.astype(mx.int32), mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,0 +1,60 @@
+"""The best tokens of rows of logits on Metal, against the definition: ids, ties, sums, what is not a number."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from common.errors import NotFiniteError
+from common.sampling import top_k as definition
+from mlx_backend.logits import best_of_rows
+from mlx_backend.ops import MlxOps
+
+metal = pytest.importorskip("simt.metal", exc_type=ImportError)
+
+
+def logits(T: int, vocab: int, dtype: mx.Dtype) -> mx.array:
+    x = np.random.default_rng(vocab).standard_normal((T, vocab)).astype(np.float32) * 3
+    return mx.array(x).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("T", "vocab", "k"), [(1, 5, 1), (2, 3, 8), (3, 512, 4), (2, 513, 4), (3, 3000, 1), (2, 3000, 40)]
+)
+def test_ids_and_log_probabilities(T, vocab, k, dtype):
+    """One slice, a slice of one logit, several passes; the halves have many equal logits."""
+    x = logits(T, vocab, dtype)
+    with metal.on_metal():
+        ids, logs = (MlxOps(dtype).read(out) for out in MlxOps(dtype).top_k(x, k))
+    want_ids, want_logs = definition(np.asarray(x.astype(mx.float32)), k)
+    assert ids.dtype == np.int32
+    assert np.array_equal(ids, want_ids)
+    assert np.abs(logs - want_logs).max() < 4e-6
+
+
+def test_equal_and_hidden_logits():
+    """Ties across lanes and slices go to the smaller id; -inf is a logit like any other."""
+    x = np.full((2, 1400), -np.inf, np.float32)
+    x[0, [1399, 700, 40, 33, 8]] = 1.5
+    x[1, [3, 600]] = [0, 2]
+    with metal.on_metal():
+        ids, logs = (np.asarray(out) for out in best_of_rows(mx.array(x), 5)[:2])
+    assert ids.tolist() == [[8, 33, 40, 700, 1399], [600, 3, 0, 1, 2]]
+    assert np.allclose(logs[0], np.log(0.2))
+    assert np.allclose(logs[1, :2], [np.log(1 / (1 + np.exp(-2))), np.log(1 / (1 + np.exp(2)))])
+    assert np.isneginf(logs[1, 2:]).all()
+
+
+def test_not_a_number():
+    x = mx.array(np.where(np.arange(1200) == 700, np.nan, 1).astype(np.float32))[None]
+    with metal.on_metal():
+        ids, _ = MlxOps().top_k(x, 3)
+        with pytest.raises(NotFiniteError):
+            MlxOps().read(ids)
+
+
+def test_more_than_the_kernel_takes():
+    x = logits(1, 600, mx.float32)
+    with metal.on_metal():
+        ids, _, _ = best_of_rows(x, 200)
+    assert np.array_equal(np.asarray(ids), definition(np.asarray(x), 200)[0])
