@@ -335,7 +335,7 @@ void touch_cell(Cell& cell, int kind, const Touch& t, const char* buffer, long a
     if (t.reads && !written)
         fail("uninitialised: %s reads %s, which nobody wrote, at @%x", place(self->index), place_in(buffer, at),
              offset_of(t.pc));
-    const char* does = t.atomic ? "changes" : t.writes ? "writes" : "reads";
+    const char* does = t.atomic && t.writes ? "changes" : t.writes ? "writes" : "reads";
     if (concurrent(cell.write, kind) && !(t.atomic && cell.write.atomic)) {
         describe_race(cell.write, "wrote", does, buffer, at, t.pc);
         if (t.reads || t.bytes > sizeof rewrite.value) fail("%s", rewrite.race);
@@ -420,7 +420,9 @@ void settle() {
     if (at && memcmp(at, rewrite.value, rewrite.bytes)) fail("%s", rewrite.race);
 }
 
-void note_atomic(const void* p, unsigned bytes, const void* pc) { touch({p, bytes, true, true, true, pc}); }
+void note_atomic(const void* p, unsigned bytes, bool reads, bool writes, const void* pc) {
+    touch({p, bytes, reads, writes, true, pc});
+}
 
 static uint64_t cells_of(const Buffer& b) { return b.bytes / b.item; }
 

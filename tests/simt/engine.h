@@ -32,9 +32,10 @@ void together(const char* what, int line, void* mine, F compute) {
     meet(what, line, mine, [](void** lanes, void* how) { (*(F*)how)(lanes); }, &compute);
 }
 
-void yield();                                                     // lets others run: for loops that spin
-void note_atomic(const void* p, unsigned bytes, const void* pc);  // an access that may coincide with other atomic ones
-[[noreturn]] void fail(const char* format, ...);                  // ends the launch with an error
+void yield();  // lets others run: for loops that spin
+// An access that may coincide with other atomic ones.
+void note_atomic(const void* p, unsigned bytes, bool reads, bool writes, const void* pc);
+[[noreturn]] void fail(const char* format, ...);  // ends the launch with an error
 
 // A grid of `threads` in groups of `group`.
 enum Schedule : unsigned { FORWARD, REVERSE, RANDOM };  // the order of threads and groups; beyond: other random ones

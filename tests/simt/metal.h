@@ -461,25 +461,25 @@ struct atomic {
 };
 typedef atomic<int> atomic_int;
 typedef atomic<uint> atomic_uint;
-#define ATOMIC(name, expression)                                                        \
+#define ATOMIC(name, reads, expression)                                                 \
     template <class T, class U>                                                         \
     __attribute__((noinline)) UNWATCHED T name(atomic<T>* p, U operand, memory_order) { \
-        simt::note_atomic(p, sizeof *p, __builtin_return_address(0));                   \
+        simt::note_atomic(p, sizeof *p, reads, true, __builtin_return_address(0));      \
         const T old = p->value, b = (T)operand;                                         \
         p->value = (expression);                                                        \
         return old;                                                                     \
     }
-ATOMIC(atomic_fetch_add_explicit, old + b)
-ATOMIC(atomic_fetch_sub_explicit, old - b)
-ATOMIC(atomic_fetch_min_explicit, b < old ? b : old)
-ATOMIC(atomic_fetch_max_explicit, old < b ? b : old)
-ATOMIC(atomic_fetch_or_explicit, old | b)
-ATOMIC(atomic_fetch_and_explicit, old& b)
-ATOMIC(atomic_exchange_explicit, b)
-ATOMIC(atomic_store_explicit, b)
+ATOMIC(atomic_fetch_add_explicit, true, old + b)
+ATOMIC(atomic_fetch_sub_explicit, true, old - b)
+ATOMIC(atomic_fetch_min_explicit, true, b < old ? b : old)
+ATOMIC(atomic_fetch_max_explicit, true, old < b ? b : old)
+ATOMIC(atomic_fetch_or_explicit, true, old | b)
+ATOMIC(atomic_fetch_and_explicit, true, old& b)
+ATOMIC(atomic_exchange_explicit, true, b)
+ATOMIC(atomic_store_explicit, false, b)
 template <class T>
 __attribute__((noinline)) UNWATCHED T atomic_load_explicit(const atomic<T>* p, memory_order) {
-    simt::note_atomic(p, sizeof *p, __builtin_return_address(0));
+    simt::note_atomic(p, sizeof *p, true, false, __builtin_return_address(0));
     return p->value;
 }
 
