@@ -326,6 +326,22 @@ class CudaOps(Ops):
         kernel("sample", "final")((T,), (32,), args, stream=self.stream)
         return tokens
 
+    def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
+        T, V = logits.shape
+        k, pieces = min(k, V), min(64, -(-V // 256))
+        if k > 64 or V > 64 * 256 * pieces:
+            return super().top_k(logits, k)
+        memory = Memory(T * (pieces * (8 * k + 8) + 8 * k))
+        sums = memory.address + T * pieces * 8 * k
+        ids = sums + T * pieces * 8
+        out = [Array((T, k), ids + i * T * k * 4, owner=memory, dtype=t) for i, t in enumerate((np.int32, np.float32))]
+        keys = np.uint64(memory.address), np.uint64(sums)
+        args = (np.uint64(logits.address), np.int32(V), np.int32(k), *keys)
+        kernel("top_k", "partial")((pieces, T), (256,), args, stream=self.stream)
+        args = (*keys, np.int32(pieces), np.int32(k), np.uint64(out[0].address), np.uint64(out[1].address))
+        kernel("top_k", "final")((T,), (256,), args, stream=self.stream)
+        return out[0], out[1]
+
     def read(self, x: Any) -> np.ndarray:
         if isinstance(x, np.ndarray):
             return x

@@ -1,0 +1,83 @@
+"""Speculative decoding on the GPU: the draft's logits, and text that equals plain decoding to the last token."""
+
+import numpy as np
+import pytest
+import tiny
+from test_plain import prefilled
+
+from common.decode.plain import plain
+from common.decode.speculative import KINDS, Accepted, Speculation, speculate
+from common.errors import BimetalError, NotFiniteError
+from common.models import load_model
+from common.models.dflash import load_pair
+from common.sampling import Sampler, Sampling, top_k
+from common.step import Step
+from common.weights import dense
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.ops import CudaOps  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+FOLDER = tiny.FOLDER / "dflash"
+GOLDEN = np.load(FOLDER / "golden.npz")
+TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair(FOLDER, load_model(tiny.checkpoint("qwen35"), CudaOps()))
+
+
+def test_logits_of_the_pytorch_form(pair):
+    """In float16 keys and values; twice each, so that captured graphs count too."""
+    state, proposed = pair.new_state(64), []
+    for anchor in GOLDEN["anchors"]:
+        while state.length < anchor:
+            pair.forward(state, Step.chain(TEXT[state.length : state.length + 1], state.length))
+            state.commit([0])
+        proposed.append(pair.ops.read(pair.propose(state, int(TEXT[anchor]))))
+        assert np.array_equal(proposed[-1], pair.ops.read(pair.propose(state, int(TEXT[anchor]))))
+    error = np.abs(np.stack(proposed) - GOLDEN["logits"])
+    print("largest error", error.max(), "of logits up to", np.abs(GOLDEN["logits"]).max())
+    assert error.max() < 0.05
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "off"])
+def test_greedy_equals_plain(pair, kind):
+    prompt, new = TEXT[:20].tolist(), 40
+    state, logits = prefilled(pair, prompt)
+    tokens = plain(pair, state, logits, Sampler(Sampling()))
+    expected = [next(tokens)[0] for _ in range(new)]
+    state, logits = prefilled(pair, prompt)
+    accepted = Accepted()
+    tokens = speculate(pair, state, logits, Sampler(Sampling()), prompt, Speculation(kind, 12), None, accepted)
+    assert [next(tokens)[0] for _ in range(new)] == expected
+    tokens.close()
+    assert state.length == len(prompt) + new - 1
+
+
+def test_a_block_is_refused_by_recurrent_layers_alone(pair):
+    state = pair.new_state(64)
+    pair.propose(state, 3)
+    with pytest.raises(BimetalError, match="no order for a recurrent layer"):
+        pair.forward(state, Step.block(TEXT[:3], 0))
+
+
+def test_top_k_ties_infinities_and_nan(pair):
+    rows = np.random.default_rng(0).integers(0, 40, (5, 3000)).astype(np.float32)  # many ties
+    rows[1] = -np.inf
+    rows[1, [5, 2999, 70]] = 2, 3, 2
+    ops = pair.ops
+    logits = ops.embed(ops.weight(dense("rows", rows)), np.arange(5, dtype=np.int32))
+    for k in (1, 3, 17, 64):
+        for got, want in zip(ops.top_k(logits, k), top_k(rows, k), strict=True):
+            got = ops.read(got)
+            assert np.array_equal(np.isfinite(got), np.isfinite(want))
+            finite = np.isfinite(want)
+            assert np.abs(got[finite] - want[finite]).max() < 1e-5
+    rows[3, 123] = np.nan
+    logits = ops.embed(ops.weight(dense("rows", rows)), np.arange(5, dtype=np.int32))
+    with pytest.raises(NotFiniteError):
+        ops.read(ops.top_k(logits, 4)[0])
