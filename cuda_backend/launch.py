@@ -23,6 +23,7 @@ OUT = np.dtype(
     [("dense", "u8"), ("packed", "u8"), ("bf16", "u8"), ("K", "i4"), ("cols", "i4"), ("groups", "i4")], align=True
 )
 ROPE = np.dtype([("frequencies", "u8"), ("positions", "u8"), ("pairs", "i4"), ("magnitude", "f4")], align=True)
+PLACES = np.dtype([("fixed", "i4"), ("ring", "i4")])
 
 
 class Kernel:
@@ -171,6 +172,7 @@ class Node:
         self.packed: dict[int, int] = {}
         self.parts: tuple[Array, Array] | None = None  # of an addition, which a norm may do on its way
         self.roping: tuple[Array, tuple[Any, ...]] | None = None  # of norm and rope, which attention may do on its way
+        self.norm: tuple[Array, Array | None, float] | None = None  # of a norm, which a cache may do on its way
         self.experts: tuple[Array, Array] | None = None  # of a weighted sum, which an addition may do on its way
 
     def as_dense(self) -> int:

@@ -12,7 +12,10 @@ import numpy as np
 from common.errors import BimetalError
 
 KERNELS = Path(__file__).with_name("kernels")
-WITH_TILES = ("linear", "experts", "repack", "expand")  # kernels built per block type, over tile.cuh
+HEADERS = {  # what precedes a kernel file beside prelude.cuh
+    **dict.fromkeys(("linear", "experts", "repack", "expand"), "tile.cuh"),
+    **dict.fromkeys(("attention", "latent", "pieces"), "flash.cuh"),
+}
 
 # columns of a unit, bytes of a tile of 16 rows, groups that share a scale, 2 if groups have a minimum: kernels/tile.cuh
 UNITS = {
@@ -55,7 +58,7 @@ class Card:
 
 def source(stem: str) -> str:
     """The text that is compiled for kernels/<stem>.cu."""
-    parts = ["prelude.cuh", *(["tile.cuh"] if stem in WITH_TILES else [])]
+    parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
     parts += ["ring.cuh", "product.cuh"] if stem == "linear" else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
 
@@ -120,6 +123,15 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
     first = np.arange(row_blocks, dtype=np.int64) * k_blocks
     spread = ((first + k_blocks) * ctas - 1) // units - ((first + 1) * ctas - 1) // units
     return ctas, int(spread.max()) + 1
+
+
+def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
+    """Positions of a tile of kernels/latent.cu, tiles in shared memory, and its bytes: the most that fits."""
+    for tile, buffers in ((64, 2), (32, 2), (32, 1)):
+        shared = (32 + buffers * tile) * (width + 8) * 2 + 32 * (tile + 8) * 2 + 4 * 32 * 4
+        if shared <= card.block_shared:
+            return tile, buffers, shared
+    raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
 
 
 def groups_of(columns: int) -> int:

@@ -20,15 +20,39 @@ from common.sampling import Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import weights
-from cuda_backend.launch import IN, OUT, ROPE, Arena, Array, Kernel, Memory, Node, kernel
-from cuda_backend.layout import FLOATS, PREFILL_COLS, UNITS, Card, delta_shared, groups_of, padded, split_count
+from cuda_backend.launch import IN, OUT, PLACES, ROPE, Arena, Array, Kernel, Memory, Node, kernel
+from cuda_backend.layout import (
+    FLOATS,
+    PREFILL_COLS,
+    UNITS,
+    Card,
+    delta_shared,
+    groups_of,
+    latent_tiles,
+    padded,
+    split_count,
+)
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
-from cuda_backend.states import KV, NO_LATENT, NO_ORDER, Conv, CudaState, Delta, KVStore, Recurrent, state_bytes
+from cuda_backend.states import (
+    KV,
+    NO_ORDER,
+    TILE,
+    Conv,
+    CudaState,
+    Delta,
+    KVStore,
+    Latent,
+    LatentStore,
+    Recurrent,
+    move,
+    state_bytes,
+)
 from cuda_backend.weights import Groups, Weight
 
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
 OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
 NOTHING = np.zeros((), IN)
+LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 NO_PATH = np.empty(0, np.int32)
 
 
@@ -46,6 +70,7 @@ class CudaOps(Ops):
         self.replay = Replay(self.arena, self.stream, overlap=self.card.capability >= 90)
         self.ropes: dict[Rope, Memory] = {}
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
+        self.heads: dict[tuple[int, int], Groups] = {}  # for head_linear, by rows and heads
 
     # -- weights and states --------------------------------------------------------------------------------------------
 
@@ -105,7 +130,9 @@ class CudaOps(Ops):
         return weights.linear(x, w, self.card, self.arena, self.stream, self._node(x))
 
     def head_linear(self, x: Array, w: Weight) -> Array:
-        raise BimetalError(NO_LATENT)
+        T, H, C = x.shape
+        y = self._grouped(self._node(x.reshape(T * H, C)), w, self._head_groups(T, H), 1)
+        return y.reshape(T, H, w.rows)
 
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
         if len(x.shape) == 3:
@@ -127,7 +154,9 @@ class CudaOps(Ops):
             args = (one, other, has_other, address, np.float32(eps), np.uint64(keep), out)
             kernel("rows", "add_norm")((T,), (256,), args, stream=self.stream)
 
-        return Array(x.shape, node=Node(self.arena, T, K, emit))
+        node = Node(self.arena, T, K, emit)
+        node.norm = x, weight, eps
+        return Array(x.shape, node=node)
 
     def rope(self, x: Array, positions: Any, rope: Rope) -> Array:
         return self._heads(x, None, 0.0, positions=positions, rope=rope, norm=False)
@@ -162,85 +191,320 @@ class CudaOps(Ops):
     # -- ops with state ------------------------------------------------------------------------------------------------
 
     def attention(
-        self, q: Array, k: Array, v: Array, kv: KV, step: Any, scale: float, window: int | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: KV,
+        step: Any,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
     ) -> Array:
         T, H, D = q.shape
         K, wide = k.shape[1], padded(D)
         step = self._step(step, kv.store)
         q16 = self.arena.take(T * H * wide * 2)
+        keep = kv.store.window[1]
+        cache, values, capacity, places = kv.keys, kv.values, kv.capacity, kv.places
+        if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
+            cache, values, capacity, places = self._unrolled(kv, T)
+        self._heads_to_cache(q, k, v, step, wide, q16, cache, values, capacity, places)
+        out = Array((T, H, D), self.arena.take(T * H * D * 4))
+        head = (
+            np.uint64(q16),
+            np.uint64(cache),
+            np.uint64(values),
+            np.int64(capacity),
+            places,
+            np.int32(H),
+            np.int32(K),
+        )
+        at = (np.uint64(step.state), np.uint64(step.positions.address), np.int32(T))
+        seen = (np.float32(scale * LOG2_E), np.int32(window or 0), np.int32(keep))
+        defines = f"D={wide}", f"DIM={D}"
+        shared = 3 * 64 * (wide + 8) * 2
+        if step.prefill:
+            kernel("attention", "whole", defines, shared)(
+                (-(-T * (H // K) // 64), K),
+                (128,),
+                (*head, *at, *seen, np.uint64(out.address)),
+                shared_mem=shared,
+                stream=self.stream,
+            )
+            if kv.store.is_ring:
+                self._rolled(kv, T, cache, capacity, places)
+            return out
+        pieces = split_count(kv.store.most)
+        sums, stats = self.arena.take(pieces * T * H * wide * 4), self.arena.take(pieces * T * H * 8)
+        blocks = pieces * K * -(-T * (H // K) // 64)
+        kernel("attention", "split", defines, shared)(
+            (min(blocks, 2 * self.card.sms),),
+            (128,),
+            (*head, *at, *seen, np.int32(causal), np.uint64(sums), np.uint64(stats)),
+            shared_mem=shared,
+            stream=self.stream,
+        )
+        self._combine(sums, stats, H, wide, D, step, T, 0, out.address, window or 0, keep)
+        return out
+
+    def write_kv(self, k: Array, v: Array, kv: KV, step: Any) -> None:
+        step = self._step(step, kv.store)
+        if step.prefill and kv.store.is_ring:
+            cache, values, capacity, places = self._unrolled(kv, len(k))
+            self._heads_to_cache(None, k, v, step, padded(k.shape[2]), 0, cache, values, capacity, places)
+            self._rolled(kv, len(k), cache, capacity, places)
+        else:
+            self._heads_to_cache(None, k, v, step, padded(k.shape[2]), 0, kv.keys, kv.values, kv.capacity, kv.places)
+
+    def _heads_to_cache(
+        self,
+        q: Array | None,
+        k: Array,
+        v: Array,
+        step: DeviceStep,
+        wide: int,
+        q16: int,
+        keys: int,
+        values: int,
+        capacity: int,
+        places: np.ndarray,
+    ) -> None:
+        """Float16 of q, and of k and v in the cache; norm and rope happen on the way."""
+        T, K, D = k.shape
+        H = q.shape[1] if q else 0
+        queries = q or k
         kernel("rows", "heads_to_cache")(
             (-(-T * (H + 2 * K) // 8),),
             (256,),
             (
-                *(view(x) for x in (unroped(q), unroped(k), v)),
+                *(view(x) for x in (unroped(queries), unroped(k), v)),
                 np.int32(H),
                 np.int32(K),
                 np.int32(D),
                 np.int32(wide),
                 np.uint64(step.state),
                 np.int32(T),
-                *roping(q),
+                *roping(queries),
                 *roping(k),
                 np.uint64(q16),
-                np.uint64(kv.keys),
-                np.uint64(kv.values),
-                np.int64(kv.capacity),
+                np.uint64(keys),
+                np.uint64(values),
+                np.int64(capacity),
+                np.int32(places["fixed"]),
+                np.int32(places["ring"]),
             ),
             shared_mem=32 * padded(D),
             stream=self.stream,
         )
-        out = Array((T, H, D), self.arena.take(T * H * D * 4))
-        defines = f"D={wide}", f"DIM={D}"
-        shared = 3 * 64 * (wide + 8) * 2
-        head = (
-            np.uint64(q16),
-            np.uint64(kv.keys),
-            np.uint64(kv.values),
-            np.int64(kv.capacity),
-            np.int32(H),
-            np.int32(K),
-        )
-        scales = (np.float32(scale * 1.4426950408889634), np.int32(window or 0))  # exponentials are powers of 2
-        at = (np.uint64(step.state), np.uint64(step.positions.address), np.int32(T), *scales)
-        if step.prefill:
-            kernel("attention", "whole", defines, shared)(
-                (-(-T * (H // K) // 64), K),
-                (128,),
-                (*head, *at, np.uint64(out.address)),
-                shared_mem=shared,
-                stream=self.stream,
-            )
-            return out
-        pieces = split_count(kv.capacity)
-        sums, stats = self.arena.take(pieces * T * H * wide * 4), self.arena.take(pieces * T * H * 8)
-        blocks = pieces * K * -(-T * (H // K) // 64)
-        kernel("attention", "split", defines, shared)(
-            (min(blocks, 2 * self.card.sms),),
-            (128,),
-            (*head, *at, np.uint64(sums), np.uint64(stats)),
-            shared_mem=shared,
-            stream=self.stream,
-        )
-        kernel("attention", "combine", defines)(
-            (H, T),
-            (min(-(-wide // 32) * 32, 256),),
+
+    def _unrolled(self, kv: KV, T: int) -> tuple[int, int, int, np.ndarray]:
+        """A copy of a ring with room for T more rows: keys, values, capacity and places."""
+        store, past = kv.store, kv.store.past
+        window, keep = store.window
+        K = store.spec.kv_heads
+        places = np.array((kv.places["fixed"], -(-(T + window + TILE) // TILE) * TILE), PLACES)
+        capacity = int(places["fixed"] + places["ring"])
+        plane = K * capacity * store.width * 2
+        keys = self.arena.take(2 * plane)
+        cupy.cuda.runtime.memsetAsync(keys, 0, 2 * plane, self.stream.ptr)
+        for first, end in ((0, min(keep, past)), (max(0, past - window), past)):
+            if first < end:
+                ring = kv.keys, kv.capacity, kv.places, first
+                move(*ring, keys, capacity, places, first, 2 * K, store.width, end - first, self.stream)
+        return keys, keys + plane, capacity, places
+
+    def _rolled(self, kv: KV, T: int, keys: int, capacity: int, places: np.ndarray) -> None:
+        """What the ring becomes where the T rows are committed."""
+        store, end = kv.store, kv.store.past + T
+        window, keep = store.window
+        for first, last in ((0, min(keep, end)), (max(0, end - window), end)):
+            if first < last:
+                after = kv.after, kv.capacity, kv.places, first
+                rows = 2 * store.spec.kv_heads, store.width, last - first
+                move(keys, capacity, places, first, *after, *rows, self.stream)
+
+    def _combine(
+        self,
+        sums: int,
+        stats: int,
+        H: int,
+        wide: int,
+        D: int,
+        step: DeviceStep,
+        T: int,
+        first: int,
+        out: int,
+        window: int = 0,
+        keep: int = 0,
+    ) -> None:
+        """The pieces of rows first..first + T added up."""
+        kernel("pieces", "combine")(
+            (H, T, -(-D // 128)),
+            (256,),
             (
                 np.uint64(sums),
                 np.uint64(stats),
                 np.int32(H),
+                np.int32(wide),
+                np.int32(D),
                 np.uint64(step.state),
+                np.uint64(step.positions.address),
                 np.int32(T),
+                np.int32(first),
+                np.int32(window),
+                np.int32(keep),
+                np.uint64(out),
+            ),
+            stream=self.stream,
+        )
+
+    def latent_attention(
+        self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Latent, step: Any, scale: float
+    ) -> Array:
+        T, H, R = q_latent.shape
+        step, wide = self._step(step, kv.store), padded(R)
+        q16 = self.arena.take(T * H * kv.width * 2)
+        self._gather(q_latent, q_rope, latent, k_rope, kv, step, wide, kv.width, q16)
+        out = Array((T, H, R), self.arena.take(T * H * R * 4))
+        rows = min(T, TREE_ROWS)
+        pieces = split_count(kv.store.past + T if step.prefill else kv.capacity)
+        sums, stats = self.arena.take(pieces * rows * H * wide * 4), self.arena.take(pieces * rows * H * 8)
+        tile, buffers, shared = latent_tiles(self.card, kv.width)
+        for first in range(0, T, TREE_ROWS):
+            n = min(rows, T - first)
+            kernel("latent", "split", (*self._latent(kv), f"TILE={tile}", f"BUFFERS={buffers}"), shared)(
+                (min(pieces * -(-n * H // 32), self.card.sms),),
+                (256,),
+                (
+                    np.uint64(q16),
+                    np.uint64(kv.rows),
+                    np.int32(H),
+                    np.uint64(step.state),
+                    np.uint64(step.positions.address),
+                    np.int32(n),
+                    np.int32(first),
+                    np.float32(scale * LOG2_E),
+                    np.uint64(sums),
+                    np.uint64(stats),
+                ),
+                shared_mem=shared,
+                stream=self.stream,
+            )
+            self._combine(sums, stats, H, wide, R, step, n, first, out.address)
+        return out
+
+    def expanded_attention(
+        self,
+        q_nope: Array,
+        q_rope: Array,
+        latent: Array,
+        k_rope: Array,
+        k_up: Weight,
+        v_up: Weight,
+        kv: Latent,
+        step: Any,
+        scale: float,
+    ) -> Array:
+        T, H, N = q_nope.shape
+        step = self._step(step, kv.store)
+        if not step.prefill:  # one form for few rows, so that their number does not choose another
+            o = self.latent_attention(self.head_linear(q_nope, k_up), q_rope, latent, k_rope, kv, step, scale)
+            return self.head_linear(o, v_up)
+        P, V = q_rope.shape[2], v_up.rows
+        n, wide = kv.store.past + T, padded(max(N + P, V))
+        q16 = self.arena.take(T * H * wide * 2)
+        self._gather(q_nope, q_rope, latent, k_rope, kv, step, N, wide, q16)
+        capacity = -(-n // TILE) * TILE
+        plane = capacity * wide * 2
+        keys = self.arena.take(2 * H * plane)
+        values = keys + H * plane
+        cupy.cuda.runtime.memsetAsync(keys, 0, 2 * H * plane, self.stream.ptr)
+        weights.expand_heads(k_up, False, kv.rows, kv.width, n, keys, plane, wide, self.arena, self.stream)
+        weights.expand_heads(v_up, True, kv.rows, kv.width, n, values, plane, wide, self.arena, self.stream)
+        kernel("latent", "spread", (*self._latent(kv), "TILE=64", "BUFFERS=1"))(
+            (-(-n * (wide - N) // 256), H),
+            (256,),
+            (
+                np.uint64(kv.rows),
+                np.int32(n),
+                np.int32(N),
+                np.int32(P),
+                np.int32(wide),
+                np.int64(capacity),
+                np.uint64(keys),
+            ),
+            stream=self.stream,
+        )
+        out = Array((T, H, V), self.arena.take(T * H * V * 4))
+        places = np.array((capacity, TILE), PLACES)
+        shared = 3 * 64 * (wide + 8) * 2
+        kernel("attention", "whole", (f"D={wide}", f"DIM={V}"), shared)(
+            (-(-T // 64), H),
+            (128,),
+            (
+                *(np.uint64(x) for x in (q16, keys, values)),
+                np.int64(capacity),
+                places,
+                np.int32(H),
+                np.int32(H),
+                np.uint64(step.state),
+                np.uint64(step.positions.address),
+                np.int32(T),
+                np.float32(scale * LOG2_E),
+                np.int32(0),
+                np.int32(0),
                 np.uint64(out.address),
             ),
+            shared_mem=shared,
             stream=self.stream,
         )
         return out
 
-    def latent_attention(self, *_: Any, **__: Any) -> Array:
-        raise BimetalError(NO_LATENT)
+    def _latent(self, kv: Latent) -> tuple[str, str]:
+        return f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}"
 
-    def expanded_attention(self, *_: Any, **__: Any) -> Array:
-        raise BimetalError(NO_LATENT)
+    def _gather(
+        self,
+        q: Array,
+        q_rope: Array,
+        latent: Array,
+        k_rope: Array,
+        kv: Latent,
+        step: DeviceStep,
+        at: int,
+        wide: int,
+        q16: int,
+    ) -> None:
+        """q || roped q_rope as float16, the latter from channel `at`, and this step's rows of the cache."""
+        T, H, main = q.shape
+        (q_from, q_turn), (k_from, k_turn) = turned(q_rope), turned(k_rope)
+        node = latent.whole_node()
+        norm = node.norm if node and not node.dense else None
+        plain, weight, eps = norm or (latent, None, 0.0)
+        kernel("latent", "gather", (*self._latent(kv), "TILE=64", "BUFFERS=1"))(
+            (-(-T * (H + 1) // 8),),
+            (256,),
+            (
+                *(view(x) for x in (q, q_from, plain, k_from)),
+                np.int32(T),
+                np.int32(H),
+                np.int32(main),
+                np.int32(at),
+                np.int32(q_rope.shape[2]),
+                np.int32(wide),
+                q_turn,
+                k_turn,
+                np.int32(norm is not None),
+                np.uint64(weight.address if weight else 0),
+                np.float32(eps),
+                np.int32(latent.shape[1]),
+                np.uint64(step.state),
+                np.uint64(q16),
+                np.uint64(kv.rows),
+            ),
+            stream=self.stream,
+        )
 
     def short_conv(self, x: Array, taps: Array, conv: Conv, step: Any) -> Array:
         T, C = x.shape
@@ -385,16 +649,17 @@ class CudaOps(Ops):
         memory = weights.upload(np.ascontiguousarray(numbers, np.int32), self.stream)
         return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
 
-    def _step(self, step: Any, store: KVStore | Recurrent, recurrent: bool = False) -> DeviceStep:
+    def _step(self, step: Any, store: KVStore | LatentStore | Recurrent, recurrent: bool = False) -> DeviceStep:
         """The step on the device, uploaded here where an op is called outside `run`."""
         if isinstance(step, DeviceStep):
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)
             return step
-        past, current, path = (store.past, 0, NO_PATH) if isinstance(store, KVStore) else (0, store.current, store.path)
+        is_cache = not isinstance(store, Recurrent)
+        past, current, path = (store.past, 0, NO_PATH) if is_cache else (0, store.current, store.path)
         inputs = self.replay.inputs_for(step, own=True)
         inputs.upload(step, past, current, path)
-        if isinstance(store, Recurrent):
+        if not isinstance(store, LatentStore):
             store.began(step)
         return inputs.step(len(step))
 
@@ -475,6 +740,23 @@ class CudaOps(Ops):
 
     def _grouped(self, x: Node, w: Weight, groups: Groups, share: int) -> Array:
         return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream)
+
+    def _head_groups(self, T: int, H: int) -> Groups:
+        """Rows (t, head) of which each takes the matrix of its head."""
+        if (T, H) in self.heads:
+            return self.heads[T, H]
+        cols = 8 if T <= TREE_ROWS else PREFILL_COLS
+        order = np.arange(T * H, dtype=np.int32).reshape(T, H).T
+        groups = [(h, h * T + t, min(cols, T - t), 0) for h in range(H) for t in range(0, T, cols)]
+        table = np.array([(len(groups), 0, 0, 0), *groups], np.int32)
+        ids = np.tile(np.arange(H, dtype=np.int32), T)
+        memory = weights.upload(np.concatenate([table.ravel(), order.ravel(), ids]), self.stream)
+        at = memory.address
+        ends = at + table.nbytes, at + table.nbytes + order.nbytes
+        made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, H, memory)
+        if T <= TREE_ROWS:  # captured graphs point to it
+            self.heads[T, H] = made
+        return made
 
     def _route(self, logits: Array, bias: int, top_k: int, scale: float) -> tuple[Array, Array]:
         T, E = logits.shape
@@ -605,6 +887,14 @@ def roping(x: Array) -> tuple[Any, ...]:
     if node and node.roping:
         return node.roping[1]
     return np.int32(0), np.uint64(0), np.float32(0), np.zeros((), ROPE)
+
+
+def turned(x: Array) -> tuple[Array, np.ndarray]:
+    """What a rope of x that has not run starts from, and the rope; x and none where it is something else."""
+    node = x.whole_node()
+    if node and node.roping and not node.dense and not node.roping[1][0]:
+        return node.roping[0], node.roping[1][3]
+    return x, np.zeros((), ROPE)
 
 
 def available() -> Card:

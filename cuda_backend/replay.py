@@ -70,7 +70,7 @@ class Inputs:
         state = host[: STATE.itemsize // 4].view(STATE)[0]
         state["past"], state["rows"], state["current"], state["path_length"] = past, T, current, len(path)
         state["path"][: len(path)] = path
-        state["kind"] = T > TREE_ROWS
+        state["kind"] = 1 if T > TREE_ROWS else 2 if step.parents is None else 0
         if T <= TREE_ROWS:
             if step.parents is not None:
                 state["parents"][:T] = step.parents
@@ -133,8 +133,7 @@ class Replay:
             raise ValueError("a step needs at least one row")
         recurrent = state.recurrent
         current, path = (recurrent.current, recurrent.path) if recurrent else (0, np.empty(0, np.int32))
-        if recurrent and step.parents is not None:  # a block is for layers that attend alone
-            recurrent.began(step)
+        state.began(step)
         inputs = self.inputs_for(step)
         inputs.upload(step, state.length, current, path)
         bucket = T if T > TREE_ROWS else next(b for b in BUCKETS if b >= T)

@@ -14,79 +14,125 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, State, Step, WindowSpec
-from cuda_backend.launch import Memory, kernel
+from cuda_backend.launch import PLACES, Memory, kernel
 from cuda_backend.layout import padded, split_count
 from cuda_backend.replay import TREE_ROWS, graphs
 
-NO_LATENT = "the CUDA kernels have no latent attention yet; choose another backend for this model"
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
-MOST_PIECES = 512  # of a past that attention splits: kernels/attention.cu combine
+MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
 TILE = 64  # positions that attention reads at a time
+NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {TREE_ROWS} may be chosen"
 
 
 @dataclass(frozen=True)
 class KV:
-    """Keys and values of one layer, float16 (kv_heads, capacity, D padded to 16)."""
+    """Keys and values of one layer, float16 (kv_heads, capacity, D padded to 16); `after` as keys, see KVStore.
+
+    places  where the cache holds a position: kernels/flash.cuh
+    """
 
     keys: int
     values: int
+    after: int
     capacity: int
+    places: np.ndarray
     store: "KVStore"
 
 
 class KVStore:
-    """The caches of all layers of one shape: [layer][keys, values][kv_heads][capacity][D padded to 16]."""
+    """The caches of all layers of one shape: [layer][keys, values][kv_heads][capacity][D padded to 16].
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, stream: cupy.cuda.Stream):
-        if spec.key_dim != spec.value_dim or spec.key_dim > 256:
-            raise BimetalError(
-                f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
-                "the CUDA kernels take equal widths up to 256"
-            )
-        if split_count(capacity + TREE_ROWS) > MOST_PIECES:
-            raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
+    Of a window the first `keep` positions are held, and a ring of the last with room for the rows of a step. A step
+    of more rows than that attends to a copy, and leaves in `after` what the ring becomes where the step is committed.
+    """
+
+    def __init__(self, spec: KVSpec | WindowSpec, layers: int, capacity: int, stream: cupy.cuda.Stream):
+        _check_widths(spec)
+        _check_capacity(capacity)
         self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
-        self.capacity = -(-(capacity + TREE_ROWS) // TILE) * TILE  # and room for the rows of a step
+        self.places = _places(spec, capacity)
+        self.capacity = int(self.places["fixed"] + self.places["ring"])
+        self.most = _rows(capacity)  # positions that there may be
+        self.is_ring = self.capacity < self.most
         self.width = padded(spec.key_dim)
         self.plane = spec.kv_heads * self.capacity * self.width * 2
         self.memory = zeros(2 * layers * self.plane, stream)
+        self.after = zeros(self.memory.nbytes, stream) if self.is_ring else None
+        self.step_rows = 0  # of a step that left `after`
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Positions that a row sees behind the first ones that are kept, 0: all; and those first ones."""
+        return (self.spec.window, self.spec.keep) if isinstance(self.spec, WindowSpec) else (0, 0)
 
     def layer(self, i: int) -> KV:
         keys = self.memory.address + 2 * i * self.plane
-        return KV(keys, keys + self.plane, self.capacity, self)
+        after = self.after.address + 2 * i * self.plane if self.after else 0
+        return KV(keys, keys + self.plane, after, self.capacity, self.places, self)
+
+    def began(self, step: Step) -> None:
+        self.step_rows = len(step) if self.is_ring and len(step) > TREE_ROWS else 0
+
+    def commit(self, path: np.ndarray) -> None:
+        n = len(path)
+        if n and self.step_rows:
+            if not np.array_equal(path, np.arange(self.step_rows)):
+                raise ValueError(NOT_IN_PART.format(self.step_rows))
+            assert self.after
+            copy(self.memory.address, self.after.address, self.memory.nbytes, self.stream)
+        elif n and not np.array_equal(path, np.arange(n)):
+            planes = 2 * self.layers * self.spec.kv_heads
+            keep_path(self.memory.address, planes, self.capacity, self.places, self.width, self.past, path, self.stream)
+        self.past += n
+        self.step_rows = 0
+
+    def snapshot(self) -> Any:
+        if not self.is_ring:
+            return self.past, None
+        held = Memory(self.memory.nbytes)
+        copy(held.address, self.memory.address, held.nbytes, self.stream)
+        return self.past, held
+
+    def restore(self, snapshot: Any) -> None:
+        self.past, held = snapshot
+        if held:
+            copy(self.memory.address, held.address, held.nbytes, self.stream)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes * (2 if self.is_ring else 1)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Rows of one layer, float16 (capacity, width): a latent padded to 16, then a roped key padded to 16."""
+
+    rows: int
+    capacity: int
+    width: int
+    store: "LatentStore"
+
+
+class LatentStore:
+    """The rows of all layers of one shape, [layer][capacity][width]."""
+
+    def __init__(self, spec: LatentSpec, layers: int, capacity: int, stream: cupy.cuda.Stream):
+        _check_capacity(capacity)
+        self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
+        self.capacity, self.width = _rows(capacity), latent_width(spec)
+        self.places = np.array((self.capacity, TILE), PLACES)
+        self.memory = zeros(layers * self.capacity * self.width * 2, stream)
+
+    def layer(self, i: int) -> Latent:
+        rows = self.memory.address + i * self.capacity * self.width * 2
+        return Latent(rows, self.capacity, self.width, self)
 
     def commit(self, path: np.ndarray) -> None:
         n = len(path)
         if n and not np.array_equal(path, np.arange(n)):
-            rows = np.ascontiguousarray(path, np.int32)
-            device = Memory(rows.nbytes)
-            cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, self.stream.ptr)
-            if np.all(np.diff(path) > 0):
-                self._keep(self.memory.address, self.capacity, self.past, self.capacity, self.past, device.address, n)
-            else:  # a source may be overwritten before it is read
-                copy = Memory(2 * self.layers * self.spec.kv_heads * n * self.width * 2)
-                self._keep(copy.address, n, 0, self.capacity, self.past, device.address, n)
-                self._keep(self.memory.address, self.capacity, self.past, n, 0, 0, n, copy.address)
+            planes, address = self.layers, self.memory.address
+            keep_path(address, planes, self.capacity, self.places, self.width, self.past, path, self.stream)
         self.past += n
-
-    def _keep(
-        self, to: int, to_capacity: int, to_base: int, capacity: int, base: int, path: int, n: int, source: int = 0
-    ) -> None:
-        kernel("attention", "keep", (f"D={self.width}", f"DIM={self.spec.key_dim}"))(
-            (2 * self.layers * self.spec.kv_heads,),
-            (self.width // 8,),
-            (
-                np.uint64(source or self.memory.address),
-                np.int64(capacity),
-                np.int64(base),
-                np.uint64(to),
-                np.int64(to_capacity),
-                np.int64(to_base),
-                np.uint64(path),
-                np.int32(n),
-            ),
-            stream=self.stream,
-        )
 
     def snapshot(self) -> Any:
         return self.past
@@ -97,6 +143,89 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
+
+
+def latent_width(spec: LatentSpec) -> int:
+    return padded(spec.latent_dim) + padded(spec.rope_dim)
+
+
+def _rows(capacity: int) -> int:
+    """Rows of a cache of everything, with room for those of a step."""
+    return -(-(capacity + TREE_ROWS) // TILE) * TILE
+
+
+def _places(spec: KVSpec | WindowSpec, capacity: int) -> np.ndarray:
+    rows = _rows(capacity)
+    if isinstance(spec, WindowSpec):
+        fixed, ring = -(-spec.keep // TILE) * TILE, -(-(spec.window + TREE_ROWS) // TILE) * TILE
+        if fixed + ring < rows:
+            return np.array((fixed, ring), PLACES)
+    return np.array((rows - TILE, TILE), PLACES)
+
+
+def _check_widths(spec: KVSpec | WindowSpec) -> None:
+    if spec.key_dim != spec.value_dim or spec.key_dim > 256:
+        raise BimetalError(
+            f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
+            "the CUDA kernels take equal widths up to 256"
+        )
+
+
+def _check_capacity(capacity: int) -> None:
+    if split_count(capacity + TREE_ROWS) > MOST_PIECES:
+        raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
+
+
+def keep_path(
+    address: int, planes: int, capacity: int, places: np.ndarray, width: int, past: int, path: np.ndarray, stream: Any
+) -> None:
+    """Rows past + path[j] of every plane to past + j, in place."""
+    rows, n = np.ascontiguousarray(path, np.int32), len(path)
+    device = Memory(rows.nbytes)
+    cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
+    if np.all(np.diff(path) > 0):
+        move(address, capacity, places, past, address, capacity, places, past, planes, width, n, stream, device.address)
+    else:  # a source may be overwritten before it is read
+        dense = np.array((n, 1), PLACES)
+        aside = Memory(planes * n * width * 2)
+        move(address, capacity, places, past, aside.address, n, dense, 0, planes, width, n, stream, device.address)
+        move(aside.address, n, dense, 0, address, capacity, places, past, planes, width, n, stream)
+
+
+def move(
+    source: int,
+    capacity: int,
+    places: np.ndarray,
+    base: int,
+    to: int,
+    to_capacity: int,
+    to_places: np.ndarray,
+    to_base: int,
+    planes: int,
+    width: int,
+    n: int,
+    stream: Any,
+    path: int = 0,
+) -> None:
+    """n rows of every plane from one cache to another, at positions base + path[j] (or j) to to_base + j."""
+    kernel("pieces", "keep")(
+        (planes, 1 if source == to else min(n, 64)),
+        (width // 8,),
+        (
+            np.uint64(source),
+            np.int64(capacity),
+            places,
+            np.int32(base),
+            np.uint64(to),
+            np.int64(to_capacity),
+            to_places,
+            np.int32(to_base),
+            np.uint64(path),
+            np.int32(n),
+            np.int32(width),
+        ),
+        stream=stream,
+    )
 
 
 @dataclass(frozen=True)
@@ -161,9 +290,7 @@ class Recurrent:
         if self.step_rows is None or path.min() < 0 or path.max() >= self.step_rows:
             raise ValueError(f"commit of rows {path.tolist()} of a step of {self.step_rows or 0}")
         if self.step_whole and not np.array_equal(path, np.arange(self.step_rows)):
-            raise ValueError(
-                f"a step of {self.step_rows} rows is kept whole or not at all; up to {TREE_ROWS} may be chosen"
-            )
+            raise ValueError(NOT_IN_PART.format(self.step_rows))
         self.path = np.empty(0, np.int32) if self.step_whole else path.astype(np.int32)
         self.current, self.step_rows = 1 - self.current, None
 
@@ -184,9 +311,7 @@ class Recurrent:
         self.path, self.step_rows = np.empty(0, np.int32), None
 
     def _copy(self, to: int, source: int) -> None:
-        cupy.cuda.runtime.memcpyAsync(
-            to, source, self.flip * 4, cupy.cuda.runtime.memcpyDeviceToDevice, self.stream.ptr
-        )
+        copy(to, source, self.flip * 4, self.stream)
 
     @property
     def nbytes(self) -> int:
@@ -215,21 +340,14 @@ class CudaState(State):
         self, spec: Sequence[LayerSpec], capacity: int, settle: Callable[[Any], None], stream: cupy.cuda.Stream
     ):
         flat = [(i, name, s) for i, layer in enumerate(spec) for name, s in layer.items()]
-        if any(isinstance(s, LatentSpec) for _, _, s in flat):
-            raise BimetalError(NO_LATENT)
-        if any(isinstance(s, WindowSpec) and s.keep for _, _, s in flat):
-            raise BimetalError("a window that keeps its first rows has no CUDA kernel yet; use --backend mlx or numpy")
-        # a window's rows are hidden, not dropped: it keeps the whole context
-        flat = [
-            (i, n, KVSpec(s.kv_heads, s.key_dim, s.value_dim) if isinstance(s, WindowSpec) else s) for i, n, s in flat
-        ]
-        kv = [(i, name, s) for i, name, s in flat if isinstance(s, KVSpec)]
+        cached = [(i, name, s) for i, name, s in flat if isinstance(s, KVSpec | WindowSpec | LatentSpec)]
         recurrent = [(i, name, s) for i, name, s in flat if isinstance(s, ConvSpec | DeltaSpec)]
         layers: list[dict[str, Any]] = [{} for _ in spec]
         self.stores: list[Any] = []
-        for shape in dict.fromkeys(s for _, _, s in kv):
-            alike = [(i, name) for i, name, s in kv if s == shape]
-            store = KVStore(shape, len(alike), capacity, stream)
+        for shape in dict.fromkeys(s for _, _, s in cached):
+            alike = [(i, name) for i, name, s in cached if s == shape]
+            made = LatentStore if isinstance(shape, LatentSpec) else KVStore
+            store: Any = made(shape, len(alike), capacity, stream)  # type: ignore[arg-type]
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)
@@ -241,6 +359,12 @@ class CudaState(State):
         self.graphs = graphs()
         super().__init__(layers, capacity)
 
+    def began(self, step: Step) -> None:
+        """A step is about to be launched. A block is for layers that attend alone."""
+        for store in self.stores:
+            if isinstance(store, KVStore) or (isinstance(store, Recurrent) and step.parents is not None):
+                store.began(step)
+
     def _all(self) -> list[Any]:
         return self.stores
 
@@ -250,12 +374,13 @@ def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
     total = 0
     for s in (s for layer in spec for s in layer.values()):
         if isinstance(s, KVSpec | WindowSpec):
-            rows = -(-(capacity + TREE_ROWS) // TILE) * TILE
-            total += 4 * s.kv_heads * rows * padded(s.key_dim)
-        elif isinstance(s, ConvSpec | DeltaSpec):
-            total += 8 * _state_size(s) + 8 * TREE_ROWS * _row_size(s)
+            places = _places(s, capacity)
+            rows = int(places["fixed"] + places["ring"])
+            total += 4 * s.kv_heads * rows * padded(s.key_dim) * (2 if rows < _rows(capacity) else 1)
+        elif isinstance(s, LatentSpec):
+            total += 2 * _rows(capacity) * latent_width(s)
         else:
-            raise BimetalError(NO_LATENT)
+            total += 8 * _state_size(s) + 8 * TREE_ROWS * _row_size(s)
     return total
 
 
@@ -263,3 +388,8 @@ def zeros(nbytes: int, stream: cupy.cuda.Stream) -> Memory:
     memory = Memory(nbytes)
     cupy.cuda.runtime.memsetAsync(memory.address, 0, memory.nbytes, stream.ptr)
     return memory
+
+
+def copy(to: int, source: int, nbytes: int, stream: cupy.cuda.Stream) -> None:
+    runtime = cupy.cuda.runtime
+    runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)

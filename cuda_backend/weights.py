@@ -32,7 +32,8 @@ from cuda_backend.layout import (
 
 UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
-CUDA_R_32F, CUDA_R_16BF, CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 14, 0, 1, 68, -1
+CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF = 0, 2, 14
+CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
 EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
 
 
@@ -265,6 +266,7 @@ class Groups:
     most: int
     cols: int
     chosen: int
+    owner: Any = None
 
 
 def grouped_linear(
@@ -451,6 +453,64 @@ def _gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride:
             CUBLAS_COMPUTE_32F,
             CUBLAS_GEMM_DEFAULT,
         )
+
+
+def expand_heads(
+    w: Weight,
+    transposed: bool,
+    rows: int,
+    width: int,
+    n: int,
+    out: int,
+    plane: int,
+    wide: int,
+    arena: Arena,
+    stream: cupy.cuda.Stream,
+) -> None:
+    """n rows of float16 latents (`width` apart) times the matrix of each head, float16: out [head][n][wide].
+
+    plane  bytes of a head of out
+    w      (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
+    """
+    (s,) = w.segments
+    size = s.rows * s.columns
+    matrices = arena.take(s.experts * size * 2)
+    if s.type in UNITS:
+        padded_rows = s.experts * s.row_blocks * 128
+        dense, stride, kind = arena.take(padded_rows * s.columns * 4), s.row_blocks * 128 * s.columns, 0
+        _expand(s, 0, padded_rows, 0, stream, dense)
+    else:
+        dense, stride, kind = s.memory.address, size, ("F32", "F16", "BF16").index(s.type)
+    kernel("latent", "halves", ("R=16", "W=16", "TILE=64", "BUFFERS=1"))(
+        (min(-(-size // 256), 1024), s.experts),
+        (256,),
+        (np.uint64(dense), np.int32(kind), np.int64(stride), np.int64(size), np.uint64(matrices)),
+        stream=stream,
+    )
+    channels, inner = (s.rows, s.columns) if transposed else (s.columns, s.rows)
+    for h in range(s.experts):
+        with stream:
+            cublas.gemmEx(
+                cupy.cuda.device.get_cublas_handle(),
+                CUBLAS_OP_T if transposed else CUBLAS_OP_N,
+                CUBLAS_OP_N,
+                channels,
+                n,
+                inner,
+                ONE.ctypes.data,
+                matrices + h * size * 2,
+                CUDA_R_16F,
+                s.columns,
+                rows,
+                CUDA_R_16F,
+                width,
+                ZERO.ctypes.data,
+                out + h * plane,
+                CUDA_R_16F,
+                wide,
+                CUBLAS_COMPUTE_32F,
+                CUBLAS_GEMM_DEFAULT,
+            )
 
 
 def embed(table: Weight, tokens: int, T: int, arena: Arena, stream: cupy.cuda.Stream) -> Array:

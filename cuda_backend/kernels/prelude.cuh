@@ -132,7 +132,7 @@ __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 struct StepState {
-    int past, rows, current, path_length, kind, unused[11];  // kind: 0 masks, 1 chain of any length
+    int past, rows, current, path_length, kind, unused[11];  // kind: 0 masks, 1 chain of any length, 2 block
     int path[64], parents[64];
     u64 seen[64];  // bit j: this row sees row j of the step
 };

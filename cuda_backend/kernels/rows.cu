@@ -259,7 +259,8 @@ __device__ __forceinline__ void heads_block(Block at, const In& x, int H, int D,
 __device__ __forceinline__ void heads_to_cache_block(Block at, const In& q, const In& k, const In& v, int H, int K, int D, int wide,
                                                      const StepState* step, int T, int q_norm, const float* q_weight,
                                                      float q_eps, const Rope& q_rope, int k_norm, const float* k_weight, float k_eps,
-                                                     const Rope& k_rope, u16* q_out, u16* keys, u16* values_out, s64 capacity) {
+                                                     const Rope& k_rope, u16* q_out, u16* keys, u16* values_out, s64 capacity,
+                                                     int fixed, int ring) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
     const int place = at.x * (THREADS / 32) + warp, t = place / all, head = place % all;
     if (t >= T || t >= step->rows) return;
@@ -272,8 +273,8 @@ __device__ __forceinline__ void heads_to_cache_block(Block at, const In& q, cons
     if (!is_q && !is_k) x = v, rope.pairs = 0;
     head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
               is_q ? q_eps : k_eps, rope);
-    u16* to = is_q ? q_out + ((s64)t * H + of) * wide
-                   : (is_k ? keys : values_out) + (of * capacity + step->past + t) * wide;
+    const int position = step->past + t, slot = position < fixed ? position : fixed + (position - fixed) % ring;
+    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (is_k ? keys : values_out) + (of * capacity + slot) * wide;
 #pragma unroll 1
     for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 }
@@ -297,10 +298,10 @@ heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope 
 extern "C" __global__ void __launch_bounds__(THREADS)
 heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm,
                const float* q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope,
-               u16* q_out, u16* keys, u16* values_out, s64 capacity) {
+               u16* q_out, u16* keys, u16* values_out, s64 capacity, int fixed, int ring) {
     begin();
     extern __shared__ __align__(16) float values[];
     heads_to_cache_block({(int)blockIdx.x, 0, values}, q, k, v, H, K, D, wide, step, T, q_norm, q_weight, q_eps, q_rope, k_norm,
-                         k_weight, k_eps, k_rope, q_out, keys, values_out, capacity);
+                         k_weight, k_eps, k_rope, q_out, keys, values_out, capacity, fixed, ring);
 }
 #endif

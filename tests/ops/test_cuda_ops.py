@@ -18,11 +18,10 @@ pytestmark = pytest.mark.gpu
 
 REFUSED = (  # what the kernels do not take yet, and say so
     "a tree or block has 65 rows",
-    "no latent attention yet",
     "attention keys are 24 and values 8 wide",
 )
 # keys, values and queries are float16, quantized matrices meet int8 activations, prefill multiplies in bfloat16
-COLUMN = {"attention": 1, "moe": 2}
+COLUMN = {"attention": 1, "latent_attention": 1, "moe": 2}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ SIMT = HERE.parent / "simt.h"
 sys.path.append(str(HERE.parents[1]))
 from simt import build  # noqa: E402
 
-SIZES = {"int": 4, "u32": 4, "float": 4, "s64": 8, "In": 48, "Out": 40, "Rope": 24}  # kernel parameters, bytes
+# bytes of kernel parameters
+SIZES = {"int": 4, "u32": 4, "float": 4, "s64": 8, "In": 48, "Out": 40, "Rope": 24, "Places": 8}
 KERNEL = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(\w+)\(([^)]*)\)', re.DOTALL
 )
@@ -52,10 +53,7 @@ static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
 }
 """
 ATTENTION = r"""
-static void load_tile(u16* to, const u16* from, int rows) {
-    for (int i = threadIdx.x; i < rows * (D / 8); i += 128)
-        memcpy(to + i / (D / 8) * (D + 8) + i % (D / 8) * 8, from + (s64)i * 8, 16);
-}
+static void copy16(u16* to, const u16* from) { memcpy(to, from, 16); }
 static void commit() {}
 static void wait_all_but(int) { __syncthreads(); }
 struct Load { u32 at; u32* to; };
@@ -198,16 +196,23 @@ class Stream:
 
 
 def gemm(*args: Any) -> None:
-    """cublasGemmEx as cuda_backend/weights.py calls it: C (n, m) float32 = B (n, k) A' (m, k), both bf16."""
-    _, _, _, m, n, k, _, a, _, lda, b, _, ldb, _, c, _, ldc, _, _ = args
+    """cublasGemmEx as cuda_backend/weights.py calls it, row by row: C (n, m) = B (n, k) op(A), op(A) being (k, m)."""
+    _, transposed, _, m, n, k, _, a, type_, lda, b, _, ldb, _, c, out_type, ldc, _, _ = args
 
-    def bf16(address: int, rows: int, stride: int) -> np.ndarray:
-        bits = np.ctypeslib.as_array((ctypes.c_uint16 * (rows * stride)).from_address(address)).reshape(rows, stride)
-        return (bits[:, :k].astype(np.uint32) << 16).view(np.float32)
+    def values(address: int, rows: int, columns: int, stride: int) -> np.ndarray:
+        count = (rows - 1) * stride + columns
+        bits = np.ctypeslib.as_array((ctypes.c_uint16 * count).from_address(address))
+        padded = np.resize(bits, rows * stride).reshape(rows, stride)[:, :columns]
+        return (
+            (padded.astype(np.uint32) << 16).view(np.float32) if type_ == 14 else padded.view(np.float16).astype("f4")
+        )
 
-    out = np.ctypeslib.as_array((ctypes.c_float * ((n - 1) * ldc + m)).from_address(c))
-    for row, values in enumerate(bf16(b, n, ldb) @ bf16(a, m, lda).T):
-        out[row * ldc : row * ldc + m] = values
+    matrix = values(a, m, k, lda).T if transposed else values(a, k, m, lda)
+    kind = np.float16 if out_type == 2 else np.float32
+    size = np.dtype(kind).itemsize
+    for i, row in enumerate(values(b, n, k, ldb) @ matrix):
+        held = row.astype(kind)
+        ctypes.memmove(c + i * ldc * size, held.ctypes.data, held.nbytes)
 
 
 PROPERTIES = {
