@@ -73,15 +73,12 @@ def visits(parents: np.ndarray) -> np.ndarray:
 def _delta_paths(q: mx.array, rows: Rows, matrix: mx.array, walk: mx.array) -> tuple[mx.array, mx.array]:
     """The output of every visit (n, Hv, Dv) and the matrix after the last."""
     k, v, g, beta = rows
-    Dk = k.shape[-1]
-    if Dk % 32:
-        raise BimetalError(f"key heads of {Dk}: the Metal kernel takes multiples of 32")
     q, k, g, beta, matrix = (mx.contiguous(x) for x in (q, k, g, beta, matrix))
     names = ("q", "k", "v", "g", "beta", "matrix", "visits")
     kernel = kernels.make_kernel("gated_delta", inputs=names, outputs=("out", "after"), contiguous=False)
     out, after = kernel(
         inputs=[q, k, v, g, beta, matrix, walk],
-        template=[("T", v.dtype), ("DK", Dk)],
+        template=[("T", v.dtype), ("DK", k.shape[-1])],
         grid=(32, v.shape[2], v.shape[1]),
         threadgroup=(32, 4, 1),
         output_shapes=[(len(walk), *v.shape[1:]), matrix.shape],

@@ -63,7 +63,7 @@ STEPS = {
 @DTYPES
 @pytest.mark.parametrize("steps", STEPS)
 def test_gated_delta(steps, dtype):
-    shape = (2, 4, 64, 3) if dtype == mx.float32 else (1, 3, 32, 5)
+    shape = {mx.float32: (2, 4, 64, 3), mx.float16: (1, 3, 32, 5), mx.bfloat16: (1, 1, 40, 2)}[dtype]
     spec = DeltaSpec(shape[1], shape[2], shape[3])
     with metal.on_metal():
         ours = delta_run(MlxOps(dtype), 1, spec, dtype, shape[0], STEPS[steps])
@@ -101,14 +101,10 @@ def test_the_walk_over_a_tree():
     assert recurrent.visits(np.arange(-1, 3)).tolist() == [~0, 1, 2, 3]
 
 
-def test_what_the_rule_refuses():
-    block = Step.block(np.zeros(2, np.int32), 0)
-    rows = tuple(mx.zeros((2, 1, 48)[:n]) for n in (3, 3, 2, 2))
-    with metal.on_metal():
-        with pytest.raises(BimetalError, match="no order for a recurrent layer"):
-            recurrent.gated_delta(rows[0], rows, mx.zeros((1, 48, 48)), block)
-        with pytest.raises(BimetalError, match="key heads of 48: the Metal kernel takes multiples of 32"):
-            recurrent.gated_delta(rows[0], rows, mx.zeros((1, 48, 48)), chain(2))
+def test_rows_without_an_order():
+    rows = tuple(mx.zeros((2, 1, 32)[:n]) for n in (3, 3, 2, 2))
+    with metal.on_metal(), pytest.raises(BimetalError, match="no order for a recurrent layer"):
+        recurrent.gated_delta(rows[0], rows, mx.zeros((1, 32, 32)), Step.block(np.zeros(2, np.int32), 0))
 
 
 @DTYPES
