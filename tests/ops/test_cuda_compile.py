@@ -49,7 +49,7 @@ def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
-    plain = [(stem, ()) for stem in ("rows", "conv", "moe", "sample", "random")]
+    plain = [(stem, ()) for stem in ("rows", "conv", "moe", "sample", "random", "top_k")]
     plain += [("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in ((), ("EXPERTS",))]
     plain += [("delta", (f"DK={padded(d)}", f"DIM={d}")) for d in (12, 64, 128, 256)]
     plain += [("attention", defines) for defines in heads()]
