@@ -206,16 +206,29 @@ def test_wkv7():
     assert_close((y, last), (mx.concatenate(expected, axis=1), state), mx.float32)
 
 
-def test_the_race_in_a_published_kernel():
-    """mlx-lm's training loss writes its shared maxima again while other SIMD groups may still read them."""
-    module = fresh("tuner.losses")
-    module.can_run_metal = lambda: True
-    with metal.on_metal(), pytest.raises(metal.KernelError, match=r"race: .* writes byte 0 of threadgroup memory"):
-        module._make_kl_forward_kernel()(
-            inputs=[normal(1, 4100), normal(1, 4100)],
-            template=[("T", mx.float32), ("V", 4100)],
-            grid=(1024, 1, 1),
-            threadgroup=(1024, 1, 1),
-            output_shapes=[(1,)],
+def test_attention_over_residuals():
+    module = fresh("models.kimi_k3")
+    K, N, D = 3, 2, 96
+    raw, partial, weight = normal(K, N, D), normal(N, D), normal(D)
+    inv_rms, eps = mx.rsqrt((raw * raw).mean(-1) + 1e-5), mx.array([1e-5])
+    with metal.on_metal():
+        ours = module._attn_res_kernel(
+            inputs=[raw, inv_rms, partial, weight, eps, N],
+            template=[("InT", mx.float32), ("K", K), ("D", D), ("THREADS", 512)],
+            grid=(512, N, 1),
+            threadgroup=(512, 1, 1),
+            output_shapes=[(N, D)],
             output_dtypes=[mx.float32],
         )
+    assert_close(ours, [module._attn_res_combine(raw, inv_rms, partial, weight, eps)], mx.float32)
+
+
+@pytest.mark.parametrize("loss", ["kl", "js"])
+def test_the_race_in_published_kernels(loss):
+    """mlx-lm's training losses write shared maxima again while other SIMD groups may still read them."""
+    module = fresh("tuner.losses")
+    module.can_run_metal = lambda: True
+    with metal.on_metal():
+        setattr(module, f"_{loss}_forward_kernel", getattr(module, f"_make_{loss}_forward_kernel")())
+        with pytest.raises(metal.KernelError, match=r"race: .* writes byte 0 of threadgroup memory .* read at"):
+            getattr(module, f"_{loss}_div_loss")(normal(1, 4100), normal(1, 4100))
