@@ -48,10 +48,10 @@ class Step:
         T = len(parents)
         if len(tokens) != T or not np.all((parents >= PAST) & (parents < np.arange(T))):
             raise ValueError(f"parents must list, for each of {len(tokens)} rows, PAST or an earlier row: {parents}")
-        depth = np.zeros(T, np.int32)
-        for t, parent in enumerate(parents):
-            depth[t] = 0 if parent == PAST else depth[parent] + 1
-        return cls(tokens, start + depth, parents, np.full(T, slot, np.int32))
+        depth: list[int] = []
+        for parent in parents.tolist():
+            depth.append(0 if parent == PAST else depth[parent] + 1)
+        return cls(tokens, start + np.array(depth, np.int32), parents, np.full(T, slot, np.int32))
 
     @classmethod
     def block(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
