@@ -7,7 +7,7 @@ import pytest
 import tiny_chat
 import tiny_draft
 
-from common.models import synthetic
+from common.models import synthetic, synthetic_draft
 from generate.__main__ import main
 from generate.plot import Line, write_plot
 
@@ -65,7 +65,7 @@ def test_prompt_files(text, message, files, tmp_path, capsys):
 
 
 def test_a_synthetic_pair(monkeypatch, capsys):
-    """Shapes small enough for the NumPy backend; the draft's sizes are its own."""
+    """Shapes small enough for the NumPy backend."""
     small = {
         "general.architecture": "qwen3",
         "qwen3.vocab_size": 256,
@@ -79,6 +79,9 @@ def test_a_synthetic_pair(monkeypatch, capsys):
         "qwen3.context_length": 512,
     }
     monkeypatch.setitem(synthetic.METADATA, "small", small)
+    sizes = {"feed_forward_length": 64, "attention.head_count": 2, "attention.head_count_kv": 1}
+    for key, size in sizes.items():
+        monkeypatch.setitem(synthetic_draft.METADATA, f"dflash.{key}", size)
     flags = ["--synthetic", "small:q8_0", "--draft", "synthetic", "--backend", "numpy", "--budgets", "7", "--runs", "1"]
     assert main(["bench", *flags, "--contexts", "40"]) == 0
     out = capsys.readouterr().out
