@@ -8,7 +8,7 @@ from common.sampling import top_k
 from common.step import Step
 from mlx_backend.ops import MlxOps
 
-metal = pytest.importorskip("simt.metal", exc_type=ImportError)
+metal = pytest.importorskip("simt.device", exc_type=ImportError)
 
 
 def test_qwen35():

@@ -11,7 +11,7 @@ from common.weights import dense
 from mlx_backend import recurrent
 from mlx_backend.ops import MlxOps
 
-metal = pytest.importorskip("simt.metal", exc_type=ImportError)
+metal = pytest.importorskip("simt.device", exc_type=ImportError)
 DTYPES = pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 DELTA = {mx.float32: 2e-6, mx.float16: 4e-3, mx.bfloat16: 3e-2}  # of the largest: q and k are rounded after their norm
 CONV = {mx.float32: 1e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}  # of the largest: the output's rounding

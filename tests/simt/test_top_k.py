@@ -9,7 +9,7 @@ from common.sampling import top_k as definition
 from mlx_backend.logits import best_of_rows
 from mlx_backend.ops import MlxOps
 
-metal = pytest.importorskip("simt.metal", exc_type=ImportError)
+metal = pytest.importorskip("simt.device", exc_type=ImportError)
 
 
 def logits(T: int, vocab: int, dtype: mx.Dtype) -> mx.array:
