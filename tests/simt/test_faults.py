@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
@@ -40,30 +41,57 @@ class Kernel:
         )[0]
 
 
-SOUND = {
-    "barrier": Kernel(TILE + "tile[i] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[63 - i];"),
-    "SIMD barrier": Kernel(
-        TILE + "tile[i] = x[i]; simdgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[i ^ 1];"
+N = list(range(64))
+X = mx.arange(64.0)
+SOUND = {  # and what it gives
+    "barrier": (
+        Kernel(TILE + "tile[i] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[63 - i];", x=X),
+        N[::-1],
     ),
-    "device barrier": Kernel(HEAD + "out[i] = x[i]; threadgroup_barrier(mem_flags::mem_device); x[0] + out[i ^ 32];"),
-    "partial group": Kernel(HEAD + "out[i] = simd_sum(x[i]);", x=mx.ones(70), size=70, threads=70),
-    "whole SIMD groups return": Kernel(HEAD + "if (i >= 32) { out[i] = 0; return; } out[i] = simd_sum(x[i]);"),
-    "tiny input, helper for any space": Kernel(
-        HEAD + "out[i] = first(x);", "template <typename P> float first(P p) { return p[0]; }\n", x=mx.ones(4)
+    "SIMD barrier": (
+        Kernel(TILE + "tile[i] = x[i]; simdgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[i ^ 1];", x=X),
+        [n ^ 1 for n in N],
     ),
-    "atomic": Kernel(
-        HEAD + "atomic_fetch_add_explicit(&out[0], x[i], memory_order_relaxed);",
-        size=1,
-        options={"atomic_outputs": True},
-        call={"init_value": 0},
+    "device barrier": (
+        Kernel(
+            HEAD + "out[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_device);\nfloat y = out[i ^ 32];\n"
+            "threadgroup_barrier(mem_flags::mem_device);\nout[i] = y;",
+            x=X,
+        ),
+        [n ^ 32 for n in N],
     ),
-    "strides": Kernel(
-        HEAD + "out[i] = x[i * x_strides[0]];", x=mx.arange(128.0)[::2], options={"ensure_row_contiguous": False}
+    "partial group": (
+        Kernel(HEAD + "out[i] = simd_sum(x[i]);", x=mx.ones(70), size=70, threads=70),
+        [32] * 64 + [6] * 6,
     ),
-    "the same value by all": Kernel(HEAD + "out[i / 2] = 3;", size=32),
-    "unsuffixed literal": Kernel(HEAD + "out[i] = 0.1 * x[i];"),
-    "template": Kernel(
-        HEAD + "out[i] = T(x[i] * N);", out=mx.bfloat16, call={"template": [("T", mx.bfloat16), ("N", 3)]}
+    "whole SIMD groups return": (
+        Kernel(HEAD + "if (i >= 32) { out[i] = 0; return; } out[i] = simd_sum(x[i]);"),
+        [32] * 32 + [0] * 32,
+    ),
+    "tiny input, helper for any space": (
+        Kernel(HEAD + "out[i] = last(x);", "template <typename P> float last(P p) { return p[3]; }\n", x=X[:4]),
+        [3] * 64,
+    ),
+    "atomic": (
+        Kernel(
+            HEAD + "atomic_fetch_add_explicit(&out[0], x[i], memory_order_relaxed);",
+            size=1,
+            options={"atomic_outputs": True},
+            call={"init_value": 5},
+        ),
+        [69],
+    ),
+    "strides": (
+        Kernel(
+            HEAD + "out[i] = x[i * x_strides[0]];", x=mx.arange(128.0)[::2], options={"ensure_row_contiguous": False}
+        ),
+        [2 * n for n in N],
+    ),
+    "the same value by all": (Kernel(HEAD + "out[i / 2] = 3;", size=32), [3] * 32),
+    "unsuffixed literal": (Kernel(HEAD + "out[i] = 0.1 * x[i];"), [float(np.float32(0.1))] * 64),
+    "template": (
+        Kernel(HEAD + "out[i] = T(x[i] * N);", x=X, out=mx.bfloat16, call={"template": [("T", mx.bfloat16), ("N", 3)]}),
+        [3 * n for n in N],
     ),
 }
 
@@ -407,7 +435,8 @@ CHECK_FAULTS = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_kernels_pass(name):
-    SOUND[name].run()
+    kernel, expected = SOUND[name]
+    assert kernel.run().astype(mx.float32).tolist() == expected
 
 
 @pytest.mark.parametrize("name", RUN_FAULTS)
