@@ -109,6 +109,8 @@ class Session:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.decoding = model if fa_window is None else windowed(model, fa_window)
         self.tuners: dict[Speculation, Tuner] = {}
+        self.state = self.model.new_state(self.context)
+        self._empty = self.state.snapshot()
         self.reset()
 
     @property
@@ -117,7 +119,7 @@ class Session:
         return self.text[: self.state.length]
 
     def reset(self) -> None:
-        self.state = self.model.new_state(self.context)
+        self.state.restore(self._empty)  # a new state would have no graphs captured
         self.text: list[int] = []  # the last prompt and its reply
         self.accepted = Accepted()
         self.turn: tuple[list[int], Snapshot, Array] | None = None  # the last prompt, the state and logits after it

@@ -215,3 +215,12 @@ def test_refusals(session):
             generate(session, **options)
     with pytest.raises(BimetalError, match=f"the prompt has {CONTEXT + 1} tokens and the context holds {CONTEXT}"):
         generate(session, [50] * (CONTEXT + 1))
+
+
+def test_another_prompt_begins_the_same_state_anew(session):
+    """Which keeps what a backend has captured for it."""
+    state, (_, first, *_) = session.state, generate(session)
+    generate(session, prompt=list(range(70, 90)))
+    assert session.state is state
+    assert generate(session)[1] == first
+    assert state.length == len(PROMPT) + 29
