@@ -170,9 +170,14 @@ class Node:
         self.arena, self.T, self.K, self.emit = arena, T, K, emit
         self.dense = self.bf16 = 0
         self.packed: dict[int, int] = {}
+        self.unscaled: Callable[[int, int, int, int], bool] | None = None  # (packed, cols, squares, dense): as_unscaled
+        self.loose_dense = 0
+        self.eps = 0.0  # of that norm
+        self.loose: dict[int, tuple[int, int]] = {}
         self.parts: tuple[Array, Array] | None = None  # of an addition, which a norm may do on its way
         self.roping: tuple[Array, tuple[Any, ...]] | None = None  # of norm and rope, which attention may do on its way
         self.norm: tuple[Array, Array | None, float] | None = None  # of a norm, which a cache may do on its way
+        self.pieces: Callable[..., None] | None = None  # as emit, with `op` and `gate` of a gate on attention's output
         self.experts: tuple[Array, Array] | None = None  # of a weighted sum, which an addition may do on its way
 
     def as_dense(self) -> int:
@@ -193,6 +198,32 @@ class Node:
             self.packed[cols] = self.arena.take(groups_of(self.K) * packed_bytes(cols) * (self.T if cols == 1 else 1))
             self.emit(0, self.packed[cols], 0, cols)
         return self.packed[cols]
+
+    def as_unscaled(self, cols: int) -> tuple[int, int]:
+        """A norm's int8 rows without the factor of the whole row, and the squares (T, K / 128) that give it.
+
+        Squares at 0: there is no such form, and these are the rows themselves.
+        """
+        if cols not in self.loose and self.unscaled:
+            packed = self.arena.take(groups_of(self.K) * packed_bytes(cols) * (self.T if cols == 1 else 1))
+            squares = self.arena.take(self.T * -(-self.K // 128) * 4)
+            if self.unscaled(packed, cols, squares, 0):
+                self.loose[cols] = packed, squares
+        if cols in self.loose:
+            return self.loose[cols]
+        return self.as_packed(cols), 0
+
+    def as_unscaled_dense(self) -> tuple[int, int]:
+        """The same in float32 for a router, and the int8 rows that its experts want in the same launch."""
+        if not self.unscaled:
+            return self.as_dense(), 0
+        if not self.loose_dense:
+            packed = self.arena.take(groups_of(self.K) * packed_bytes(1) * self.T)
+            dense, squares = self.arena.take(self.T * self.K * 4), self.arena.take(self.T * -(-self.K // 128) * 4)
+            if not self.unscaled(packed, 1, squares, dense):
+                return self.as_dense(), 0
+            self.loose_dense, self.loose[1] = dense, (packed, squares)
+        return self.loose_dense, self.loose[1][1]
 
 
 class Array:

@@ -60,6 +60,7 @@ def source(stem: str) -> str:
     """The text that is compiled for kernels/<stem>.cu."""
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
     parts += ["ring.cuh", "product.cuh"] if stem == "linear" else []
+    parts += ["store.cuh"] if stem in ("rows", "light", "pieces") else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
 
 
@@ -72,7 +73,7 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     """CTAs per multiprocessor, stages of the ring and its bytes. The CTAs do not depend on `cols`: see linear.cu."""
 
     def stages(columns: int, room: int) -> int:
-        return min(6, (room - _scratch(type_)) // (_stage(type_, columns) + 16))
+        return min(6, (room - _scratch(type_) - 16) // (_stage(type_, columns) + 16))
 
     half = card.shared // 2 - 1024  # each block keeps 1 KB for the system
     ctas = 2 if stages(1, half) >= 3 else 1
@@ -81,7 +82,7 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
         n = stages(cols, card.block_shared)
     if n < 1:
         raise BimetalError(f"{card.name} has too little shared memory for {cols} rows of {type_}")
-    return ctas, n, n * (_stage(type_, cols) + 16) + _scratch(type_)
+    return ctas, n, n * (_stage(type_, cols) + 16) + _scratch(type_) + 16
 
 
 @functools.cache
@@ -139,10 +140,9 @@ def groups_of(columns: int) -> int:
     return -(-columns // 256) * 8
 
 
-def delta_shared(key_width: int, rows: int = 64) -> int:
-    """Shared memory of kernels/delta.cu for steps of `rows` rows, bytes."""
-    chunk = min(rows, 16)
-    return 4 * ((rows + chunk) * (key_width + 64) + rows + chunk + 4)
+def delta_shared(key_width: int) -> int:
+    """Shared memory of kernels/delta.cu, bytes: keys, queries, values, changes, factors, what rows continue."""
+    return 4 * ((64 + 16) * (key_width + 64) + 64 + 16 + 4)
 
 
 def padded(width: int) -> int:

@@ -7,6 +7,7 @@ quantization in the same launch. Products leave partial sums that the next kerne
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cupy
@@ -50,6 +51,7 @@ from cuda_backend.states import (
 from cuda_backend.weights import Groups, Weight
 
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
+LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/light.cu has
 OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
 NOTHING = np.zeros((), IN)
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
@@ -131,7 +133,10 @@ class CudaOps(Ops):
 
     def head_linear(self, x: Array, w: Weight) -> Array:
         T, H, C = x.shape
-        y = self._grouped(self._node(x.reshape(T * H, C)), w, self._head_groups(T, H), 1)
+        node = x.whole_node()
+        if not node or C % 256:  # else the packed heads of a row are packed rows one after the other
+            node = self._node(Array((T * H, C), x.address) if node else x.reshape(T * H, C))
+        y = self._grouped(node, w, self._head_groups(T, H), 1)
         return y.reshape(T, H, w.rows)
 
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
@@ -140,22 +145,32 @@ class CudaOps(Ops):
         T, K = x.shape
         sum_ = self._pending_sum(x)
 
+        def terms() -> tuple[Any, ...]:
+            """What is normed: one or two arrays, whose sum is kept at the address behind them."""
+            if not sum_ or sum_[0].dense:
+                return view(x), NOTHING, np.int32(0), np.uint64(0)
+            node, first, second = sum_  # the addition happens on the way
+            node.dense = self.arena.take(T * K * 4)
+            return view(first), view(second), np.int32(1), np.uint64(node.dense)
+
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-            if sum_ and not sum_[0].dense:  # the addition happens on the way
-                node, first, second = sum_
-                node.dense = self.arena.take(T * K * 4)
-                inputs = view(first), view(second), np.int32(1)
-                keep = node.dense
-            else:
-                inputs, keep = (view(x), NOTHING, np.int32(0)), 0
-            one, other, has_other = inputs
+            *inputs, keep = terms()
             out = self._out(dense, packed, bf16, K, cols)
-            address = np.uint64(weight.address if weight else 0)
-            args = (one, other, has_other, address, np.float32(eps), np.uint64(keep), out)
+            args = (*inputs, np.uint64(weight.address if weight else 0), np.float32(eps), keep, out)
             kernel("rows", "add_norm")((T,), (256,), args, stream=self.stream)
 
+        def unscaled(packed: int, cols: int, squares: int, dense: int) -> bool:
+            if K % 128 or not in_fours(*(sum_[1:] if sum_ and not sum_[0].dense else (x,))):
+                return False
+            *inputs, keep = terms()
+            out = self._out(dense, packed, 0, K, cols)
+            grid = (-(-int(out["groups"]) // 8), T)
+            args = (*inputs, np.uint64(weight.address if weight else 0), keep, np.uint64(squares), out)
+            kernel("light", "add_scale")(grid, (64,), args, stream=self.stream)
+            return True
+
         node = Node(self.arena, T, K, emit)
-        node.norm = x, weight, eps
+        node.unscaled, node.eps, node.norm = unscaled, eps, (x, weight, eps)
         return Array(x.shape, node=node)
 
     def rope(self, x: Array, positions: Any, rope: Rope) -> Array:
@@ -183,10 +198,16 @@ class CudaOps(Ops):
         return Array(gate.shape, node=self._pointwise(SWIGLU, gate, up))
 
     def mul_sigmoid(self, x: Array, gate: Array) -> Array:
-        return Array(x.shape, node=self._pointwise(MUL_SIGMOID, x, gate))
+        return self._gated(MUL_SIGMOID, x, gate)
 
     def mul_softplus(self, x: Array, gate: Array) -> Array:
-        return Array(x.shape, node=self._pointwise(MUL_SOFTPLUS, x, gate))
+        return self._gated(MUL_SOFTPLUS, x, gate)
+
+    def _gated(self, op: int, x: Array, gate: Array) -> Array:
+        node = x.whole_node()
+        if node and node.pieces and not node.dense and len(x.shape) == 3 and x.shape[2] % 32 == 0:
+            return Array(x.shape, node=Node(self.arena, node.T, node.K, partial(node.pieces, op=op, gate=gate)))
+        return Array(x.shape, node=self._pointwise(op, x, gate))
 
     # -- ops with state ------------------------------------------------------------------------------------------------
 
@@ -210,7 +231,6 @@ class CudaOps(Ops):
         if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
             cache, values, capacity, places = self._unrolled(kv, T)
         self._heads_to_cache(q, k, v, step, wide, q16, cache, values, capacity, places)
-        out = Array((T, H, D), self.arena.take(T * H * D * 4))
         head = (
             np.uint64(q16),
             np.uint64(cache),
@@ -225,6 +245,7 @@ class CudaOps(Ops):
         defines = f"D={wide}", f"DIM={D}"
         shared = 3 * 64 * (wide + 8) * 2
         if step.prefill:
+            out = Array((T, H, D), self.arena.take(T * H * D * 4))
             kernel("attention", "whole", defines, shared)(
                 (-(-T * (H // K) // 64), K),
                 (128,),
@@ -245,8 +266,7 @@ class CudaOps(Ops):
             shared_mem=shared,
             stream=self.stream,
         )
-        self._combine(sums, stats, H, wide, D, step, T, 0, out.address, window or 0, keep)
-        return out
+        return self._combined((sums, stats), (T, H, D), wide, step, window or 0, keep)
 
     def write_kv(self, k: Array, v: Array, kv: KV, step: Any) -> None:
         step = self._step(step, kv.store)
@@ -274,11 +294,35 @@ class CudaOps(Ops):
         T, K, D = k.shape
         H = q.shape[1] if q else 0
         queries = q or k
+        sources = unroped(queries), unroped(k), v
+        (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = roping(queries), roping(k)
+        alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
+        if alike and D in (128, 256) and T <= TREE_ROWS and in_fours(*sources, flat=False) and turns(q_rope):
+            norms = q_norm, q_weight, k_weight, q_eps, q_rope
+            cache = np.uint64(keys), np.uint64(values), np.int64(capacity)
+            kernel("to_cache", "to_cache", (f"D={D}",))(
+                (-(-T * (H + 2 * K) // 2),),
+                (64,),
+                (
+                    *(view(x) for x in sources),
+                    np.int32(H),
+                    np.int32(K),
+                    np.uint64(step.state),
+                    np.int32(T),
+                    *norms,
+                    np.uint64(q16),
+                    *cache,
+                    np.int32(places["fixed"]),
+                    np.int32(places["ring"]),
+                ),
+                stream=self.stream,
+            )
+            return
         kernel("rows", "heads_to_cache")(
             (-(-T * (H + 2 * K) // 8),),
             (256,),
             (
-                *(view(x) for x in (unroped(queries), unroped(k), v)),
+                *(view(x) for x in sources),
                 np.int32(H),
                 np.int32(K),
                 np.int32(D),
@@ -324,27 +368,53 @@ class CudaOps(Ops):
                 rows = 2 * store.spec.kv_heads, store.width, last - first
                 move(keys, capacity, places, first, *after, *rows, self.stream)
 
-    def _combine(
+    def _combined(
         self,
-        sums: int,
-        stats: int,
-        H: int,
+        pieces: tuple[int, int],
+        shape: tuple[int, int, int],
         wide: int,
-        D: int,
         step: DeviceStep,
-        T: int,
-        first: int,
-        out: int,
         window: int = 0,
         keep: int = 0,
+    ) -> Array:
+        """The pieces added up, when their consumer is known; a gate may come along."""
+        T, H, D = shape
+
+        def launch(dense: int, packed: int, bf16: int, cols: int, op: int = 0, gate: Array | None = None) -> None:
+            out = self._out(dense, packed, bf16, H * D, cols)
+            self._combine(pieces, shape, wide, step, 0, out, window, keep, op, view(gate, wide=D) if gate else NOTHING)
+
+        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+            if (packed or bf16) and D % 32:  # groups of 32 straddle heads
+                self._pointwise(COPY, flat := Array((T, H * D), node.as_dense()), flat).emit(0, packed, bf16, cols)
+            else:
+                launch(dense, packed, bf16, cols)
+
+        node = Node(self.arena, T, H * D, emit)
+        node.pieces = launch
+        return Array(shape, node=node)
+
+    def _combine(
+        self,
+        pieces: tuple[int, int],
+        shape: tuple[int, int, int],
+        wide: int,
+        step: DeviceStep,
+        first: int,
+        out: np.ndarray,
+        window: int = 0,
+        keep: int = 0,
+        op: int = 0,
+        gate: np.ndarray = NOTHING,
     ) -> None:
         """The pieces of rows first..first + T added up."""
+        T, H, D = shape
         kernel("pieces", "combine")(
             (H, T, -(-D // 128)),
             (256,),
             (
-                np.uint64(sums),
-                np.uint64(stats),
+                np.uint64(pieces[0]),
+                np.uint64(pieces[1]),
                 np.int32(H),
                 np.int32(wide),
                 np.int32(D),
@@ -354,7 +424,9 @@ class CudaOps(Ops):
                 np.int32(first),
                 np.int32(window),
                 np.int32(keep),
-                np.uint64(out),
+                np.int32(op),
+                gate,
+                out,
             ),
             stream=self.stream,
         )
@@ -366,11 +438,11 @@ class CudaOps(Ops):
         step, wide = self._step(step, kv.store), padded(R)
         q16 = self.arena.take(T * H * kv.width * 2)
         self._gather(q_latent, q_rope, latent, k_rope, kv, step, wide, kv.width, q16)
-        out = Array((T, H, R), self.arena.take(T * H * R * 4))
         rows = min(T, TREE_ROWS)
         pieces = split_count(kv.store.past + T if step.prefill else kv.capacity)
         sums, stats = self.arena.take(pieces * rows * H * wide * 4), self.arena.take(pieces * rows * H * 8)
         tile, buffers, shared = latent_tiles(self.card, kv.width)
+        out = 0 if rows == T else self.arena.take(T * H * R * 4)
         for first in range(0, T, TREE_ROWS):
             n = min(rows, T - first)
             kernel("latent", "split", (*self._latent(kv), f"TILE={tile}", f"BUFFERS={buffers}"), shared)(
@@ -391,8 +463,9 @@ class CudaOps(Ops):
                 shared_mem=shared,
                 stream=self.stream,
             )
-            self._combine(sums, stats, H, wide, R, step, n, first, out.address)
-        return out
+            if out:
+                self._combine((sums, stats), (n, H, R), wide, step, first, self._out(out, 0, 0, H * R, 0))
+        return Array((T, H, R), out) if out else self._combined((sums, stats), (T, H, R), wide, step)
 
     def expanded_attention(
         self,
@@ -483,8 +556,8 @@ class CudaOps(Ops):
         norm = node.norm if node and not node.dense else None
         plain, weight, eps = norm or (latent, None, 0.0)
         kernel("latent", "gather", (*self._latent(kv), "TILE=64", "BUFFERS=1"))(
-            (-(-T * (H + 1) // 8),),
-            (256,),
+            (T * (H + 1),),
+            (min(1024, -(-max(wide, kv.width) // 32) * 32),),
             (
                 *(view(x) for x in (q, q_from, plain, k_from)),
                 np.int32(T),
@@ -676,6 +749,11 @@ class CudaOps(Ops):
 
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
             out = self._out(dense, packed, bf16, K, cols)
+            name = LIGHT.get(op)
+            if name and T <= TREE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=op == SWIGLU):
+                args = (view(x), view(y), out)
+                kernel("light", name)((-(-int(out["groups"]) // 8), T), (64,), args, stream=self.stream)
+                return
             grid = (-(-int(out["groups"]) // 32), T)
             args = (np.int32(op), view(x), view(y, wide=x.shape[-1]), out)
             kernel("rows", "pointwise")(grid, (256,), args, stream=self.stream)
@@ -703,6 +781,11 @@ class CudaOps(Ops):
                 out = self._out(0, packed, bf16, H * D, cols)
                 grid = (-(-int(out["groups"]) // 32), T)
                 kernel("rows", "pointwise")(grid, (256,), (np.int32(COPY), source, source, out), stream=self.stream)
+                return
+            if gate and norm and D == 128 and weight and T <= TREE_ROWS and in_fours(x, gate, flat=False):
+                args = (view(x), np.int32(H), np.int32(T), np.uint64(address), np.float32(eps), view(gate))
+                out = self._out(dense, packed, bf16, H * D, cols)
+                kernel("light", "gated_norm")((-(-T * H // 2),), (64,), (*args, out), stream=self.stream)
                 return
             kernel("rows", "heads")(
                 (-(-T * H // 8),),
@@ -767,7 +850,7 @@ class CudaOps(Ops):
         head = (view(logits), np.int32(T), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
         tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
         args = (*head, np.uint64(ids), np.uint64(chosen.address), *tables)
-        kernel("moe", "route")((T,), (32,), args, shared_mem=8 * E, stream=self.stream)
+        kernel("moe", "route")((T,), (min(1024, -(-E // 32) * 32),), args, shared_mem=8 * E, stream=self.stream)
         if T > 1:
             step = self.replay.active
             sizes = (np.int32(T), np.int32(top_k), np.int32(E), np.int32(cols))
@@ -874,6 +957,21 @@ def view(x: Array, wide: int = 0) -> np.ndarray:
     if len(shape) == 2 and (shape[1] == 1 or strides[1] == 1):
         return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
     raise ValueError(f"kernels read (T, n) or (T, heads, D) with adjacent elements, got {shape} with strides {strides}")
+
+
+def in_fours(*arrays: Array, flat: bool = True) -> bool:
+    """Do fours of a row, or of a head unless `flat`, lie at multiples of 16 bytes? The answer holds for any T."""
+    for x in arrays:
+        at, T = view(x), x.shape[0]
+        apart = (x.slot // T if x.slots > 1 else 0, at["row"] if T > 1 else 0, at["head"], x.shape[-1])
+        if any(n % 4 for n in apart) or at["p"] % 16 or not at["inner"] or (flat and at["width"]):
+            return False
+    return True
+
+
+def turns(rope: np.ndarray) -> bool:
+    """Are a rope's pairs as kernels/light.cu exchanges them: none, or in lanes apart by a power of two?"""
+    return int(rope["pairs"]) in (0, 4, 8, 16, 32, 64)
 
 
 def unroped(x: Array) -> Array:

@@ -241,12 +241,18 @@ def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stre
     grids = {s: partition(ring(card, s.type, cols)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
     slots = max((n for _, n in grids.values()), default=1)
     out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N)
-    at = out.address
+    at, squares = out.address, 0
+    if len(grids) == len(w.segments):
+        packed, squares = node.as_unscaled(cols)
+    elif grids:
+        packed = node.as_packed(cols)
+    norm = squares, node.eps
     for s in w.segments:
         if s in grids:
-            _quantized(s, node.as_packed(cols), at, T, cols, N, (grids[s][0],), card, stream, slots=slots)
+            _quantized(s, packed, norm, at, T, cols, N, (grids[s][0],), card, stream, slots=slots)
         else:
-            _dense(s, node.as_dense(), at, T, N, stream, slots=slots)
+            x_dense, squares = (node.as_dense(), 0) if grids else node.as_unscaled_dense()
+            _dense(s, x_dense, at, T, N, stream, slots=slots, norm=_norm(squares, s, node))
         at += 4 * s.rows
     return out
 
@@ -280,6 +286,8 @@ def grouped_linear(
         slots, parts = 1, dict.fromkeys(parts, 1)  # segments that share an output leave as many partial sums
     out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
     at = out.address
+    if parts:
+        packed, squares = x.as_unscaled(1) if x.T <= MOST_COLS else (x.as_packed(1), 0)
     for s in w.segments:
         if s in parts:
             ctas, stages, shared = expert_ring(card, s.type, g.cols)
@@ -289,7 +297,7 @@ def grouped_linear(
                 (288,),
                 (
                     np.uint64(s.memory.address),
-                    np.uint64(x.as_packed(1)),
+                    np.uint64(packed),
                     np.uint64(at),
                     np.int32(s.rows),
                     np.int32(s.row_blocks),
@@ -302,6 +310,7 @@ def grouped_linear(
                     np.int64(s.expert_bytes),
                     np.int32(share),
                     np.int64(groups_of(s.columns) * packed_bytes(1)),
+                    *_norm(squares, s, x),
                 ),
                 shared_mem=shared,
                 stream=stream,
@@ -312,6 +321,12 @@ def grouped_linear(
     return out
 
 
+def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
+    """What a product needs to finish a norm: Node.as_unscaled."""
+    parts = s.columns // 128 if squares else 0
+    return np.uint64(squares), np.int32(parts), np.float32(s.columns), np.float32(x.eps)
+
+
 def _packed(w: Weight) -> list[Segment]:
     return [s for s in w.segments if s.type in UNITS]
 
@@ -319,6 +334,7 @@ def _packed(w: Weight) -> list[Segment]:
 def _quantized(
     s: Segment,
     x: int,
+    norm: tuple[int, float],
     out: int,
     T: int,
     cols: int,
@@ -344,6 +360,10 @@ def _quantized(
             np.int32(slots),
             np.int64(T * row_stride),
             np.int64(row_stride),
+            np.uint64(norm[0]),
+            np.int32(s.columns // 128 if norm[0] else 0),
+            np.float32(s.columns),
+            np.float32(norm[1]),
         ),
         shared_mem=shared,
         stream=stream,
@@ -360,9 +380,11 @@ def _dense(
     slots: int = 1,
     ids: int = 0,
     share: int = 1,
+    norm: tuple[Any, ...] = (np.uint64(0), np.int32(0), np.float32(0), np.float32(0)),
 ) -> None:
-    kernel("dense", "dense", (s.type, *(("EXPERTS",) if ids else ())))(
-        (-(-s.rows // 8), T if ids else -(-T // 8)),
+    rows = 1 if ids or T == 1 else 8
+    kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
+        (-(-s.rows // 8), -(-T // rows)),
         (256,),
         (
             np.uint64(s.memory.address),
@@ -377,6 +399,7 @@ def _dense(
             np.uint64(ids),
             np.int64(s.rows),
             np.int32(share),
+            *norm,
         ),
         stream=stream,
     )
@@ -385,17 +408,14 @@ def _dense(
 def _product(T: int, w: Weight, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
     """More rows than `linear` takes: bf16 through cuBLAS, a slice of the matrix expanded at a time.
 
-    A float32 matrix (a router, whose order decides) keeps its precision, 64 rows of x at a time.
+    A float32 matrix (a router, whose order decides) keeps its precision.
     """
     N = w.rows
     out = Array((T, N), arena.take(T * N * 4))
     at = out.address
     for s in w.segments:
         if s.type == "F32":
-            x = node.as_dense()
-            for t in range(0, T, MOST_COLS):
-                n = min(MOST_COLS, T - t)
-                _dense(s, x + t * s.columns * 4, at + t * N * 4, n, N, stream)
+            _dense(s, node.as_dense(), at, T, N, stream)
         else:
             step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
             scratch = 0 if s.type == "BF16" else arena.take(step * s.columns * 2)

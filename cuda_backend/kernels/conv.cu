@@ -6,9 +6,10 @@
 // Assumes   a step of more than 64 rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
 
-__device__ __forceinline__ void conv_block(Block at, const In& x, const float* taps, int C, int n, float* tail, s64 flip,
-                                           float* rows, const StepState* step, float* out) {
-    const int c = at.x * THREADS + threadIdx.x, t = at.y, current = step->current, path = step->path_length;
+extern "C" __global__ void __launch_bounds__(THREADS)
+conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, const StepState* step, float* out) {
+    release_next();
+    const int c = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, current = step->current, path = step->path_length;
     if (c >= C) return;
     const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * 64 * C + c;
     auto place_of = [&](int row) {  // of the step, or counted back from the newest committed row, -1
@@ -16,47 +17,41 @@ __device__ __forceinline__ void conv_block(Block at, const In& x, const float* t
         const int from_path = path + row;
         return from_path >= 0 ? old_rows + (s64)step->path[from_path] * C : old_tail + (s64)(n + from_path) * C;
     };
-    if (t < step->rows) {
-        float sum = 0.0f;
+    const bool real = t < step->rows;
+    float sum = 0.0f;
+    if (!real) depend();
 #pragma unroll 1
-        for (int j = n, row = t; j >= 0;) {  // four taps at a time, newest first, whose reads are in flight together
-            const float* p[4];
-            float v[4], tap[4];
-            bool inside[4];
+    for (int j = real ? n : -1, row = t; j >= 0;) {  // four taps at a time, newest first, whose reads are in flight together
+        const float* p[4];
+        float v[4], tap[4];
+        bool inside[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++, j--) {
-                inside[i] = j >= 0 && row >= 0, p[i] = place_of(row), tap[i] = v[i] = 0.0f;
-                if (j < 0) continue;
-                tap[i] = taps[c * (n + 1) + j], v[i] = *p[i];
-                row = row >= 0 && !step->kind ? step->parents[row] : row - 1;
-            }
-#pragma unroll 1
-            for (int s = 1; s < x.slots; s++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (inside[i]) v[i] += p[i][s * x.slot];
-            if (!step->kind && j == n - 4) rows[((s64)(1 - current) * 64 + t) * C + c] = v[0];
-#pragma unroll
-            for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
+        for (int i = 0; i < 4; i++, j--) {
+            inside[i] = j >= 0 && row >= 0, p[i] = place_of(row), tap[i] = v[i] = 0.0f;
+            if (j < 0) continue;
+            tap[i] = taps[c * (n + 1) + j];
+            if (!inside[i]) v[i] = *p[i];  // committed: no kernel of the step writes it
+            row = row >= 0 && !step->kind ? step->parents[row] : row - 1;
         }
-        out[(s64)t * C + c] = silu(sum);
+        if (j == n - 4) depend();
+#pragma unroll 1
+        for (int s = 0; s < x.slots; s++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (inside[i]) v[i] += p[i][s * x.slot];
+        if (!step->kind && j == n - 4) rows[((s64)(1 - current) * 64 + t) * C + c] = v[0];
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
     }
+    if (real) out[(s64)t * C + c] = silu(sum);
     if (t == 0)
 #pragma unroll 1
         for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 leaves its own last rows
             const int row = step->kind ? step->rows - n + j : j - n;
-            float v = 0.0f;
             const float* p = place_of(row);
+            float v = 0.0f;
 #pragma unroll 1
             for (int s = 0; s < (row >= 0 ? x.slots : 1); s++) v += p[s * x.slot];
             tail[(1 - current) * flip + (s64)j * C + c] = v;
         }
 }
-
-#ifndef PROGRAM
-extern "C" __global__ void __launch_bounds__(THREADS)
-conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, const StepState* step, float* out) {
-    begin();
-    conv_block({(int)blockIdx.x, (int)blockIdx.y, 0}, x, taps, C, n, tail, flip, rows, step, out);
-}
-#endif

@@ -3,8 +3,7 @@
 // In        q, k (T, Hk, DIM) before L2 normalization; v (T, Hv, DV); a, b (T, Hv); decay, dt_bias (Hv,)
 //           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][64]: k [Hk][DK], change [Hv][DV], factor [Hv]
 // Out       out [T][Hv][DV] float32
-// Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state; ROWS: most
-//           rows of a step that may be a tree
+// Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
 // Work      a CTA per value head and 64 columns; 16 lanes share four columns of the matrix, in registers for all rows: a
 //           key that a lane reads from shared memory, whose rate is the limit, serves four columns.
 //           The committed path is applied on the way in, and its result written beside the old matrix; this step's
@@ -15,15 +14,12 @@
 //           tree equals the row that plain decoding computes, bit for bit
 // Bound     bytes of the matrix, read and written once; from about 16 rows the recurrence itself
 
-#ifndef ROWS
-#define ROWS 64
-#endif
+#define ROWS 64  // of a step that may be a tree
 #define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
-#define CHUNK (ROWS < 16 ? ROWS : 16)  // rows that are read together
-#define PER_WARP ((CHUNK + 7) / 8)
+#define CHUNK 16  // rows that are read together
+#define PER_WARP (CHUNK / 8)
 #define WIDE 64  // columns
 #define NL ((DK + 31) / 32)  // elements of a key per lane
-#define DELTA_SHARED ((ROWS + CHUNK) * (DK + WIDE) + ROWS + CHUNK + 4)
 
 struct DeltaRows {
     float *k, *change, *factor;
@@ -46,13 +42,13 @@ __device__ __forceinline__ void apply(float4 (&s)[NJ], const float4 (&k)[NJ], fl
     }
 }
 __device__ __forceinline__ float part_of_dot(const float4 (&s)[NJ], const float4 (&k)[NJ]) {
-    float x = 0.0f, y = 0.0f, z = 0.0f, w = 0.0f;
+    float x = 0.0f, y = 0.0f;
 #pragma unroll
     for (int j = 0; j < NJ; j++) {
         x = __fmaf_rn(s[j].x, k[j].x, x), y = __fmaf_rn(s[j].y, k[j].y, y);
-        z = __fmaf_rn(s[j].z, k[j].z, z), w = __fmaf_rn(s[j].w, k[j].w, w);
+        x = __fmaf_rn(s[j].z, k[j].z, x), y = __fmaf_rn(s[j].w, k[j].w, y);
     }
-    return (x + y) + (z + w);
+    return x + y;
 }
 // Sums over 16 lanes of four columns' parts; a lane gets that of column 2 * (lane % 2) + lane / 2 % 2.
 __device__ __forceinline__ float sum_of_sixteen(const float (&v)[4], int part) {
@@ -109,21 +105,23 @@ struct Chunk {
     }
 };
 
-__device__ __forceinline__ void delta_block(Block at, const In& q, const In& k, const In& v, const In& a, const In& b, const float* decay, const float* dt_bias,
-                                            const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 flip, float* row_k,
-                                            float* row_change, float* row_factor, float* out) {
-    float* ks = at.shared;               // [ROWS][DK]
+extern "C" __global__ void __launch_bounds__(THREADS)
+delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv,
+      int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, float* out) {
+    begin();
+    extern __shared__ __align__(16) float shared[];
+    float* ks = shared;               // [ROWS][DK]
     float* qs = ks + ROWS * DK;          // [CHUNK][DK]
     float* vs = qs + CHUNK * DK;         // [CHUNK][WIDE]
     float* changes = vs + CHUNK * WIDE;  // [ROWS][WIDE]
     float* factors = changes + ROWS * WIDE;
     float* betas = factors + ROWS;       // [CHUNK]
     u32* breaks = (u32*)(betas + CHUNK);  // bit t: row t does not continue row t - 1
-    const int h = at.x, hk = h % Hk, warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % 16;
+    const int h = (int)blockIdx.x, hk = h % Hk, warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % 16;
     // a lane's four columns, those of them that exist, and the one whose sums it gets
-    const int local = warp * 8 + lane / 16 * 4, column = at.y * WIDE + local, left = min(4, DV - column);
+    const int local = warp * 8 + lane / 16 * 4, column = blockIdx.y * WIDE + local, left = min(4, DV - column);
     const int own = local + part % 2 * 2 + part / 2 % 2;
-    const bool stores = part < 4 && at.y * WIDE + own < DV;
+    const bool stores = part < 4 && blockIdx.y * WIDE + own < DV;
     const int current = step->current, rows = step->rows, kept = !step->kind;
     const s64 place = ((s64)h * DV + min(column, DV - 1)) * DK;
     const DeltaRows old = {row_k + (s64)current * 64 * Hk * DK, row_change + (s64)current * 64 * Hv * DV,
@@ -135,9 +133,6 @@ __device__ __forceinline__ void delta_block(Block at, const In& q, const In& k, 
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
-    Chunk chunk;
-    chunk.read(q, k, v, a, b, 0, rows, h, hk, at.y * WIDE, DV);
-    sync_block();
     if (warp < 2) {
         const u32 bits = __ballot_sync(FULL, kept && threadIdx.x < rows && step->parents[threadIdx.x] != (int)threadIdx.x - 1);
         if (lane == 0) breaks[warp] = bits;
@@ -151,10 +146,13 @@ __device__ __forceinline__ void delta_block(Block at, const In& q, const In& k, 
             apply(s[c], key, old.change[((s64)r * Hv + h) * DV + min(column + c, DV - 1)], old.factor[r * Hv + h]);
     }
     if (kept) write_matrix(s, next, part, left);
+    depend();  // no kernel of the step writes what has been read so far
+    Chunk chunk;
+    chunk.read(q, k, v, a, b, 0, rows, h, hk, blockIdx.y * WIDE, DV);
 
 #pragma unroll 1
     for (int first = 0; first < rows; first += CHUNK) {
-        sync_block();
+        __syncthreads();
 #pragma unroll
         for (int r = 0; r < PER_WARP; r++) {
             const int i = warp + r * 8, t = first + i;
@@ -170,7 +168,7 @@ __device__ __forceinline__ void delta_block(Block at, const In& q, const In& k, 
                 if (d >= DK) continue;
                 const float ke = chunk.k[r][n] * k_scale;
                 qs[i * DK + d] = chunk.q[r][n] * q_scale, ks[t % ROWS * DK + d] = ke;
-                if (kept && at.y == 0 && h < Hk) now.k[((s64)t * Hk + h) * DK + d] = ke;
+                if (kept && (int)blockIdx.y == 0 && h < Hk) now.k[((s64)t * Hk + h) * DK + d] = ke;
             }
 #pragma unroll
             for (int n = 0; n < 2; n++) vs[i * WIDE + lane + n * 32] = chunk.v[r][n];
@@ -181,57 +179,54 @@ __device__ __forceinline__ void delta_block(Block at, const In& q, const In& k, 
             const float factor = expf(decay[h] * (x > 20.0f ? x : log1pf(expf(x))));
             factors[t % ROWS] = factor;
             betas[threadIdx.x] = 1.0f / (1.0f + expf(-chunk.b));
-            if (kept && at.y == 0) now.factor[t * Hv + h] = factor;
+            if (kept && (int)blockIdx.y == 0) now.factor[t * Hv + h] = factor;
         }
-        sync_block();
+        __syncthreads();
         const int n = min(CHUNK, rows - first);
-        if (n < rows - first) chunk.read(q, k, v, a, b, first + CHUNK, rows, h, hk, at.y * WIDE, DV);  // meanwhile
+        if (n < rows - first) chunk.read(q, k, v, a, b, first + CHUNK, rows, h, hk, blockIdx.y * WIDE, DV);  // meanwhile
         const u32 marks = kept ? breaks[first / 32] >> (first % 32) : 0;
+        const s64 place_of_row = ((s64)first * Hv + h) * DV + blockIdx.y * WIDE + own;
+        const int row_step = Hv * DV;
+        float *out_at = out + place_of_row - row_step, *change_at = now.change + place_of_row;
+        const float *k_at = ks + first % ROWS * DK, *q_at = qs, *v_at = vs + own, *beta_at = betas, *factor_at = factors + first % ROWS;
+        float* kept_at = changes + first % ROWS * WIDE + own;
         float o[4] = {};  // parts of the row before, whose sums are taken beside the next row's
 #pragma unroll 1
-        for (int i = 0; i <= n; i++) {
-            const int t = first + i;
-            if (i < n && marks >> i & 1) {
+        for (int i = 0; i < n; i++) {
+            if (marks >> i & 1) {
                 __syncwarp();
-                read_matrix(s, kept && left > 0 ? next : from, part, max(left, 1));
+                read_matrix(s, left > 0 ? next : from, part, max(left, 1));
 #pragma unroll 1
-                for (u64 seen = step->seen[t] & ~(1ull << t); seen; seen &= seen - 1) {
+                for (u64 seen = step->seen[first + i] & ~(1ull << (first + i)); seen; seen &= seen - 1) {
                     const int j = __ffsll(seen) - 1;
                     read_fours(key, ks + j * DK, part);
 #pragma unroll
                     for (int c = 0; c < 4; c++) apply(s[c], key, changes[j * WIDE + local + c], factors[j]);
                 }
             }
-            read_fours(key, ks + (first + min(i, n - 1)) % ROWS * DK, part);
+            read_fours(key, k_at, part);
+            const float factor = *factor_at, beta = *beta_at, value = *v_at;
             float dots[4];
 #pragma unroll
             for (int c = 0; c < 4; c++) dots[c] = part_of_dot(s[c], key);
             const float dot = sum_of_sixteen(dots, part), out_of_last = sum_of_sixteen(o, part);
-            if (i && stores) out[((s64)(t - 1) * Hv + h) * DV + at.y * WIDE + own] = out_of_last;
-            if (i == n) break;
-            const float factor = factors[t % ROWS], change = betas[i] * (vs[i * WIDE + own] - factor * dot);
+            if (i && stores) *out_at = out_of_last;
+            const float change = beta * (value - factor * dot);
             spread(dots, change, part);
 #pragma unroll
             for (int c = 0; c < 4; c++) apply(s[c], key, dots[c], factor);
-            read_fours(key, qs + i * DK, part);
+            read_fours(key, q_at, part);
 #pragma unroll
             for (int c = 0; c < 4; c++) o[c] = part_of_dot(s[c], key);
             if (kept && part < 4) {
-                changes[t * WIDE + own] = change;
-                if (stores) now.change[((s64)t * Hv + h) * DV + at.y * WIDE + own] = change;
+                *kept_at = change;
+                if (stores) *change_at = change;
             }
+            k_at += DK, q_at += DK, v_at += WIDE, beta_at++, factor_at++, kept_at += WIDE;
+            out_at += row_step, change_at += row_step;
         }
+        const float last = sum_of_sixteen(o, part);
+        if (stores) *out_at = last;
     }
     if (!kept) write_matrix(s, next, part, left);
 }
-
-#ifndef PROGRAM
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
-      float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, float* out) {
-    begin();
-    extern __shared__ __align__(16) float shared[];
-    delta_block({(int)blockIdx.x, (int)blockIdx.y, shared}, q, k, v, a, b, decay, dt_bias, step, Hk, Hv, DV, matrix, flip, row_k,
-                row_change, row_factor, out);
-}
-#endif

@@ -1,7 +1,7 @@
 // experts: y = x W' for rows that each chose a matrix of a stack: experts, or the heads of latent attention
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/weights.py grouped_linear
 // In        w       units of tile.cuh, one matrix after the other
-//           x       packed rows, each for itself (rows.cu, cols = 1)
+//           x       packed rows, each for itself (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu
 //           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
 //                   pair p being row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
@@ -188,7 +188,8 @@ struct Item {
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, s64 part_stride,
-        s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int x_divisor, s64 x_bytes) {
+        s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int x_divisor, s64 x_bytes, const float* squares,
+        int norm_parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     float* scratch = (float*)(shared + STAGES * STAGE);
@@ -205,12 +206,13 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
     }
     begin();  // even which weights to read comes from the kernel before
     __syncthreads();
+    int at = blockIdx.x, i = 0;  // units so far
+    Item item(at, groups, row_blocks, k_blocks, parts);  // read beside the number of groups, whether it is one or not
     const int items = groups[0].x * row_blocks * parts;
-    int i = 0;  // units so far
 
     if (warp == 8) {  // producer
-        for (int at = blockIdx.x; at < items; at += gridDim.x) {
-            const Item item(at, groups, row_blocks, k_blocks, parts);
+        for (; at < items; at += gridDim.x) {
+            if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
             const u8* unit = w + item.group.x * matrix_bytes + ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
             const u8* rows = x + (s64)item.first_k * (KBLOCK / 32 * 48);
             const int pair = lane < item.group.z ? order[item.group.y + lane] : 0;
@@ -223,10 +225,10 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
                     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(full + 8 * s),
                                  "r"(UNIT_BYTES + item.group.z * (KBLOCK / 32 * 48))
                                  : "memory");
+                copy(to, unit, UNIT_BYTES, full + 8 * s, lane, 32);  // while `pair` is on its way
                 __syncwarp();
                 if (lane < item.group.z)
                     copy(to + UNIT_BYTES + lane * XROW, rows + (pair / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, 0, 1);
-                copy(to, unit, UNIT_BYTES, full + 8 * s, lane, 32);
 #else
                 for (int r = 0; r < item.group.z; r++) {
                     const int of = __shfl_sync(FULL, pair, r);
@@ -243,8 +245,28 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         return;
     }
 
-    for (int at = blockIdx.x; at < items; at += gridDim.x) {
-        const Item item(at, groups, row_blocks, k_blocks, parts);
+    for (; at < items; at += gridDim.x) {
+        if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
+        int pairs[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int c = n * 8 + lane % 4 * 2 + e;
+                pairs[n][e] = c < item.group.z ? order[item.group.y + c] : -1;
+            }
+        // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
+        float factor[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float sum = 0.0f;
+            const int c = n * 8 + lane / 4, pair = norm_parts && c < item.group.z ? order[item.group.y + c] : -1;
+            for (int j = lane % 4; pair >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(pair / x_divisor) * norm_parts + j];
+            sum += __shfl_xor_sync(FULL, sum, 1);
+            sum += __shfl_xor_sync(FULL, sum, 2);
+            sum = norm_parts ? 1.0f / sqrtf(sum / columns + eps) : 1.0f;
+            factor[n][0] = __shfl_sync(FULL, sum, lane % 4 * 8), factor[n][1] = __shfl_sync(FULL, sum, lane % 4 * 8 + 4);
+        }
         float acc[NT][4] = {};
         for (int k = 0; k < item.units; k++, i++) {
             const int s = i % STAGES;
@@ -260,11 +282,10 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int c = n * 8 + lane % 4 * 2 + e;
-                if (c >= item.group.z) continue;
-                float* of = to + order[item.group.y + c] * row_stride;
-                if (row < N) of[0] = acc[n][e];
-                if (row + 8 < N) of[8] = acc[n][2 + e];
+                if (pairs[n][e] < 0) continue;
+                float* of = to + pairs[n][e] * row_stride;
+                if (row < N) of[0] = acc[n][e] * factor[n][e];
+                if (row + 8 < N) of[8] = acc[n][2 + e] * factor[n][e];
             }
     }
 }

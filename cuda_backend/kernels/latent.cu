@@ -160,7 +160,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
     }
 }
 
-struct Rope {
+struct Turn {  // a rope, as rows.cu has it
     const double* frequencies;  // radians per position
     const int* positions;
     int pairs;
@@ -168,7 +168,7 @@ struct Rope {
 };
 
 // Channel i of `wide` roped channels in half-split pairs; x points to the first.
-__device__ __forceinline__ float roped(const In& a, const float* x, int i, int t, const Rope& rope) {
+__device__ __forceinline__ float roped(const In& a, const float* x, int i, int t, const Turn& rope) {
     const float own = load_one(a, x + i);
     if (i >= 2 * rope.pairs) return own;
     const int pair = i % rope.pairs;
@@ -180,46 +180,41 @@ __device__ __forceinline__ float roped(const In& a, const float* x, int i, int t
 }
 
 // q as float16: `main` channels as they are, zeros up to `at`, then the roped ones, zeros up to `wide`; and the row of the
-// cache, whose latent is normed on the way where `normed`. A warp per (t, head); head H is the cache's.
-extern "C" __global__ void __launch_bounds__(256)
-gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Rope q_turn, Rope k_turn, int normed,
+// cache, whose latent is normed on the way where `normed`. A block per (t, head); head H is the cache's.
+extern "C" __global__ void __launch_bounds__(1024)
+gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
        const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, u16* cache) {
     begin();
-    const int item = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, t = item / (H + 1), head = item % (H + 1);
-    if (t >= T || t >= step->rows) return;
+    __shared__ float squares_of[32];
+    const int t = blockIdx.x / (H + 1), head = blockIdx.x % (H + 1);
+    if (t >= step->rows) return;
     if (head < H) {
         u16* to = q_out + ((s64)t * H + head) * wide;
         const float *from = head_of(q, t, head, main), *turned = head_of(q_rope, t, head, P);
-        for (int first = lane; first < at; first += 256) {
-            float v[8];
-            load_some(v, q, from, first, 32, main);
-#pragma unroll
-            for (int n = 0; n < 8; n++)
-                if (first + n * 32 < at) to[first + n * 32] = to_half(v[n]);
-        }
-        for (int i = lane; i < wide - at; i += 32) to[at + i] = i < P ? to_half(roped(q_rope, turned, i, t, q_turn)) : 0;
+        for (int i = threadIdx.x; i < wide; i += blockDim.x)
+            to[i] = i < at ? (i < main ? to_half(load_one(q, from + i)) : 0)
+                           : (i - at < P ? to_half(roped(q_rope, turned, i - at, t, q_turn)) : 0);
         return;
     }
     u16* to = cache + (s64)(step->past + t) * W;
     const float* from = row_of(latent, t);
     float squares = 0.0f;
-    for (int first = lane; first < latent_dim; first += 256) {
-        float v[8];
-        load_some(v, latent, from, first, 32, latent_dim);
-#pragma unroll
-        for (int n = 0; n < 8; n++) squares += v[n] * v[n];
+    for (int i = threadIdx.x; normed && i < latent_dim; i += blockDim.x) {
+        const float v = load_one(latent, from + i);
+        squares += v * v;
     }
-    const float scale = normed ? 1.0f / sqrtf(warp_sum(squares) / latent_dim + eps) : 1.0f;
-    for (int first = lane; first < R; first += 256) {
-        float v[8];
-        load_some(v, latent, from, first, 32, latent_dim);
-#pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int i = first + n * 32;
-            if (i < R) to[i] = i < latent_dim ? to_half(v[n] * scale * (normed && weight ? weight[i] : 1.0f)) : 0;
-        }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) squares_of[threadIdx.x / 32] = squares;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    squares = warp_sum(lane < blockDim.x / 32 ? squares_of[lane] : 0.0f);
+    const float scale = normed ? 1.0f / sqrtf(squares / latent_dim + eps) : 1.0f;
+    for (int i = threadIdx.x; i < W; i += blockDim.x) {
+        if (i < R)
+            to[i] = i < latent_dim ? to_half(load_one(latent, from + i) * scale * (normed && weight ? weight[i] : 1.0f)) : 0;
+        else
+            to[i] = i - R < P ? to_half(roped(k_rope, row_of(k_rope, t), i - R, t, k_turn)) : 0;
     }
-    for (int i = lane; i < W - R; i += 32) to[R + i] = i < P ? to_half(roped(k_rope, row_of(k_rope, t), i, t, k_turn)) : 0;
 }
 
 // The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros behind them.

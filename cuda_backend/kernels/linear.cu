@@ -1,7 +1,8 @@
 // linear: y = x W' for a quantized W and 1 to 64 rows of x, as partial sums along k
 // Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/weights.py linear
 // In        w    units of tile.cuh                        Out       out [slot][T][N] float32, to be added in slot order
-//           x    int8 codes per 32 columns, with scale and scale * sum (rows.cu writes them)
+//           x    int8 codes per 32 columns, with scale and scale * sum (store.cuh); where `parts` is not 0, rows that an
+//           RMS norm has still to divide by the root of their mean square, the sum of `squares` [T][parts] / columns
 // Build     one type of tile.cuh; COLS 1, 8, 16, 24, 32, 48, 64; STAGES; CP_ASYNC to force the sm_80 ring
 // Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units. A CTA takes a stripe of the
 //           (row block, k block) list, so it may end a row block early; each CTA that touches a row block has a slot.
@@ -18,17 +19,18 @@
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k_blocks, int slots, s64 slot_stride,
-       s64 row_stride) {
+       s64 row_stride, const float* squares, int parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     float* scratch = (float*)(shared + STAGES * STAGE);
-    const u32 full = shared_address(scratch + 8 * SCRATCH), empty = full + 8 * STAGES;
+    const u32 full = shared_address(scratch + 8 * SCRATCH), empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, BULK ? 1 : 32);
             barrier_init(empty + 8 * s, 8);
         }
+        barrier_init(ready, 8);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -72,6 +74,23 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
     }
 
     depend();  // the memory that the result takes may still be read
+    __shared__ float factors[COLS];
+    float sums[(COLS + 7) / 8] = {};  // of this warp's rows, which are read together
+#pragma unroll 1
+    for (int i = lane; i - lane < parts; i += 32)
+#pragma unroll
+        for (int r = 0; r < (COLS + 7) / 8; r++) {
+            const int t = warp + r * 8;
+            sums[r] += t < T && i < parts ? squares[t * parts + i] : 0.0f;
+        }
+#pragma unroll
+    for (int r = 0; r < (COLS + 7) / 8; r++) {
+        const int t = warp + r * 8;
+        const float sum = parts ? warp_sum(sums[r]) : 0.0f;
+        if (lane == 0 && t < COLS) factors[t] = parts ? 1.0f / sqrtf(sum / columns + eps) : 1.0f;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ready);  // the factors: wanted at the end
     float acc[NT][ACC] = {};
     for (int i = 0; i < units; i++) {
         const int s = i % STAGES;
@@ -81,10 +100,11 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
         if (lane == 0) barrier_arrive(empty + 8 * s);
         const bool done = ++k_block == k_blocks;
         if (!done && i != units - 1) continue;
+        barrier_wait(ready, 0);
         // the CTA that holds unit u is ((u + 1) * G - 1) / U; the last one clears unused slots
         const u32 owner = ((u64)((u32)row_block * k_blocks + 1) * gridDim.x - 1) / all;
         const int slot = blockIdx.x - owner;
-        put(acc, out, N, T, row_block * 128 + warp * 16, slot, done ? slots : slot + 1, slot_stride, row_stride, lane);
+        put(acc, out, N, T, row_block * 128 + warp * 16, slot, done ? slots : slot + 1, slot_stride, row_stride, factors, lane);
         row_block++, k_block = 0;
 #pragma unroll
         for (int n = 0; n < NT; n++)

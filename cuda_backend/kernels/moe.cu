@@ -3,49 +3,47 @@
 // In        logits (T, E), bias [E] or null for softmax  Out  ids, weights [T][k]: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
-// Work      route: a warp per row; of one row it leaves the groups too. combine: a thread per output, experts in the
+// Work      route: a thread per expert, a CTA per row; of one row it leaves the groups too. combine: a thread per output, experts in the
 //           order of ids
 // Bound     launches
 
-extern "C" __global__ void route(In logits, int T, int E, int k, const float* bias, float scale, int* ids,
-                                 float* weights, int4* groups, int* pairs) {
+extern "C" __global__ void __launch_bounds__(1024)
+route(In logits, int T, int E, int k, const float* bias, float scale, int* ids, float* weights, int4* groups, int* pairs) {
     begin();
     extern __shared__ float shared[];
-    float *p = shared, *order = shared + E;  // what an expert weighs, and what it is chosen by
-    const int t = blockIdx.x, lane = threadIdx.x;
-    float best = -__int_as_float(0x7f800000);
-    for (int e = lane; e < E; e += 32) {
-        p[e] = load_one(logits, row_of(logits, t) + e);
-        best = fmaxf(best, p[e]);
+    float *chosen_by = shared, *chosen = shared + E;  // of the experts, and what the best ones weigh
+    __shared__ float tops[32];
+    const int t = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const float *row = row_of(logits, t), lowest = -__int_as_float(0x7f800000);
+    float top = lowest;
+    for (int e = threadIdx.x; e < E && !bias; e += blockDim.x) top = fmaxf(top, load_one(logits, row + e));
+    top = warp_max(top);
+    if (lane == 0) tops[threadIdx.x / 32] = top;
+    __syncthreads();
+    top = warp_max(lane < warps ? tops[lane] : lowest);
+    for (int e = threadIdx.x; e < E; e += blockDim.x) {
+        const float x = load_one(logits, row + e), p = bias ? 1.0f / (1.0f + expf(-x)) : expf(x - top);
+        const float by = p + (bias ? bias[e] : 0.0f);
+        chosen_by[e] = by == by ? by : lowest;
     }
-    const float top = warp_max(best);
-    for (int e = lane; e < E; e += 32) {
-        p[e] = bias ? 1.0f / (1.0f + expf(-p[e])) : expf(p[e] - top);
-        order[e] = p[e] + (bias ? bias[e] : 0.0f);
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += blockDim.x) {  // its place is the number of experts before it
+        const float mine = chosen_by[e];
+        int place = 0;
+#pragma unroll 8
+        for (int i = 0; i < E; i++) place += chosen_by[i] > mine || (chosen_by[i] == mine && i < e);
+        if (place >= k) continue;
+        const float x = load_one(logits, row + e), p = bias ? 1.0f / (1.0f + expf(-x)) : expf(x - top);
+        ids[t * k + place] = e, chosen[place] = p;
+        if (groups) groups[1 + place] = make_int4(e, place, 1, 0), pairs[place] = place;
     }
-    __syncwarp();
-    float total = 0.0f;
-    for (int j = 0; j < k; j++) {
-        u64 key = 0;  // (order, smaller id first); experts that are chosen or not a number are NaN
-        for (int e = lane; e < E; e += 32) {
-            const u32 bits = __float_as_uint(order[e]);
-            const u32 rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-            if (order[e] == order[e]) key = max(key, (u64)rising << 32 | (u32)(~e));
-        }
-        for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
-        const int e = key ? (int)(~(u32)key) : 0;
-        const float w = p[e];
-        if (lane == 0) {
-            ids[t * k + j] = e, weights[t * k + j] = w;
-            if (groups) groups[1 + j] = make_int4(e, j, 1, 0), pairs[j] = j;
-        }
-        __syncwarp();
-        if (lane == e % 32) order[e] = __int_as_float(0x7fffffff);
-        __syncwarp();
-        total += w;
+    __syncthreads();
+    if (groups && threadIdx.x == 0) groups[0] = make_int4(k, 0, 0, 0);
+    for (int j = threadIdx.x; j < k; j += blockDim.x) {
+        float total = 0.0f;
+        for (int i = 0; i < k; i++) total += chosen[i];
+        weights[t * k + j] = chosen[j] * scale / total;
     }
-    if (groups && lane == 0) groups[0] = make_int4(k, 0, 0, 0);
-    for (int j = lane; j < k; j += 32) weights[t * k + j] *= scale / total;
 }
 
 // The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.

@@ -1,16 +1,20 @@
 // pieces: what attention.cu and latent.cu computed of the pieces of a past, added up
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/ops.py
-// In        sums [piece][T][H][D], stats [piece][T][H]: maximum and sum of each    Out  out [T][H][DIM] float32
+// In        sums [piece][T][H][D], stats [piece][T][H]: maximum and sum of each; perhaps a gate (T, H, DIM)
+// Out       (T, H * DIM) in each form that is wanted (store.cuh), dense alone where groups of 32 straddle heads
 // Work      a CTA of 8 warps per row, head and 128 columns; every eighth piece a warp, then the warps in order
 // Numbers   float32; the sum of a piece meets its neighbours in an order that depends on its place alone, and pieces that
 //           a row does not see add nothing
 // Bound     latency: a few hundred KB
 
+#define MUL_SIGMOID 3  // rows.cu
+
 extern "C" __global__ void __launch_bounds__(256)
 combine(const float* sums, const float2* stats, int H, int D, int DIM, const StepState* step, const int* positions, int T,
-        int first_t, int window, int keep, float* out) {
+        int first_t, int window, int keep, int op, In gate, Out out) {
     begin();
     __shared__ float share[512], parts[8][129];  // pieces of a million positions
+    __shared__ float4 fours[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Mask mask(step, positions, window, keep, 0);
     if (t >= mask.rows) return;
@@ -45,11 +49,23 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     if (lane == 0) parts[warp][128] = total;
     __syncthreads();
     const int d = column + threadIdx.x;
-    if (threadIdx.x >= 128 || d >= DIM) return;
-    float all = 0.0f, whole = 0.0f;
+    if (threadIdx.x < 128) {
+        float all = 0.0f, whole = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 8; w++) all += parts[w][threadIdx.x], whole += parts[w][128];
-    out[((s64)t * H + head) * DIM + d] = all / whole;
+        for (int w = 0; w < 8; w++) all += parts[w][threadIdx.x], whole += parts[w][128];
+        float v = d < DIM ? all / whole : 0.0f;
+        if (op && d < DIM) {
+            const float g = load_one(gate, place(gate, t, head * DIM + d));
+            v *= op == MUL_SIGMOID ? sigmoid(g) : g > 20.0f ? g : log1pf(expf(g));
+        }
+        ((float*)fours)[threadIdx.x] = v;
+        if (DIM % 32 && d < DIM) out.dense[((s64)t * H + head) * DIM + d] = v;
+    }
+    __syncthreads();
+    if (DIM % 32 || warp) return;
+    store_four(out, t, head * DIM + column + lane * 4, fours[lane], column + lane * 4 < DIM);
+    if (out.packed && head == 0 && column == 0)  // columns that pad a row to a whole unit
+        for (int k = H * DIM; k < out.groups * 32; k += 128) store_four(out, t, k + lane * 4, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
 }
 
 // Rows of [capacity][D] planes from one cache to another: positions base + path[j], or base + j without a

@@ -27,20 +27,7 @@ __device__ __forceinline__ void begin() {
     depend();
 }
 
-// A kernel's work on one block of its grid, 256 threads, is a function of its own: program.cu calls it too, where a
-// block is a turn of a thread block that stays, whose last warp does something else.
-struct Block {
-    int x, y;
-    float* shared;
-};
 #define THREADS 256
-__device__ __forceinline__ void sync_block() {
-#ifdef PROGRAM
-    asm volatile("bar.sync 1, 256;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
 
 // An activation (T, heads, D) in float32, possibly as partial sums: `slots` copies to be added in index order.
 struct In {
@@ -76,6 +63,25 @@ __device__ __forceinline__ float load_one(const In& a, const float* p) {
     float v[1];
     load_some(v, a, p, 0, 1, 1);
     return v[0];
+}
+
+__device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// Four columns, the slots of `a` added in order, eight reads at a time in flight.
+__device__ __forceinline__ float4 slots_of(const float* p, const In& a) {
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+    for (int s = 0; s < a.slots; s += 8, p += 8 * a.slot) {
+        float4 e[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            e[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (s + j < a.slots) e[j] = *(const float4*)(p + j * a.slot);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) v = plus(v, e[j]);
+    }
+    return v;
 }
 
 // Where row t begins, and head `head` of it, `wide` each.
@@ -130,6 +136,13 @@ __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const
     }
 }
 
+struct Rope {
+    const double* frequencies;  // radians per position
+    const int* positions;
+    int pairs;
+    float magnitude;
+};
+
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 struct StepState {
     int past, rows, current, path_length, kind, unused[11];  // kind: 0 masks, 1 chain of any length, 2 block
@@ -170,15 +183,16 @@ __device__ __forceinline__ float warp_max(float v) {
     for (int m = 16; m; m >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, m));
     return v;
 }
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+// the divisor may be infinite, where the quotient is 0
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // Sum over the `warps` warps of a block, at most 32; every thread gets it. `scratch` holds a float per warp.
 __device__ __forceinline__ float block_sum(float v, float* scratch, int warps) {
     v = warp_sum(v);
-    sync_block();
+    __syncthreads();
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = v;
-    sync_block();
+    __syncthreads();
     const int lane = threadIdx.x % 32;
     return warp_sum(lane < warps ? scratch[lane] : 0.0f);
 }

@@ -3,96 +3,21 @@
 //           gated_rms_norm
 // Launcher  cuda_backend/ops.py
 // In        activations (T, ...) float32, strided, as partial sums (prelude.cuh In)
-// Out       dense (T, K) float32, bf16 (T, K), packed: each where the pointer is not null
-//           packed, per 64 columns and 8 rows: the B fragments of two mma.m16n8k32, 16 bytes per lane, the scales
-//           (64 bytes), scale * sum of codes (64 bytes), and a share of 8 groups' sums as B fragments of mma.m16n8k16:
-//           high and low halves in bf16 (64 bytes). With cols = 1 per 32 columns the one column of that (48 bytes), row
-//           after row
+// Out       what store.cuh says
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
 // Assumes   packed heads are a multiple of 32 wide
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
 // Bound     launches: a few KB per row
 
-struct Out {
-    float* dense;
-    u8* packed;
-    u16* bf16;
-    int K, cols, groups;  // groups: of 32 columns, padded to a whole unit of the widest weight
-};
-
-// Columns k to k + 3 of row `t`, lane by lane: eight lanes hold a group of 32 columns. `ours`: are they to be stored?
-__device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 four, bool ours = true) {
-    const float v[4] = {four.x, four.y, four.z, four.w};
-    const int left = ours ? out.K - k : 0;
-    const bool whole = left >= 4 && out.K % 4 == 0;
-    if (out.dense) {
-        float* to = out.dense + (s64)t * out.K + k;
-        if (whole)
-            *(float4*)to = four;
-        else
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (i < left) to[i] = v[i];
-    }
-    if (out.bf16) {
-        u16* to = out.bf16 + (s64)t * out.K + k;
-        if (whole)
-            *(uint2*)to = make_uint2(to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]));
-        else
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (i < left) to[i] = to_bf16(v[i]);
-    }
-    if (!out.packed) return;
-    u32 bits = 0;  // magnitudes compare as integers, so that NaN wins
-#pragma unroll
-    for (int i = 0; i < 4; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7fffffffu);
-#pragma unroll
-    for (int m = 1; m < 8; m <<= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, m));
-    const float scale = __uint_as_float(bits) * (1.0f / 127.0f), inverse = 1.0f / scale;
-    u32 codes = 0;
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int code = scale > 0.0f ? max(-127, min(127, __float2int_rn(v[i] * inverse))) : 0;
-        codes |= (u32)(u8)code << (8 * i), total += code;
-    }
-#pragma unroll
-    for (int m = 1; m < 8; m <<= 1) total += __shfl_xor_sync(FULL, total, m);
-    const int group = k / 32, in = k % 32;
-    if (!ours || group >= out.groups) return;
-    const float sum = scale * total;
-    const u16 high = to_bf16(sum), low = to_bf16(sum - from_bf16(high));
-    const int j = group % 8, odd = group % 2;
-    if (out.cols == 1) {
-        u8* to = out.packed + ((s64)t * out.groups + group) * 48;
-        *(u32*)(to + in % 16 / 4 * 8 + in / 16 * 4) = codes;
-        if (in) return;
-        *(float2*)(to + 32) = make_float2(scale, sum);
-        to += 40 - j * 48 + j / 2 * 96 + odd * 2;
-        *(u16*)to = high, *(u16*)(to + 48) = low;
-    } else {  // pairs of groups, each for the eights of rows: product.cuh Pair
-        const int column = t % 8, stride = out.cols / 8 * 704;
-        u8* to = out.packed + (s64)(group / 2) * stride + t / 8 * 704;
-        *(u32*)(to + (column * 4 + in % 16 / 4) * 16 + odd * 8 + in / 16 * 4) = codes;
-        if (in) return;
-        *(float*)(to + 512 + column / 2 * 16 + odd * 8 + column % 2 * 4) = scale;
-        *(float*)(to + 576 + column / 2 * 16 + odd * 8 + column % 2 * 4) = sum;
-        to += (column / 2 - j / 2) * stride + 640 + column % 2 * 32 + j / 2 * 8 + odd * 2;
-        *(u16*)to = high, *(u16*)(to + 4) = low;
-    }
-}
-
-__device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
-
 // The first SPAN columns of a row stay in registers. Each read of one stands here once, so that the code stays small.
 #define TURNS 5
 #define SPAN (TURNS * 4 * THREADS)
 
-__device__ __forceinline__ void add_norm_block(Block at, const In& x, const In& y, int has_y, const float* weight, float eps,
-                                               float* sum, const Out& out) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out out) {
+    begin();
     __shared__ float scratch[THREADS / 32];
-    const int t = at.x, K = out.K, columns = out.packed ? out.groups * 32 : K, mine = threadIdx.x * 4;
+    const int t = (int)blockIdx.x, K = out.K, columns = out.packed ? out.groups * 32 : K, mine = threadIdx.x * 4;
     const In w = {weight, 0, 0, 0, 1, 0, 1};
     const Out whole = {sum, 0, 0, K, 0, 0};
     float4 v[TURNS], other[TURNS];
@@ -130,12 +55,13 @@ __device__ __forceinline__ void add_norm_block(Block at, const In& x, const In& 
 #pragma unroll 1
             for (int turn = 0; turn < TURNS && (stored || sum); turn++) {
                 const int to = k + turn * 4 * THREADS;
-                float4 e = v[0], f = other[0];
+                const float4 first = v[0], f = other[0];
+                float4 e = first;
                 if (stored) e = make_float4(e.x * scale * f.x, e.y * scale * f.y, e.z * scale * f.z, e.w * scale * f.w);
                 if (to / 128 * 128 < end) store_four(stored ? out : whole, t, to, e);
 #pragma unroll
-                for (int i = 0; i < TURNS; i++)
-                    v[i] = v[(i + 1) % TURNS], other[i] = other[(i + 1) % TURNS];
+                for (int i = 0; i < TURNS - 1; i++) v[i] = v[i + 1], other[i] = other[i + 1];
+                v[TURNS - 1] = first, other[TURNS - 1] = f;
             }
         }
         if (!stored) scale = 1.0f / sqrtf(block_sum(squares, scratch, THREADS / 32) / K + eps);
@@ -169,8 +95,10 @@ __device__ __forceinline__ float4 load_four(const In& a, int t, int k, int end) 
     return v[0];
 }
 
-__device__ __forceinline__ void pointwise_block(Block at, int op, const In& x, const In& y, const Out& out) {
-    const int k = (at.x * THREADS + threadIdx.x) * 4, t = at.y;
+extern "C" __global__ void __launch_bounds__(THREADS)
+pointwise(int op, In x, In y, Out out) {
+    begin();
+    const int k = (blockIdx.x * THREADS + threadIdx.x) * 4, t = (int)blockIdx.y;
     if (k / 128 * 128 >= (out.packed ? out.groups * 32 : out.K)) return;
     float4 a = load_four(x, t, k, out.K), b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (op != COPY) b = load_four(y, t, k, out.K);
@@ -179,13 +107,6 @@ __device__ __forceinline__ void pointwise_block(Block at, int op, const In& x, c
         a = make_float4(a.y, a.z, a.w, join(op, a.x, b.x)), b = make_float4(b.y, b.z, b.w, b.x);
     store_four(out, t, k, a);
 }
-
-struct Rope {
-    const double* frequencies;  // radians per position
-    const int* positions;
-    int pairs;
-    float magnitude;
-};
 
 // One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where asked for. One warp.
 __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head, int D, bool norm, const float* weight,
@@ -225,12 +146,14 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
 #define HEAD_ROOM(D) (((D) + 15) / 16 * 16)
 
 // z: the gate of gated_rms_norm where `gated`.
-__device__ __forceinline__ void heads_block(Block at, const In& x, int H, int D, int T, int norm, const float* weight, float eps,
-                                            const Rope& rope, const In& z, int gated, const Out& out) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z, int gated, Out out) {
+    begin();
+    extern __shared__ __align__(16) float shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int place = at.x * (THREADS / 32) + warp, t = place / H, head = place % H;
+    const int place = blockIdx.x * (THREADS / 32) + warp, t = place / H, head = place % H;
     if (t >= T) return;
-    float* v = at.shared + warp * HEAD_ROOM(D);
+    float* v = shared + warp * HEAD_ROOM(D);
     head_into(v, x, t, head, D, norm, weight, eps, rope);
     const float* gate = gated ? head_of(z, t, head, D) : 0;
 #pragma unroll 1
@@ -256,15 +179,16 @@ __device__ __forceinline__ void heads_block(Block at, const In& x, int H, int D,
 }
 
 // What attention reads: q (T, H, D) as float16, and this step's keys and values in the cache; heads padded to `wide`.
-__device__ __forceinline__ void heads_to_cache_block(Block at, const In& q, const In& k, const In& v, int H, int K, int D, int wide,
-                                                     const StepState* step, int T, int q_norm, const float* q_weight,
-                                                     float q_eps, const Rope& q_rope, int k_norm, const float* k_weight, float k_eps,
-                                                     const Rope& k_rope, u16* q_out, u16* keys, u16* values_out, s64 capacity,
-                                                     int fixed, int ring) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
+               q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
+               q_out, u16* keys, u16* values_out, s64 capacity, int fixed, int ring) {
+    begin();
+    extern __shared__ __align__(16) float shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
-    const int place = at.x * (THREADS / 32) + warp, t = place / all, head = place % all;
+    const int place = blockIdx.x * (THREADS / 32) + warp, t = place / all, head = place % all;
     if (t >= T || t >= step->rows) return;
-    float* e = at.shared + warp * HEAD_ROOM(D);
+    float* e = shared + warp * HEAD_ROOM(D);
     const bool is_q = head < H, is_k = !is_q && head < H + K;
     const int of = is_q ? head : is_k ? head - H : head - H - K;
     In x = q;
@@ -278,30 +202,3 @@ __device__ __forceinline__ void heads_to_cache_block(Block at, const In& q, cons
 #pragma unroll 1
     for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 }
-
-#ifndef PROGRAM
-extern "C" __global__ void __launch_bounds__(THREADS)
-add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out out) {
-    begin();
-    add_norm_block({(int)blockIdx.x, 0, 0}, x, y, has_y, weight, eps, sum, out);
-}
-extern "C" __global__ void __launch_bounds__(THREADS) pointwise(int op, In x, In y, Out out) {
-    begin();
-    pointwise_block({(int)blockIdx.x, (int)blockIdx.y, 0}, op, x, y, out);
-}
-extern "C" __global__ void __launch_bounds__(THREADS)
-heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z, int gated, Out out) {
-    begin();
-    extern __shared__ __align__(16) float values[];
-    heads_block({(int)blockIdx.x, 0, values}, x, H, D, T, norm, weight, eps, rope, z, gated, out);
-}
-extern "C" __global__ void __launch_bounds__(THREADS)
-heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm,
-               const float* q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope,
-               u16* q_out, u16* keys, u16* values_out, s64 capacity, int fixed, int ring) {
-    begin();
-    extern __shared__ __align__(16) float values[];
-    heads_to_cache_block({(int)blockIdx.x, 0, values}, q, k, v, H, K, D, wide, step, T, q_norm, q_weight, q_eps, q_rope, k_norm,
-                         k_weight, k_eps, k_rope, q_out, keys, values_out, capacity, fixed, ring);
-}
-#endif

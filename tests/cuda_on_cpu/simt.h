@@ -62,6 +62,7 @@ inline float __uint_as_float(unsigned u) { return bits_as<float>(u); }
 inline float __int_as_float(int i) { return bits_as<float>(i); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float expf_of_cuda(float x) { return expf(x); }
 inline int __float2int_rn(float f) { return std::isnan(f) ? 0 : (int)rintf(f); }

@@ -49,7 +49,8 @@ def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
-    plain = [(stem, ()) for stem in ("rows", "conv", "moe", "sample", "random", "top_k")]
+    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "random", "top_k")]
+    plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in ((), ("EXPERTS",))]
     plain += [("delta", (f"DK={padded(d)}", f"DIM={d}")) for d in (12, 64, 128, 256)]
     plain += [("attention", defines) for defines in heads()]
