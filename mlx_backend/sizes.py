@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from common.ops import LayerSize
 from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, WindowSpec
+from mlx_backend.quantized import DECODED
 from mlx_backend.states import rows_held
 
 HOST_VALUES = 2**21  # weights decoded at a time for NumPy's products
@@ -23,6 +24,7 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, f
     rows = min(rows, tokens)
     streams = [s for layer in layers for s in layer.states.values() if isinstance(s, ConvSpec)]
     kept = sum((rows + s.taps - 1) * s.channels for s in streams)  # a chunk's tails are cut out of these at its end
+    kept += 2 * DECODED  # weights of types that have their own kernels, for products of many rows
     return item * kept + max(_lazy_bytes(layer, tokens, rows, item) for layer in layers)
 
 
