@@ -346,8 +346,11 @@ class MlxOps(Ops):
     def sample(self, logits: Array, sampler: Sampler) -> Array:
         if not sampler.is_argmax:
             return mx.array([sampler.pick(row) for row in self.read(logits)], mx.int32)
-        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-        tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
+        if on_metal():
+            tokens = self.top_k(logits, 1)[0].squeeze(1)  # MLX's argmax leaves a row to one core
+        else:
+            tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+            tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
         mx.async_eval(tokens)  # the device works on while the host prints
         return tokens
 

@@ -93,14 +93,14 @@ def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.
     """together: how many rows of x one SIMD group could serve."""
     T, rows = len(x), w.shape[-2]
     M = next(m for m in (1, 2, 4, 8) if m >= together or m == 8)
-    chunks, grids = -(-T // M), -(-rows // ROWS_PER_GROUP)
+    chunks, gather = -(-T // M), experts is not None
     words, halves = (a.reshape(-1, *a.shape[-2:]) for a in (w.words, w.halves))
-    gather = experts is not None
+    of_row = mx.zeros(1, mx.int32) if experts is None else experts.astype(mx.int32)
     kernel = kernels.make_kernel("qmv", inputs=("x", "words", "halves", "experts"), outputs=("out",))
     return kernel(
-        inputs=[x, words, halves, experts.astype(mx.int32) if experts is not None else mx.zeros(1, mx.int32)],
+        inputs=[x, words, halves, of_row],
         template=[("T", x.dtype), *_layout(w.type), ("M", M), ("GATHER", gather)],
-        grid=(32, grids, chunks),
+        grid=(32, -(-rows // ROWS_PER_GROUP), chunks),
         threadgroup=(32, 2, 1) if chunks == 1 or gather else (32, 1, min(chunks, 8)),
         output_shapes=[(T, rows)],
         output_dtypes=[x.dtype],

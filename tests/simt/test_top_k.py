@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError
+from common.sampling import Sampler, Sampling
 from common.sampling import top_k as definition
 from mlx_backend.logits import best_of_rows
 from mlx_backend.ops import MlxOps
@@ -49,8 +50,18 @@ def test_not_a_number():
     x = mx.array(np.where(np.arange(1200) == 700, np.nan, 1).astype(np.float32))[None]
     with metal.on_metal():
         ids, _ = MlxOps().top_k(x, 3)
-        with pytest.raises(NotFiniteError):
-            MlxOps().read(ids)
+        greedy = MlxOps().sample(x, Sampler(Sampling()))
+        for tokens in (ids, greedy):
+            with pytest.raises(NotFiniteError):
+                MlxOps().read(tokens)
+
+
+def test_greedy():
+    x = logits(3, 1100, mx.bfloat16)
+    with metal.on_metal():
+        tokens = MlxOps(mx.bfloat16).sample(x, Sampler(Sampling()))
+    assert np.array_equal(tokens, mx.argmax(x, axis=-1))
+    assert tokens.dtype == mx.int32
 
 
 def test_more_than_the_kernel_takes():
