@@ -22,7 +22,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const s64 stride = (s64)T * H;
     const float2* stat = stats + blockIdx.y * H + head;
     float top = -__int_as_float(0x7f800000);
-#pragma unroll 4
+#pragma unroll 8
     for (int i = lane; i < pieces.count; i += 32) top = fmaxf(top, stat[pieces[i] * stride].x);
     top = warp_max(top);  // every warp by itself
     for (int i = threadIdx.x; i < pieces.count; i += 256) share[i] = exp2f(stat[pieces[i] * stride].x - top);
@@ -36,7 +36,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         const int from_piece = turn ? pieces.first : 0, to_piece = turn ? end : pieces.kept;
         const float* weight = share + (turn ? pieces.kept - pieces.first : 0);
         // warp w takes the pieces that are w modulo 8, however many there are before them
-#pragma unroll 4
+#pragma unroll 8
         for (int piece = from_piece + (warp - from_piece & 7); piece < to_piece; piece += 8) {
             const float factor = weight[piece];
             total += stat[piece * stride].y * factor;

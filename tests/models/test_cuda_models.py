@@ -7,12 +7,14 @@ from gguf_files import write_gguf
 
 from common.errors import BimetalError
 from common.models import load_model
+from common.models.synthetic import METADATA, synthetic
 from common.reference import NumpyOps
 from common.step import PAST, Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.random_weights import RandomOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -147,6 +149,39 @@ def test_prefill_commits_whole(model, ids):
             state.commit(range(50))
     with pytest.raises(BimetalError, match="at most 64"):
         model.forward(state, Step.tree(ids[:70], [PAST] * 70, 0))
+
+
+WIDE = {  # real shapes, cut down, of widths that the kernels have short forms for
+    "wedlm-8b": {"attention.head_count": 8, "attention.head_count_kv": 2},
+    "laguna-xs.2": {
+        **{"attention.head_count": [8, 16, 16, 16], "attention.head_count_kv": 2, "expert_count": 16},
+        **{"expert_used_count": 4, "expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
+        **{"attention.sliding_window": 32},
+    },
+    "glm-4.7-flash": {
+        **{"attention.head_count": 4, "attention.q_lora_rank": 256, "expert_count": 16},
+        **{"expert_used_count": 4, "expert_feed_forward_length": 256},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_rows_of_real_widths(name, monkeypatch):
+    """A chain gives what one row at a time gives, bit for bit, whichever rows fill a step up; a window has rolled."""
+    metadata = dict(METADATA[name])
+    sizes = {"vocab_size": 512, "embedding_length": 512, "block_count": 4, "feed_forward_length": 512}
+    metadata |= {f"{metadata['general.architecture']}.{key}": n for key, n in (sizes | WIDE[name]).items()}
+    monkeypatch.setitem(METADATA, name, metadata)
+    model = synthetic(f"{name}:q4_k_m", RandomOps())
+    ids = np.random.default_rng(1).integers(0, 512, 160).astype(np.int32)
+    alone = model.new_state(320)
+    want = np.concatenate([tiny.run(model, alone, ids[:100], [100]), one_by_one(model, alone, ids[100:110])])
+    for T in (2, 7, 10):
+        state = model.new_state(320)
+        tiny.run(model, state, ids[:100], [100])
+        out = forward(model, state, Step.chain(ids[100 : 100 + T], 100))
+        assert np.isfinite(out).all()
+        assert np.array_equal(out, want[100 : 100 + T]), f"{T} rows"
 
 
 class Int8Numpy(NumpyOps):

@@ -185,6 +185,9 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def wait_event(self, event: "Event") -> None:
+        pass
+
     def begin_capture(self) -> None:
         global recording
         recording = []
@@ -193,6 +196,14 @@ class Stream:
         global recording
         launches, recording = recording, None
         return SimpleNamespace(launch=lambda stream: [launch() for launch in launches or []])
+
+
+class Event:
+    def __init__(self, disable_timing: bool = False):
+        pass
+
+    def record(self, stream: Stream) -> None:
+        pass
 
 
 def gemm(*args: Any) -> None:
@@ -238,6 +249,7 @@ runtime = SimpleNamespace(
 cuda = ModuleType("cupy.cuda")
 cuda.__dict__.update(
     alloc=Memory,
+    Event=Event,
     Stream=Stream,
     runtime=runtime,
     memory=SimpleNamespace(OutOfMemoryError=MemoryError),
