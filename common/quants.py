@@ -295,7 +295,7 @@ def _tq2_0(b: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _codebook(type_: str) -> np.ndarray:
+def codebook(type_: str) -> np.ndarray:
     """The type's grid, float32 (entries, 4 or 8); tests/data/make_codebooks.py writes the file."""
     with np.load(Path(__file__).with_name("codebooks.npz")) as grids:
         return grids[type_].astype(np.float32)
@@ -315,7 +315,7 @@ def _signs(data: np.ndarray) -> np.ndarray:
 
 
 def _grid(type_: str, codes: np.ndarray) -> np.ndarray:
-    return _codebook(type_)[codes].reshape(len(codes), -1)
+    return codebook(type_)[codes].reshape(len(codes), -1)
 
 
 def _packed_signs(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

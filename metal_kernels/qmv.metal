@@ -1,8 +1,8 @@
 // qmv: rows of x through a matrix of GGUF blocks, or each through that of its expert
 // Meaning   x @ dequantize(weight).T, common/quants.py      Launcher  mlx_backend/quantized.py
 // In        x [t][columns] T, words [E][rows][blocks * W] uint32, halves [E][rows][blocks * H] uint16,
-//           experts [t] int32 (GATHER)                      Out       out [t][rows] T
-// Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/blocks.h; M 1, 2, 4 or 8; GATHER 0 or 1
+//           codebook [4 magnitudes] uint32 (IQ2, IQ3), experts [t] int32 (GATHER)      Out       out [t][rows] T
+// Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h; M 1, 2, 4 or 8; GATHER 0 or 1
 // Work      a SIMD group makes 4 rows' products with M of x's rows: lanes take neighbouring words, a weight is decoded once
 //           for M products; groups of one threadgroup share the matrix's rows (t > 8) or x's
 // Assumes   columns a multiple of BLOCK; x and the matrix row-contiguous
@@ -12,6 +12,7 @@
 //           weights about 20 integer and 16 float operations and 8 M of fma, per output one simd_sum (5 shuffles)
 // Tried     nothing yet: not run on a GPU
 #include "blocks.h"
+#include "codebooks.h"
 
 template <class T>
 inline float4 four(const device T* from) {
@@ -38,7 +39,7 @@ inline float add_products(float sum, float4 a, float4 b) {
             float4 a[R], b[R];
             for (int r = 0; r < R; r++) {
                 const size_t at = (size_t(expert) * rows + min(row + r, rows - 1)) * blocks + block;
-                Block<TYPE>::decode(words + at * W, halves + at * H, part, a[r], b[r]);
+                Block<TYPE>::decode(words + at * W, halves + at * H, codebook, part, a[r], b[r]);
             }
             const int column = block * BLOCK + Block<TYPE>::column(part);
             for (int m = 0; m < M; m++) {

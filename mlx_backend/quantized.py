@@ -5,19 +5,28 @@ they are; elsewhere `mlx_backend/weights.py` turns them into affine groups, whic
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from common.quants import BLOCKS
+from common.quants import BLOCKS, codebook
 from common.tensors import Tensor
 from mlx_backend import kernels
 
 # Where each type's 16-bit fields lie in a block. They are held apart, so that the rest is whole 32-bit words: blocks of
 # 210 or 110 bytes would leave every other word unaligned.
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0, 2)}
+CODEBOOKS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0, 2),
+    **dict.fromkeys(CODEBOOKS, (0,)),
+}
 FEW_ROWS = 64  # of x: up to these many `qmv` is bound by the weights' bytes, or as good as a product of decoded weights
 DECODED = 2**23  # weights decoded at a time for larger products
 ROWS_PER_GROUP = 4  # of the matrix, in qmv.metal
@@ -96,9 +105,9 @@ def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.
     chunks, gather = -(-T // M), experts is not None
     words, halves = (a.reshape(-1, *a.shape[-2:]) for a in (w.words, w.halves))
     of_row = mx.zeros(1, mx.int32) if experts is None else experts.astype(mx.int32)
-    kernel = kernels.make_kernel("qmv", inputs=("x", "words", "halves", "experts"), outputs=("out",))
+    kernel = kernels.make_kernel("qmv", inputs=("x", "words", "halves", "codebook", "experts"), outputs=("out",))
     return kernel(
-        inputs=[x, words, halves, of_row],
+        inputs=[x, words, halves, _codebook(w.type), of_row],
         template=[("T", x.dtype), *_layout(w.type), ("M", M), ("GATHER", gather)],
         grid=(32, -(-rows // ROWS_PER_GROUP), chunks),
         threadgroup=(32, 2, 1) if chunks == 1 or gather else (32, 1, min(chunks, 8)),
@@ -110,9 +119,9 @@ def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.
 def dequantize(w: Blocks, dtype: mx.Dtype) -> mx.array:
     """The weights as numbers, in the shape of the matrix or matrices."""
     rows, columns = prod(w.shape[:-1]), w.shape[-1]
-    kernel = kernels.make_kernel("dequantize", inputs=("words", "halves"), outputs=("out",))
+    kernel = kernels.make_kernel("dequantize", inputs=("words", "halves", "codebook"), outputs=("out",))
     return kernel(
-        inputs=[a.reshape(rows, -1) for a in w[:2]],
+        inputs=[w.words.reshape(rows, -1), w.halves.reshape(rows, -1), _codebook(w.type)],
         template=[("T", dtype), *_layout(w.type)],
         grid=(columns // 8, rows, 1),
         threadgroup=(min(columns // 8, 256), 1, 1),
@@ -124,3 +133,11 @@ def dequantize(w: Blocks, dtype: mx.Dtype) -> mx.array:
 def _layout(type_: str) -> list[tuple[str, int]]:
     block, halves = BLOCKS[type_], len(HALVES[type_])
     return [("TYPE", block.id), ("BLOCK", block.elements), ("W", (block.bytes - 2 * halves) // 4), ("H", halves)]
+
+
+@cache
+def _codebook(type_: str) -> mx.array:
+    """The codebook as words of four magnitudes; of a type without, a word that no kernel reads."""
+    if type_ not in CODEBOOKS:
+        return mx.zeros(1, mx.uint32)
+    return mx.array(codebook(type_).astype(np.uint8).view("<u4").reshape(-1))

@@ -27,8 +27,8 @@ template <>
 struct Block<14> {  // Q6_K: 32 words of low nibbles, 16 of high pairs, 16 scales of 8 bits; d
     static int column(int part) { return part / 16 * 128 + part % 16 / 8 * 32 + part % 8 * 4; }
     static int apart() { return 64; }
-    template <class Words, class Halves>
-    static void decode(Words words, Halves halves, int part, thread float4& a, thread float4& b) {
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
         const int half_block = part / 16, run = part % 16 / 8;
         const uint low = words[part], high = words[32 + half_block * 8 + part % 8] >> (2 * run);
         const int shift = 24 - 8 * (2 * run + part % 8 / 4);
@@ -49,8 +49,8 @@ template <>
 struct Block<10> {  // Q2_K: 16 bytes of scales and minima, 16 words of codes; d, dmin
     static int column(int part) { return two_bit_column(part); }
     static int apart() { return 32; }
-    template <class Words, class Halves>
-    static void decode(Words words, Halves halves, int part, thread float4& a, thread float4& b) {
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
         const int group = column(part) / 16;
         const uint codes = words[4 + part % 16] >> (part / 16 * 4);
         const uint scales = words[group / 4] >> (group % 4 * 8), next = words[group / 4] >> (group % 4 * 8 + 16);
@@ -70,8 +70,8 @@ struct Block<11> {  // Q3_K: 8 words of high bits, 16 of low pairs, 16 scales of
         const uint high = words[26] >> (group % 4 * 8 + group / 4 * 2) & 3;
         return float(int(low | high << 4) - 32);
     }
-    template <class Words, class Halves>
-    static void decode(Words words, Halves halves, int part, thread float4& a, thread float4& b) {
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
         const int group = column(part) / 16;
         const uint low = words[8 + part % 16] >> (part / 16 * 4);
         const uint high = words[part % 8] >> (part % 16 / 8 * 4 + part / 16 * 2);
@@ -85,8 +85,8 @@ template <>
 struct Block<20> {  // IQ4_NL: 4 words of codes; d
     static int column(int part) { return part * 4; }
     static int apart() { return 16; }
-    template <class Words, class Halves>
-    static void decode(Words words, Halves halves, int part, thread float4& a, thread float4& b) {
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
         const float d = half_at(halves, 0);
         a = iq4(words[part]) * d;
         b = iq4(words[part] >> 4) * d;
@@ -97,8 +97,8 @@ template <>
 struct Block<23> {  // IQ4_XS: a word of the scales' low nibbles, 32 of codes; d, the scales' high pairs
     static int column(int part) { return part / 4 * 32 + part % 4 * 4; }
     static int apart() { return 16; }
-    template <class Words, class Halves>
-    static void decode(Words words, Halves halves, int part, thread float4& a, thread float4& b) {
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
         const int group = part / 4;
         const uint scale = (words[0] >> (4 * group) & 15) | (uint(halves[1]) >> (2 * group) & 3) << 4;
         const float d = half_at(halves, 0) * float(int(scale) - 32);
