@@ -9,7 +9,7 @@
 // Numbers   float weights, exact; per lane one fma per product in the order of the columns, whatever t, M and GATHER
 //           are, then simd_sum: a row's bits do not depend on the rows beside it
 // Bound     the file's bytes once per 8 rows of x (Q6_K 0.82 per weight, where MLX's 8-bit groups take 1.13); per 8
-//           weights about 20 integer and 16 float operations and 8 M of fma, per output one simd_sum (5 shuffles)
+//           Q6_K weights 43 operations to decode them and 8 M fma, per output one simd_sum (5 shuffles)
 // Tried     nothing yet: not run on a GPU
 #include "blocks.h"
 #include "codebooks.h"

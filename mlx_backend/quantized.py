@@ -16,9 +16,9 @@ from common.quants import BLOCKS, codebook
 from common.tensors import Tensor
 from mlx_backend import kernels
 
+CODEBOOKS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 # Where each type's 16-bit fields lie in a block. They are held apart, so that the rest is whole 32-bit words: blocks of
 # 210 or 110 bytes would leave every other word unaligned.
-CODEBOOKS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -27,7 +27,7 @@ HALVES = {
     "IQ4_XS": (0, 2),
     **dict.fromkeys(CODEBOOKS, (0,)),
 }
-FEW_ROWS = 64  # of x: up to these many `qmv` is bound by the weights' bytes, or as good as a product of decoded weights
+FEW_ROWS = 64  # of x, a speculative step's most; a prompt's products take decoded weights
 DECODED = 2**23  # weights decoded at a time for larger products
 ROWS_PER_GROUP = 4  # of the matrix, in qmv.metal
 
