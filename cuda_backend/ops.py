@@ -55,6 +55,7 @@ LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/lig
 OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
 NOTHING = np.zeros((), IN)
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
+MOST_BEST = 64  # tokens of a row that kernels/top_k.cu finds
 NO_PATH = np.empty(0, np.int32)
 
 
@@ -66,8 +67,10 @@ class CudaOps(Ops):
     def __init__(self) -> None:
         self.card = available()
         total = cupy.cuda.runtime.memGetInfo()[1]
-        self.prefill_rows = 4096 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows
+        self.prefill_rows = 8192 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.side = cupy.cuda.Stream(non_blocking=True)  # beside it, a layer's experts
+        self.forked, self.joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.arena = Arena()
         self.replay = Replay(self.arena, self.stream, overlap=self.card.capability >= 90)
         self.ropes: dict[Rope, Memory] = {}
@@ -183,13 +186,14 @@ class CudaOps(Ops):
         return self._heads(x, weight, eps, gate=z)
 
     def add(self, x: Array, y: Array) -> Array:
-        experts = x.whole_node()
-        if experts and experts.experts and not experts.dense:  # what else a layer adds, in the same launch
+        first = x.whole_node()
+        experts = first.experts if first and not first.dense else None
+        if experts:  # what else a layer adds, in the same launch
 
             def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-                self._sum_experts(*experts.experts, dense, y)
+                self._sum_experts(*experts, dense, y)
 
-            return Array(x.shape, node=Node(self.arena, *x.shape, emit))
+            return Array(x.shape, node=Node(self.arena, x.shape[0], x.shape[1], emit))
         node = self._pointwise(ADD, x, y)
         node.parts = x, y
         return Array(x.shape, node=node)
@@ -626,33 +630,55 @@ class CudaOps(Ops):
 
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, chosen: Array) -> Array:
         T, k = ids.shape
-        C, groups = down.rows, ids.owner
-        y = self._grouped(self._node(x), gate_up, groups, k)
-        F = gate_up.rows // 2
-        y = self._grouped(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
+        C, F, groups = down.rows, gate_up.rows // 2, ids.owner
+        node = self._node(x)
+        weights.ready(node, gate_up)
+        beside = T <= TREE_ROWS  # what the layer computes next, a shared expert, needs none of this
+        if beside:
+            self.forked.record(self.stream)
+            self.side.wait_event(self.forked)
+        main, self.stream = self.stream, self.side if beside else self.stream
+        overlap, Kernel.overlap = Kernel.overlap, Kernel.overlap and not beside
+        try:
+            y = self._grouped(node, gate_up, groups, k)
+            Kernel.overlap = overlap
+            y = self._grouped(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
+        finally:
+            self.stream, Kernel.overlap = main, overlap
+        if beside:
+            self.joined.record(self.side)
 
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
             if not dense:
                 raise ValueError("the sum over experts is computed dense")
             self._sum_experts(y, chosen, dense)
 
-        node = Node(self.arena, T, C, emit)
-        node.experts = y, chosen
-        return Array((T, C), node=node)
+        out = Node(self.arena, T, C, emit)
+        out.experts = y, chosen
+        return Array((T, C), node=out)
 
     def _sum_experts(self, y: Array, chosen: Array, out: int, other: Array | None = None) -> None:
         T, k = chosen.shape
         C = y.shape[1]
         more = view(other) if other else NOTHING
         args = (view(y), np.uint64(chosen.address), np.int32(k), np.int32(C), more, np.int32(other is not None))
-        kernel("moe", "combine")((-(-C // 256), T), (256,), (*args, np.uint64(out)), stream=self.stream)
+        overlap = Kernel.overlap
+        if T <= TREE_ROWS:
+            self.stream.wait_event(self.joined)
+            Kernel.overlap = False  # two kernels come before it
+        try:
+            kernel("moe", "combine")((-(-C // 256), T), (256,), (*args, np.uint64(out)), stream=self.stream)
+        finally:
+            Kernel.overlap = overlap
 
     # -- the way out ---------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampler: Sampler) -> Any:
-        if not sampler.is_argmax:
-            return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
         T, V = logits.shape
+        if not sampler.is_argmax:
+            if 0 < sampler.sampling.top_k <= MOST_BEST and not sampler.penalizes and sampler.sampling.temperature > 0:
+                return self._draw(logits, sampler)
+            return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
         memory = Memory(T * 64 * 8 + T * 4)
         tokens = Array((T,), memory.address + T * 64 * 8, owner=memory, dtype=np.int32)
         blocks = min(64, -(-V // 256))
@@ -663,10 +689,23 @@ class CudaOps(Ops):
         kernel("sample", "final")((T,), (32,), args, stream=self.stream)
         return tokens
 
+    def _draw(self, logits: Array, sampler: Sampler) -> Array:
+        """Sampler.pick among the k best of each row; the host gives a uniform number for each, as there."""
+        s, T = sampler.sampling, logits.shape[0]
+        ids, logp = self.top_k(logits, s.top_k)
+        uniform = weights.upload(np.array([sampler.random.random() for _ in range(T)]), self.stream)
+        tokens = Array((T,), (memory := Memory(4 * T)).address, owner=(memory, uniform, ids, logp), dtype=np.int32)
+        limits = (np.float32(s.temperature), np.float32(s.top_p), np.float32(s.min_p))
+        args = (np.uint64(ids.address), np.uint64(logp.address), np.int32(ids.shape[1]), *limits)
+        kernel("sample", "draw")(
+            (T,), (64,), (*args, np.uint64(uniform.address), np.uint64(tokens.address)), stream=self.stream
+        )
+        return tokens
+
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         T, V = logits.shape
         k, pieces = min(k, V), min(64, -(-V // 256))
-        if k > 64 or V > 64 * 256 * pieces:
+        if k > MOST_BEST or 64 * 256 * pieces < V:
             return super().top_k(logits, k)
         memory = Memory(T * (pieces * (8 * k + 8) + 8 * k))
         sums = memory.address + T * pieces * 8 * k
@@ -728,8 +767,11 @@ class CudaOps(Ops):
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)
             return step
-        is_cache = not isinstance(store, Recurrent)
-        past, current, path = (store.past, 0, NO_PATH) if is_cache else (0, store.current, store.path)
+        past, current, path = 0, 0, NO_PATH
+        if isinstance(store, Recurrent):
+            current, path = store.current, store.path
+        else:
+            past = store.past
         inputs = self.replay.inputs_for(step, own=True)
         inputs.upload(step, past, current, path)
         if not isinstance(store, LatentStore):

@@ -321,6 +321,17 @@ def grouped_linear(
     return out
 
 
+def ready(x: Node, w: Weight) -> None:
+    """Launch what grouped_linear needs of x."""
+    for s in w.segments:
+        if s.type not in UNITS:
+            x.as_dense()
+        elif x.T <= MOST_COLS:
+            x.as_unscaled(1)
+        else:
+            x.as_packed(1)
+
+
 def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
     """What a product needs to finish a norm: Node.as_unscaled."""
     parts = s.columns // 128 if squares else 0

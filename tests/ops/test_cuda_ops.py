@@ -161,6 +161,31 @@ def test_quantized_experts(type_, ops):
         assert np.array_equal(outs[-1], outs[0][:T])
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.8, "top_k": 40},
+        {"temperature": 1.3, "top_k": 64, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 20, "min_p": 0.2},
+        {"temperature": 2.5, "top_k": 64, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 1.0, "top_k": 1},
+    ],
+)
+def test_draws_are_the_hosts(asked, ops):
+    """The same seed draws the same tokens as on the host, from logits that stay on the device."""
+    from common.sampling import Sampler, Sampling
+
+    logits = np.random.default_rng(3).normal(scale=3, size=(40, 5003)).astype(np.float32)
+    sampling = Sampling(**asked, seed=11)
+    host, device = Sampler(sampling), Sampler(sampling)
+    want = [host.pick(row) for row in logits]
+    assert ops.read(ops.sample(rows_on(ops, logits), device)).tolist() == want
+    assert host.random.random() == device.random.random()
+    logits[3, 5] = np.nan
+    with pytest.raises(NotFiniteError):
+        ops.read(ops.sample(rows_on(ops, logits), device))
+
+
 def test_argmax(ops):
     from common.sampling import Sampler, Sampling
 
