@@ -60,6 +60,7 @@ class Ops(ABC):
     item_bytes: int  # of an activation, and of a cached key or value
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
+    chains_are_plain = False  # is a row of a chain, to the bit, what one row at a time gives? A branch's need not be
     launches = 0  # kernels so far, where the backend counts them; those of a captured graph once
 
     # -- weights and states ----------------------------------------------------------------------------------------

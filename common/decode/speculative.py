@@ -1,9 +1,11 @@
 """Speculative decoding: guess a tree of continuations, have the model check all of it in one step, keep what it says.
 
 Lossless: every token is the model's own choice at its place, by the same sampler and the same random numbers as in
-plain decoding; guesses only decide how many of those choices one step yields.
+plain decoding; guesses only decide how many of those choices one step yields. Where a backend computes chains to the
+bit as plain decoding does, but not branches, an accepted branch is computed once more as a chain.
 """
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -69,12 +71,14 @@ class Accepted:
     """What speculation did for one reply.
 
     gains    tokens per step, how often each number came
+    again    steps that checked a branch once more, as a chain: see Ops.chains_are_plain
     rows     of all verifying steps
     budgets  how often each budget ran
     seconds  by phase: draft, tree, verify, commit, host
     """
 
     gains: Counter[int] = field(default_factory=Counter)
+    again: int = 0
     rows: int = 0
     budgets: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -172,9 +176,17 @@ def speculate(
         budget = speculation.budget if tuner is None else tuner.choose()
         assert budget is not None
         tree = guesser.tree(state, token, budget)
+        if ops.chains_are_plain:
+            tree = tree.trunk_first()
         guessed = time.perf_counter()
-        rows = model.forward(state, Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length))
-        best = ops.read(ops.sample(rows, sampler)) if sampler.is_argmax else None
+        rows, best = _verified(model, state, tree, sampler)
+        ranks, drawn = tree.ranks, len(tree)
+        if ops.chains_are_plain and (branch := _branch(model, tree, rows, best, sampler)):
+            ranks, guesses = [tree.ranks[node] for node in branch], [tree.tokens[node] for node in branch[1:]]
+            tree = Tree(token)
+            tree.add_chain(guesses)
+            rows, best = _verified(model, state, tree, sampler)
+            accepted.again += 1
         path, verified = [0], time.perf_counter()
         try:
             while True:
@@ -193,9 +205,27 @@ def speculate(
             ended = time.perf_counter()
             accepted.gains[len(path)] += 1
             accepted.budgets[budget] += 1
-            accepted.rows += len(tree)
+            accepted.rows += drawn
             accepted.seconds["verify"] += verified - guessed
             accepted.seconds["commit"] += ended - walked
             accepted.seconds["host"] += walked - verified
         if tuner is not None:
-            tuner.record(budget, path, ended - walked + verified - began)
+            tuner.record(budget, [ranks[node] for node in path], ended - walked + verified - began)
+
+
+def _verified(model: Model, state: State, tree: Tree, sampler: Sampler) -> tuple[Array, np.ndarray | None]:
+    """The logits of every node, and the tokens they choose where that is their largest."""
+    rows = model.forward(state, Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length))
+    return rows, model.ops.read(model.ops.sample(rows, sampler)) if sampler.is_argmax else None
+
+
+def _branch(model: Model, tree: Tree, rows: Array, best: np.ndarray | None, sampler: Sampler) -> list[int]:
+    """The path that would be accepted, where it leaves the trunk; else nothing."""
+    path, trial = [0], copy.deepcopy(sampler)
+    while True:
+        node = path[-1]
+        token = trial.pick(model.ops.read(rows[node : node + 1])[0]) if best is None else int(best[node])
+        trial.accept(token)
+        if token not in tree.children[node]:
+            return [] if path == list(range(len(path))) else path
+        path.append(tree.children[node][token])

@@ -10,6 +10,7 @@ from common.decode.speculative import KINDS, Accepted, Speculation, speculate
 from common.errors import BimetalError, NotFiniteError
 from common.models import load_model
 from common.models.dflash import load_pair
+from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling, top_k
 from common.step import Step
 from common.weights import dense
@@ -42,6 +43,15 @@ def test_logits_of_the_pytorch_form(pair):
     error = np.abs(np.stack(proposed) - GOLDEN["logits"])
     print("largest error", error.max(), "of logits up to", np.abs(GOLDEN["logits"]).max())
     assert error.max() < 0.05
+
+
+def test_a_prompt_read_at_once_is_the_drafts_context(pair):
+    """Against NumPy; prefill multiplies in bfloat16, and a tiny model's logits move by that."""
+    anchor, proposed = 98, []
+    for each in (pair, load_pair(FOLDER, load_model(tiny.checkpoint("qwen35"), NumpyOps()))):
+        state, _ = prefilled(each, TEXT[:anchor].tolist())
+        proposed.append(each.ops.read(each.propose(state, int(TEXT[anchor]))))
+    assert np.abs(proposed[0] - proposed[1]).max() < 0.8
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "off"])

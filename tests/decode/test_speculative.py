@@ -150,6 +150,24 @@ def test_sampling_with_a_seed_gives_the_same_text(sampling, kind, ops, prophet):
     assert kind == "lookup" or accepted.length > 1.1
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}])
+def test_branches_are_checked_again_as_chains(sampling, prophet, monkeypatch):
+    """Where a backend says that chains alone are computed as plain decoding does."""
+    monkeypatch.setattr(NumpyOps, "chains_are_plain", True)
+    model = paired(tiny.load("qwen35", NumpyOps()))
+    prompt = tiny.golden("qwen35")["ids"][:PROMPT].tolist()
+    expected, margins, _ = decode(model, prompt, NEW, **sampling)
+    prophet(prompt, expected, model.config.vocab)
+    steps = []
+    monkeypatch.setattr(model.ops, "run", lambda fn, state, step: steps.append(step) or fn(state, step), raising=False)
+    accepted = Accepted()
+    tokens, _, state = decode(model, prompt, NEW, Speculation("tree", 20), accepted=accepted, **sampling)
+    assert_same(tokens, expected, margins)
+    assert 0 < accepted.again < accepted.steps
+    assert sum(step.is_chain for step in steps) >= accepted.again
+    assert state.length == PROMPT + NEW - 1
+
+
 class Markov:
     """A model whose next token depends on the last alone, over a vocabulary of five."""
 
