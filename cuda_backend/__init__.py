@@ -15,7 +15,10 @@ def find_card() -> str:
         from cuda_backend.ops import available
     except ImportError as error:
         raise BimetalError(f"CuPy does not load: {error}") from None
+    from cuda_backend.launch import check_compiler
+
     card = available()
+    check_compiler()
     return f"{card.name}, compute capability {card.capability / 10}"
 
 

@@ -10,10 +10,9 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from cuda_backend.layout import groups_of, packed_bytes, source
+from cuda_backend.layout import OPTIONS, groups_of, packed_bytes, source
 
 ALIGN = 256
-OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 
 IN = np.dtype(
     [("p", "u8"), ("slot", "i8"), ("row", "i8"), ("head", "i8"), ("slots", "i4"), ("width", "i4"), ("inner", "i4")],
@@ -90,15 +89,28 @@ def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0)
     except cupy.cuda.compiler.CompileException as error:
         raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
     except (ImportError, OSError, RuntimeError) as error:
-        if "nvrtc" not in str(error).lower():
-            raise
-        raise BimetalError(
-            f"CuPy does not find CUDA's compiler NVRTC ({str(error).splitlines()[0]}); "
-            "install CuPy with its toolkit: pip install 'cupy-cuda13x[ctk]'"
-        ) from error
+        raise (no_compiler(error) or error) from error
     if shared > 48 * 1024:
         function.max_dynamic_shared_size_bytes = shared
     return Kernel(function)
+
+
+def check_compiler() -> None:
+    """Raises BimetalError with what to install where kernels cannot be compiled."""
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        raise (no_compiler(error) or error) from error
+
+
+def no_compiler(error: Exception) -> BimetalError | None:
+    """What to install where `error` says that CUDA's compiler is missing."""
+    if "nvrtc" not in str(error).lower():
+        return None
+    return BimetalError(
+        f"CuPy does not find CUDA's compiler NVRTC ({str(error).splitlines()[0]}); "
+        "install CuPy with its toolkit: pip install 'cupy-cuda13x[ctk]'"
+    )
 
 
 @cache

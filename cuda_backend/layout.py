@@ -12,6 +12,7 @@ import numpy as np
 from common.errors import BimetalError
 
 KERNELS = Path(__file__).with_name("kernels")
+OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("linear", "experts", "repack", "expand"), "tile.cuh"),
     **dict.fromkeys(("attention", "latent", "pieces"), "flash.cuh"),
@@ -148,6 +149,12 @@ def delta_shared(key_width: int) -> int:
 def padded(width: int) -> int:
     """A head's width in memory, a multiple of 16."""
     return -(-width // 16) * 16
+
+
+def piece_places(most: int, window: int, keep: int) -> int:
+    """Places for the sums of pieces of `most` positions: kernels/flash.cuh Pieces."""
+    fine = window and window + keep <= 16384
+    return -(-keep // 64) + (window + 64) // 64 + 3 if fine else split_count(most)
 
 
 def split_count(n: int) -> int:

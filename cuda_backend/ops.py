@@ -31,6 +31,7 @@ from cuda_backend.layout import (
     groups_of,
     latent_tiles,
     padded,
+    piece_places,
     split_count,
 )
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
@@ -261,11 +262,11 @@ class CudaOps(Ops):
             if kv.store.is_ring:
                 self._rolled(kv, T, cache, capacity, places)
             return out
-        pieces = split_count(kv.store.most)
+        pieces = piece_places(kv.store.most, window or 0, keep)
         sums, stats = self.arena.take(pieces * T * H * wide * 4), self.arena.take(pieces * T * H * 8)
         blocks = pieces * K * -(-T * (H // K) // 64)
         kernel("attention", "split", defines, shared)(
-            (min(blocks, 2 * self.card.sms),),
+            (min(blocks, min(4, self.card.shared // (shared + 1024)) * self.card.sms),),
             (128,),
             (*head, *at, *seen, np.int32(causal), np.uint64(sums), np.uint64(stats)),
             shared_mem=shared,
@@ -451,7 +452,7 @@ class CudaOps(Ops):
         for first in range(0, T, TREE_ROWS):
             n = min(rows, T - first)
             kernel("latent", "split", (*self._latent(kv), f"TILE={tile}", f"BUFFERS={buffers}"), shared)(
-                (min(pieces * -(-n * H // 32), self.card.sms),),
+                (min(pieces * -(-n * H // 32), self.card.shared // (shared + 1024) * self.card.sms),),
                 (256,),
                 (
                     np.uint64(q16),
@@ -715,8 +716,8 @@ class CudaOps(Ops):
         keys = np.uint64(memory.address), np.uint64(sums)
         args = (np.uint64(logits.address), np.int32(V), np.int32(k), *keys)
         kernel("top_k", "partial")((pieces, T), (256,), args, stream=self.stream)
-        args = (*keys, np.int32(pieces), np.int32(k), np.uint64(out[0].address), np.uint64(out[1].address))
-        kernel("top_k", "final")((T,), (256,), args, stream=self.stream)
+        last = (*keys, np.int32(pieces), np.int32(k), np.uint64(out[0].address), np.uint64(out[1].address))
+        kernel("top_k", "final")((T,), (256,), last, stream=self.stream)
         return out[0], out[1]
 
     def read(self, x: Any) -> np.ndarray:
@@ -797,9 +798,9 @@ class CudaOps(Ops):
                 args = (view(x), view(y), out)
                 kernel("light", name)((-(-int(out["groups"]) // 8), T), (64,), args, stream=self.stream)
                 return
-            grid = (-(-int(out["groups"]) // 32), T)
-            args = (np.int32(op), view(x), view(y, wide=x.shape[-1]), out)
-            kernel("rows", "pointwise")(grid, (256,), args, stream=self.stream)
+            grid = (T, -(-int(out["groups"]) // 32))
+            both = view(x), view(y, wide=x.shape[-1])
+            kernel("rows", "pointwise")(grid, (256,), (np.int32(op), *both, out), stream=self.stream)
 
         return Node(self.arena, T, K, emit)
 
@@ -822,7 +823,7 @@ class CudaOps(Ops):
             if (packed or bf16) and D % 32:  # groups of 32 straddle heads
                 source = view(Array((T, H * D), node.as_dense()))
                 out = self._out(0, packed, bf16, H * D, cols)
-                grid = (-(-int(out["groups"]) // 32), T)
+                grid = (T, -(-int(out["groups"]) // 32))
                 kernel("rows", "pointwise")(grid, (256,), (np.int32(COPY), source, source, out), stream=self.stream)
                 return
             if gate and norm and D == 128 and weight and T <= TREE_ROWS and in_fours(x, gate, flat=False):
@@ -1043,6 +1044,12 @@ def available() -> Card:
     try:
         if not cupy.cuda.runtime.getDeviceCount():
             raise BimetalError("no NVIDIA GPU is visible; choose another backend, or check CUDA_VISIBLE_DEVICES")
+        driver, runtime = cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
+        if driver // 1000 < runtime // 1000:
+            raise BimetalError(
+                f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10} and CuPy is built for "
+                f"{runtime // 1000}; update the driver, or install cupy-cuda{driver // 1000}x"
+            )
         p = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BimetalError(

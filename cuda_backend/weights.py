@@ -395,7 +395,7 @@ def _dense(
 ) -> None:
     rows = 1 if ids or T == 1 else 8
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
-        (-(-s.rows // 8), -(-T // rows)),
+        (-(-T // rows), -(-s.rows // 8)),
         (256,),
         (
             np.uint64(s.memory.address),

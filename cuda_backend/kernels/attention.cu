@@ -137,23 +137,22 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
     const Mask mask(step, positions, window, keep, causal);
     const int group = H / K, rows = min(T, mask.rows) * group, blocks = (rows + 63) / 64, end = mask.past + mask.rows;
     const int low = mask.lowest();
-    const Pieces pieces(piece_of(end - 1) + 1, window ? keep : 0, low);
+    const Pieces pieces(end, window, keep, low);
     const int items = pieces.count * K * blocks, lane = threadIdx.x % 32;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int at = item / (K * blocks), piece = pieces[at], head = item / blocks % K, first_row = item % blocks * 64;
-        const int begin = split_begin(piece), skipped = at < pieces.kept ? 0 : max(0, low - begin) / TILE * TILE;
         float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
         m[0] = m[1] = -__int_as_float(0x7f800000);
         __syncthreads();
         load_queries(qs, q, first_row, group, H, head * group, rows);
-        attend(o, m, l, qs, ks, vs, keys + head * capacity * D, values + head * capacity * D, places, begin + skipped,
-               min(split_begin(piece + 1), end), mask, first_row, group, rows, scale);
+        attend(o, m, l, qs, ks, vs, keys + head * capacity * D, values + head * capacity * D, places, pieces.begin(piece),
+               min(pieces.begin(piece + 1), end), mask, first_row, group, rows, scale);
         add_lanes(l);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int r = first_row + threadIdx.x / 32 * 16 + lane / 4 + half * 8;
             if (r >= rows) continue;
-            const s64 to = (s64)piece * T * H + (r / group) * H + head * group + r % group;
+            const s64 to = (s64)pieces.place(piece) * T * H + (r / group) * H + head * group + r % group;
             if (lane % 4 == 0) stats[to] = make_float2(m[half], l[half]);
 #pragma unroll
             for (int n = 0; n < D / 8; n++)

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(256)
 dense(const W* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride, const int* ids,
       s64 expert_rows, int x_divisor, const float* squares, int parts, float columns, float eps) {
     begin();
-    const int lane = threadIdx.x % 32, row = blockIdx.x * 8 + threadIdx.x / 32, first = blockIdx.y * ROWS;
+    const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
     if (row >= N) return;
 #ifdef EXPERTS
     const W* weights = w + (ids[first] * expert_rows + row) * K;

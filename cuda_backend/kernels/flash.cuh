@@ -52,15 +52,22 @@ __device__ __forceinline__ int piece_of(int position) {
     return 272 + (position - 131072) / 4096;
 }
 
-// Of n pieces, those that a row sees which sees nothing between `keep` and `low`.
+// The pieces that a row sees of `end` positions: of a window those from `low` on and up to `keep`. A window of at most
+// 16384 is cut into pieces of 64 wherever it is, whose sums lie in turn in the same places (cuda_backend/layout.py
+// piece_places).
 struct Pieces {
-    int kept, first, count;
-    __device__ Pieces(int n, int keep, int low) {
-        kept = min(n, (keep + 63) / 64);
-        first = max(kept, low > 0 ? piece_of(low) : 0);
+    int kept, first, count, turns;
+    __device__ Pieces(int end, int window, int keep, int low) {
+        const bool fine = window && window + keep <= 16384;
+        const int n = fine ? (end + 63) / 64 : piece_of(end - 1) + 1;
+        kept = window && keep ? min(n, fine ? (keep + 63) / 64 : piece_of(keep - 1) + 1) : 0;
+        first = max(kept, window && low > 0 ? (fine ? low / 64 : piece_of(low)) : 0);
         count = kept + max(0, n - first);
+        turns = fine ? (window + 64) / 64 + 3 : 0;
     }
     __device__ int operator[](int i) const { return i < kept ? i : first + i - kept; }
+    __device__ int begin(int piece) const { return turns ? piece * 64 : split_begin(piece); }
+    __device__ int place(int piece) const { return piece < kept || !turns ? piece : kept + piece % turns; }
 };
 
 struct Mask {

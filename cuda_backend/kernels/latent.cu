@@ -36,13 +36,15 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
         const int begin = split_begin(piece), stop = min(split_begin(piece + 1), end);
         __syncthreads();
         load_tile(tiles, cache + (s64)begin * W);
-        commit();
         for (int i = threadIdx.x; i < ROWS * (W / 8); i += 256) {
             const int r = first_row + i / (W / 8);
-            uint4 e = make_uint4(0, 0, 0, 0);
-            if (r < rows) e = *(const uint4*)(q + ((s64)first_t * H + r) * W + i % (W / 8) * 8);
-            *(uint4*)(qs + i / (W / 8) * STRIDE + i % (W / 8) * 8) = e;
+            u16* to = qs + i / (W / 8) * STRIDE + i % (W / 8) * 8;
+            if (r < rows)
+                copy16(to, q + ((s64)first_t * H + r) * W + i % (W / 8) * 8);
+            else
+                *(uint4*)to = make_uint4(0, 0, 0, 0);
         }
+        commit();
         const int row_of[2] = {first_row + m * 16 + lane / 4, first_row + m * 16 + lane / 4 + 8};
         float o[COLUMNS / 8][4] = {}, top[2], sum[2] = {0.0f, 0.0f};
         top[0] = top[1] = -__int_as_float(0x7f800000);

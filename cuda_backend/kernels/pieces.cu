@@ -18,14 +18,14 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Mask mask(step, positions, window, keep, 0);
     if (t >= mask.rows) return;
-    const Pieces pieces(piece_of(mask.past + mask.rows - 1) + 1, window ? keep : 0, mask.low(t));
+    const Pieces pieces(mask.past + mask.rows, window, keep, mask.low(t));
     const s64 stride = (s64)T * H;
     const float2* stat = stats + blockIdx.y * H + head;
     float top = -__int_as_float(0x7f800000);
 #pragma unroll 8
-    for (int i = lane; i < pieces.count; i += 32) top = fmaxf(top, stat[pieces[i] * stride].x);
+    for (int i = lane; i < pieces.count; i += 32) top = fmaxf(top, stat[pieces.place(pieces[i]) * stride].x);
     top = warp_max(top);  // every warp by itself
-    for (int i = threadIdx.x; i < pieces.count; i += 256) share[i] = exp2f(stat[pieces[i] * stride].x - top);
+    for (int i = threadIdx.x; i < pieces.count; i += 256) share[i] = exp2f(stat[pieces.place(pieces[i]) * stride].x - top);
     __syncthreads();
     const float* from = sums + ((s64)blockIdx.y * H + head) * D + column + lane * 4;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -39,8 +39,9 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
 #pragma unroll 8
         for (int piece = from_piece + (warp - from_piece & 7); piece < to_piece; piece += 8) {
             const float factor = weight[piece];
-            total += stat[piece * stride].y * factor;
-            const float4 e = mine ? *(const float4*)(from + piece * stride * D) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const s64 at = pieces.place(piece) * stride;
+            total += stat[at].y * factor;
+            const float4 e = mine ? *(const float4*)(from + at * D) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             sum.x += e.x * factor, sum.y += e.y * factor, sum.z += e.z * factor, sum.w += e.w * factor;
         }
     }

@@ -98,7 +98,7 @@ __device__ __forceinline__ float4 load_four(const In& a, int t, int k, int end) 
 extern "C" __global__ void __launch_bounds__(THREADS)
 pointwise(int op, In x, In y, Out out) {
     begin();
-    const int k = (blockIdx.x * THREADS + threadIdx.x) * 4, t = (int)blockIdx.y;
+    const int k = (blockIdx.y * THREADS + threadIdx.x) * 4, t = (int)blockIdx.x;
     if (k / 128 * 128 >= (out.packed ? out.groups * 32 : out.K)) return;
     float4 a = load_four(x, t, k, out.K), b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (op != COPY) b = load_four(y, t, k, out.K);

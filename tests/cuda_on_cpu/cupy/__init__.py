@@ -241,6 +241,8 @@ runtime = SimpleNamespace(
     memcpyDeviceToDevice=3,
     memGetInfo=lambda: (10**9, 10**9),
     getDeviceCount=lambda: 1,
+    driverGetVersion=lambda: 13000,
+    runtimeGetVersion=lambda: 13000,
     getDevice=lambda: 0,
     getDeviceProperties=lambda device: PROPERTIES,
     memcpyAsync=lambda to, source, n, kind, stream: ctypes.memmove(int(to), int(source), int(n)),
@@ -254,6 +256,7 @@ cuda.__dict__.update(
     runtime=runtime,
     memory=SimpleNamespace(OutOfMemoryError=MemoryError),
     compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
+    nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
     device=SimpleNamespace(get_cublas_handle=lambda: 0),
     cublas=SimpleNamespace(gemmEx=gemm),
 )
