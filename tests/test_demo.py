@@ -1,0 +1,95 @@
+"""The model that comes with the package: its files, its first tokens, and what its small mix changes.
+
+The golden replies are llama.cpp's from the same file in float32 (tests/data/make_demo_golden.py).
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from setuptools import Distribution
+
+from common.checkpoint import open_checkpoint
+from common.errors import BimetalError
+from common.hub import resolve_model
+from common.models import load_model
+from common.tokenizer import load_tokenizer
+from generate.demo import FOLDER, demo_path
+
+ROOT = Path(__file__).parents[1]
+REPLIES = json.loads((ROOT / "tests/data/demo_golden.json").read_text())
+SUMS = dict(reversed(line.split()) for line in (FOLDER / "SHA256SUMS").read_text().splitlines())
+SMALL = "demo:Q4_K_S"
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_checksum(name):
+    assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == SUMS[name]
+
+
+def test_size():
+    assert {p.name for p in FOLDER.glob("*.gguf")} == SUMS.keys()
+    assert sum((FOLDER / name).stat().st_size for name in SUMS) <= 40_000_000
+
+
+def test_names():
+    assert resolve_model("demo") == demo_path() == FOLDER / "demo-qwen35-Q8_0.gguf"
+    assert resolve_model(SMALL) == resolve_model(SMALL.lower()) != demo_path()
+    assert demo_path("draft").name == "demo-qwen35-dflash-Q8_0.gguf"
+    with pytest.raises(BimetalError, match=r"no demo-qwen35-Q2_K\.gguf; of the demo model it has .*Q8_0"):
+        resolve_model("demo:Q2_K")
+    with pytest.raises(BimetalError, match="has no revision"):
+        resolve_model("demo", revision="main")
+
+
+def test_a_wheel_carries_them(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution()
+    distribution.parse_config_files()
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    build.manifest_files = {}  # found by package-data alone, so that no egg-info is written here
+    assert "generate.demo" in build.packages
+    carried = {Path(file).name for file in build.find_data_files("generate.demo", "generate/demo")}
+    assert carried >= {*SUMS, "SHA256SUMS", "README.md"}
+
+
+def test_cards():
+    card = (FOLDER / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert all(name in card for name in SUMS)
+
+
+def test_token_ids():
+    checkpoint = open_checkpoint(demo_path())
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    for reply in REPLIES:
+        assert tokenizer.encode(reply["prompt"]) == reply["ids"], reply["prompt"]
+        assert tokenizer.decode(reply["ids"]) == reply["prompt"]
+
+
+def logits_along(model, reply):
+    """Logits (tokens, vocab) before each golden token of a reply, given those before it."""
+    ids = np.array(reply["ids"] + reply["reply"])
+    return tiny.logits_of(model, ids)[len(reply["ids"]) - 1 : -1]
+
+
+@pytest.fixture(scope="module")
+def model(ops):
+    return load_model(open_checkpoint(demo_path()), ops)
+
+
+@pytest.mark.parametrize("index", range(len(REPLIES)))
+def test_first_tokens(model, index):
+    reply = REPLIES[index]
+    assert len(reply["reply"]) >= 16
+    assert logits_along(model, reply).argmax(-1).tolist() == reply["reply"]
+
+
+def test_the_small_mix_mostly_agrees(ops):
+    small = load_model(open_checkpoint(resolve_model(SMALL)), ops)
+    same = [logits_along(small, reply).argmax(-1) == reply["reply"] for reply in REPLIES]
+    assert np.concatenate(same).mean() >= 0.8
