@@ -56,7 +56,7 @@ def find_numpy() -> Found:
 
 FINDERS: dict[str, Callable[[], Found]] = {"cuda": find_cuda, "mlx": find_mlx, "numpy": find_numpy}
 NAMES = tuple(FINDERS)
-BY_ITSELF = ("mlx", "numpy")  # in this order; CUDA joins when its present kernels have passed on a GPU
+BY_ITSELF = ("cuda", "mlx", "numpy")  # in this order
 
 
 def choose(name: str | None) -> Found:

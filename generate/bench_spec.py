@@ -196,7 +196,7 @@ def _plot(path: Path, title: str, results: dict[str, Result], sweep: dict[int, R
 
     panels = {
         "tokens per step": line("tree", lambda r: r.accepted.length if r.accepted.steps else 1.0),
-        "tokens per second": line("tree", lambda r: r.tps),
+        "tokens per second": line("tree", lambda r: statistics.median(r.rates)),
     }
     write_plot(path, title, "guessed tokens per step", panels)
     print(f"wrote {path}")

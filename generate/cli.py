@@ -212,7 +212,7 @@ def _speculation(p: Any) -> None:
         "--spec",
         choices=KINDS,
         help="how to guess ahead: from the text so far (lookup), by the draft's likeliest block (chain), by its "
-        "likeliest prefixes (tree), or both (default: lookup+tree with a draft, else off)",
+        "likeliest prefixes (tree), or both (default: tree with a draft, else off)",
     )
     p.add_argument(
         "--tree-budget",

@@ -263,7 +263,7 @@ class LLM:
         temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed
                       see common.sampling.Sampling; the default is greedy
         spec          "off", "lookup", "chain", "tree", "lookup+chain" or "lookup+tree": how to guess ahead. The text is
-                      the same; the default is "lookup+tree" with a draft, else "off"
+                      the same; the default is "tree" with a draft, else "off"
         tree_budget   guessed tokens per step; None: chosen while decoding
         tree_topk     tokens that a tree considers at each place (8)
         chain_seed    begin trees with the draft's likeliest block (False)
@@ -375,7 +375,7 @@ class LLM:
         return self.tokenizer.encode(text, add_special=False), options, parser
 
     def _speculation(self, options: dict[str, Any]) -> Speculation:
-        kind = options.pop("spec", None) or ("lookup+tree" if self.draft_path else "off")
+        kind = options.pop("spec", None) or ("tree" if self.draft_path else "off")
         budget, top_k = options.pop("tree_budget", None), options.pop("tree_topk", 8)
         return Speculation(kind, budget, top_k, options.pop("chain_seed", False))
 

@@ -43,6 +43,7 @@ def _panel(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
         out.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="#dddddd"/>')
         out.append(_text(LEFT - 5, y + 4, f"{most_y * tick / 4:g}", "end"))
         out.append(_text(x, bottom + 15, f"{most_x * tick / 4:g}", "middle"))
+    ends: list[tuple[float, str, str]] = []
     for line, colour in zip(lines, COLOURS, strict=False):
         points = [at(x, y) for x, y in zip(line.x, line.y, strict=True)]
         dash = ' stroke-dasharray="4 3"' if line.dashed else ""
@@ -50,7 +51,11 @@ def _panel(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
         out.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         if not line.dashed:
             out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        out.append(_text(right + 6, points[-1][1] + 4, line.name, colour=colour))
+        ends.append((points[-1][1] + 4, line.name, colour))
+    below = 0.0
+    for y, name, colour in sorted(ends):  # labels that would overlap move down
+        below = max(y, below + 12)
+        out.append(_text(right + 6, below, name, colour=colour))
     return "".join(out)
 
 

@@ -177,7 +177,7 @@ def test_devices_names_the_choice_and_the_reason(run):
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["cuda", "mlx", "numpy"]
     chosen = next(line.split()[0] for line in out.splitlines() if " chosen " in line)
-    assert f"{chosen} is the first of mlx, numpy that can run here" in out
+    assert f"{chosen} is the first of cuda, mlx, numpy that can run here" in out
 
 
 def test_cuda_says_what_it_lacks(run):

@@ -1,0 +1,83 @@
+"""Which backend is chosen, and what is said of a GPU that cannot run: CuPy is played by tests/cuda_on_cpu."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import BimetalError, UsageError
+from generate import backends
+from generate.backends import Found, choose
+
+TESTS = Path(__file__).parent
+
+
+def on_machine(monkeypatch, **usable):
+    for name in backends.FINDERS:
+        found = Found(name, usable.get(name, False), "a reason")
+        monkeypatch.setitem(backends.FINDERS, name, lambda found=found: found)
+
+
+def test_chosen_by_itself(monkeypatch):
+    on_machine(monkeypatch, cuda=True, mlx=True, numpy=True)
+    assert choose(None).name == "cuda"
+    on_machine(monkeypatch, mlx=True, numpy=True)
+    assert choose(None).name == "mlx"
+    on_machine(monkeypatch, numpy=True)
+    assert choose(None).name == "numpy"
+
+
+def test_chosen_by_name(monkeypatch):
+    on_machine(monkeypatch, cuda=True, numpy=True)
+    assert choose("numpy").name == "numpy"
+    with pytest.raises(BimetalError, match="backend mlx cannot run here: a reason"):
+        choose("mlx")
+    with pytest.raises(UsageError, match="backend 'metal' is unknown; supported: cuda, mlx, numpy"):
+        choose("metal")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("", "True a CPU, compute capability 8.9"),
+        ("runtime.getDeviceCount = lambda: 0", "False no NVIDIA GPU is visible; choose another backend"),
+        (
+            "runtime.getDeviceCount = lambda: fail(runtime.CUDARuntimeError('no driver'))",
+            "install a driver for CUDA 13",
+        ),
+        ("runtime.driverGetVersion = lambda: 12020", "update the driver, or install cupy-cuda12x"),
+        ("cupy.PROPERTIES['major'] = 7", "compute capability 7.9; the CUDA kernels need 8.0 (Ampere) or newer"),
+        ("cupy.cuda.nvrtc.getVersion = lambda: fail(ImportError('libnvrtc.so.13'))", "pip install 'cupy-cuda13x[ctk]'"),
+    ],
+)
+def test_what_is_said_of_a_gpu(change, said):
+    code = f"""
+import cupy
+from cupy import runtime
+def fail(error): raise error
+{change}
+from generate.backends import find_cuda
+found = find_cuda()
+print(found.usable, found.what)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
+def test_too_little_memory():
+    code = """
+import cupy
+from cuda_backend.launch import Memory
+def full(n): raise cupy.cuda.memory.OutOfMemoryError
+cupy.cuda.alloc = full
+Memory(5 * 10**9)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "the GPU has 1.0 of 1.0 GB free and 5.0 GB more are needed; choose a smaller" in done.stderr
