@@ -338,11 +338,18 @@ def _ratio(timings: dict[str, list[Timing]], field: str) -> str:
 def machine(runner: str = "") -> str:
     if runner == "cuda":
         return str(backend_package("cuda").find_card())
+    return f"{os.cpu_count()} x {processor()}"
+
+
+def processor() -> str:
+    """The CPU's name, on a Mac the chip's."""
     name = platform.processor() or platform.machine()
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or name
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
-    return f"{os.cpu_count()} x {name}"
+    return name
 
 
 def environment(runner: str) -> dict[str, str]:
@@ -377,8 +384,11 @@ def _version(package: str) -> str:
 
 
 def _git(*words: str) -> str:
-    here = Path(__file__).parent
+    return _output("git", "-C", str(Path(__file__).parent), *words)
+
+
+def _output(*command: str) -> str:
     try:
-        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""

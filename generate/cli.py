@@ -12,6 +12,7 @@ COMMANDS = {
     "bench": "prefill and decode speed at several context lengths, as a table",
     "perplexity": "how well a model predicts a text, and how far it is from a reference",
     "fit": "which of a model's files fit into memory, and with how much context",
+    "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
 KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")  # common.decode.speculative
@@ -32,6 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             "bench": (_bench, _run_bench),
             "perplexity": (_perplexity, _run_perplexity),
             "fit": (_fit, _run_fit),
+            "selftest": (_selftest, _run_selftest),
         }[name]
         args = flags(f"python -m generate {name}").parse_args(argv)
         args.run = run
@@ -206,6 +208,19 @@ def _fit(prog: str) -> argparse.ArgumentParser:
     return p
 
 
+def _selftest(prog: str) -> argparse.ArgumentParser:
+    p = Parser(
+        prog=prog,
+        description="Run the repository's tests of a backend and a short bench, and write what came of them to one "
+        "file, which names the machine. Your home folder is written as ~ there.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+    p.add_argument("-m", "--model", metavar="MODEL", help=f"to time: {MODEL_HELP} (default: the demo model)")
+    p.add_argument("--out", metavar="FILE", help="default: bimetal-selftest-OS-CHIP-DATE.md in this folder")
+    return p
+
+
 def _speculation(p: Any) -> None:
     p.add_argument("--draft", metavar="DRAFT", help="a DFlash draft for the model, named as models are; or demo")
     p.add_argument(
@@ -236,11 +251,11 @@ def _speculation_bench(p: Any) -> None:
     p.add_argument("--plot", metavar="FILE.svg", help="draw tokens per step and per second over --budgets")
 
 
-MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, or smollm2"
+MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
 
 
 def _model(p: Any) -> None:
-    p.add_argument("-m", "--model", default="smollm2", metavar="MODEL", help=f"{MODEL_HELP} (default: smollm2)")
+    p.add_argument("-m", "--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
     p.add_argument(
         "-c", "--ctx", type=_count, metavar="N", help="most tokens of prompt and reply (default: as trained)"
     )
@@ -319,5 +334,11 @@ def _run_perplexity(args: argparse.Namespace) -> int:
 
 def _run_fit(args: argparse.Namespace) -> int:
     from generate.fit import run
+
+    return run(args)
+
+
+def _run_selftest(args: argparse.Namespace) -> int:
+    from generate.selftest import run
 
     return run(args)
