@@ -9,7 +9,7 @@ from common.errors import BimetalError
 from common.hadamard import wht as definition
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
-metal = pytest.importorskip("simt.metal", exc_type=ImportError)
+metal = pytest.importorskip("simt.device", exc_type=ImportError)
 from mlx_backend.hadamard import wht  # noqa: E402
 
 
