@@ -23,7 +23,7 @@ __all__ = ["LLM", "AsyncStream", "Reply", "Stream", "load"]
 
 
 def load(
-    model: str = "smollm2",
+    model: str = "demo",
     backend: str | None = None,
     ctx: int | None = None,
     progress: bool = False,
@@ -33,7 +33,8 @@ def load(
 ) -> "LLM":
     """Load a model and start the one thread that owns it.
 
-    model    a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2"
+    model    a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2",
+             or "demo", which comes with the package and continues Python
     backend  "mlx", "cuda" or "numpy"; None picks what the machine has
     ctx      most tokens of prompt and reply together; None: what the model was trained for
     draft    a DFlash draft for the model, named as models are, or "demo": it makes decoding faster and changes no text
