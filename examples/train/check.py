@@ -1,11 +1,14 @@
-"""Check the exported files with other implementations: transformers for the folder, llama.cpp for the GGUF files.
+"""Check the exported files with other implementations: transformers for the folder, llama.cpp for the GGUF files; then
+read every export with bimetal's own loaders.
 
-python check.py build/ out/
+    python check.py build/ out/
 """
 
 import argparse
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from train_target import stream
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM
 
 SAMPLE = 8192
+ROOT = Path(__file__).parents[2]
 
 
 def dequantized(path: Path, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -45,6 +49,30 @@ def bits_per_byte(path: Path, folder: Path) -> float:
         scores = torch.tensor(np.array(llama.scores[: len(window) - 1]))
         nats.append(torch.nn.functional.cross_entropy(scores, window[1:]).item())
     return float(np.mean(nats)) / math.log(2) * about["tokens"] / about["bytes"]
+
+
+def own_loaders(folder: Path, out: Path) -> None:
+    """Every export of the target in bimetal, beside the safetensors folder, which holds the weights unrounded."""
+    with tempfile.TemporaryDirectory() as scratch:
+        text = Path(scratch, "text")
+        text.write_text((folder / "unseen.txt").read_text()[:20_000].replace("\0", "\n"))
+        command = [
+            sys.executable,
+            "-m",
+            "generate",
+            "perplexity",
+            "--text",
+            str(text),
+            "--max-tokens",
+            "2048",
+            "--json",
+        ]
+        for path in [*sorted(out.glob("demo-qwen35-Q*.gguf")), *out.glob("demo-qwen35-mlx-*")]:
+            args = [*command, str(path.resolve()), "--reference", str((out / "demo-qwen35").resolve())]
+            found = json.loads(subprocess.run(args, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+            kl, top1 = (found["agreement"][name]["value"] for name in ("kl", "top1"))
+            print(f"bimetal, {path.name}: perplexity {found['perplexity']['value']:.4f}, KL {kl:.5f}, top-1 {top1:.1%}")
+            assert kl < (1e-3 if "Q8_0" in path.name else 0.3)
 
 
 def main() -> None:
@@ -86,6 +114,7 @@ def main() -> None:
             print(f"bits per byte, {SAMPLE} tokens, {path.name}: {bits_per_byte(copy, args.folder):.4f}")
     for path in args.out.glob("demo-qwen35-dflash-*.gguf"):
         dequantized(path, export.draft_tensors(draft))
+    own_loaders(args.folder, args.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from target import MLP, Config, Linear, Norm, Target, rope
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 MASK = 1
 
@@ -22,7 +21,7 @@ class DraftConfig:
     heads: int = 8
     kv_heads: int = 2
     head_dim: int = 64
-    sliding: tuple[bool, ...] = (True, True, True, False)
+    sliding: tuple[bool, ...] = (True, True, True, True, False)
     window: int = 256
     block: int = 16
     taps: tuple[int, ...] = (2, 4, 6)
@@ -70,19 +69,25 @@ class DraftAttention(nn.Module):
         self.o_proj = Linear(c.heads * c.head_dim, c.hidden)
         self.q_norm, self.k_norm = Norm(c.head_dim, c.eps, centre=0.0), Norm(c.head_dim, c.eps, centre=0.0)
 
-    def forward(self, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        c = self.c
-        both = torch.cat([context, x], 1)
-        before = torch.arange(context.shape[1], device=x.device).expand(len(x), -1)
+    def forward(self, x: Tensor, context: Tensor, anchors: Tensor, seen: Tensor, inside: Tensor) -> Tensor:
+        """Rows x (B, n, block, hidden) look at the context (B, T, hidden) where `seen` (B, n, T) and at the rows of
+        their own block where `inside` (block, block)."""
+        c, length = self.c, context.shape[1]
         q = self.q_norm(self.q_proj(x).unflatten(-1, (c.heads, c.head_dim)))
-        k = self.k_norm(self.k_proj(both).unflatten(-1, (c.kv_heads, c.head_dim)))
-        v = self.v_proj(both).unflatten(-1, (c.kv_heads, c.head_dim))
-        q = rope(q, positions, c.head_dim, c.theta)
-        k = rope(k, torch.cat([before, positions], 1), c.head_dim, c.theta)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        k, v = (y.repeat_interleave(c.heads // c.kv_heads, 1) for y in (k, v))
-        o = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
-        return self.o_proj(o.transpose(1, 2).flatten(2))
+        k, k_before = (self.k_norm(self.k_proj(y).unflatten(-1, (c.kv_heads, c.head_dim))) for y in (x, context))
+        v, v_before = (self.v_proj(y).unflatten(-1, (c.kv_heads, c.head_dim)) for y in (x, context))
+        positions = anchors[..., None] + torch.arange(c.block, device=x.device)
+        q, k = (rope(y, positions, c.head_dim, c.theta) for y in (q, k))
+        k_before = rope(k_before, torch.arange(length, device=x.device), c.head_dim, c.theta)
+        q = (q * c.head_dim**-0.5).unflatten(3, (c.kv_heads, -1))
+        outer = torch.einsum("bnqhgd,bthd->bhgnqt", q, k_before)
+        inner = torch.einsum("bnqhgd,bnkhd->bhgnqk", q, k)
+        outer = outer.masked_fill(~seen[:, None, None, :, None], float("-inf"))
+        inner = inner.masked_fill(~inside, float("-inf"))
+        weights = torch.cat([outer, inner], -1).float().softmax(-1).to(x.dtype)
+        o = torch.einsum("bhgnqt,bthd->bnqhgd", weights[..., :length], v_before)
+        o = o + torch.einsum("bhgnqk,bnkhd->bnqhgd", weights[..., length:], v)
+        return self.o_proj(o.flatten(3))
 
 
 class DraftLayer(nn.Module):
@@ -93,8 +98,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = Norm(c.hidden, c.eps, centre=0.0)
         self.mlp = MLP(c.hidden, c.ffn)
 
-    def forward(self, x: Tensor, context: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, positions, mask)
+    def forward(self, x: Tensor, context: Tensor, anchors: Tensor, seen: Tensor, inside: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, anchors, seen, inside)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -106,30 +111,20 @@ class Draft(nn.Module):
         self.hidden_norm, self.norm = Norm(c.hidden, c.eps, centre=0.0), Norm(c.hidden, c.eps, centre=0.0)
         self.layers = nn.ModuleList(DraftLayer(c) for _ in c.sliding)
 
-    def masks(self, anchors: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """What block rows may see, for full and for sliding layers: bool (B, n·block, length + n·block)."""
-        block = self.c.block
-        at = anchors.repeat_interleave(block, 1)[..., None]
-        place = torch.arange(length, device=anchors.device)
-        row = torch.arange(at.shape[1], device=anchors.device)
-        same = (row[:, None] // block == row // block).expand(len(anchors), -1, -1)
-        earlier = same & (row <= row[:, None])
-        full = torch.cat([place < at, same], -1)
-        sliding = torch.cat([(place < at) & (place >= at - self.c.window), earlier], -1)
-        return full, sliding
-
     def forward(self, features: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
         """Normed rows (B, n, block, hidden) of blocks that start at `anchors` (B, n).
 
         features (B, T, taps·hidden) of the target; embedded (B, n, block, hidden): the known token, then masks.
         """
         context = self.hidden_norm(self.fc(features))
-        positions = (anchors[..., None] + torch.arange(self.c.block, device=anchors.device)).flatten(1)
-        full, sliding = self.masks(anchors, features.shape[1])
-        x = embedded.flatten(1, 2)
+        place, row = (torch.arange(n, device=anchors.device) for n in (features.shape[1], self.c.block))
+        full = place < anchors[..., None]
+        near = full & (place >= anchors[..., None] - self.c.window)
+        earlier = row <= row[:, None]
+        x = embedded
         for layer, slides in zip(self.layers, self.c.sliding, strict=True):
-            x = layer(x, context, positions, sliding if slides else full)
-        return self.norm(x).view_as(embedded)
+            x = layer(x, context, anchors, *((near, earlier) if slides else (full, torch.ones_like(earlier))))
+        return self.norm(x)
 
 
 def block_inputs(target: Target, tokens: Tensor, anchors: Tensor, block: int, dtype: torch.dtype) -> Tensor:

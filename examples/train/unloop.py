@@ -3,8 +3,8 @@
     python unloop.py build/
 
 Every round writes greedy continuations of corpus text, marks the tokens that continue a loop and lowers their
-probability, −log(1 − p), beside ordinary training on corpus windows. Reads base.pt and train*.bin; writes
-target.pt.
+probability, −log(1 − p), beside ordinary training on corpus windows. Reads train*.bin and base.pt, or the checkpoint
+named by --start; writes target.pt.
 """
 
 import argparse
@@ -36,10 +36,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="per round")
     parser.add_argument("--until", type=float, default=0.33, help="share of texts that loop after 128 tokens")
     parser.add_argument("--weight", type=float, default=0.5)
+    parser.add_argument("--start", default="base.pt", help="checkpoint in the folder")
     args = parser.parse_args()
     torch.manual_seed(3)
     torch.set_float32_matmul_precision("high")
-    model = load(args.folder / "base.pt", "cuda").requires_grad_(True)
+    model = load(args.folder / args.start, "cuda").requires_grad_(True)
     model.compile()
     train = stream(sorted(args.folder.glob("train*.bin")), "cuda")
     corpus, prompts = windows(train, 1024, 48, seed=4), windows(train, LENGTH, BATCH, seed=5)
