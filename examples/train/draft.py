@@ -21,7 +21,7 @@ class DraftConfig:
     heads: int = 8
     kv_heads: int = 2
     head_dim: int = 64
-    sliding: tuple[bool, ...] = (True, True, True, True, False)
+    sliding: tuple[bool, ...] = (True, True, True, False)
     window: int = 256
     block: int = 16
     taps: tuple[int, ...] = (2, 4, 6)
