@@ -6,7 +6,7 @@
 // Assumes   a step of more than 64 rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, const StepState* step, float* out) {
     release_next();
     const int c = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, current = step->current, path = step->path_length;

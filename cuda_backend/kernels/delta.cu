@@ -105,7 +105,7 @@ struct Chunk {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv,
       int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, float* out) {
     begin();

@@ -11,8 +11,12 @@
 //           the other rows nor on COLS
 // Bound     bytes of w; Origin: the stripes of Marlin (Frantar et al., arXiv 2408.11743)
 
+// Blocks per multiprocessor. Of 100 KB of shared memory, two would have too small a ring; and two leave a thread 96
+// registers, which these products pass.
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring
+#define BLOCKS 1
+#elif COLS > 48 || (COLS > (GROUP == 16 ? 8 : 16) && MINS && !EXACT_MINS) || (COLS > 24 && GROUP == 16 && (COLS > 32 || !P4))
+#define BLOCKS 1
 #else
 #define BLOCKS 2
 #endif

@@ -95,8 +95,8 @@ __device__ __forceinline__ const float* place(const In& a, int t, int i) {
     return row_of(a, t) + (a.width ? (s64)(i / a.width) * a.head + i % a.width * a.inner : i);
 }
 
-// Elements 0 to 3 of a run of `left` that starts at p, of which nothing is known. Not inlined: rarely called, and long.
-__device__ __noinline__ float4 load_apart(const float* p, s64 slot, int slots, int inner, int left) {
+// Elements 0 to 3 of a run of `left` that starts at p, of which nothing is known.
+__device__ __forceinline__ float4 load_apart(const float* p, s64 slot, int slots, int inner, int left) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (int i = 0; i < 4; i++, p += inner) {

@@ -65,9 +65,16 @@ __device__ __forceinline__ void add_minima_of_half(float (&acc)[ACC], float low,
     add_minima(acc, low, high, make_float2(dx.x * sum[0], dx.y * sum[1]));
 }
 
-__device__ __forceinline__ void read4(float (&v)[4], const float* from) {
+// The scales of two groups of 32 columns.
+#define SCALES_OF_PAIR (64 / GROUP)
+__device__ __forceinline__ void read_scales(float (&v)[SCALES_OF_PAIR], const float* from) {
+#if GROUP == 32
+    const float2 e = *(const float2*)from;
+    v[0] = e.x, v[1] = e.y;
+#else
     const float4 e = *(const float4*)from;
     v[0] = e.x, v[1] = e.y, v[2] = e.z, v[3] = e.w;
+#endif
 }
 
 // Two groups of a row of x, or of this lane's share of eight: codes, scales and sums.
@@ -99,55 +106,62 @@ struct Pair {
 
 // One tile times one unit of x.
 __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const u8* x, float* scratch, int lane) {
-    const int row = lane / 4, t = lane % 4, bits = __float_as_int(MAGIC);
+    const int row = lane / 4, bits = __float_as_int(MAGIC);
     const int start[4] = {bits, bits, bits, bits};
-    const int step = GROUP == 32 ? 2 : 1;  // pairs of groups that four scales cover
     __syncwarp();
     decode_scales(tile, lane, scratch);
     __syncwarp();
     const float* scales = scratch + row * SCRATCH_ROW;
-    float low[4], high[4];
-#ifndef UNROLLED
-#define UNROLLED (KBLOCK / 64)
+#ifdef TABLE
+    constexpr bool lookups = true;
+#else
+    constexpr bool lookups = false;
 #endif
-    constexpr int unrolled = UNROLLED;
+    // fewer turns at a time where instructions take more registers than there are
+    constexpr bool newer = __CUDA_ARCH__ >= 1000 && (GROUP == 16 || COLS > 32);
+    constexpr int unrolled = newer || (lookups && COLS > 32) ? 1 : GROUP == 16 && COLS == 32 ? 2 : KBLOCK / 64;
+    const int most = __CUDA_ARCH__ < 1000 ? NT : GROUP == 16 && MINS ? 2 : GROUP == 16 || COLS > 48 ? 4 : NT;  // tiles of x at a time
+#pragma unroll
+    for (int first = 0; first < NT; first += most) {
 #pragma unroll unrolled
-    for (int j = 0; j < KBLOCK / 64; j++) {
-        const float* at = scales + j / step * 4;
-        if (j % step == 0) read4(low, at), read4(high, at + 8 * SCRATCH_ROW);
+        for (int j = 0; j < KBLOCK / 64; j++) {
+            float low[SCALES_OF_PAIR], high[SCALES_OF_PAIR];
+            const float* at = scales + j * SCALES_OF_PAIR;
+            read_scales(low, at), read_scales(high, at + 8 * SCRATCH_ROW);
 #if MINS && !EXACT_MINS
-        float low_min[4], high_min[4];
-        read4(low_min, at + 16 * SCRATCH_ROW), read4(high_min, at + 24 * SCRATCH_ROW);
+            float low_min[SCALES_OF_PAIR], high_min[SCALES_OF_PAIR];
+            read_scales(low_min, at + 16 * SCRATCH_ROW), read_scales(high_min, at + 24 * SCRATCH_ROW);
 #endif
-        u32 a[2][4];
-        unpack(tile, 2 * j, lane, a[0]), unpack(tile, 2 * j + 1, lane, a[1]);
+            u32 a[2][4];
+            unpack(tile, 2 * j, lane, a[0]), unpack(tile, 2 * j + 1, lane, a[1]);
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const Pair pair(x + (j * NT + n) * XPAIR, lane);
+            for (int n = first; n < NT && n < first + most; n++) {
+                const Pair pair(x + (j * NT + n) * XPAIR, lane);
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int c[4];
+                for (int h = 0; h < 2; h++) {
+                    int c[4];
 #if GROUP == 32
-                const int g = j % 2 * 2 + h;
-                mma(c, a[h], pair.b[2 * h], pair.b[2 * h + 1], start);
-                accumulate(acc[n], c, low[g], high[g], pair.dx[h]);
+                    mma(c, a[h], pair.b[2 * h], pair.b[2 * h + 1], start);
+                    accumulate(acc[n], c, low[h], high[h], pair.dx[h]);
 #if MINS && !EXACT_MINS
-                add_minima(acc[n], low_min[g], high_min[g], pair.sx[h]);
+                    add_minima(acc[n], low_min[h], high_min[h], pair.sx[h]);
 #endif
 #else
-                mma_half(c, a[h][0], a[h][1], pair.b[2 * h], start);
-                accumulate(acc[n], c, low[2 * h], high[2 * h], pair.dx[h]);
-                mma_half(c, a[h][2], a[h][3], pair.b[2 * h + 1], start);
-                accumulate(acc[n], c, low[2 * h + 1], high[2 * h + 1], pair.dx[h]);
+                    mma_half(c, a[h][0], a[h][1], pair.b[2 * h], start);
+                    accumulate(acc[n], c, low[2 * h], high[2 * h], pair.dx[h]);
+                    mma_half(c, a[h][2], a[h][3], pair.b[2 * h + 1], start);
+                    accumulate(acc[n], c, low[2 * h + 1], high[2 * h + 1], pair.dx[h]);
 #if MINS
-                add_minima_of_half(acc[n], low_min[2 * h], high_min[2 * h], pair.dx[h], pair.b[2 * h]);
-                add_minima_of_half(acc[n], low_min[2 * h + 1], high_min[2 * h + 1], pair.dx[h], pair.b[2 * h + 1]);
+                    add_minima_of_half(acc[n], low_min[2 * h], high_min[2 * h], pair.dx[h], pair.b[2 * h]);
+                    add_minima_of_half(acc[n], low_min[2 * h + 1], high_min[2 * h + 1], pair.dx[h], pair.b[2 * h + 1]);
 #endif
 #endif
+                }
             }
         }
     }
 #if EXACT_MINS  // the sum over 8 groups as one product: minima times the high and the low half of sx
+    const int t = lane % 4;
     const u32 low_min = ((const u32*)(scales + 8))[t], high_min = ((const u32*)(scales + 8 + 8 * SCRATCH_ROW))[t];
     const float low_factor = scales[12], high_factor = scales[12 + 8 * SCRATCH_ROW];
 #pragma unroll

@@ -13,13 +13,12 @@
 #define TURNS 5
 #define SPAN (TURNS * 4 * THREADS)
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out out) {
     begin();
     __shared__ float scratch[THREADS / 32];
     const int t = (int)blockIdx.x, K = out.K, columns = out.packed ? out.groups * 32 : K, mine = threadIdx.x * 4;
     const In w = {weight, 0, 0, 0, 1, 0, 1};
-    const Out whole = {sum, 0, 0, K, 0, 0};
     float4 v[TURNS], other[TURNS];
     float squares = 0.0f, scale = 0.0f;
     if (weight)
@@ -35,8 +34,7 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
                 for (int i = 0; i < TURNS; i++) v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
                 for (int term = 0; term <= has_y; term++) {
-                    In a = x;
-                    if (term) a = y;
+                    const In a = {term ? y.p : x.p, term ? y.slot : x.slot, term ? y.row : x.row, 0, term ? y.slots : x.slots, 0, 1};
                     load_fours(other, row_of(a, t) + k, a, 4 * THREADS, K - k);
 #pragma unroll
                     for (int i = 0; i < TURNS; i++) v[i] = plus(v[i], other[i]);
@@ -58,7 +56,8 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
                 const float4 first = v[0], f = other[0];
                 float4 e = first;
                 if (stored) e = make_float4(e.x * scale * f.x, e.y * scale * f.y, e.z * scale * f.z, e.w * scale * f.w);
-                if (to / 128 * 128 < end) store_four(stored ? out : whole, t, to, e);
+                const Out now = {stored ? out.dense : sum, stored ? out.packed : 0, stored ? out.bf16 : 0, K, out.cols, out.groups};
+                if (to / 128 * 128 < end) store_four(now, t, to, e);
 #pragma unroll
                 for (int i = 0; i < TURNS - 1; i++) v[i] = v[i + 1], other[i] = other[i + 1];
                 v[TURNS - 1] = first, other[TURNS - 1] = f;
@@ -95,7 +94,7 @@ __device__ __forceinline__ float4 load_four(const In& a, int t, int k, int end) 
     return v[0];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 pointwise(int op, In x, In y, Out out) {
     begin();
     const int k = (blockIdx.y * THREADS + threadIdx.x) * 4, t = (int)blockIdx.x;
@@ -146,7 +145,7 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
 #define HEAD_ROOM(D) (((D) + 15) / 16 * 16)
 
 // z: the gate of gated_rms_norm where `gated`.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z, int gated, Out out) {
     begin();
     extern __shared__ __align__(16) float shared[];
@@ -179,7 +178,7 @@ heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope 
 }
 
 // What attention reads: q (T, H, D) as float16, and this step's keys and values in the cache; heads padded to `wide`.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
                q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
                q_out, u16* keys, u16* values_out, s64 capacity, int fixed, int ring) {

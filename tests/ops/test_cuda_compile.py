@@ -14,10 +14,12 @@ import pytest
 
 from cuda_backend.layout import (
     COLS,
+    OPTIONS,
     PREFILL_COLS,
     UNITS,
     Card,
     expert_ring,
+    latent_tiles,
     padded,
     partition,
     ring,
@@ -47,11 +49,19 @@ def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
     return *tile_defines(type_), f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
 
 
+def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
+    tile, buffers, _ = latent_tiles(card, width)
+    return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}"
+
+
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
-    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "random", "top_k")]
+    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "random", "top_k")]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
-    plain += [("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in ((), ("EXPERTS",))]
+    plain += [
+        ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=8",), ("ROWS=1", "EXPERTS"))
+    ]
+    plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
     plain += [("delta", (f"DK={padded(d)}", f"DIM={d}")) for d in (12, 64, 128, 256)]
     plain += [("attention", defines) for defines in heads()]
     for type_ in UNITS:
@@ -89,7 +99,7 @@ def compiled(stem: str, defines: tuple[str, ...], architecture: int) -> str:
     # as CuPy passes them, and the report of registers
     options = [
         f"-arch=sm_{architecture}",
-        "-std=c++17",
+        *OPTIONS,
         "-ftz=true",
         "--ptxas-options=-v",
         *(f"-D{d}" for d in defines),
