@@ -2,7 +2,8 @@
 
 Lossless: every token is the model's own choice at its place, by the same sampler and the same random numbers as in
 plain decoding; guesses only decide how many of those choices one step yields. Where a backend computes chains to the
-bit as plain decoding does, but not branches, an accepted branch is computed once more as a chain.
+bit as plain decoding does, but not branches, an accepted branch is computed once more as a chain if it is long enough,
+and else left for the next step to guess.
 """
 
 import copy
@@ -27,6 +28,7 @@ KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")
 PHASES = ("draft", "tree", "verify", "commit", "host")
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
 LOOKUP_DEPTH = 15
+WORTH = 3  # tokens that a branch must add for computing it again: fewer come cheaper with the next step
 TREE_SIZES = (0, 7, 15, 23, 31, 47, 63)  # with the root, the rows for which the CUDA kernels are built
 
 
@@ -196,9 +198,10 @@ def speculate(
                 sampler.accept(token)
                 guesser.saw(token)
                 yield token, row
-                if token not in tree.children[node]:
+                child = tree.children[node].get(token)
+                if child is None or (ops.chains_are_plain and child != node + 1):  # a branch is not to the bit
                     break
-                path.append(tree.children[node][token])
+                path.append(child)
         finally:
             walked = time.perf_counter()
             state.commit(path)
@@ -220,12 +223,12 @@ def _verified(model: Model, state: State, tree: Tree, sampler: Sampler) -> tuple
 
 
 def _branch(model: Model, tree: Tree, rows: Array, best: np.ndarray | None, sampler: Sampler) -> list[int]:
-    """The path that would be accepted, where it leaves the trunk; else nothing."""
+    """The path that would be accepted, where it leaves the trunk for long enough; else nothing."""
     path, trial = [0], copy.deepcopy(sampler)
     while True:
         node = path[-1]
         token = trial.pick(model.ops.read(rows[node : node + 1])[0]) if best is None else int(best[node])
         trial.accept(token)
         if token not in tree.children[node]:
-            return [] if path == list(range(len(path))) else path
+            return path if sum(node != place for place, node in enumerate(path)) >= WORTH else []
         path.append(tree.children[node][token])
