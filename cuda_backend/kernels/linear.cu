@@ -15,7 +15,8 @@
 // registers, which these products pass.
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
 #define BLOCKS 1
-#elif COLS > 48 || (COLS > (GROUP == 16 ? 8 : 16) && MINS && !EXACT_MINS) || (COLS > 24 && GROUP == 16 && (COLS > 32 || !P4))
+#elif COLS > (__CUDA_ARCH__ < 900 ? 32 : 48) || (COLS > (GROUP == 16 ? 8 : 16) && MINS && !EXACT_MINS) || \
+    (COLS > 24 && GROUP == 16 && (COLS > 32 || !P4))
 #define BLOCKS 1
 #else
 #define BLOCKS 2
