@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 PIPE = "BIMETAL_SELFTEST_PIPE"  # the file descriptor that pytest tells outcomes to
 PLAIN = ["-m", "not gpu and not model and not slow"]
 EXTRAS = {"mlx": ".[mlx,test]", "cuda": ".[cuda12,test]", "numpy": ".[test]"}
+MODELS = ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "tests/test_demo.py"]
 SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest is given
     "cuda": {
         "ops and kernels": ["tests/ops/test_cuda_ops.py", "-m", "gpu"],
@@ -46,12 +47,12 @@ SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest
         + ["-k", "mlx", *PLAIN],
         "kernels": [f"tests/simt/test_{name}.py" for name in ("quantized", "recurrent", "top_k", "wht", "models")]
         + PLAIN,
-        "models": ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "-k", "mlx", *PLAIN],
+        "models": [*MODELS, "-k", "mlx", *PLAIN],
         "state": ["tests/test_state.py", "-k", "mlx", *PLAIN],
     },
     "numpy": {
         "ops": ["tests/ops/test_latent_and_window.py", "-k", "numpy", *PLAIN],
-        "models": ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "-k", "numpy", *PLAIN],
+        "models": [*MODELS, "-k", "numpy", *PLAIN],
         "state": ["tests/test_state.py", "-k", "numpy", *PLAIN],
     },
 }
