@@ -26,7 +26,7 @@ struct __align__(16) Eight {
 #define ROWS 1
 #endif
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 2)
 dense(const W* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride, const int* ids,
       s64 expert_rows, int x_divisor, const float* squares, int parts, float columns, float eps) {
     begin();

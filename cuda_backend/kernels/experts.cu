@@ -17,8 +17,8 @@
 #define STAGE (UNIT_BYTES + COLS * XROW)
 #define MAGIC 12582912.0f  // 1.5 * 2^23: an int32 accumulator that starts at its bits reads as a float
 
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || (COLS > 8 && MINS && GROUP == 16)
+#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring; Q2_K would spill
 #else
 #define BLOCKS 2
 #endif
@@ -118,14 +118,14 @@ __device__ __forceinline__ void multiply(float (&acc)[NT][4], const u8* tile, co
                                          int tiles) {
     const int row = lane / 4, t = lane % 4, bits = __float_as_int(MAGIC);
     const int start[4] = {bits, bits, bits, bits};
-    const int step = GROUP == 32 ? 4 : 2;  // groups of 32 columns that four scales cover
+    constexpr int step = GROUP == 32 ? 4 : 2;  // groups of 32 columns that four scales cover
     __syncwarp();
     decode_scales(tile, lane, scratch);
     __syncwarp();
     const float* scales = scratch + row * SCRATCH_ROW;
     float low[4], high[4];
-#pragma unroll 2
-    for (int j = 0; j < KBLOCK / 32; j++) {
+#pragma unroll(step)
+    for (int j = 0; j < KBLOCK / 32; j++) {  // by as many groups as four scales cover: their index is then known
         const float* at = scales + j / step * 4;
         if (j % step == 0) read4(low, at), read4(high, at + 8 * SCRATCH_ROW);
 #if MINS && !EXACT_MINS
@@ -255,18 +255,18 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
                 const int c = n * 8 + lane % 4 * 2 + e;
                 pairs[n][e] = c < item.group.z ? order[item.group.y + c] : -1;
             }
-        // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
-        float factor[NT][2];
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
+        float factor[2] = {1.0f, 1.0f};
+#if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
+        if (norm_parts) {
             float sum = 0.0f;
-            const int c = n * 8 + lane / 4, pair = norm_parts && c < item.group.z ? order[item.group.y + c] : -1;
+            const int pair = lane / 4 < item.group.z ? order[item.group.y + lane / 4] : -1;
             for (int j = lane % 4; pair >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(pair / x_divisor) * norm_parts + j];
             sum += __shfl_xor_sync(FULL, sum, 1);
             sum += __shfl_xor_sync(FULL, sum, 2);
-            sum = norm_parts ? 1.0f / sqrtf(sum / columns + eps) : 1.0f;
-            factor[n][0] = __shfl_sync(FULL, sum, lane % 4 * 8), factor[n][1] = __shfl_sync(FULL, sum, lane % 4 * 8 + 4);
+            sum = 1.0f / sqrtf(sum / columns + eps);
+            factor[0] = __shfl_sync(FULL, sum, lane % 4 * 8), factor[1] = __shfl_sync(FULL, sum, lane % 4 * 8 + 4);
         }
+#endif
         float acc[NT][4] = {};
         for (int k = 0; k < item.units; k++, i++) {
             const int s = i % STAGES;
@@ -284,8 +284,8 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
             for (int e = 0; e < 2; e++) {
                 if (pairs[n][e] < 0) continue;
                 float* of = to + pairs[n][e] * row_stride;
-                if (row < N) of[0] = acc[n][e] * factor[n][e];
-                if (row + 8 < N) of[8] = acc[n][2 + e] * factor[n][e];
+                if (row < N) of[0] = acc[n][e] * factor[e];
+                if (row + 8 < N) of[8] = acc[n][2 + e] * factor[e];
             }
     }
 }

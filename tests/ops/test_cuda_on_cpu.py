@@ -43,7 +43,7 @@ def test_races_in_shared_memory(chosen):
     [
         "test_op and not attention and not 65",
         "test_op and attention and (past0 or past1-) and not 65",
-        "embed_decodes or mixed or expanded or experts or argmax or prefill",
+        "embed_decodes or mixed or expanded or experts or argmax or draws or prefill",
         "quantized_linear and shape1",
     ],
 )
@@ -52,7 +52,12 @@ def test_ops(chosen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-", "qwen35 ", "qwen35moe"])
+@pytest.mark.parametrize("name", ["qwen3-", "qwen35 ", "qwen35moe", "laguna", "glm"])
 def test_models(name):
     chosen = "tree or snapshot or whole or replay"
-    on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and ({chosen})")
+    on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
+
+
+@pytest.mark.slow
+def test_real_widths():
+    on_cpu("models/test_cuda_models.py", "real_widths")
