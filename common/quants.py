@@ -67,6 +67,9 @@ BLOCKS = {
     "NVFP4": Block(40, 64, 36),
 }
 
+# of the `halves` of random blocks, so that weights are of the size that trained ones have
+RANDOM_HALVES = {"Q4_K": (1e-4, 7.5e-4), "Q5_0": (1.5e-3,), "Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
+
 PLAIN = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"},
     **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?"},

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from common.models.synthetic import SCALES
-from common.quants import BLOCKS
+from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
 from cuda_backend import weights
 from cuda_backend.launch import Memory, kernel
@@ -30,7 +29,7 @@ class RandomOps(CudaOps):
         )
         kernel("random", "fill")((1024,), (256,), args, stream=self.stream)
         n = nbytes // block.bytes
-        for at, value in zip(block.halves, SCALES[tensor.type], strict=True):
+        for at, value in zip(block.halves, RANDOM_HALVES[tensor.type], strict=True):
             block_args = (
                 np.uint64(memory.address),
                 np.int64(n),

@@ -17,7 +17,7 @@ from common.checkpoint import Checkpoint
 from common.errors import UsageError
 from common.models import ARCHITECTURES, Model
 from common.ops import Ops
-from common.quants import BLOCKS
+from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
 from common.weights import Matrix, Stored, Table, Vector, dense
 
@@ -105,8 +105,6 @@ METADATA: dict[str, dict[str, Any]] = {
         "deepseek2.context_length": 202752,
     },
 }
-# of the float16 scales and minima of a block, so that weights are of the size that trained ones have
-SCALES = {"Q4_K": (1e-4, 7.5e-4), "Q5_0": (1.5e-3,), "Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
 RECIPES = ("q4_k_m", "q4_0", "q8_0")
 
 
@@ -201,6 +199,6 @@ def random_matrix(name: str, shape: tuple[int, ...], type_: str) -> Tensor:
         return dense(name, random.normal(scale=shape[-1] ** -0.5, size=shape))
     block = BLOCKS[type_]
     row = random.integers(0, 256, (shape[-1] // block.elements, block.bytes), dtype=np.uint8)
-    for at, value in zip(block.halves, SCALES[type_], strict=True):
+    for at, value in zip(block.halves, RANDOM_HALVES[type_], strict=True):
         row[:, at : at + 2] = np.array([value], "<f2").view(np.uint8)
     return Tensor(name, type_, shape, np.broadcast_to(row.reshape(-1), (*shape[:-1], row.size)))
