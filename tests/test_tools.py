@@ -572,7 +572,7 @@ def folder(tmp_path_factory):
 def scripted(text, finish_reason="stop"):
     """Session.stream for a model that writes `text`, a character in each token."""
 
-    def stream(prompt, sampling, max_tokens=None, stop=(), top_logprobs=None, cancel=None, on_prefill=None):
+    def stream(prompt, sampling, max_tokens=None, stop=(), *rest):
         for at, char in enumerate(text):
             yield Piece(char, tokens=[at])
         yield Piece(finish_reason=finish_reason, stats=Stats(len(prompt), 0, len(text), 1.0, 1.0, 0, 0, 0))
