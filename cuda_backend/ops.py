@@ -894,7 +894,9 @@ class CudaOps(Ops):
         head = (view(logits), np.int32(T), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
         tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
         args = (*head, np.uint64(ids), np.uint64(chosen.address), *tables)
-        kernel("moe", "route")((T,), (min(1024, -(-E // 32) * 32),), args, shared_mem=8 * E, stream=self.stream)
+        kernel("moe", "route")(
+            (T,), (min(1024, -(-E // 32) * 32),), args, shared_mem=4 * (E + 3 + top_k), stream=self.stream
+        )
         if T > 1:
             step = self.replay.active
             sizes = (np.int32(T), np.int32(top_k), np.int32(E), np.int32(cols))
