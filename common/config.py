@@ -30,6 +30,10 @@ class Keys:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    def flag(self, key: str) -> bool | None:
+        """The value at `key`; None where the key is absent, for a default that depends on more."""
+        return None if self.get(key) is None else self.read(key, bool)
+
     def read(self, key: str, kind: type[T], default: T = REQUIRED) -> T:
         """The value at `key` as `kind`; a missing key gives `default`, or an error where there is none."""
         value = self.get(key)

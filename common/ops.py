@@ -61,7 +61,6 @@ class Ops(ABC):
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     chains_are_plain = False  # is a row of a chain, to the bit, what one row at a time gives? A branch's need not be
-    launches = 0  # kernels so far, where the backend counts them; those of a captured graph once
 
     # -- weights and states ----------------------------------------------------------------------------------------
 
@@ -242,6 +241,11 @@ class Ops(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Most memory that this process has held, in bytes: on the device, or resident where memory is shared."""
+
+    @property
+    def launches(self) -> int:
+        """Kernels so far, where the backend counts them; those of a captured graph once."""
+        return 0
 
     def copy_bandwidth(self) -> float:
         """Bytes per second of a large copy in the memory that holds the weights, read and written bytes counted."""

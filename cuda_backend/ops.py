@@ -748,7 +748,7 @@ class CudaOps(Ops):
         return 2 * n / best
 
     @property
-    def launches(self) -> int:  # type: ignore[override]
+    def launches(self) -> int:
         return Kernel.launches
 
     def peak_bytes(self) -> int:

@@ -274,8 +274,10 @@ class Recurrent:
         self.layers: list[Conv | Delta] = []
         at, row_at = self.memory.address, self.rows.address
         for spec, size, row in zip(specs, sizes, rows, strict=True):
-            made = Conv if isinstance(spec, ConvSpec) else Delta
-            self.layers.append(made(at, self.flip, row_at, spec, self))  # type: ignore[arg-type]
+            if isinstance(spec, ConvSpec):
+                self.layers.append(Conv(at, self.flip, row_at, spec, self))
+            else:
+                self.layers.append(Delta(at, self.flip, row_at, spec, self))
             at, row_at = at + 4 * size, row_at + 8 * TREE_ROWS * row
 
     def began(self, step: Step) -> None:
@@ -346,8 +348,11 @@ class CudaState(State):
         self.stores: list[Any] = []
         for shape in dict.fromkeys(s for _, _, s in cached):
             alike = [(i, name) for i, name, s in cached if s == shape]
-            made = LatentStore if isinstance(shape, LatentSpec) else KVStore
-            store: Any = made(shape, len(alike), capacity, stream)  # type: ignore[arg-type]
+            store: Any
+            if isinstance(shape, LatentSpec):
+                store = LatentStore(shape, len(alike), capacity, stream)
+            else:
+                store = KVStore(shape, len(alike), capacity, stream)
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)

@@ -377,7 +377,11 @@ class LLM:
     def _speculation(self, options: dict[str, Any]) -> Speculation:
         kind = options.pop("spec", None) or ("tree" if self.draft_path else "off")
         budget, top_k = options.pop("tree_budget", None), options.pop("tree_topk", 8)
-        return Speculation(kind, budget, top_k, options.pop("chain_seed", False))
+        seed_chain = options.pop("chain_seed", False)
+        if kind == "off" and (budget is not None or seed_chain):
+            name = "tree_budget" if budget is not None else "chain_seed"
+            raise UsageError(f"{name} is for guessing ahead, which is off; give a draft or choose spec lookup")
+        return Speculation(kind, budget, top_k, seed_chain)
 
     def _starter(
         self, ids: list[int], options: dict[str, Any], parser: ReplyParser | None = None

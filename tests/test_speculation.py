@@ -192,6 +192,13 @@ def test_a_bounded_cache_sees_its_first_rows_and_its_last(name, ops):
     assert np.abs(logits[10][20:] - without_first[20:]).max() > 0.05
 
 
+@pytest.mark.parametrize("option", [{"tree_budget": 5}, {"chain_seed": True}])
+def test_options_of_guessing_without_guessing(folder, option):
+    refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for guessing ahead, which is off")
+    with generate.load(str(folder), backend="numpy") as llm, refusal:
+        llm.generate("hello", **option)
+
+
 def test_windows_that_cannot_be(folder):
     with pytest.raises(UsageError, match="max_kv_size is 7; it must be at least 8"):
         generate.load(str(folder), backend="numpy", max_kv_size=7)

@@ -89,7 +89,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     if len(kinds) != layers or set(kinds) - set(KINDS):
         raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
     slides = [kind == "sliding_attention" and keys.read("use_sliding_window", bool, True) for kind in kinds]
-    causal = keys.read("dflash_config.causal", bool, keys.read("is_causal", bool, None))  # type: ignore[arg-type]
+    causal = keys.flag("is_causal" if keys.flag("dflash_config.causal") is None else "dflash_config.causal")
 
     def either(key: str) -> str:
         return key if keys.get(key) is not None else f"dflash_config.{key}"
@@ -136,7 +136,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
     if len(pattern) < layers:
         raise BimetalError(f"{keys.where}: {keys.prefix}attention.sliding_window_pattern covers {len(pattern)} layers")
     slides = [window > 0 and bool(slide) for slide in pattern[:layers]]
-    causal = keys.read("attention.causal", bool, None)  # type: ignore[arg-type]
+    causal = keys.flag("attention.causal")
     listed = keys.read("target_layers" if upstream else "dflash.target_layer_ids", list, [])
     mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
     tokens = checkpoint.config.get("tokenizer.ggml.tokens")

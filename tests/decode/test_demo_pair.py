@@ -15,14 +15,12 @@ from test_plain import prefilled
 from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
 from common.decode.speculative import Accepted, Speculation, speculate
-from common.demo import FOLDER, demo_path
+from common.demo import demo_path
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.tokenizer import load_tokenizer
-
-pytestmark = pytest.mark.skipif(not any(FOLDER.glob("*.gguf")), reason="the demo model is not in this tree")
 
 PROMPTS = [json.loads(line)["prompt"] for line in (Path(__file__).parents[1] / "data" / "prompts.jsonl").open()]
 NEAR_TIE = 1e-3  # of logits of about 20
