@@ -43,7 +43,7 @@ def find_mlx() -> Found:
         return Found("mlx", False, f"MLX is installed but does not load: {error}")
     if mx.default_device().type == mx.DeviceType.gpu:
         info = mx.device_info()
-        gib = int(info.get("memory_size", 0)) / 2**30
+        gib = int(info["memory_size" if mx.metal.is_available() else "total_memory"]) / 2**30
         return Found("mlx", True, f"{info.get('device_name', 'GPU')}, {gib:.0f} GiB, MLX {version('mlx')}")
     return Found("mlx", True, f"CPU ({platform.machine()}), MLX {version('mlx')}")
 

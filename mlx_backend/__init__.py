@@ -1,4 +1,4 @@
-"""MLX: Apple Silicon's GPU through Metal, or any CPU."""
+"""MLX: Apple Silicon's GPU through Metal, any CPU, or a GPU that a build of MLX is for."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

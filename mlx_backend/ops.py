@@ -1,4 +1,4 @@
-"""MlxOps: the op contract on MLX's default device, the Metal GPU of a Mac or the CPU.
+"""MlxOps: the op contract on MLX's default device: a Mac's GPU, another that MLX's build knows, or the CPU.
 
 MLX is lazy: ops build a graph, and `read`, `sample` or the commit of a prefill chunk have it computed.
 """
@@ -31,8 +31,8 @@ HOST_ROWS = 8  # rows from which, on the CPU, NumPy's BLAS pays for decoding the
 
 
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """One kernel for an elementwise expression on Metal; on the CPU that would need a C++ compiler at run time."""
-    return mx.compile(fn, shapeless=True) if mx.metal.is_available() else fn
+    """One kernel for an elementwise expression on a GPU; on the CPU that would need a C++ compiler at run time."""
+    return mx.compile(fn, shapeless=True) if mx.default_device().type == mx.DeviceType.gpu else fn
 
 
 @_fused
@@ -105,12 +105,14 @@ class MlxOps(Ops):
         return state_bytes(spec, tokens, rows, self.dtype.size)
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-        return work_bytes(layers, tokens, rows, self.dtype.size, fused=mx.default_device().type == mx.DeviceType.gpu)
+        return work_bytes(layers, tokens, rows, self.dtype.size, fused=on_metal())
 
     def free_bytes(self) -> tuple[int, str]:
         if mx.default_device().type == mx.DeviceType.cpu:
             return available_bytes()
         info = mx.device_info()
+        if not mx.metal.is_available():
+            return int(info["free_memory"]), f"free on {info['device_name']}"
         limit = int(info["max_recommended_working_set_size"])
         return limit, f"most that {info['device_name']} lets its GPU wire"
 

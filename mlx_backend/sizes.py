@@ -2,8 +2,9 @@
 
 On the CPU every product of a prompt is computed on the spot (`MlxOps.linear`), and all that is made between two
 products is alive at once, because MLX allocates ahead of the thread that computes and frees. Those terms are measured
-on MLX 0.32 (tests/test_fit.py). On a GPU, where attention and the delta rule are single kernels, nothing is computed
-before it is asked for: there the scheduler runs about one layer ahead of the work, and the terms are an estimate.
+on MLX 0.32 (tests/test_fit.py), and taken for GPUs that are not Apple's, which compose the same. On a Mac's GPU, where
+attention and the delta rule are single kernels, nothing is computed before it is asked for: there the scheduler runs
+about one layer ahead of the work, and the terms are an estimate.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ HOST_VALUES = 2**21  # weights decoded at a time for NumPy's products
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, fused: bool) -> int:
-    """fused: on a GPU."""
+    """fused: attention and the delta rule are single kernels, on a Mac's GPU."""
     if not fused:
         kept = _kept_bytes(layers, tokens, rows, item)
         return kept + max(_eager_bytes(layer, tokens, rows, item) for layer in layers)
@@ -79,7 +80,7 @@ def _eager_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:
     return max(T * mixer * item + scratch, T * layer.ffn * item + decoded)
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
+# -- on a Mac's GPU ----------------------------------------------------------------------------------------------------
 
 
 def _lazy_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:

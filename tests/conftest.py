@@ -1,8 +1,12 @@
 """Fixtures that several areas share."""
 
+import os
+
 import pytest
 
 from common.reference import NumpyOps
+
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # MLX's float32 products on an M5 or an NVIDIA GPU: 10 bits of 23
 
 
 @pytest.fixture(scope="session", params=["numpy", "mlx"])

@@ -38,6 +38,21 @@ def test_chosen_by_name(monkeypatch):
         choose("metal")
 
 
+@pytest.mark.parametrize("apples", [True, False])
+def test_what_mlx_says_of_its_gpu(apples, monkeypatch):
+    """MLX's builds for other GPUs describe them by other names."""
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    from mlx_backend.ops import MlxOps
+
+    sizes = {"memory_size": 2**35, "max_recommended_working_set_size": 10**9}
+    info = {"device_name": "a GPU"} | (sizes if apples else {"total_memory": 2**35, "free_memory": 10**9})
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: apples)
+    assert backends.find_mlx().what.startswith("a GPU, 32 GiB, MLX ")
+    assert MlxOps().free_bytes()[0] == 10**9
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
 @pytest.mark.parametrize(
     ("change", "said"),
