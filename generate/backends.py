@@ -21,6 +21,7 @@ class Found:
     name: str
     usable: bool
     what: str
+    is_gpu: bool = False
 
 
 def find_cuda() -> Found:
@@ -29,7 +30,7 @@ def find_cuda() -> Found:
     if find_spec("cupy") is None:
         return Found("cuda", False, "CuPy is not installed: pip install 'bimetal[cuda12]'")
     try:
-        return Found("cuda", True, backend_package("cuda").find_card())
+        return Found("cuda", True, backend_package("cuda").find_card(), is_gpu=True)
     except BimetalError as error:
         return Found("cuda", False, str(error))
 
@@ -44,7 +45,8 @@ def find_mlx() -> Found:
     if mx.default_device().type == mx.DeviceType.gpu:
         info = mx.device_info()
         gib = int(info["memory_size" if mx.metal.is_available() else "total_memory"]) / 2**30
-        return Found("mlx", True, f"{info.get('device_name', 'GPU')}, {gib:.0f} GiB, MLX {version('mlx')}")
+        what = f"{info.get('device_name', 'GPU')}, {gib:.0f} GiB, MLX {version('mlx')}"
+        return Found("mlx", True, what, is_gpu=True)
     return Found("mlx", True, f"CPU ({platform.machine()}), MLX {version('mlx')}")
 
 

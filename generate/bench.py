@@ -7,8 +7,11 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +27,6 @@ from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models import Model, architecture
 from common.models.synthetic import synthetic, synthetic_checkpoint
-from common.ops import Ops
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
 from common.step import State, Step, state_bytes
@@ -140,24 +142,16 @@ def run_synthetic(args: argparse.Namespace) -> int:
         raise UsageError("--runs must be at least 1")
     if args.rows and max(args.rows) > MOST_ROWS:
         raise UsageError(f"--rows takes steps of at most {MOST_ROWS} rows, got {max(args.rows)}; more is --prefill")
-    checkpoint = synthetic_checkpoint(args.synthetic)
-    name = choose(args.backend).name
-    ops = backend_package("cuda").random_ops() if name == "cuda" else open_backend(name, checkpoint)
-    definition = architecture(checkpoint)[1]
-    config = definition.read_config(checkpoint)
-    limit = args.ctx or config.context
-    tokens = max(*args.contexts, *args.prefill) + MOST_ROWS
-    if tokens > limit:
-        raise UsageError(f"contexts and prefill need {tokens} tokens with the rows of a step, of {limit}")
-    _check_memory(args.synthetic, ops, checkpoint, definition, config, tokens)
-    model = synthetic(args.synthetic, ops, progress=True)
-    copy = ops.copy_bandwidth()
+    model = open_synthetic(args, max(*args.contexts, *args.prefill) + MOST_ROWS)
+    ops = model.ops
+    name, copy = ops.name, ops.copy_bandwidth()
     print(f"{args.synthetic}, random weights, on {name}, {machine(name)}; copy bandwidth {copy / 1e9:.0f} GB/s")
     common = environment(name) | {"model": args.synthetic, "runs": args.runs, "verdict": args.verdict}
     rows = []
     print(f"{'prefill':>10} {'ms':>9} {'tok/s':>9}")
     for n in args.prefill:
-        seconds = statistics.median(_prefill(model, model.new_state(n), n) for _ in range(args.runs + 1))
+        with announced(f"prefill of {n} tokens, {args.runs + 1} times"):
+            seconds = statistics.median(_prefill(model, model.new_state(n), n) for _ in range(args.runs + 1))
         print(f"{n:10} {seconds * 1e3:9.2f} {n / seconds:9.1f}", flush=True)
         rows.append(
             common | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": args.note}
@@ -166,9 +160,11 @@ def run_synthetic(args: argparse.Namespace) -> int:
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
     state = model.new_state(max(args.contexts) + MOST_ROWS)
     for context in sorted(args.contexts):
-        _prefill(model, state, context - state.length)
+        with announced(f"reading {context} tokens"):
+            _prefill(model, state, context - state.length)
         for n in args.rows:
-            times, kernels = _steps(model, state, n, args.runs)
+            with announced(f"steps of {n} rows behind {context} tokens, {3 + args.runs * REPEATS} of them"):
+                times, kernels = _steps(model, state, n, args.runs)
             ms, low, high = (1e3 * f(times) for f in (statistics.median, min, max))
             rate = read_bytes(model, n, context) / ms * 1e3
             spread = f"{low:.3f}..{high:.3f}"
@@ -197,14 +193,42 @@ def run_synthetic(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_memory(name: str, ops: Ops, checkpoint: Any, definition: Any, config: Any, tokens: int) -> None:
-    """Refuse a model that the machine cannot hold, before anything of it is made."""
-    layout = definition.layout(config, checkpoint)
-    needed = fit.predict_weights(checkpoint, layout, ops)
+def open_synthetic(args: argparse.Namespace, tokens: int) -> Model:
+    """The model of --synthetic, for `tokens` tokens; what this machine is not for is refused before it is made."""
+    checkpoint, found = synthetic_checkpoint(args.synthetic), choose(args.backend)
+    definition = architecture(checkpoint)[1]
+    config = definition.read_config(checkpoint)
+    limit = args.ctx or config.context
+    if tokens > limit:
+        raise UsageError(f"contexts and prefill need {tokens} tokens with the rows of a step, of {limit}")
+    if args.backend is None and not found.is_gpu:
+        size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        raise BimetalError(
+            f"{args.synthetic} is {size / 1e9:.1f} GB, this machine has no GPU that we can use, and a CPU takes hours; "
+            f"--backend {found.name} runs it all the same"
+        )
+    ops = backend_package("cuda").random_ops() if found.name == "cuda" else open_backend(found.name, checkpoint)
+    needed = fit.predict_weights(checkpoint, definition.layout(config, checkpoint), ops)
     needed += ops.held_state_bytes(definition.state_spec(config), tokens, ops.prefill_rows)
-    free, limit = ops.free_bytes()
+    free, reason = ops.free_bytes()
     if needed > free:
-        raise BimetalError(f"{name} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({limit})")
+        raise BimetalError(
+            f"{args.synthetic} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({reason})"
+        )
+    with announced(f"making {args.synthetic}, {needed / 1e9:.1f} GB"):
+        return synthetic(args.synthetic, ops, progress=True)
+
+
+@contextmanager
+def announced(what: str, after: float = 10.0) -> Iterator[None]:
+    """Say on stderr what is being done once it has taken `after` seconds, terminal or not."""
+    timer = threading.Timer(after, print, [f"{what}: not done after {after:.0f} s"], {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _prefill(model: Model, state: State, tokens: int) -> float:

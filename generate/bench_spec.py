@@ -18,14 +18,13 @@ from common.decode.speculative import PHASES, Accepted, Speculation, speculate
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
-from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.models.synthetic_draft import synthetic_pair
 from common.sampling import Sampler, Sampling
 from common.session import Session
 from common.step import Step
 from common.tokenizer import load_tokenizer
-from generate.backends import backend_package, choose, open_backend, open_model
-from generate.bench import environment, log, machine
+from generate.backends import open_model
+from generate.bench import announced, environment, log, machine, open_synthetic
 from generate.llm import resolve_draft
 from generate.plot import Line, write_plot
 
@@ -209,11 +208,9 @@ def run_synthetic(args: argparse.Namespace) -> int:
     """Time the parts of a speculative step behind one context. Random weights accept next to nothing: a step is one
     token, and its speed at a published acceptance length is computed.
     """
-    checkpoint = synthetic_checkpoint(args.synthetic)
-    name, context = choose(args.backend).name, args.contexts[0]
-    ops = backend_package("cuda").random_ops() if name == "cuda" else open_backend(name, checkpoint)
-    pair = synthetic_pair(synthetic(args.synthetic, ops, progress=True))
-    steps = max(args.runs, 1) * 10
+    context, steps = args.contexts[0], max(args.runs, 1) * 10
+    pair = synthetic_pair(open_synthetic(args, context + 2 * steps + 40))
+    ops, name = pair.ops, pair.ops.name
     print(f"{args.synthetic} with a draft of {pair.draft.layers} layers, random weights, on {name}, {machine(name)}")
     print(f"{context} tokens of context, {steps} steps each, ms per step; tok/s at {PUBLISHED_LENGTH} tokens per step")
     print(f"{'budget':>7} {'rows':>6} " + " ".join(f"{phase:>8}" for phase in (*PHASES, "total")) + f" {'tok/s':>8}")
@@ -235,12 +232,13 @@ def run_synthetic(args: argparse.Namespace) -> int:
             None,
             accepted,
         )
-        while accepted.steps < 5:  # launches, captures and tunes
-            next(tokens)
-        accepted.gains.clear()
-        accepted.rows, accepted.seconds = 0, dict.fromkeys(PHASES, 0.0)
-        while accepted.steps < steps:
-            next(tokens)
+        with announced(f"{5 + steps} steps with a tree of {budget} guesses"):
+            while accepted.steps < 5:  # launches, captures and tunes
+                next(tokens)
+            accepted.gains.clear()
+            accepted.rows, accepted.seconds = 0, dict.fromkeys(PHASES, 0.0)
+            while accepted.steps < steps:
+                next(tokens)
         tokens.close()
         ms = [1e3 * accepted.seconds[phase] / accepted.steps for phase in PHASES]
         total = sum(ms)

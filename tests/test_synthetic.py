@@ -1,6 +1,7 @@
 """Synthetic models: the shapes and types of real files, and the table that bench makes of them."""
 
 import csv
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from common.models.synthetic import METADATA, synthetic, synthetic_checkpoint
 from common.reference import NumpyOps
 from common.step import Step
 from generate.__main__ import main
+from generate.backends import Found
+from generate.bench import announced
 
 SMALL = {  # keys of a real shape, smaller
     "wedlm-8b": {"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
@@ -85,3 +88,21 @@ def test_too_little_memory(monkeypatch, capsys):
     monkeypatch.setattr(NumpyOps, "free_bytes", lambda self: (10**9, "a small machine"))
     assert main(["bench", "--backend", "numpy", "--synthetic", "wedlm-8b:q4_k_m"]) == 1
     assert "wedlm-8b:q4_k_m takes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--draft", "synthetic"]])
+def test_a_cpu_has_to_be_asked_for(flags, monkeypatch, capsys):
+    """Before anything is made: a model of 5 GB would be loaded for a bench of hours."""
+    monkeypatch.setattr("generate.bench.choose", lambda name: Found("mlx", True, "CPU"))
+    assert main(["bench", "--synthetic", "wedlm-8b:q4_k_m", *flags]) == 1
+    said = capsys.readouterr().err
+    assert "wedlm-8b:q4_k_m is 5.0 GB, this machine has no GPU" in said
+    assert "--backend mlx runs it all the same" in said
+
+
+def test_what_takes_long_is_said(capsys):
+    with announced("a nap", after=0.01):
+        time.sleep(0.2)
+    with announced("a blink", after=60):
+        pass
+    assert capsys.readouterr().err == "a nap: not done after 0 s\n"
