@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import tiny
+import tiny_draft
 from test_plain import prefilled
 
 from common.decode.plain import plain
-from common.decode.speculative import KINDS, Accepted, Speculation, speculate
+from common.decode.speculative import KINDS, Speculation, speculate
 from common.errors import BimetalError, NotFiniteError
 from common.models import load_model
 from common.models.dflash import load_pair
@@ -56,13 +57,26 @@ def test_a_prompt_read_at_once_is_the_drafts_context(pair):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "off"])
 def test_greedy_equals_plain(pair, kind):
-    prompt, new = TEXT[:20].tolist(), 40
+    assert_plain(pair, TEXT[:20].tolist(), 40, Speculation(kind, 12))
+
+
+@pytest.mark.parametrize("kind", ["chain", "lookup+tree"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35moe", "laguna", "glm"])
+def test_every_family_is_a_target(name, kind, tmp_path):
+    """Of a random draft; features come from the first and the last layer."""
+    target = load_model(tiny.checkpoint(name), CudaOps())
+    c, layers = target.config, len(target.layout.layers)
+    folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")
+    prompt = tiny.golden(name)["ids"][:12].tolist()
+    assert_plain(load_pair(folder, target), prompt, 24, Speculation(kind, 40, top_k=32))
+
+
+def assert_plain(pair, prompt, new, speculation):
     state, logits = prefilled(pair, prompt)
     tokens = plain(pair, state, logits, Sampler(Sampling()))
     expected = [next(tokens)[0] for _ in range(new)]
     state, logits = prefilled(pair, prompt)
-    accepted = Accepted()
-    tokens = speculate(pair, state, logits, Sampler(Sampling()), prompt, Speculation(kind, 12), None, accepted)
+    tokens = speculate(pair, state, logits, Sampler(Sampling()), prompt, speculation)
     assert [next(tokens)[0] for _ in range(new)] == expected
     tokens.close()
     assert state.length == len(prompt) + new - 1

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+import tiny_draft
 from test_plain import prefilled
 
 from common.decode import speculative
@@ -127,6 +128,24 @@ def test_a_real_draft(kind, ops):
     alone, _ = prefilled(pair, [*prompt, *tokens[:-1]])
     for (name, a), b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).values(), strict=True):
         assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "lookup+tree"])
+@pytest.mark.parametrize("name", [name for name in tiny.MODELS if name != "qwen35"])
+def test_a_real_draft_for_every_family(name, kind, ops, tmp_path):
+    """Random, so that mostly lookups guess right; features come from the first and the last layer."""
+    target = tiny.load(name, ops)
+    c, layers = target.config, len(target.layout.layers)
+    folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna="laguna" in name)
+    pair, prompt, accepted = load_pair(folder, target), tiny.golden(name)["ids"][:PROMPT].tolist(), Accepted()
+    expected, margins, _ = decode(target, prompt, NEW)
+    tokens, _, state = decode(pair, prompt, NEW, Speculation(kind, 40, top_k=32), accepted=accepted)
+    assert_same(tokens, expected, margins)
+    assert kind != "lookup+tree" or accepted.length > 1.1
+    alone, _ = prefilled(pair, [*prompt, *tokens[:-1]])
+    for (part, a), b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).values(), strict=True):
+        assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) < 1e-4, part
+    assert np.abs(ops.read(pair.propose(state, 5)) - ops.read(pair.propose(alone, 5))).max() < NEAR_TIE
 
 
 @pytest.mark.parametrize("kind", ["lookup", "tree"])
