@@ -92,6 +92,14 @@ def open_model(checkpoint: Checkpoint, backend: str | None, progress: bool = Fal
     return load_model(checkpoint, ops, progress)
 
 
+def leave_thread() -> None:
+    """What a thread that has used a backend does last: streams of MLX that outlive it abort the process at its end."""
+    if "mlx.core" in sys.modules:
+        import mlx.core as mx
+
+        mx.clear_streams()
+
+
 def backend_package(name: str) -> ModuleType:
     """The package of backend `name`, "mlx" or "cuda": the one place that imports any."""
     if name == "cuda":

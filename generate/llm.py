@@ -24,7 +24,7 @@ from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import schemas
-from generate.backends import open_model
+from generate.backends import leave_thread, open_model
 from generate.owner import Owner
 
 Prompt = str | Sequence[int]
@@ -230,7 +230,7 @@ class LLM:
         if ctx is not None and ctx < 1:
             raise UsageError(f"ctx is {ctx}; it must be at least 1")
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
-        self._owner = Owner(f"bimetal {self.path.name}")
+        self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
         self._session: Session = self._owner.submit(
             lambda: self._load(backend, ctx, progress, fa_window, max_kv_size)

@@ -13,10 +13,13 @@ class Owner:
     """A daemon thread that runs jobs one after another.
 
     MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
+
+    at_end  called in the thread when it ends
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, at_end: Callable[[], None]):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._at_end = at_end
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -41,3 +44,4 @@ class Owner:
             except BaseException as error:  # whatever it is belongs to the caller
                 future.set_exception(error)
             del item, future, job  # a job holds the caller's objects
+        self._at_end()

@@ -416,6 +416,7 @@ def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
 
 def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:
     """Row i of x (n, columns) through matrix experts[i] of w (E, rows, columns): (n, rows)."""
+    each = x.reshape(len(x), 1, -1)  # x[:, None] has an axis of stride 1, which gather_mm of MLX's CUDA build steps by
     out = []
     for part in w:
         if isinstance(part, Blocks):
@@ -423,7 +424,7 @@ def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> 
             continue
         if isinstance(part, Packed):
             y = mx.gather_qmm(
-                x[:, None],
+                each,
                 *part[:3],
                 rhs_indices=experts,
                 transpose=True,
@@ -433,6 +434,6 @@ def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> 
                 sorted_indices=ordered,
             )
         else:
-            y = mx.gather_mm(x[:, None], part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
+            y = mx.gather_mm(each, part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
         out.append(y.squeeze(1))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)

@@ -53,6 +53,25 @@ def test_what_mlx_says_of_its_gpu(apples, monkeypatch):
     assert MlxOps().free_bytes()[0] == 10**9
 
 
+def test_a_thread_of_mlx_leaves_nothing_that_ends_the_process():
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    code = """
+import mlx.core as mx
+from generate.backends import leave_thread
+from generate.owner import Owner
+def job():
+    x = mx.random.normal((64,))
+    mx.eval(mx.compile(lambda x: x * mx.sigmoid(x))(x))
+    mx.async_eval(x + 1)
+owner = Owner("a thread", leave_thread)
+owner.submit(job).result()
+owner.close()
+"""
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}"}
+    runs = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(6)]
+    assert [run.wait() for run in runs] == [0] * 6  # without it, about every other one is aborted
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
 @pytest.mark.parametrize(
     ("change", "said"),
