@@ -416,7 +416,7 @@ def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
 
 def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:
     """Row i of x (n, columns) through matrix experts[i] of w (E, rows, columns): (n, rows)."""
-    each = x.reshape(len(x), 1, -1)  # x[:, None] has an axis of stride 1, which gather_mm of MLX's CUDA build steps by
+    each = x.reshape(len(x), 1, x.shape[-1])  # x[:, None] has a stride of 1, by which gather_mm steps on CUDA
     out = []
     for part in w:
         if isinstance(part, Blocks):
