@@ -60,6 +60,7 @@ class Ops(ABC):
     item_bytes: int  # of an activation, and of a cached key or value
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
+    draws = False  # does `sample` draw by chance without reading the logits?
     chains_are_plain = False  # is a row of a chain, to the bit, what one row at a time gives? A branch's need not be
 
     # -- weights and states ----------------------------------------------------------------------------------------
@@ -233,6 +234,10 @@ class Ops(ABC):
     @abstractmethod
     def sample(self, logits: Array, sampler: Sampler) -> Array:
         """The next token of each row of logits (T, vocab): (T,), still on the device where that is possible."""
+
+    def chooses(self, sampler: Sampler) -> bool:
+        """May `sample` choose without showing the row to the host?"""
+        return sampler.is_argmax or (self.draws and not sampler.penalizes)
 
     @abstractmethod
     def read(self, x: Array) -> np.ndarray:

@@ -1,9 +1,12 @@
 """From a row of logits to a token, on the host: the definition of every sampling parameter.
 
 Order: penalties, temperature, top-k, top-p, min-p, then one draw. One uniform number is consumed per token, so a seed
-gives the same text whatever decoder asks, as long as it asks in the order of the text.
+gives the same text whatever decoder asks, as long as it asks in the order of the text. Chances are whole numbers: their
+sums do not depend on an order, and a device that adds them in its own draws the same token.
 """
 
+import copy
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import NotFiniteError, UsageError
+
+ONE = 1 << 40  # chances of the likeliest token
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,29 @@ def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, (np.take_along_axis(shifted, ids, axis=-1) - total).astype(np.float32)
 
 
+def chances(row: np.ndarray, s: Sampling) -> np.ndarray:
+    """row (vocab,) float32 without NaN -> the chances of each token (vocab,) uint64, 0 for those that are left out.
+
+    Prefixes of the tokens by logit, of equal ones the smaller id first, are what top-k and top-p keep; the token that
+    crosses top-p stays, and top-p is a share of what top-k left. Chances below `min_p` of the best one's are left out.
+    """
+    best = row.max()
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, tiny temperatures
+        shifted = np.where(row == best, 0.0, (row.astype(np.float64) - best) / s.temperature)
+    out = np.rint(np.exp(shifted) * ONE).astype(np.uint64)
+    if s.top_k or s.top_p < 1:
+        order = np.argsort(-row, kind="stable")[: s.top_k or None]
+        if s.top_p < 1:
+            sums = np.cumsum(out[order])
+            enough = max(1, math.ceil(s.top_p * float(sums[-1])))
+            order = order[: np.searchsorted(sums, np.uint64(enough)) + 1]
+        kept = np.zeros_like(out)
+        kept[order] = out[order]
+        out = kept
+    out[out < np.uint64(math.ceil(s.min_p * ONE))] = 0
+    return out
+
+
 class Sampler:
     """One reply's sampling: its random numbers and the tokens that penalties count."""
 
@@ -89,6 +117,10 @@ class Sampler:
         """May a backend take the largest logit and never show the row to the host?"""
         return self.sampling.temperature == 0 and not self.penalizes
 
+    def numbers(self, rows: int) -> np.ndarray:
+        """The random numbers, 0 to 1, of the next `rows` tokens that are drawn."""
+        return self.random.random(rows)
+
     def accept(self, token: int) -> None:
         """Count a token of the reply."""
         self.reply[token] += 1
@@ -104,20 +136,9 @@ class Sampler:
         s = self.sampling
         if s.temperature == 0:
             return int(row.argmax())
-        order = np.argsort(-row, kind="stable")  # ties go to the smaller id, as argmax does
-        if s.top_k:
-            order = order[: s.top_k]
-        scaled = row[order].astype(np.float64) / s.temperature
-        p = np.exp(scaled - scaled[0])
-        p /= p.sum()
-        keep = len(p)
-        if s.top_p < 1:
-            keep = int(np.searchsorted(np.cumsum(p), s.top_p)) + 1  # the token that crosses top_p stays
-        if s.min_p > 0:
-            keep = min(keep, int(np.count_nonzero(p >= s.min_p * p[0])))
-        p = p[:keep] / p[:keep].sum()
-        draw = self.random.random()
-        return int(order[min(int(np.searchsorted(np.cumsum(p), draw, side="right")), keep - 1)])
+        sums = np.cumsum(chances(row, s))
+        at = min(int(self.numbers(1)[0] * float(sums[-1])), int(sums[-1]) - 1)
+        return int(np.searchsorted(sums, np.uint64(at), side="right"))
 
     def _penalized(self, row: np.ndarray) -> np.ndarray:
         s, row = self.sampling, row.astype(np.float32)
@@ -129,3 +150,17 @@ class Sampler:
             counts = np.fromiter(self.reply.values(), np.float32)
             row[ids] -= s.frequency_penalty * counts + s.presence_penalty
         return row
+
+
+class Ahead(Sampler):
+    """What `sampler` will do with rows that continue the text by `depths` more tokens, each drawn with the number that
+    the token at its place will take; `sampler` itself stays where it is.
+    """
+
+    def __init__(self, sampler: Sampler, depths: np.ndarray):
+        self.__dict__ |= vars(sampler)
+        self.left = copy.deepcopy(sampler.random).random(depths.max() + 1)[depths]
+
+    def numbers(self, rows: int) -> np.ndarray:
+        out, self.left = self.left[:rows], self.left[rows:]
+        return out

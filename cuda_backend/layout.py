@@ -16,6 +16,7 @@ OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in which
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("linear", "experts", "repack", "expand"), "tile.cuh"),
     **dict.fromkeys(("attention", "latent", "pieces"), "flash.cuh"),
+    **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
 
 # columns of a unit, bytes of a tile of 16 rows, groups that share a scale, 2 if groups have a minimum: kernels/tile.cuh

@@ -17,7 +17,7 @@ from common.errors import BimetalError, NotFiniteError
 from common.ops import Array as AnyArray
 from common.ops import Ops, Rope
 from common.quants import dequantize
-from common.sampling import Sampler
+from common.sampling import ONE, Sampler
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import weights
@@ -56,6 +56,7 @@ LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/lig
 OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
 NOTHING = np.zeros((), IN)
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
+DRAW_BINS = 2048  # kernels/draw.cu BINS
 MOST_BEST = 64  # tokens of a row that kernels/top_k.cu finds
 NO_PATH = np.empty(0, np.int32)
 
@@ -63,7 +64,7 @@ NO_PATH = np.empty(0, np.int32)
 class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
-    runs_ahead = True
+    runs_ahead = draws = True
     chains_are_plain = True
 
     def __init__(self) -> None:
@@ -676,33 +677,39 @@ class CudaOps(Ops):
     # -- the way out ---------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampler: Sampler) -> Any:
-        T, V = logits.shape
-        if not sampler.is_argmax:
-            if 0 < sampler.sampling.top_k <= MOST_BEST and not sampler.penalizes and sampler.sampling.temperature > 0:
-                return self._draw(logits, sampler)
+        if not self.chooses(sampler):
             return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
-        memory = Memory(T * 64 * 8 + T * 4)
-        tokens = Array((T,), memory.address + T * 64 * 8, owner=memory, dtype=np.int32)
-        blocks = min(64, -(-V // 256))
+        T, V = logits.shape
+        pieces = min(64, -(-V // 256))
+        memory = Memory(T * pieces * 8 + T * 4)
+        tokens = Array((T,), memory.address + T * pieces * 8, owner=memory, dtype=np.int32)
+        best = np.uint64(memory.address), np.int32(pieces)
         kernel("sample", "partial")(
-            (blocks, T), (256,), (np.uint64(logits.address), np.int32(V), np.uint64(memory.address)), stream=self.stream
+            (pieces, T), (256,), (np.uint64(logits.address), np.int32(V), best[0]), stream=self.stream
         )
-        args = (np.uint64(memory.address), np.int32(blocks), np.uint64(tokens.address))
-        kernel("sample", "final")((T,), (32,), args, stream=self.stream)
+        if not sampler.is_argmax:
+            tokens.owner = memory, self._draw(logits, best, sampler, tokens.address)
+            return tokens
+        kernel("sample", "final")((T,), (32,), (*best, np.uint64(tokens.address)), stream=self.stream)
         return tokens
 
-    def _draw(self, logits: Array, sampler: Sampler) -> Array:
-        """Sampler.pick among the k best of each row; the host gives a uniform number for each, as there."""
-        s, T = sampler.sampling, logits.shape[0]
-        ids, logp = self.top_k(logits, s.top_k)
-        uniform = weights.upload(np.array([sampler.random.random() for _ in range(T)]), self.stream)
-        tokens = Array((T,), (memory := Memory(4 * T)).address, owner=(memory, uniform, ids, logp), dtype=np.int32)
-        limits = (np.float32(s.temperature), np.float32(s.top_p), np.float32(s.min_p))
-        args = (np.uint64(ids.address), np.uint64(logp.address), np.int32(ids.shape[1]), *limits)
-        kernel("sample", "draw")(
-            (T,), (64,), (*args, np.uint64(uniform.address), np.uint64(tokens.address)), stream=self.stream
-        )
-        return tokens
+    def _draw(self, logits: Array, best: tuple[Any, ...], sampler: Sampler, tokens: int) -> Memory:
+        """Sampler.pick of each row, `best` its best keys by pieces. Returns memory that must last until it has run."""
+        s, (T, V) = sampler.sampling, logits.shape
+        cut = s.top_k > 0 or s.top_p < 1
+        memory = Memory(8 * T * (V + 1 + 2 * DRAW_BINS * cut))
+        uniform = memory.address + 8 * T * V
+        chances, bins = np.uint64(memory.address), np.uint64(uniform + 8 * T)
+        weights.copy_in(uniform, sampler.numbers(T), self.stream)
+        if cut:
+            cupy.cuda.runtime.memsetAsync(int(bins), 0, 16 * T * DRAW_BINS, self.stream.ptr)
+        head = np.uint64(logits.address), np.int32(V), *best
+        args = (*head, np.float64(s.temperature), np.int32(cut), chances, bins)
+        kernel("draw", "weigh")((min(256, -(-V // 256)), T), (256,), args, stream=self.stream)
+        limits = np.int32(min(s.top_k, V)), np.float64(s.top_p), np.uint64(max(1, math.ceil(s.min_p * ONE)))
+        args = (*head, chances, bins, *limits, np.uint64(uniform), np.uint64(tokens))
+        kernel("draw", "draw")((T,), (1024,), args, stream=self.stream)
+        return memory
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         T, V = logits.shape

@@ -1,12 +1,13 @@
 """Sampling on rows whose distribution is known."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from common.errors import NotFiniteError, UsageError
-from common.sampling import Sampler, Sampling, log_softmax, top_k
+from common.sampling import Ahead, Sampler, Sampling, chances, log_softmax, top_k
 
 ROW = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
 
@@ -42,6 +43,34 @@ def test_chi_square_of_the_plain_distribution():
     assert ((observed - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
 
 
+def test_chances_of_whole_prefixes():
+    """Brute force: tokens one by one from the best."""
+    random = np.random.default_rng(5)
+    for trial in range(300):
+        row = (random.integers(-6, 7, 40) / 2 if trial % 2 else random.normal(scale=4, size=40)).astype(np.float32)
+        s = Sampling(
+            float(random.uniform(0.1, 3)), *random.choice([1.0, 0.9, 0.3, 1e-9], 1), *random.choice([0, 1, 7], 1)
+        )
+        s = replace(s, min_p=float(random.choice([0, 0.05, 0.5])))
+        whole = [round(float(np.exp((float(x) - float(row.max())) / s.temperature)) * 2**40) for x in row]
+        order = sorted(range(40), key=lambda i: (-row[i], i))[: int(s.top_k) or None]
+        enough, kept, sum_ = s.top_p * sum(whole[i] for i in order), [], 0
+        for i in order:
+            kept.append(i)
+            sum_ += whole[i]
+            if s.top_p < 1 and sum_ >= enough:
+                break
+        want = [whole[i] if i in kept and whole[i] >= s.min_p * 2**40 else 0 for i in range(40)]
+        assert np.abs(chances(row, s).astype(np.int64) - want).max() <= 1  # two exponentials
+        assert np.array_equal(chances(row, s) > 0, np.array(want) > 0)
+
+
+@pytest.mark.parametrize("row", [[-np.inf] * 3, [np.inf, 0, np.inf], [-0.0, -np.inf, 0.0]])
+def test_infinite_logits_have_chances(row):
+    best = np.array(row) == max(row)
+    assert np.array_equal(chances(np.array(row, np.float32), Sampling(temperature=0.7)), best * 2**40)
+
+
 def test_same_seed_same_tokens():
     rows = np.random.default_rng(0).normal(size=(50, 100)).astype(np.float32)
     one, two, other = (
@@ -58,6 +87,16 @@ def test_one_random_number_per_token():
     for _ in range(10):
         u = bare.random()
         assert sampler.pick(ROW) == int(np.searchsorted(np.cumsum(np.exp(ROW.astype(np.float64))), u, side="right"))
+
+
+def test_rows_ahead_take_the_numbers_of_their_places():
+    """A tree's rows: two guesses for one place are drawn with one number, and the sampler takes none of them."""
+    rows = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32)
+    sampler, plain = (Sampler(Sampling(temperature=1.5, seed=4)) for _ in range(2))
+    want = [plain.pick(row) for row in rows[:4]]
+    ahead = Ahead(sampler, np.array([0, 1, 1, 2, 3, 1]))
+    assert [ahead.pick(rows[i]) for i in (0, 1, 1, 2, 3)] == [want[i] for i in (0, 1, 1, 2, 3)]
+    assert [sampler.pick(row) for row in rows[:4]] == want
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():

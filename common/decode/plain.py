@@ -15,10 +15,11 @@ def plain(model: Model, state: State, logits: Array, sampler: Sampler) -> Iterat
     yield and go on later from that token.
     """
     ops = model.ops
+    runs_ahead = ops.runs_ahead and ops.chooses(sampler)
     token = ops.sample(logits, sampler)
     while True:
         ahead = None
-        if ops.runs_ahead and sampler.is_argmax and state.length < state.capacity:
+        if runs_ahead and state.length < state.capacity:
             ahead = _step(model, state, token)  # the device computes it while the host reads and prints the token
             next_token = ops.sample(ahead, sampler)
         value = int(ops.read(token)[0])

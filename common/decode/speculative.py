@@ -21,7 +21,7 @@ from common.errors import UsageError
 from common.models import Model
 from common.models.dflash import Pair
 from common.ops import Array
-from common.sampling import Sampler
+from common.sampling import Ahead, Sampler
 from common.step import State, Step
 
 KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")
@@ -194,7 +194,12 @@ def speculate(
             while True:
                 node = path[-1]
                 row = rows[node : node + 1]
-                token = sampler.pick(ops.read(row)[0]) if best is None else int(best[node])
+                if best is None:
+                    token = sampler.pick(ops.read(row)[0])
+                else:
+                    token = int(best[node])
+                    if not sampler.is_argmax:
+                        sampler.numbers(1)  # which it was drawn with
                 sampler.accept(token)
                 guesser.saw(token)
                 yield token, row
@@ -217,9 +222,12 @@ def speculate(
 
 
 def _verified(model: Model, state: State, tree: Tree, sampler: Sampler) -> tuple[Array, np.ndarray | None]:
-    """The logits of every node, and the tokens they choose where that is their largest."""
-    rows = model.forward(state, Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length))
-    return rows, model.ops.read(model.ops.sample(rows, sampler)) if sampler.is_argmax else None
+    """The logits of every node, and the tokens they choose where the host need not see them for that."""
+    step = Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length)
+    rows = model.forward(state, step)
+    if not model.ops.chooses(sampler):
+        return rows, None
+    return rows, model.ops.read(model.ops.sample(rows, Ahead(sampler, step.positions - state.length)))
 
 
 def _branch(model: Model, tree: Tree, rows: Array, best: np.ndarray | None, sampler: Sampler) -> list[int]:

@@ -10,15 +10,6 @@
 
 #define THREADS 256
 
-__device__ __forceinline__ u64 key_of(float v, int i) {
-    const u32 bits = __float_as_uint(v);
-    if (v != v) return ~0ull;
-    return (u64)(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | (u32)(~i);
-}
-__device__ __forceinline__ float value_of(u64 key) {
-    const u32 bits = key >> 32;
-    return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
-}
 __device__ __forceinline__ u64 largest(u64 key, u64* warps) {  // of the CTA, in every thread
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = key;

@@ -132,7 +132,8 @@ T __shfl_sync(unsigned, T value, int source) {
     });
     return lane.out;
 }
-__attribute__((noinline, no_sanitize("thread"))) static int atomicAdd(int* at, int value) {
+template <class T>
+__attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* at, T value) {
 #ifdef __SANITIZE_THREAD__  // else nothing tells of plain stores
     simt::note_atomic(at, sizeof *at, true, true, __builtin_return_address(0));
 #endif

@@ -1,5 +1,7 @@
 """Speculative decoding on the GPU: the draft's logits, and text that equals plain decoding to the last token."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tiny
@@ -60,6 +62,18 @@ def test_greedy_equals_plain(pair, kind):
     assert_plain(pair, TEXT[:20].tolist(), 40, Speculation(kind, 12))
 
 
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"presence_penalty": 0.3}])
+def test_sampled_text(pair, sampling):
+    """Drawn on the device, one row ahead and as trees, it is what the host draws from the same logits."""
+    asked, prompt = Sampling(temperature=0.9, seed=6, **sampling), TEXT[:20].tolist()
+    assert_plain(pair, prompt, 30, Speculation("lookup+tree", 12), asked)
+    state, logits = prefilled(pair, prompt)
+    tokens, sampler = plain(pair, state, logits, Sampler(asked)), Sampler(asked)
+    for token, row in itertools.islice(tokens, 30):
+        assert token == sampler.pick(pair.ops.read(row)[0])
+        sampler.accept(token)
+
+
 @pytest.mark.parametrize("kind", ["chain", "lookup+tree"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35moe", "laguna", "glm"])
 def test_every_family_is_a_target(name, kind, tmp_path):
@@ -71,12 +85,13 @@ def test_every_family_is_a_target(name, kind, tmp_path):
     assert_plain(load_pair(folder, target), prompt, 24, Speculation(kind, 40, top_k=32))
 
 
-def assert_plain(pair, prompt, new, speculation):
+def assert_plain(pair, prompt, new, speculation, sampling=None):
+    sampling = sampling or Sampling()
     state, logits = prefilled(pair, prompt)
-    tokens = plain(pair, state, logits, Sampler(Sampling()))
+    tokens = plain(pair, state, logits, Sampler(sampling))
     expected = [next(tokens)[0] for _ in range(new)]
     state, logits = prefilled(pair, prompt)
-    tokens = speculate(pair, state, logits, Sampler(Sampling()), prompt, speculation)
+    tokens = speculate(pair, state, logits, Sampler(sampling), prompt, speculation)
     assert [next(tokens)[0] for _ in range(new)] == expected
     tokens.close()
     assert state.length == len(prompt) + new - 1

@@ -61,7 +61,7 @@ def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
-    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "random", "top_k")]
+    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=8",), ("ROWS=1", "EXPERTS"))

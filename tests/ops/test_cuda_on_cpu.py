@@ -28,6 +28,10 @@ def test_row_ops():
     on_cpu("ops/test_cuda_ops.py", "test_op and (rms_norm or mul_ or swiglu)")
 
 
+def test_draws():
+    on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
+
+
 @pytest.mark.parametrize(
     "chosen",
     ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
@@ -56,6 +60,12 @@ def test_ops(chosen):
 def test_models(name):
     chosen = "tree or snapshot or whole or replay"
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k"])
+def test_speculation(chosen):
+    on_cpu("decode/test_cuda_speculation.py", chosen)
 
 
 @pytest.mark.slow

@@ -161,27 +161,55 @@ def test_quantized_experts(type_, ops):
         assert np.array_equal(outs[-1], outs[0][:T])
 
 
+def hard_rows(vocab):
+    """Logits as they come, and such as a sampler may trip over: ties everywhere, at the best, of zeros; infinities."""
+    random = np.random.default_rng(3)
+    rows = random.normal(scale=3, size=(24, vocab)).astype(np.float32)
+    rows[4:8] = random.integers(-3, 4, (4, vocab)) / 2
+    rows[8] = 0
+    rows[9] = np.where(random.random(vocab) < 0.5, 0.0, -0.0)
+    rows[10, 1:] = -np.inf
+    rows[11] = -np.inf
+    rows[12, vocab // 2 :] = np.inf
+    rows[13] *= 1e30
+    rows[14] *= 1e-38
+    rows[15] = 50 - np.sqrt(np.arange(vocab))
+    rows[16, vocab - 1] = 40
+    rows[17, : vocab // 2] = -80
+    rows[18:] *= [[0.01], [0.1], [0.5], [1], [2], [5]]
+    return rows
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 33, 5003])
 @pytest.mark.parametrize(
     "asked",
     [
+        {"temperature": 1.0},
+        {"temperature": 0.01},
+        {"temperature": 30.0},
         {"temperature": 0.8, "top_k": 40},
         {"temperature": 1.3, "top_k": 64, "top_p": 0.9},
         {"temperature": 1.0, "top_k": 20, "min_p": 0.2},
-        {"temperature": 2.5, "top_k": 64, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 2.5, "top_k": 300, "top_p": 0.7, "min_p": 0.05},
         {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1.0, "top_k": 5002},
+        {"temperature": 1.0, "top_p": 0.95},
+        {"temperature": 1.0, "top_p": 1e-9},
+        {"temperature": 3.0, "top_p": 1 - 1e-9},
+        {"temperature": 0.7, "min_p": 0.05},
+        {"temperature": 0.7, "top_p": 0.5, "min_p": 0.9},
     ],
 )
-def test_draws_are_the_hosts(asked, ops):
+def test_draws_are_the_hosts(asked, vocab, ops):
     """The same seed draws the same tokens as on the host, from logits that stay on the device."""
     from common.sampling import Sampler, Sampling
 
-    logits = np.random.default_rng(3).normal(scale=3, size=(40, 5003)).astype(np.float32)
-    sampling = Sampling(**asked, seed=11)
+    logits, sampling = hard_rows(vocab), Sampling(**asked, seed=11)
     host, device = Sampler(sampling), Sampler(sampling)
     want = [host.pick(row) for row in logits]
     assert ops.read(ops.sample(rows_on(ops, logits), device)).tolist() == want
     assert host.random.random() == device.random.random()
-    logits[3, 5] = np.nan
+    logits[3, vocab // 2] = np.nan
     with pytest.raises(NotFiniteError):
         ops.read(ops.sample(rows_on(ops, logits), device))
 

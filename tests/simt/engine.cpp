@@ -421,7 +421,7 @@ void settle() {
 }
 
 void note_atomic(const void* p, unsigned bytes, bool reads, bool writes, const void* pc) {
-    touch({p, bytes, reads, writes, true, pc});
+    if (watched(p)) touch({p, bytes, reads, writes, true, pc});
 }
 
 static uint64_t cells_of(const Buffer& b) { return b.bytes / b.item; }

@@ -22,7 +22,19 @@ sys.path.append(str(HERE.parents[1]))
 from simt import build  # noqa: E402
 
 # bytes of kernel parameters
-SIZES = {"int": 4, "u32": 4, "float": 4, "s64": 8, "In": 48, "Out": 40, "Rope": 24, "Turn": 24, "Places": 8}
+SIZES = {
+    "int": 4,
+    "u32": 4,
+    "float": 4,
+    "s64": 8,
+    "u64": 8,
+    "double": 8,
+    "In": 48,
+    "Out": 40,
+    "Rope": 24,
+    "Turn": 24,
+    "Places": 8,
+}
 KERNEL = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(\w+)\(([^)]*)\)', re.DOTALL
 )

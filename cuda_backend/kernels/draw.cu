@@ -1,0 +1,147 @@
+// draw: a token of each row by chance, from logits that stay on the device
+// Meaning   common/sampling.py chances, and Sampler.pick with them         Launcher  cuda_backend/ops.py _draw
+// In        logits [T][V] float32; best [T][pieces]: keys, of sample.cu partial; uniform [T]: 0 to 1
+// Between   chances [T][V]; where tokens are cut, bins [T][2][BINS]: chances and tokens by the first bits of a logit's
+//           key, at 0 before `weigh`
+// Out       tokens [T] int32, -1 where a logit is NaN
+// Work      weigh: many CTAs per row, an exponential per token
+//           draw: a CTA per row. Top-k and top-p end at a logit, which rounds of 11, 11 and 10 bits of its key find; then
+//           each warp adds the chances of a 32nd of the tokens, the draw falls into one of these, and so on down to one
+// Numbers   exponentials in float64, with the host's up to the last bit; sums of whole numbers, the same in any order
+// Assumes   V below 2^23
+// Bound     what one CTA reads: 12 V bytes, and 4 V for each round but the first of top-k, and of top-p
+
+#define BINS 2048
+#define ONE 1099511627776.0
+
+extern "C" __global__ void weigh(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
+                                 u64* chances, u64* bins) {
+    __shared__ u64 chance_of[BINS];
+    __shared__ u32 tokens_of[BINS];
+    logits += (s64)blockIdx.y * V, chances += (s64)blockIdx.y * V, bins += blockIdx.y * 2 * BINS;
+    u64 key = 0;
+    for (int i = threadIdx.x % 32; i < pieces; i += 32) key = max(key, best[blockIdx.y * pieces + i]);
+    for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
+    if (key == ~0ull) return;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) chance_of[i] = tokens_of[i] = 0;
+    __syncthreads();
+    const float top = value_of(key);
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < V; i += gridDim.x * THREADS) {
+        const float x = logits[i];
+        const u64 chance = (u64)(x == top ? ONE : rint(exp(((double)x - (double)top) / temperature) * ONE));
+        chances[i] = chance;
+        if (!cut || !chance) continue;
+        const u32 bin = order_of(x) >> 21;
+        atomicAdd(chance_of + bin, chance);
+        atomicAdd(tokens_of + bin, 1u);
+    }
+    if (!cut) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS)
+        if (tokens_of[i]) {
+            atomicAdd(bins + i, chance_of[i]);
+            atomicAdd(bins + BINS + i, (u64)tokens_of[i]);
+        }
+}
+
+// What is kept: tokens whose key is larger, and the first `ties` of those with it, of `chance` each; above: the sum of
+// the larger ones.
+struct Cut {
+    u32 key;
+    u64 ties, chance, above;
+};
+struct Shared {
+    u64 bins[2][BINS], sums[2][32];  // of chances, of tokens
+};
+
+__device__ __forceinline__ void sum_by_warp(Shared& shared, u64 a, u64 b) {
+    for (int m = 16; m; m >>= 1) a += __shfl_xor_sync(FULL, a, m), b += __shfl_xor_sync(FULL, b, m);
+    __syncthreads();  // the sums before these have been read
+    if (threadIdx.x % 32 == 0) shared.sums[0][threadIdx.x / 32] = a, shared.sums[1][threadIdx.x / 32] = b;
+    __syncthreads();
+}
+
+// The shortest prefix with chances (of 0) or tokens (of 1) of `need`, which all together have.
+__device__ Cut cut_at(u64 need, int of, const float* logits, const u64* chances, int V, const u64* bins, Shared& shared) {
+    u64 above[2] = {0, 0};
+    u64 key = 0;
+    for (int high = 32, low = 21;; high = low, low = low == 21 ? 10 : 0) {
+        for (int i = threadIdx.x; i < BINS; i += 1024)
+            for (int j = 0; j < 2; j++) shared.bins[j][i] = high == 32 ? bins[j * BINS + i] : 0;
+        __syncthreads();
+        for (int i = threadIdx.x; high < 32 && i < V; i += 1024) {
+            const u32 order = order_of(logits[i]);
+            if (order >> high != key || !chances[i]) continue;
+            const u32 bin = (order >> low) % (1 << (high - low));
+            atomicAdd(shared.bins[0] + bin, chances[i]);
+            atomicAdd(shared.bins[1] + bin, (u64)1);
+        }
+        __syncthreads();
+        const int mine = threadIdx.x / 32 * 64 + threadIdx.x % 32;
+        sum_by_warp(shared, shared.bins[0][mine] + shared.bins[0][mine + 32], shared.bins[1][mine] + shared.bins[1][mine + 32]);
+        int bin = 31;
+        for (; above[of] + shared.sums[of][bin] < need; bin--)
+            for (int j = 0; j < 2; j++) above[j] += shared.sums[j][bin];
+        for (bin = 64 * bin + 63; above[of] + shared.bins[of][bin] < need; bin--)
+            for (int j = 0; j < 2; j++) above[j] += shared.bins[j][bin];
+        key = key << (high - low) | bin;
+        const u64 chance = shared.bins[0][bin], tokens = shared.bins[1][bin];
+        __syncthreads();
+        if (low) continue;
+        const u64 each = chance / tokens, rest = need - above[of];
+        return {(u32)key, of ? rest : (rest + each - 1) / each, each, above[0]};
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int V, const u64* best, int pieces,
+                                                        const u64* chances, const u64* bins, int top_k, double top_p,
+                                                        u64 least, const double* uniform, int* tokens) {
+    __shared__ Shared shared;
+    logits += (s64)blockIdx.x * V, chances += (s64)blockIdx.x * V, bins += blockIdx.x * 2 * BINS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 nan = 0;
+    for (int i = lane; i < pieces; i += 32) nan = max(nan, best[blockIdx.x * pieces + i]);
+    for (int m = 16; m; m >>= 1) nan = max(nan, __shfl_xor_sync(FULL, nan, m));
+    if (nan == ~0ull) {
+        if (threadIdx.x == 0) tokens[blockIdx.x] = -1;
+        return;
+    }
+    Cut cut = {0, 0, 0, 0};  // below every key
+    if (top_k || top_p < 1.0) {
+        sum_by_warp(shared, bins[threadIdx.x] + bins[threadIdx.x + 1024], bins[BINS + threadIdx.x] + bins[BINS + threadIdx.x + 1024]);
+        u64 all = 0, count = 0;
+        for (int i = 0; i < 32; i++) all += shared.sums[0][i], count += shared.sums[1][i];
+        if (top_k && top_k < count) {
+            cut = cut_at(top_k, 1, logits, chances, V, bins, shared);
+            all = cut.above + cut.ties * cut.chance;
+        }
+        if (top_p < 1.0) cut = cut_at(max((u64)1, min(all, (u64)ceil(top_p * (double)all))), 0, logits, chances, V, bins, shared);
+    }
+    u64 at = 0;
+    for (int first = 0, end = V; end - first > 1;) {
+        const int size = (end - first + 31) / 32, to = min(first + (warp + 1) * size, end);
+        u64 sum = 0, ties = 0;
+        for (int i = first + warp * size + lane; i < to; i += 32) {
+            const u64 chance = chances[i];
+            const u32 key = cut.key ? order_of(logits[i]) : 1;
+            if (chance >= least) sum += key > cut.key ? chance : 0, ties += key == cut.key;
+        }
+        sum_by_warp(shared, sum, ties);
+        if (first == 0 && end == V) {
+            u64 all = 0, tied = 0;
+            for (int i = 0; i < 32; i++) all += shared.sums[0][i], tied += shared.sums[1][i];
+            all += min(tied, cut.ties) * cut.chance;
+            at = min((u64)(uniform[blockIdx.x] * (double)all), all - 1);
+        }
+        for (int piece = 0;; piece++) {
+            const u64 tied = min(shared.sums[1][piece], cut.ties), here = shared.sums[0][piece] + tied * cut.chance;
+            if (at < here) {
+                first += piece * size, end = min(first + size, end);
+                break;
+            }
+            at -= here, cut.ties -= tied;
+        }
+        if (end - first == 1 && threadIdx.x == 0) tokens[blockIdx.x] = first;
+    }
+    if (V == 1 && threadIdx.x == 0) tokens[blockIdx.x] = 0;
+}
