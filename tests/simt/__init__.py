@@ -20,7 +20,7 @@ Test each kernel with an input of fewer than 8 elements (MLX passes those as `co
 House rules: `threadgroup` variables in the kernel's outermost scope; no `if constexpr` whose dead branch would not
 compile; no structs read from buffers; no lambdas; a lane that has not returned takes part in every collective of its
 SIMD group, and no lane of a SIMD group returns before another. What kernels use of Metal is declared twice, for the run
-in metal.h and for the check in metal_check.h: add what is missing to both.
+in metal.h and for the check in metal_check.h: add what is missing to both, or to what they share, metal_traits.h.
 
 What this cannot show: speed; whether registers or a pipeline's limits allow a group's size; bugs of Apple's compiler;
 the last bits of exp, log and their like, or of simd_sum in another order than the tree of today's GPUs; denormals

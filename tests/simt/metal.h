@@ -10,22 +10,11 @@
 #define threadgroup
 #define THREADGROUP_VARIABLE \
     static __attribute__((section("threadgroup"), used))  // what `threadgroup` means before a variable
-#define METAL_FUNC inline
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define M_PI_F 3.14159265358979323846f
 #define HERE int line = __builtin_LINE()
 #define UNWATCHED __attribute__((no_sanitize("thread")))  // of the shim's own accesses
 
-typedef unsigned char uchar, uint8_t;
-typedef signed char int8_t;
-typedef unsigned short ushort, uint16_t;
-typedef short int16_t;
-typedef unsigned int uint, uint32_t;
-typedef int int32_t;
-typedef unsigned long ulong, uint64_t, size_t;
-typedef long int64_t, ptrdiff_t;
-typedef _Float16 half, float16_t;
+typedef _Float16 half;
+#include "metal_traits.h"
 
 namespace metal {
 
@@ -55,52 +44,6 @@ BFLOAT_OPERATOR(-)
 BFLOAT_OPERATOR(*)
 BFLOAT_OPERATOR(/)
 typedef bfloat bfloat16_t;
-
-template <class A, class B>
-inline constexpr bool is_same_v = __is_same(A, B);
-template <bool B, class A, class C>
-struct conditional {
-    typedef A type;
-};
-template <class A, class C>
-struct conditional<false, A, C> {
-    typedef C type;
-};
-template <bool B, class A, class C>
-using conditional_t = typename conditional<B, A, C>::type;
-template <bool B, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-    typedef T type;
-};
-template <bool B, class T = void>
-using enable_if_t = typename enable_if<B, T>::type;
-
-template <class T>
-struct numeric_limits;
-template <>
-struct numeric_limits<float> {
-    static constexpr float max() { return 3.40282347e38f; }
-    static constexpr float lowest() { return -max(); }
-    static constexpr float infinity() { return INFINITY; }
-};
-template <>
-struct numeric_limits<half> {
-    static constexpr half max() { return (half)65504.0f; }
-    static constexpr half lowest() { return -max(); }
-    static constexpr half infinity() { return (half)INFINITY; }
-};
-template <>
-struct numeric_limits<int> {
-    static constexpr int max() { return 0x7fffffff; }
-    static constexpr int lowest() { return -max() - 1; }
-};
-template <>
-struct numeric_limits<uint> {
-    static constexpr uint max() { return ~0u; }
-    static constexpr uint lowest() { return 0; }
-};
 
 // ---- vectors; SWIZZLES_n are the swizzles that the text uses
 
@@ -330,8 +273,6 @@ inline uint extract_bits(uint x, uint offset, uint bits) { return bits ? x >> of
 
 // ---- other threads
 
-enum class mem_flags { mem_none = 0, mem_threadgroup = 1, mem_device = 2 };
-inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags((int)a | (int)b); }
 inline void threadgroup_barrier(mem_flags flags, HERE) {
     simt::barrier("threadgroup_barrier", line, (simt::Order)flags);
 }
@@ -516,10 +457,6 @@ ATTRIBUTE(uint, threads_per_simdgroup, 32)
 ATTRIBUTE(uint, thread_execution_width, 32)
 
 // What MLX puts before every kernel.
-template <class T, class U>
-inline T ceildiv(T n, U m) {
-    return (n + m - 1) / m;
-}
 template <class Index = int64_t>
 inline Index elem_to_loc(Index elem, const int* shape, const int64_t* strides, int ndim) {
     Index at = 0;

@@ -6,20 +6,8 @@
 #define constant __constant
 #define threadgroup __local
 #define thread __private
-#define METAL_FUNC inline
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define M_PI_F 3.14159265358979323846f
+#include "metal_traits.h"
 
-typedef unsigned char uchar, uint8_t;
-typedef signed char int8_t;
-typedef unsigned short ushort, uint16_t;
-typedef short int16_t;
-typedef unsigned int uint, uint32_t;
-typedef int int32_t;
-typedef unsigned long ulong, uint64_t, size_t;
-typedef long int64_t, ptrdiff_t;
-typedef half float16_t;
 typedef __bf16 bfloat, bfloat16_t;
 
 #define VECTOR_TYPES(T)                                 \
@@ -44,32 +32,6 @@ Vector vector_of(Parts... parts);  // float4(a, b, c, d) after the checker's rew
 
 namespace metal {
 
-template <class A, class B>
-constant constexpr bool is_same_v = __is_same(A, B);
-template <bool B, class A, class C>
-struct conditional {
-    typedef A type;
-};
-template <class A, class C>
-struct conditional<false, A, C> {
-    typedef C type;
-};
-template <bool B, class A, class C>
-using conditional_t = typename conditional<B, A, C>::type;
-template <bool B, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-    typedef T type;
-};
-template <bool B, class T = void>
-using enable_if_t = typename enable_if<B, T>::type;
-template <class T>
-struct numeric_limits {
-    static constexpr T max();
-    static constexpr T lowest();
-    static constexpr T infinity();
-};
 template <class To, class From>
 To as_type(From from);
 
@@ -130,8 +92,6 @@ uint ctz(uint);
 uint mulhi(uint, uint);
 uint extract_bits(uint, uint, uint);
 
-enum class mem_flags { mem_none = 0, mem_threadgroup = 1, mem_device = 2 };
-mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 
@@ -202,10 +162,6 @@ ATOMIC_IN(device, uint) ATOMIC_IN(device, float) ATOMIC_IN(threadgroup, int) ATO
 using namespace metal;
 
 // What MLX puts before every kernel.
-template <class T, class U>
-inline T ceildiv(T n, U m) {
-    return (n + m - 1) / m;
-}
 int64_t elem_to_loc(uint elem, constant const int* shape, constant const int64_t* strides, int ndim);
 
 // Words of OpenCL that Metal leaves to the kernel.
