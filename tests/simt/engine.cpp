@@ -420,8 +420,8 @@ void settle() {
     if (at && memcmp(at, rewrite.value, rewrite.bytes)) fail("%s", rewrite.race);
 }
 
-void note_atomic(const void* p, unsigned bytes, bool reads, bool writes, const void* pc) {
-    if (watched(p)) touch({p, bytes, reads, writes, true, pc});
+void note(const void* p, unsigned bytes, bool reads, bool writes, bool atomic, const void* pc) {
+    if (watched(p)) touch({p, bytes, reads, writes, atomic, pc});
 }
 
 static uint64_t cells_of(const Buffer& b) { return b.bytes / b.item; }

@@ -33,8 +33,8 @@ void together(const char* what, int line, void* mine, F compute) {
 }
 
 void yield();  // lets others run: for loops that spin
-// An access that may coincide with other atomic ones.
-void note_atomic(const void* p, unsigned bytes, bool reads, bool writes, const void* pc);
+// An access by the shim itself; an atomic one may coincide with other atomic ones.
+void note(const void* p, unsigned bytes, bool reads, bool writes, bool atomic, const void* pc);
 [[noreturn]] void fail(const char* format, ...);  // ends the launch with an error
 
 // A grid of `threads` in groups of `group`.

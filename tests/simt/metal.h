@@ -395,6 +395,120 @@ inline simd_vote simd_ballot(bool v, HERE) {
 }
 inline bool simd_is_first() { return simt::self->lane == 0; }
 
+// ---- matrices of a SIMD group: a lane has the two neighbours of a row that it has on Apple's GPUs (MLX's mma.h)
+
+inline int matrix_row() { return simt::self->lane / 16 * 4 + simt::self->lane / 2 % 4; }
+inline int matrix_column() { return simt::self->lane / 8 % 2 * 4 + simt::self->lane % 2 * 2; }
+
+constexpr uchar UNFILLED = 0xff;  // the bytes of a NaN that no arithmetic makes
+
+template <class T, int Columns, int Rows>
+struct simdgroup_matrix {
+    static_assert(Columns == 8 && Rows == 8, "a matrix of a SIMD group is 8 x 8");
+    vec<T, 2> own;
+    simdgroup_matrix() { __builtin_memset(&own, UNFILLED, sizeof own); }
+    explicit simdgroup_matrix(T diagonal) : own(T(0.0f)) {
+        for (int i = 0; i < 2; i++)
+            if (matrix_column() + i == matrix_row()) own[i] = diagonal;
+    }
+    vec<T, 2>& thread_elements() { return own; }
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+template <class T, int Columns, int Rows>
+simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
+    simdgroup_matrix<T, Columns, Rows> out;
+    out.own = vec<T, 2>(value);
+    return out;
+}
+
+template <class T>
+struct Product {
+    vec<T, 2> a, b, sum;
+    int row, column;
+    UNWATCHED bool unfilled() const {
+        for (int i = 0; i < 3 * sizeof a; i += sizeof(T)) {
+            uint all = UNFILLED;
+            for (int byte = 0; byte < sizeof(T); byte++) all &= ((const uchar*)this)[i + byte];
+            if (all == UNFILLED) return true;
+        }
+        return false;
+    }
+};
+// Adds in the order of k, by fma in float; what order and rounding a GPU has is not known.
+template <class T>
+UNWATCHED void simdgroup_multiply_accumulate(simdgroup_matrix<T, 8, 8>& to, simdgroup_matrix<T, 8, 8> a,
+                                             simdgroup_matrix<T, 8, 8> b, simdgroup_matrix<T, 8, 8> sum, HERE) {
+    Product<T> mine{a.own, b.own, sum.own, matrix_row(), matrix_column()};
+    simt::together("simdgroup_multiply_accumulate", line, &mine, [line](void** lanes) UNWATCHED {
+        float a[8][8], b[8][8];
+        for (int i = 0; i < 64; i++) {
+            const Product<T>* p = (Product<T>*)lanes[i / 2];
+            if (!p) simt::fail("simdgroup_multiply_accumulate at line %d by a group without lane %d", line, i / 2);
+            if (p->unfilled())
+                simt::fail("uninitialised: lane %d has filled a matrix of line %d in part or not at all", i / 2, line);
+            a[p->row][p->column + i % 2] = p->a[i % 2], b[p->row][p->column + i % 2] = p->b[i % 2];
+        }
+        for (int i = 0; i < 64; i++) {
+            Product<T>* p = (Product<T>*)lanes[i / 2];
+            float sum = p->sum[i % 2];
+            for (int k = 0; k < 8; k++) sum = __builtin_fmaf(a[p->row][k], b[k][p->column + i % 2], sum);
+            p->sum[i % 2] = T(sum);
+        }
+    });
+    to.own = mine.sum;
+}
+template <class T>
+void simdgroup_multiply(simdgroup_matrix<T, 8, 8>& to, simdgroup_matrix<T, 8, 8> a, simdgroup_matrix<T, 8, 8> b, HERE) {
+    simdgroup_multiply_accumulate(to, a, b, make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f)), line);
+}
+
+// An 8 x 8 part of memory, which all lanes name alike, and where in it a lane's two elements are.
+struct MatrixInMemory {
+    const void* start;
+    ulong per_row, x, y;
+    bool transposed;
+    bool operator==(const MatrixInMemory& b) const {
+        return start == b.start && per_row == b.per_row && x == b.x && y == b.y && transposed == b.transposed;
+    }
+    ulong element(int i) const {
+        const int row = matrix_row(), column = matrix_column() + i;
+        return (y + (transposed ? column : row)) * per_row + x + (transposed ? row : column);
+    }
+};
+inline UNWATCHED void agree(const char* what, int line, MatrixInMemory mine) {
+    simt::together(what, line, &mine, [what, line](void** lanes) UNWATCHED {
+        for (int i = 0; i < 32; i++) {
+            if (!lanes[i]) simt::fail("%s at line %d by a group without lane %d", what, line, i);
+            if (!(*(MatrixInMemory*)lanes[i] == *(MatrixInMemory*)lanes[0]))
+                simt::fail("%s at line %d: lane %d names another matrix than lane 0", what, line, i);
+        }
+    });
+}
+template <class T>
+__attribute__((noinline)) UNWATCHED void simdgroup_load(simdgroup_matrix<T, 8, 8>& to, const T* from, ulong per_row = 8,
+                                                        ulong2 origin = ulong2(0), bool transposed = false, HERE) {
+    const MatrixInMemory memory = {from, per_row, origin.x, origin.y, transposed};
+    agree("simdgroup_load", line, memory);
+    for (int i = 0; i < 2; i++) {
+        const T* at = from + memory.element(i);
+        simt::note(at, sizeof *at, true, false, false, __builtin_return_address(0));
+        to.own[i] = *at;
+    }
+}
+template <class T>
+__attribute__((noinline)) UNWATCHED void simdgroup_store(simdgroup_matrix<T, 8, 8> matrix, T* to, ulong per_row = 8,
+                                                         ulong2 origin = ulong2(0), bool transposed = false, HERE) {
+    const MatrixInMemory memory = {to, per_row, origin.x, origin.y, transposed};
+    agree("simdgroup_store", line, memory);
+    for (int i = 0; i < 2; i++) {
+        T* at = to + memory.element(i);
+        simt::note(at, sizeof *at, false, true, false, __builtin_return_address(0));
+        *at = matrix.own[i];
+    }
+}
+
 enum memory_order { memory_order_relaxed };
 template <class T>
 struct atomic {
@@ -405,7 +519,7 @@ typedef atomic<uint> atomic_uint;
 #define ATOMIC(name, reads, expression)                                                 \
     template <class T, class U>                                                         \
     __attribute__((noinline)) UNWATCHED T name(atomic<T>* p, U operand, memory_order) { \
-        simt::note_atomic(p, sizeof *p, reads, true, __builtin_return_address(0));      \
+        simt::note(p, sizeof *p, reads, true, true, __builtin_return_address(0));       \
         const T old = p->value, b = (T)operand;                                         \
         p->value = (expression);                                                        \
         return old;                                                                     \
@@ -420,7 +534,7 @@ ATOMIC(atomic_exchange_explicit, true, b)
 ATOMIC(atomic_store_explicit, false, b)
 template <class T>
 __attribute__((noinline)) UNWATCHED T atomic_load_explicit(const atomic<T>* p, memory_order) {
-    simt::note_atomic(p, sizeof *p, true, false, __builtin_return_address(0));
+    simt::note(p, sizeof *p, true, false, true, __builtin_return_address(0));
     return p->value;
 }
 

@@ -133,6 +133,31 @@ bool simd_any(bool);
 bool simd_all(bool);
 bool simd_is_first();
 
+template <class T, int Columns, int Rows>
+struct simdgroup_matrix {
+    static_assert(Columns == 8 && Rows == 8, "a matrix of a SIMD group is 8 x 8");
+    simdgroup_matrix();
+    explicit simdgroup_matrix(T diagonal);
+    void operator=(const thread simdgroup_matrix&);  // of a variable; of what a function returns: clang without
+    void operator=(simdgroup_matrix);                // a generic address space copies no class, hence references below
+    thread vec<T, 2>& thread_elements();
+};
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+template <class T, int Columns, int Rows>
+simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value);
+#define MATRIX_IN(space, M, T)                                                                    \
+    void simdgroup_load(thread M&, const space T*, ulong = 8, ulong2 = ulong2(0), bool = false); \
+    void simdgroup_store(const thread M&, space T*, ulong = 8, ulong2 = ulong2(0), bool = false);
+#define MATRIX(M, T)                                                                                  \
+    void simdgroup_multiply(thread M&, const thread M&, const thread M&);                             \
+    void simdgroup_multiply_accumulate(thread M&, const thread M&, const thread M&, const thread M&); \
+    MATRIX_IN(device, M, T) MATRIX_IN(threadgroup, M, T)
+MATRIX(simdgroup_float8x8, float)
+MATRIX(simdgroup_half8x8, half)
+MATRIX(simdgroup_bfloat8x8, bfloat)
+
 enum memory_order_of_metal { relaxed_order };
 #define memory_order_relaxed metal::relaxed_order
 template <class T>

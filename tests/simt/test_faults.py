@@ -41,8 +41,10 @@ class Kernel:
         )[0]
 
 
+MATRIX = TILE + "simdgroup_float8x8 a, b, sum = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);\n"
 N = list(range(64))
 X = mx.arange(64.0)
+SQUARE = np.arange(64).reshape(8, 8)
 SOUND = {  # and what it gives
     "barrier": (
         Kernel(TILE + "tile[i] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[63 - i];", x=X),
@@ -86,6 +88,28 @@ SOUND = {  # and what it gives
             HEAD + "out[i] = x[i * x_strides[0]];", x=mx.arange(128.0)[::2], options={"ensure_row_contiguous": False}
         ),
         [2 * n for n in N],
+    ),
+    "matrices": (  # x @ x.T + 1, times 2: from device and threadgroup memory, transposed, and a diagonal one
+        Kernel(
+            MATRIX + "tile[i] = x[i]; tile[i + 32] = x[i + 32]; simdgroup_load(a, x);\n"
+            "simdgroup_barrier(mem_flags::mem_threadgroup);\nsimdgroup_load(b, tile, 8, ulong2(0), true);\n"
+            "simdgroup_multiply_accumulate(sum, a, b, sum);\nsimdgroup_float8x8 two(2.0f);\n"
+            "simdgroup_multiply(b, sum, two); simdgroup_store(b, out);",
+            x=X,
+            threads=32,
+        ),
+        (2 * (SQUARE @ SQUARE.T + 1)).ravel().tolist(),
+    ),
+    "a lane's elements of a matrix": (  # of 64 threads that hold one matrix per SIMD group
+        Kernel(
+            HEAD + "uint row = lane / 16 * 4 + lane / 2 % 4, column = lane / 8 % 2 * 4 + lane % 2 * 2;\n"
+            "simdgroup_half8x8 a;\na.thread_elements()[0] = half(x[8 * row + column]);\n"
+            "a.thread_elements()[1] = half(x[8 * row + column + 1]);\n"
+            "if (i < 32) simdgroup_store(a, out, 8, ulong2(0), true);",
+            x=X,
+            out=mx.float16,
+        ),
+        SQUARE.T.ravel().tolist(),
     ),
     "the same value by all": (Kernel(HEAD + "out[i / 2] = 3;", size=32), [3] * 32),
     "unsuffixed literal": (Kernel(HEAD + "out[i] = 0.1 * x[i];"), [float(np.float32(0.1))] * 64),
@@ -212,6 +236,53 @@ RUN_FAULTS = {
         ),
     ),
     "an endless loop": ("endless: .* still runs", Kernel(HEAD + "uint n = i + 1; while (n) { n |= 1; out[i] = n; }")),
+    # ---- matrices of a SIMD group
+    "a matrix of threadgroup memory before the barrier": (
+        "uninitialised: .* reads byte .* of threadgroup memory, which nobody wrote, at line 10",
+        Kernel(MATRIX + "tile[i] = x[i];\nsimdgroup_load(a, tile);\nif (i < 32) simdgroup_store(a, out);"),
+    ),
+    "a matrix overwritten while another SIMD group may read it": (
+        "race: .* writes byte .* of threadgroup memory at line 12, which thread .* read at line 11",
+        Kernel(
+            MATRIX + "tile[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nsimdgroup_load(a, tile);\n"
+            "tile[i] = 0;\nif (i < 32) simdgroup_store(a, out);"
+        ),
+    ),
+    "a product by half of the lanes": (
+        "divergence: .* simdgroup_multiply_accumulate",
+        Kernel(
+            MATRIX + "simdgroup_load(a, x); if (lane < 16) simdgroup_multiply_accumulate(sum, a, a, sum);"
+            " simdgroup_store(sum, out);"
+        ),
+    ),
+    "a product by a group that is not full": (
+        "simdgroup_multiply_accumulate at line 9 by a group without lane 24",
+        Kernel(MATRIX + "simdgroup_multiply_accumulate(sum, sum, sum, sum);\nout[i] = 1;", size=24, threads=24),
+    ),
+    "a matrix that nobody filled": (
+        "uninitialised: lane 0 has filled a matrix of line 9 in part or not at all",
+        Kernel(MATRIX + "simdgroup_multiply_accumulate(sum, a, sum, sum); simdgroup_store(sum, out);", threads=32),
+    ),
+    "a matrix half filled": (
+        "uninitialised: lane 0 has filled a matrix of line 9 in part or not at all",
+        Kernel(
+            MATRIX + "a.thread_elements()[1] = 1; simdgroup_multiply_accumulate(sum, sum, a, sum);"
+            " simdgroup_store(sum, out);",
+            threads=32,
+        ),
+    ),
+    "a matrix per lane": (
+        "simdgroup_load at line 9: lane 1 names another matrix than lane 0",
+        Kernel(MATRIX + "simdgroup_load(a, x + lane); simdgroup_store(a, out);", threads=32),
+    ),
+    "a matrix past the end": (
+        r"out of bounds: .* reads x\[6[4-9]\] of 64 elements, at line 9",
+        Kernel(MATRIX + "simdgroup_load(a, x + 1); simdgroup_store(a, out);", threads=32),
+    ),
+    "two SIMD groups that store one matrix": (
+        r"race: .* writes out\[.*\] at line 9, which thread",
+        Kernel(MATRIX + "sum.thread_elements()[0] = i; simdgroup_store(sum, out);"),
+    ),
     # ---- memory
     "a write past the end": (
         r"out of bounds: thread \(63, 0, 0\) .* writes out\[64\] of 64",
@@ -374,6 +445,18 @@ CHECK_FAULTS = {
     "a one-element input without an index": (
         "invalid operands",
         Kernel(HEAD + "out[i] = x[i] * s;", others={"s": mx.array([2.0])}),
+    ),
+    "a matrix of another type than its memory": (
+        "no matching function for call to 'simdgroup_load'",
+        Kernel(MATRIX + "simdgroup_load(a, x); out[i] = 1;", x=mx.ones(64, mx.float16)),
+    ),
+    "a product of matrices of several types": (
+        "no matching function for call to 'simdgroup_multiply_accumulate'",
+        Kernel(MATRIX + "simdgroup_half8x8 h(1.0h); simdgroup_multiply_accumulate(sum, h, a, sum); out[i] = 1;"),
+    ),
+    "a matrix of 16 columns": (
+        "a matrix of a SIMD group is 8 x 8",
+        Kernel(HEAD + "simdgroup_matrix<float, 16, 8> wide; out[i] = wide.thread_elements()[0];"),
     ),
     # ---- names
     "a template argument that is not given": (
