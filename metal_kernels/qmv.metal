@@ -1,10 +1,10 @@
-// qmv: rows of x through a matrix of GGUF blocks, or each through that of its expert
+// qmv: up to 8 rows of x through a matrix of GGUF blocks, or any number, each through that of its expert
 // Meaning   x @ dequantize(weight).T, common/quants.py      Launcher  mlx_backend/quantized.py
 // In        x [t][columns] T, words [E][rows][blocks * W] uint32, halves [E][rows][blocks * H] uint16,
 //           codebook [4 magnitudes] uint32 (IQ2, IQ3), experts [t] int32 (GATHER)      Out       out [t][rows] T
 // Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h; M 1, 2, 4 or 8; GATHER 0 or 1
 // Work      a SIMD group makes 4 rows' products with M of x's rows: lanes take neighbouring words, a weight is decoded once
-//           for M products; groups of one threadgroup share the matrix's rows (t > 8) or x's
+//           for M products; the two groups of a threadgroup share x's rows
 // Assumes   columns a multiple of BLOCK; x and the matrix row-contiguous
 // Numbers   float weights, exact; per lane one fma per product in the order of the columns, whatever t, M and GATHER
 //           are, then simd_sum: a row's bits do not depend on the rows beside it
@@ -13,6 +13,7 @@
 // Tried     nothing yet: not run on a GPU
 #include "blocks.h"
 #include "codebooks.h"
+#include "unroll.h"
 
 template <class T>
 inline float4 four(const device T* from) {
@@ -37,22 +38,24 @@ inline float add_products(float sum, float4 a, float4 b) {
         for (int i = lane; i < columns / 8; i += 32) {
             const int block = i / PARTS, part = i % PARTS;
             float4 a[R], b[R];
-            for (int r = 0; r < R; r++) {
+            UNROLL for (int r = 0; r < R; r++) {
                 const size_t at = (size_t(expert) * rows + min(row + r, rows - 1)) * blocks + block;
                 Block<TYPE>::decode(words + at * W, halves + at * H, codebook, part, a[r], b[r]);
             }
             const int column = block * BLOCK + Block<TYPE>::column(part);
-            for (int m = 0; m < M; m++) {
+            UNROLL for (int m = 0; m < M; m++) {
                 if (first + m < begin || first + m >= end) continue;
                 const device T* from = x + size_t(first + m) * columns + column;
                 const float4 xa = four(from), xb = four(from + Block<TYPE>::apart());
-                for (int r = 0; r < R; r++) sums[r][m] = add_products(add_products(sums[r][m], a[r], xa), b[r], xb);
+                UNROLL for (int r = 0; r < R; r++) {
+                    sums[r][m] = add_products(add_products(sums[r][m], a[r], xa), b[r], xb);
+                }
             }
         }
         begin = end;
     }
-    for (int r = 0; r < R; r++) {
-        for (int m = 0; m < M; m++) {
+    UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int m = 0; m < M; m++) {
             const float sum = simd_sum(sums[r][m]);
             if (lane == 0 && row + r < rows && first + m < last) out[size_t(first + m) * rows + row + r] = T(sum);
         }

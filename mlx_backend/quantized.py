@@ -27,9 +27,10 @@ HALVES = {
     "IQ4_XS": (0, 2),
     **dict.fromkeys(CODEBOOKS, (0,)),
 }
+VECTORS = 8  # rows of x that qmv.metal serves at once; more are matrices
 FEW_ROWS = 64  # of x, a speculative step's most; a prompt's products take decoded weights
 DECODED = 2**23  # weights decoded at a time for larger products
-ROWS_PER_GROUP = 4  # of the matrix, in qmv.metal
+ROWS_PER_GROUP, ROWS_PER_MATRIX_GROUP = 4, 16  # of the matrix, per SIMD group of qmv.metal and of qmm.metal
 
 
 class Blocks(NamedTuple):
@@ -83,8 +84,10 @@ def filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 def matmul(x: mx.array, w: Blocks) -> mx.array:
     """x (T, columns) times w (rows, columns) transposed: (T, rows)"""
     T, N = len(x), w.shape[-2]
-    if T <= FEW_ROWS:
+    if T <= VECTORS:
         return _qmv(x, w, None, T)
+    if T <= FEW_ROWS:
+        return _qmm(x, w)
     step = max(1, DECODED // x.shape[-1])
     out = [x @ dequantize(w.take(slice(at, at + step)), x.dtype).T for at in range(0, N, step)]
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
@@ -110,7 +113,20 @@ def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.
         inputs=[x, words, halves, _codebook(w.type), of_row],
         template=[("T", x.dtype), *_layout(w.type), ("M", M), ("GATHER", gather)],
         grid=(32, -(-rows // ROWS_PER_GROUP), chunks),
-        threadgroup=(32, 2, 1) if chunks == 1 or gather else (32, 1, min(chunks, 8)),
+        threadgroup=(32, 2, 1),
+        output_shapes=[(T, rows)],
+        output_dtypes=[x.dtype],
+    )[0]
+
+
+def _qmm(x: mx.array, w: Blocks) -> mx.array:
+    T, rows = len(x), w.shape[0]
+    kernel = kernels.make_kernel("qmm", inputs=("x", "words", "halves", "codebook"), outputs=("out",))
+    return kernel(
+        inputs=[x, w.words, w.halves, _codebook(w.type)],
+        template=[("T", x.dtype), *_layout(w.type), ("TILES", next(n for n in (2, 4, 8) if 8 * n >= T))],
+        grid=(32, -(-rows // ROWS_PER_MATRIX_GROUP), 1),
+        threadgroup=(32, 4, 1),
         output_shapes=[(T, rows)],
         output_dtypes=[x.dtype],
     )[0]

@@ -54,22 +54,25 @@ def test_weights_have_the_bits_of_the_decoder(type_):
 
 @TYPES
 def test_a_row_does_not_depend_on_the_rows_beside_it(type_):
-    """One row through one SIMD group's plan, and the same row among 2 to 64 through the others."""
+    """One row alone, and among 2 to 8; among 9, and among up to 64."""
     tensor = stored(type_, 6, 256)
     weight, x = quantized.load_blocks([tensor]), rows(64, 256)
     with metal.on_metal():
-        alone = mx.concatenate([quantized.matmul(x[t : t + 1], weight) for t in range(3)])
-        assert_close(alone, x[:3], dequantize(tensor))
-        for T in (2, 3, 5, 19, 64) if type_ == "Q6_K" else (3, 9):
-            together = quantized.matmul(x[:T], weight)
-            assert mx.array_equal(together[:3], alone[:T])
+        vectors = mx.concatenate([quantized.matmul(x[t : t + 1], weight) for t in range(3)])
+        matrices = quantized.matmul(x[:9], weight)
+        for T in (1, 2, 3, 5, 8, 9, 17, 33, 64) if type_ == "Q6_K" else (3, 9):
+            together, few = quantized.matmul(x[:T], weight), min(T, 3)
+            assert mx.array_equal(together[:few], (vectors if T <= quantized.VECTORS else matrices)[:few])
             assert_close(together, x[:T], dequantize(tensor))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("type_", "N", "columns", "T"),
-    [("IQ4_NL", 1, 32, 1), ("IQ4_NL", 5, 288, 2), ("Q6_K", 13, 768, 1), ("Q2_K", 9, 512, 11)],
+    [
+        *[("IQ4_NL", 1, 32, 1), ("IQ4_NL", 5, 288, 2), ("Q6_K", 13, 768, 1)],
+        *[("IQ4_NL", 1, 32, 9), ("IQ4_NL", 70, 96, 24), ("Q6_K", 33, 768, 33), ("Q2_K", 17, 512, 11)],
+    ],
 )
 def test_shapes_and_types(type_, N, columns, T, dtype):
     """From a matrix smaller than MLX hands over as a device buffer to groups that are not full."""
@@ -78,8 +81,9 @@ def test_shapes_and_types(type_, N, columns, T, dtype):
         assert_close(quantized.matmul(x, quantized.load_blocks([tensor])), x, dequantize(tensor))
 
 
-def test_rows_that_are_not_contiguous():
-    tensor, x = stored("Q3_K", 4, 256), rows(3, 300)[:, 20:276]
+@pytest.mark.parametrize("T", [3, 12])
+def test_rows_that_are_not_contiguous(T):
+    tensor, x = stored("Q3_K", 4, 256), rows(T, 300)[:, 20:276]
     with metal.on_metal():
         assert_close(quantized.matmul(x, quantized.load_blocks([tensor])), x, dequantize(tensor))
 
