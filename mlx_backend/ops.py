@@ -3,6 +3,7 @@
 MLX is lazy: ops build a graph, and `read`, `sample` or the commit of a prefill chunk have it computed.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
+COPIED = 2**26  # float32 numbers, far more than a cache holds, by which copying is timed
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
 HOST_ROWS = 8  # rows from which, on the CPU, NumPy's BLAS pays for decoding the weights: MLX's product is a plain loop
 
@@ -367,6 +369,21 @@ class MlxOps(Ops):
         if (out == NOT_A_TOKEN).any():
             raise NotFiniteError("the logits of a row hold NaN")
         return out
+
+    def copy_bandwidth(self) -> float:
+        if mx.default_device().type == mx.DeviceType.cpu:
+            return super().copy_bandwidth()
+        best, copies = float("inf"), 8  # at a time, so that the host's wait for the last one does not count
+        source = mx.zeros(COPIED)
+        for _ in range(5):
+            target = source
+            mx.eval(target)
+            started = time.perf_counter()
+            for _ in range(copies):
+                target = target + 1
+            mx.eval(target)
+            best = min(best, time.perf_counter() - started)
+        return 2 * copies * source.nbytes / best
 
     def peak_bytes(self) -> int:
         return max(peak_resident_bytes(), mx.get_peak_memory())

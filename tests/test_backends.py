@@ -42,7 +42,7 @@ def test_chosen_by_name(monkeypatch):
 def test_what_mlx_says_of_its_gpu(apples, monkeypatch):
     """MLX's builds for other GPUs describe them by other names."""
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
-    from mlx_backend.ops import MlxOps
+    from mlx_backend import ops
 
     sizes = {"memory_size": 2**35, "max_recommended_working_set_size": 10**9}
     info = {"device_name": "a GPU"} | (sizes if apples else {"total_memory": 2**35, "free_memory": 10**9})
@@ -50,7 +50,9 @@ def test_what_mlx_says_of_its_gpu(apples, monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx.metal, "is_available", lambda: apples)
     assert backends.find_mlx().what.startswith("a GPU, 32 GiB, MLX ")
-    assert MlxOps().free_bytes()[0] == 10**9
+    assert ops.MlxOps().free_bytes()[0] == 10**9
+    monkeypatch.setattr(ops, "COPIED", 2**16)
+    assert 10**7 < ops.MlxOps().copy_bandwidth() < 10**13
 
 
 def test_a_thread_of_mlx_leaves_nothing_that_ends_the_process():
