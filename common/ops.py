@@ -277,6 +277,12 @@ class Ops(ABC):
         """block(x), around each layer: where a backend resets its arena and a tap reads hidden states."""
         return block(x)
 
+    def beside(
+        self, x: Array, first: Callable[[Array], Array], second: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        """first(x) and second(x), of which neither needs the other: a backend may compute both at once."""
+        return first(x), second(x)
+
     def keep(self, x: Array) -> Array:
         """x, in memory that the layers after it leave alone: for what a tap takes out of `scope`."""
         return x

@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,7 @@ class Kernel:
     """
 
     overlap = False  # set while a graph that overlaps is captured
+    apart = False  # the next launch, on whichever stream, waits for another stream: it overlaps nothing
     launches = 0  # of all kernels, captured ones counted once
 
     def __init__(self, raw: Any):
@@ -42,7 +44,8 @@ class Kernel:
         self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0, *, stream: Any
     ) -> None:
         Kernel.launches += 1
-        if not Kernel.overlap:
+        overlap, Kernel.apart = Kernel.overlap and not Kernel.apart, False
+        if not overlap:
             self.raw(grid, block, args, shared_mem=shared_mem, stream=stream)
             return
         values = [np.asarray(arg) for arg in args]
@@ -191,6 +194,7 @@ class Node:
         self.norm: tuple[Array, Array | None, float] | None = None  # of a norm, which a cache may do on its way
         self.pieces: Callable[..., None] | None = None  # as emit, with `op` and `gate` of a gate on attention's output
         self.experts: tuple[Array, Array] | None = None  # of a weighted sum, which an addition may do on its way
+        self.joined: tuple[Any, ...] = ()  # of a weighted sum in fours, its arguments: a norm may do it on its way
 
     def as_dense(self) -> int:
         if not self.dense:
@@ -224,6 +228,12 @@ class Node:
         if cols in self.loose:
             return self.loose[cols]
         return self.as_packed(cols), 0
+
+    def twin(self) -> "Node":
+        """The same for another stream, which must not take what this one writes from now on."""
+        other = copy(self)
+        other.packed, other.loose = dict(self.packed), dict(self.loose)
+        return other
 
     def as_unscaled_dense(self) -> tuple[int, int]:
         """The same in float32 for a router, and the int8 rows that its experts want in the same launch."""

@@ -166,12 +166,21 @@ class CudaOps(Ops):
             kernel("rows", "add_norm")((T,), (256,), args, stream=self.stream)
 
         def unscaled(packed: int, cols: int, squares: int, dense: int) -> bool:
-            if K % 128 or not in_fours(*(sum_[1:] if sum_ and not sum_[0].dense else (x,))):
+            pending = sum_ if sum_ and not sum_[0].dense else None
+            last = pending[2].whole_node() if pending else None
+            joined = last.joined if last and not last.dense else ()
+            inputs = (x,) if not pending else (pending[1],) if joined else pending[1:]
+            if K % 128 or not in_fours(*inputs):
                 return False
-            *inputs, keep = terms()
             out = self._out(dense, packed, 0, K, cols)
-            grid = (-(-int(out["groups"]) // 8), T)
-            args = (*inputs, np.uint64(weight.address if weight else 0), keep, np.uint64(squares), out)
+            grid, scale = (-(-int(out["groups"]) // 8), T), np.uint64(weight.address if weight else 0)
+            if pending and joined:
+                pending[0].dense = self.arena.take(T * K * 4)
+                args = (*joined, view(pending[1]), scale, np.uint64(pending[0].dense), np.uint64(squares), out)
+                kernel("moe", "combine_scale")(grid, (64,), args, stream=self.stream)
+                return True
+            *views, keep = terms()
+            args = (*views, scale, keep, np.uint64(squares), out)
             kernel("light", "add_scale")(grid, (64,), args, stream=self.stream)
             return True
 
@@ -190,13 +199,8 @@ class CudaOps(Ops):
 
     def add(self, x: Array, y: Array) -> Array:
         first = x.whole_node()
-        experts = first.experts if first and not first.dense else None
-        if experts:  # what else a layer adds, in the same launch
-
-            def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-                self._sum_experts(*experts, dense, y)
-
-            return Array(x.shape, node=Node(self.arena, x.shape[0], x.shape[1], emit))
+        if first and first.experts and not first.dense:  # what else a layer adds, in the same launch
+            return Array(x.shape, node=self._sum_of_experts(*first.experts, y))
         node = self._pointwise(ADD, x, y)
         node.parts = x, y
         return Array(x.shape, node=node)
@@ -632,47 +636,49 @@ class CudaOps(Ops):
         return self._route(logits, bias.address, top_k, scale)
 
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, chosen: Array) -> Array:
-        T, k = ids.shape
-        C, F, groups = down.rows, gate_up.rows // 2, ids.owner
-        node = self._node(x)
-        weights.ready(node, gate_up)
-        beside = T <= TREE_ROWS  # what the layer computes next, a shared expert, needs none of this
-        if beside:
-            self.forked.record(self.stream)
-            self.side.wait_event(self.forked)
-        main, self.stream = self.stream, self.side if beside else self.stream
-        overlap, Kernel.overlap = Kernel.overlap, Kernel.overlap and not beside
-        try:
-            y = self._grouped(node, gate_up, groups, k)
-            Kernel.overlap = overlap
-            y = self._grouped(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
-        finally:
-            self.stream, Kernel.overlap = main, overlap
-        if beside:
-            self.joined.record(self.side)
+        T, C, F, groups = len(ids), down.rows, gate_up.rows // 2, ids.owner
+        y = self._grouped(self._node(x), gate_up, groups, ids.shape[1])
+        y = self._grouped(self._pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
+        return Array((T, C), node=self._sum_of_experts(y, chosen, None))
+
+    def _sum_of_experts(self, y: Array, chosen: Array, other: Array | None) -> Node:
+        """What each row's experts return, weighted, and what else there is to add."""
+        (T, k), C = chosen.shape, y.shape[1]
+        more = view(other) if other else NOTHING
+        args = (view(y), np.uint64(chosen.address), np.int32(k))
 
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
             if not dense:
                 raise ValueError("the sum over experts is computed dense")
-            self._sum_experts(y, chosen, dense)
+            both = (*args, np.int32(C), more, np.int32(other is not None))
+            kernel("moe", "combine")((-(-C // 256), T), (256,), (*both, np.uint64(dense)), stream=self.stream)
 
-        out = Node(self.arena, T, C, emit)
-        out.experts = y, chosen
-        return Array((T, C), node=out)
+        node = Node(self.arena, T, C, emit)
+        node.experts = None if other else (y, chosen)
+        if in_fours(y) and (other is None or in_fours(other)):
+            node.joined = (*args, more, np.int32(other is not None))
+        return node
 
-    def _sum_experts(self, y: Array, chosen: Array, out: int, other: Array | None = None) -> None:
-        T, k = chosen.shape
-        C = y.shape[1]
-        more = view(other) if other else NOTHING
-        args = (view(y), np.uint64(chosen.address), np.int32(k), np.int32(C), more, np.int32(other is not None))
-        overlap = Kernel.overlap
-        if T <= TREE_ROWS:
-            self.stream.wait_event(self.joined)
-            Kernel.overlap = False  # two kernels come before it
+    def beside(
+        self, x: Array, first: Callable[[Array], Array], second: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
+        if x.shape[0] > TREE_ROWS:
+            return super().beside(x, first, second)
+        node = x.whole_node()
+        if node:
+            node.as_unscaled_dense()  # for both; another form is each one's own
+        self.forked.record(self.stream)
+        self.side.wait_event(self.forked)
+        main, self.stream, Kernel.apart = self.stream, self.side, True
         try:
-            kernel("moe", "combine")((-(-C // 256), T), (256,), (*args, np.uint64(out)), stream=self.stream)
+            y = first(Array(x.shape, node=node.twin()) if node else x)
         finally:
-            Kernel.overlap = overlap
+            self.stream, Kernel.apart = main, False
+        z = second(x)
+        self.joined.record(self.side)
+        self.stream.wait_event(self.joined)
+        Kernel.apart = True
+        return y, z
 
     # -- the way out ---------------------------------------------------------------------------------------------------
 
@@ -898,12 +904,14 @@ class CudaOps(Ops):
         most = min(pairs, E) + pairs // cols
         ids, groups, order = (self.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
         chosen = Array((T, top_k), self.arena.take(pairs * 4))
-        head = (view(logits), np.int32(T), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
+        head = (view(logits), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
         tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
         args = (*head, np.uint64(ids), np.uint64(chosen.address), *tables)
-        kernel("moe", "route")(
-            (T,), (min(1024, -(-E // 32) * 32),), args, shared_mem=4 * (E + 3 + top_k), stream=self.stream
-        )
+        if E > 512:
+            raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
+        per = -(-E // 32)
+        route = kernel("moe", "route", (f"PER={per}",))
+        route((T,), (32 * per,), args, shared_mem=4 * (2 * E + top_k), stream=self.stream)
         if T > 1:
             step = self.replay.active
             sizes = (np.int32(T), np.int32(top_k), np.int32(E), np.int32(cols))

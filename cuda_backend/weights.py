@@ -321,17 +321,6 @@ def grouped_linear(
     return out
 
 
-def ready(x: Node, w: Weight) -> None:
-    """Launch what grouped_linear needs of x."""
-    for s in w.segments:
-        if s.type not in UNITS:
-            x.as_dense()
-        elif x.T <= MOST_COLS:
-            x.as_unscaled(1)
-        else:
-            x.as_packed(1)
-
-
 def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
     """What a product needs to finish a norm: Node.as_unscaled."""
     parts = s.columns // 128 if squares else 0
@@ -393,7 +382,7 @@ def _dense(
     share: int = 1,
     norm: tuple[Any, ...] = (np.uint64(0), np.int32(0), np.float32(0), np.float32(0)),
 ) -> None:
-    rows = 1 if ids or T == 1 else 8
+    rows = 1 if ids or T == 1 else 2
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
         (-(-T // rows), -(-s.rows // 8)),
         (256,),

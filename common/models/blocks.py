@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,13 @@ def ffn_weights(at: Names, hidden: int, ffn: int) -> Table:
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
     """The best experts of each row, plus the shared ones as they are: x (T, hidden) -> (T, hidden)"""
-    ids, weights = ops.route_sigmoid(ops.linear(x, w.router), w.router_bias, e.top_k, e.scale)
-    return ops.add(ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights), swiglu_ffn(ops, w, x))
+
+    def routed(x: Array) -> Array:
+        ids, weights = ops.route_sigmoid(ops.linear(x, w.router), w.router_bias, e.top_k, e.scale)
+        return ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights)
+
+    shared, best = ops.beside(x, partial(swiglu_ffn, ops, w), routed)
+    return ops.add(best, shared)
 
 
 def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:

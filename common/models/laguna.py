@@ -229,11 +229,11 @@ def _attention_weights(c: Config, at: Names, heads: int) -> Table:
     gates = heads * D if c.gate_per_channel else heads
     return {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
-        "qkvg": Matrix(
+        "qkgv": Matrix(  # values last, often of a wider type: neighbours of one type are one product
             at("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden)),
             at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
-            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
             at("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden)),
+            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
         ),
         "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, heads * D))),
         "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
@@ -270,10 +270,10 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: A
     """Grouped-query attention with a softplus gate on its output, x (T, hidden) -> (T, hidden)"""
     T, H, K, D = x.shape[0], c.heads[layer], c.kv_heads, c.head_dim
     rope, window = (c.sliding_rope, c.window) if c.is_sliding[layer] else (c.rope, None)
-    qkvg = ops.linear(x, w.qkvg)
-    q = ops.norm_rope(qkvg[:, : H * D].reshape(T, H, D), w.q_norm, step.positions, rope, c.eps)
-    k = ops.norm_rope(qkvg[:, H * D : (H + K) * D].reshape(T, K, D), w.k_norm, step.positions, rope, c.eps)
-    v = qkvg[:, (H + K) * D : (H + 2 * K) * D].reshape(T, K, D)
-    gate = qkvg[:, (H + 2 * K) * D :].reshape(T, H, D if c.gate_per_channel else 1)
+    qkgv = ops.linear(x, w.qkgv)
+    q = ops.norm_rope(qkgv[:, : H * D].reshape(T, H, D), w.q_norm, step.positions, rope, c.eps)
+    k = ops.norm_rope(qkgv[:, H * D : (H + K) * D].reshape(T, K, D), w.k_norm, step.positions, rope, c.eps)
+    gate = qkgv[:, (H + K) * D : -K * D].reshape(T, H, D if c.gate_per_channel else 1)
+    v = qkgv[:, -K * D :].reshape(T, K, D)
     o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=window)
     return ops.linear(ops.mul_softplus(o, gate).reshape(T, H * D), w.o)

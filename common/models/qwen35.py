@@ -391,7 +391,14 @@ def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
     """The best experts of each row, plus one shared expert behind a sigmoid gate."""
     assert c.experts
-    ids, weights = ops.route_softmax(ops.linear(x, w.router), c.experts.top_k)
-    routed = ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights)
-    shared = ops.mul_sigmoid(swiglu_ffn(ops, w, x), ops.linear(x, w.shared_gate))
-    return ops.add(routed, shared)
+    k = c.experts.top_k
+
+    def routed(x: Array) -> Array:
+        ids, weights = ops.route_softmax(ops.linear(x, w.router), k)
+        return ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights)
+
+    def shared(x: Array) -> Array:
+        return ops.mul_sigmoid(swiglu_ffn(ops, w, x), ops.linear(x, w.shared_gate))
+
+    gated, best = ops.beside(x, shared, routed)
+    return ops.add(best, gated)

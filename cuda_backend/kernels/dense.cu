@@ -2,10 +2,10 @@
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/weights.py
 // In        w [N][K] (per expert with EXPERTS), x [T][K] float32, perhaps of a norm that is not finished: linear.cu `squares`
 // Out       out [T][N] float32, and zeros in further slots
-// Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 8; EXPERTS for moe
+// Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
 // Numbers   float32, in an order that depends on K alone
-// Bound     bytes of w up to 8 rows of x; more rows read w again from the cache
+// Bound     bytes of w up to 2 rows of x; more rows read w again from the cache
 
 #ifdef F32
 typedef float W;
@@ -25,18 +25,28 @@ struct __align__(16) Eight {
 #ifndef ROWS
 #define ROWS 1
 #endif
+#define AHEAD (ROWS == 1 ? 8 : 2)  // eights of weights per lane that are on their way before there is a row to multiply
 
 extern "C" __global__ void __launch_bounds__(256, 2)
 dense(const W* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride, const int* ids,
       s64 expert_rows, int x_divisor, const float* squares, int parts, float columns, float eps) {
-    begin();
+    release_next();
     const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
-    if (row >= N) return;
 #ifdef EXPERTS
+    depend();  // even which weights to read comes from the kernel before
     const W* weights = w + (ids[first] * expert_rows + row) * K;
 #else
     const W* weights = w + (s64)row * K;
 #endif
+    const int end = row < N && K % 8 == 0 ? K : 0;
+    Eight ahead[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        if (lane * 8 + i * 256 < end) ahead[i] = *(const Eight*)(weights + lane * 8 + i * 256);
+#ifndef EXPERTS
+    depend();
+#endif
+    if (row >= N) return;
     const float* xs[ROWS];
 #pragma unroll
     for (int c = 0; c < ROWS; c++) xs[c] = x + (s64)(min(first + c, T - 1) / x_divisor) * K;
@@ -47,18 +57,22 @@ dense(const W* w, const float* x, float* out, int N, int K, int T, s64 row_strid
         for (int i = lane; i < parts; i += 32) sum += squares[(s64)min(first + c, T - 1) * parts + i];
         factor[c] = parts ? 1.0f / sqrtf(warp_sum(sum) / columns + eps) : 1.0f;
     }
-    if (K % 8 == 0) {
-#pragma unroll(ROWS == 1 ? 4 : 1)
-        for (int k = lane * 8; k < K; k += 256) {
-            const Eight e = *(const Eight*)(weights + k);
-            float4 v[ROWS][2];
+    if (end) {
+#pragma unroll 1
+        for (int base = lane * 8; base < K; base += AHEAD * 256) {
 #pragma unroll
-            for (int c = 0; c < ROWS; c++) v[c][0] = *(const float4*)(xs[c] + k), v[c][1] = *(const float4*)(xs[c] + k + 4);
+            for (int i = 0; i < AHEAD; i++) {
+                const int k = base + i * 256, next = k + AHEAD * 256;
+                const Eight e = ahead[i];
+                if (next < K) ahead[i] = *(const Eight*)(weights + next);
+                if (k >= K) continue;
 #pragma unroll
-            for (int c = 0; c < ROWS; c++) {
-                const float four[8] = {v[c][0].x, v[c][0].y, v[c][0].z, v[c][0].w, v[c][1].x, v[c][1].y, v[c][1].z, v[c][1].w};
+                for (int c = 0; c < ROWS; c++) {
+                    const float4 low = *(const float4*)(xs[c] + k), high = *(const float4*)(xs[c] + k + 4);
+                    const float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-                for (int i = 0; i < 8; i++) acc[c] = __fmaf_rn(value(e.w[i]), four[i], acc[c]);
+                    for (int j = 0; j < 8; j++) acc[c] = __fmaf_rn(value(e.w[j]), v[j], acc[c]);
+                }
             }
         }
     } else {

@@ -3,48 +3,71 @@
 // In        logits (T, E), bias [E] or null for softmax  Out  ids, weights [T][k]: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
-// Work      route: a thread per expert, a CTA per row; of one row it leaves the groups too. combine: a thread per output, experts in the
-//           order of ids
+// Build     PER: experts of a lane, for route
+// Work      route: a thread per expert, a CTA per row, whose first warp takes the best k times; of one row it leaves the groups too.
+//           combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
 
-extern "C" __global__ void __launch_bounds__(1024)
-route(In logits, int T, int E, int k, const float* bias, float scale, int* ids, float* weights, int4* groups, int* pairs) {
-    begin();
+#ifndef PER
+#define PER 1
+#endif
+
+// Floats as integers of the same order, all above 0.
+__device__ __forceinline__ u32 ordered(float f) {
+    const u32 bits = __float_as_uint(f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+route(In logits, int E, int k, const float* bias, float scale, int* ids, float* weights, int4* groups, int* pairs) {
+    release_next();
     extern __shared__ float shared[];
-    // of the experts, and what the best ones weigh: apart by whole vectors, as the compiler reads four at once
-    float *chosen_by = shared, *chosen = shared + (E + 3) / 4 * 4;
+    float *p = shared, *chosen = p + E;
+    u32* keys = (u32*)(chosen + k);
     __shared__ float tops[32];
-    const int t = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const float *row = row_of(logits, t), lowest = -__int_as_float(0x7f800000);
-    float top = lowest;
-    for (int e = threadIdx.x; e < E && !bias; e += blockDim.x) top = fmaxf(top, load_one(logits, row + e));
-    top = warp_max(top);
-    if (lane == 0) tops[threadIdx.x / 32] = top;
-    __syncthreads();
-    top = warp_max(lane < warps ? tops[lane] : lowest);
-    for (int e = threadIdx.x; e < E; e += blockDim.x) {
-        const float x = load_one(logits, row + e), p = bias ? 1.0f / (1.0f + expf(-x)) : expf(x - top);
-        const float by = p + (bias ? bias[e] : 0.0f);
-        chosen_by[e] = by == by ? by : lowest;
+    const int t = blockIdx.x, e = threadIdx.x, lane = e % 32;
+    const float lowest = -__int_as_float(0x7f800000), added = bias && e < E ? bias[e] : 0.0f;
+    depend();
+    float x = lowest, top = 0.0f;
+    if (e < E) x = load_one(logits, row_of(logits, t) + e);
+    if (!bias) {
+        top = warp_max(x);
+        if (lane == 0) tops[e / 32] = top;
+        __syncthreads();
+        top = warp_max(lane < blockDim.x / 32 ? tops[lane] : lowest);
+    }
+    if (e < E) {
+        p[e] = bias ? 1.0f / (1.0f + expf(-x)) : expf(x - top);
+        const float by = p[e] + added;
+        keys[e] = ordered(by == by ? by : lowest);
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < E; e += blockDim.x) {  // its place is the number of experts before it
-        const float mine = chosen_by[e];
-        int place = 0;
-#pragma unroll 8
-        for (int i = 0; i < E; i++) place += chosen_by[i] > mine || (chosen_by[i] == mine && i < e);
-        if (place >= k) continue;
-        const float x = load_one(logits, row + e), p = bias ? 1.0f / (1.0f + expf(-x)) : expf(x - top);
-        ids[t * k + place] = e, chosen[place] = p;
-        if (groups) groups[1 + place] = make_int4(e, place, 1, 0), pairs[place] = place;
+    if (e >= 32) return;
+    u32 key[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++) key[i] = i * 32 + lane < E ? keys[i * 32 + lane] : 0;
+    float total = 0.0f;
+#pragma unroll 1
+    for (int j = 0; j < k; j++) {
+        u32 best = 0;
+        int at = 0;
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (key[i] > best) best = key[i], at = i * 32 + lane;
+        const u32 most = __reduce_max_sync(FULL, best);
+        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // of equals the first
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (i * 32 + lane == id) key[i] = 0;
+        total += p[id];
+        if (lane > 0) continue;
+        ids[t * k + j] = id, chosen[j] = p[id];
+        if (groups) groups[1 + j] = make_int4(id, j, 1, 0), pairs[j] = j;
     }
-    __syncthreads();
-    if (groups && threadIdx.x == 0) groups[0] = make_int4(k, 0, 0, 0);
-    for (int j = threadIdx.x; j < k; j += blockDim.x) {
-        float total = 0.0f;
-        for (int i = 0; i < k; i++) total += chosen[i];
-        weights[t * k + j] = chosen[j] * scale / total;
-    }
+    if (groups && lane == 0) groups[0] = make_int4(k, 0, 0, 0);
+    __syncwarp();
+#pragma unroll 1
+    for (int j = lane; j < k; j += 32) weights[t * k + j] = chosen[j] * scale / total;
 }
 
 // The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.
@@ -99,4 +122,41 @@ extern "C" __global__ void combine(In y, const float* weights, int k, int C, In 
             if (first + j < k) sum += weights[t * k + first + j] * e[j];
     }
     out[(s64)t * C + c] = sum + more;
+}
+
+// x plus that, and what light.cu add_scale leaves of a sum: the same numbers in one launch. All lie in fours.
+extern "C" __global__ void __launch_bounds__(64)
+combine_scale(In y, const float* weights, int k, In other, int has_other, In x, const float* norm_weight, float* sum, float* squares,
+              Out out) {
+    release_next();
+    const int c = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y;
+    const bool in = c < out.K;
+    float4 w = make_float4(1.0f, 1.0f, 1.0f, 1.0f), v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (norm_weight && in) w = *(const float4*)(norm_weight + c);
+    depend();
+    if (in) {
+        const float4 before = *(const float4*)(row_of(x, t) + c);
+        float4 more = v;
+        if (has_other) more = slots_of(row_of(other, t) + c, other);
+#pragma unroll 1
+        for (int first = 0; first < k; first += 8) {
+            float4 e[8] = {};
+            float of[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) of[j] = first + j < k ? weights[t * k + first + j] : 0.0f;
+#pragma unroll 1
+            for (int slot = 0; slot < y.slots; slot++)
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    if (first + j < k) e[j] = plus(e[j], *(const float4*)(row_of(y, t * k + first + j) + slot * y.slot + c));
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                if (first + j < k) v = plus(v, make_float4(of[j] * e[j].x, of[j] * e[j].y, of[j] * e[j].z, of[j] * e[j].w));
+        }
+        v = plus(before, plus(v, more));
+        *(float4*)(sum + (s64)t * out.K + c) = v;
+    }
+    const float total = warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w));
+    if (threadIdx.x % 32 == 0 && in) squares[t * (out.K / 128) + c / 128] = total;
+    store_four(out, t, c, make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w));
 }

@@ -357,8 +357,15 @@ def gate_from_residual(model, patch):
 
     def with_residual(x, w):
         for layer, heads in zip(model.weights.layers, model.config.heads, strict=True):
-            if w is layer.qkvg:
-                return np.concatenate([linear(x, w[:-heads]), linear(seen[0], w[-heads:])], axis=-1)
+            if w is layer.qkgv:
+                values = len(w) - model.config.kv_heads * model.config.head_dim
+                rest = np.r_[: values - heads, values : len(w)]
+                out = np.empty((len(x), len(w)), np.float32)
+                out[:, rest], out[:, values - heads : values] = (
+                    linear(x, w[rest]),
+                    linear(seen[0], w[values - heads : values]),
+                )
+                return out
         return linear(x, w)
 
     patch.setattr(model.ops, "rms_norm", spy)
