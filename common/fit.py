@@ -61,17 +61,23 @@ class Need:
 
 def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:
     """Bytes of the loaded weights on the backend of `ops`; nothing is loaded. Raises BimetalError as loading would."""
+    return sum(predict_layers(checkpoint, layout, ops))
+
+
+def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[int]:
+    """The same by layer; weights outside the layers count to the layer beside which they lie."""
     account(checkpoint, layout)
     kinds: dict[Any, Tensor] = {}
-    total = 0
-    for table in (layout.top, *layout.layers):
-        for name, entry in table.items():
-            if isinstance(entry, Matrix):
-                parts = [_shaped(checkpoint, part, (name, i), kinds) for i, part in enumerate(entry.parts)]
-                total += ops.held_bytes(*parts)
-            elif entry is not None:
-                total += VECTOR_ITEM * math.prod(entry.stored.shape)
-    return total
+    sizes = [0] * len(layout.layers)
+    places = [(layout.layer_of(name), name, entry) for name, entry in layout.top.items()]
+    places += [(i, name, entry) for i, table in enumerate(layout.layers) for name, entry in table.items()]
+    for layer, name, entry in places:
+        if isinstance(entry, Matrix):
+            parts = [_shaped(checkpoint, part, (name, i), kinds) for i, part in enumerate(entry.parts)]
+            sizes[layer] += ops.held_bytes(*parts)
+        elif entry is not None:
+            sizes[layer] += VECTOR_ITEM * math.prod(entry.stored.shape)
+    return sizes
 
 
 def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kinds: dict[Any, Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ Letters: T rows (tokens of the step), H query heads, K key/value heads, D head s
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,10 @@ class Ops(ABC):
     @abstractmethod
     def vector(self, tensor: Tensor) -> Array:
         """A small dense tensor (norm weights, conv taps, decay), in at least the precision of the activations."""
+
+    def at(self, layer: int) -> AbstractContextManager[None]:
+        """Within it, `weight` and `vector` load for `layer`, counted as in a state: devices may share the layers."""
+        return nullcontext()
 
     @abstractmethod
     def weight_bytes(self, weight: Weight) -> int:

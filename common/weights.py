@@ -104,22 +104,50 @@ class Layout:
     def names(self) -> set[str]:
         return {name for e in self.entries() for s in e.parts for name in s.names}
 
+    @property
+    def out(self) -> int:
+        """The layer beside which the last norm and the head lie: the last; the first if the embedding is the head."""
+        return 0 if self.top.get("head") is None else len(self.layers) - 1
 
-def load_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops, progress: bool = False) -> SimpleNamespace:
-    """The weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ..."""
+    def layer_of(self, name: str, first: int = 0, out: int | None = None) -> int:
+        """The layer beside which the weight `name` outside the layers lies, where the first one is called `first`."""
+        return (first + self.out if out is None else out) if name in ("norm", "head") else first
+
+
+def load_weights(
+    checkpoint: Checkpoint, layout: Layout, ops: Ops, progress: bool = False, first: int = 0, out: int | None = None
+) -> SimpleNamespace:
+    """The weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ...
+
+    first  number of the first layer in the state; out: the layer beside which the last norm lies, if not `layout.out`
+    """
     account(checkpoint, layout)
-    total = sum(len(table) for table in (layout.top, *layout.layers))
-    with tqdm(total=total, desc="loading", unit="weight", leave=False, disable=None if progress else True) as bar:
+    return make_weights(layout, ops, lambda entry: _handle(checkpoint, entry, ops), "loading", progress, first, out)
 
-        def handles(table: Table) -> SimpleNamespace:
-            out = SimpleNamespace()
+
+def make_weights(
+    layout: Layout,
+    ops: Ops,
+    make: Callable[["Matrix | Vector"], Any],
+    doing: str,
+    progress: bool = False,
+    first: int = 0,
+    out: int | None = None,
+) -> SimpleNamespace:
+    """`make` of every weight, where its layer lies, in the namespaces of `load_weights`."""
+    total = sum(len(table) for table in (layout.top, *layout.layers))
+    with tqdm(total=total, desc=doing, unit="weight", leave=False, disable=None if progress else True) as bar:
+
+        def handles(table: Table, layer: int | None = None) -> SimpleNamespace:
+            made = SimpleNamespace()
             for name, entry in table.items():
-                setattr(out, name, None if entry is None else _handle(checkpoint, entry, ops))
+                with ops.at(layout.layer_of(name, first, out) if layer is None else layer):
+                    setattr(made, name, None if entry is None else make(entry))
                 bar.update()
-            return out
+            return made
 
         weights = handles(layout.top)
-        weights.layers = [handles(table) for table in layout.layers]
+        weights.layers = [handles(table, layer) for layer, table in enumerate(layout.layers, first)]
     return weights
 
 

@@ -1,25 +1,31 @@
 """CUDA: NVIDIA GPUs of compute capability 8.0 and newer, through CuPy and our own kernels."""
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
+from common.ops import Ops
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
 
 
 def find_card() -> str:
-    """The current GPU in words; raises BimetalError with what is missing."""
+    """The GPUs in words, by number if there are several; raises BimetalError with what the current one lacks."""
     try:
-        from cuda_backend.ops import available
+        import cupy
+
+        from cuda_backend.ops import available, card_of
     except ImportError as error:
         raise BimetalError(f"CuPy does not load: {error}") from None
     from cuda_backend.launch import check_compiler
 
-    card = available()
+    available()
     check_compiler()
-    return f"{card.name}, compute capability {card.capability / 10}"
+    cards = [card_of(i) for i in range(cupy.cuda.runtime.getDeviceCount())]
+    words = [f"{card.name}, compute capability {card.capability / 10}" for card in cards]
+    return words[0] if len(words) == 1 else "; ".join(f"GPU {i}: {text}" for i, text in enumerate(words))
 
 
 def random_ops() -> "CudaOps":
@@ -34,3 +40,24 @@ def open_ops(checkpoint: Checkpoint, wide: bool = False) -> "CudaOps":
     from cuda_backend.ops import CudaOps  # needs CuPy, which `layout` and the kernels do not
 
     return CudaOps()
+
+
+def open_devices(
+    devices: Sequence[int],
+    split: Sequence[float],
+    draft: int | None,
+    sizes: Callable[[Ops], Sequence[int]],
+    random: bool = False,
+) -> Ops:
+    """The GPUs `devices`, which share a model's layers in this order; a single one becomes the thread's current GPU.
+
+    split   proportions of the model's bytes; empty: as memory is free
+    draft   the GPU of a draft's layers; None: the last of `devices`
+    sizes   bytes of each layer of the model, as given ops hold it
+    random  make quantized matrices at random, as `random_ops` does
+    """
+    from cuda_backend.ops import CudaOps
+    from cuda_backend.random_weights import RandomOps
+    from cuda_backend.split import open_parts
+
+    return open_parts(devices, split, draft, sizes, RandomOps if random else CudaOps)

@@ -79,15 +79,20 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@cache
 def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0) -> Kernel:
     """The function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
 
     defines  preprocessor definitions, "COLS=8"
     shared   most dynamic shared memory that a launch will ask for, bytes
     """
+    return _kernel(cupy.cuda.runtime.getDevice(), stem, name, defines, shared)
+
+
+@cache
+def _kernel(device: int, stem: str, name: str, defines: tuple[str, ...], shared: int) -> Kernel:
+    """The function on the current device, which is `device`: each has its own, with its own shared memory."""
     try:
-        function = _module(stem, defines).get_function(name)
+        function = _module(device, stem, defines).get_function(name)
         _ = function.kernel  # compiles it
     except cupy.cuda.compiler.CompileException as error:
         raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
@@ -117,7 +122,7 @@ def no_compiler(error: Exception) -> BimetalError | None:
 
 
 @cache
-def _module(stem: str, defines: tuple[str, ...]) -> Any:
+def _module(device: int, stem: str, defines: tuple[str, ...]) -> Any:
     return cupy.RawModule(code=source(stem), options=(*OPTIONS, *(f"-D{d}" for d in defines)))
 
 
@@ -128,10 +133,10 @@ class Memory:
         try:
             self._memory = cupy.cuda.alloc(max(nbytes, 1))
         except cupy.cuda.memory.OutOfMemoryError:
-            free, total = cupy.cuda.runtime.memGetInfo()
+            (free, total), device = cupy.cuda.runtime.memGetInfo(), cupy.cuda.runtime.getDevice()
             raise BimetalError(
-                f"the GPU has {free / 1e9:.1f} of {total / 1e9:.1f} GB free and {nbytes / 1e9:.1f} GB more are needed; "
-                "choose a smaller quantization or a shorter context"
+                f"GPU {device} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free and {nbytes / 1e9:.1f} GB more are "
+                "needed; choose a smaller quantization or a shorter context"
             ) from None
         self.address: int = self._memory.ptr
         self.nbytes = nbytes
@@ -286,6 +291,11 @@ class Array:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Is it computed and added up, its elements one behind the other?"""
+        return bool(self._address) and self.slots == 1 and self.strides == contiguous(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -118,7 +118,22 @@ class CudaOps(Ops):
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
         out, rows = self.replay.run(fn, state, step)
-        return tuple(self._kept(x, rows) for x in out) if isinstance(out, tuple) else self._kept(out, rows)
+        return tuple(self.kept(x, rows) for x in out) if isinstance(out, tuple) else self.kept(out, rows)
+
+    def kept(self, x: Array, rows: int) -> Array:
+        """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step."""
+        rows = min(rows, x.shape[0])
+        shape = (rows, *x.shape[1:])
+        memory = Memory(4 * int(np.prod(shape)))
+        out = Array(shape, memory.address, owner=memory)
+        if out.size:
+            node = self._pointwise(COPY, x[:rows], x)
+            node.emit(memory.address, 0, 0, 0)
+        return out
+
+    def dense(self, x: Array) -> Array:
+        """x computed and added up, one element behind the other, in the arena."""
+        return Array(x.shape, self._node(x).as_dense())
 
     def scope(self, layer: int, block: Callable[[AnyArray], AnyArray], x: AnyArray) -> AnyArray:
         self.arena.turn()
@@ -737,7 +752,7 @@ class CudaOps(Ops):
         if isinstance(x, np.ndarray):
             return x
         if x.dtype == np.float32:
-            x = self._kept(x, x.shape[0])
+            x = self.kept(x, x.shape[0])
         out = np.empty(x.shape, x.dtype)
         if out.size:
             runtime = cupy.cuda.runtime
@@ -981,17 +996,6 @@ class CudaOps(Ops):
             else:
                 self._delta((NOTHING,) * 5, 0, 0, layer, inputs.memory.address, 0)
 
-    def _kept(self, x: Array, rows: int) -> Array:
-        """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step."""
-        rows = min(rows, x.shape[0])
-        shape = (rows, *x.shape[1:])
-        memory = Memory(4 * int(np.prod(shape)))
-        out = Array(shape, memory.address, owner=memory)
-        if out.size:
-            node = self._pointwise(COPY, x[:rows], x)
-            node.emit(memory.address, 0, 0, 0)
-        return out
-
     def _out(self, dense: int, packed: int, bf16: int, K: int, cols: int) -> np.ndarray:
         groups = groups_of(K) if packed else -(-K // 32)
         return np.array((dense, packed, bf16, K, cols, groups), OUT)
@@ -1067,21 +1071,25 @@ def available() -> Card:
                 f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10} and CuPy is built for "
                 f"{runtime // 1000}; update the driver, or install cupy-cuda{driver // 1000}x"
             )
-        p = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        card = card_of(cupy.cuda.runtime.getDevice())
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BimetalError(
             f"the NVIDIA driver does not answer ({error}); install a driver for CUDA "
             f"{cupy.cuda.runtime.runtimeGetVersion() // 1000}, or choose another backend"
         ) from None
-    card = Card(
+    if card.capability < OLDEST:
+        raise BimetalError(
+            f"{card.name} has compute capability {card.capability / 10}; the CUDA kernels need 8.0 (Ampere) or newer"
+        )
+    return card
+
+
+def card_of(index: int) -> Card:
+    p = cupy.cuda.runtime.getDeviceProperties(index)
+    return Card(
         p["name"].decode(),
         10 * p["major"] + p["minor"],
         p["multiProcessorCount"],
         p["sharedMemPerMultiprocessor"],
         p["sharedMemPerBlockOptin"],
     )
-    if card.capability < OLDEST:
-        raise BimetalError(
-            f"{card.name} has compute capability {card.capability / 10}; the CUDA kernels need 8.0 (Ampere) or newer"
-        )
-    return card

@@ -123,21 +123,17 @@ class Replay:
 
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
-        T = len(step)
-        step.the_slot()
-        if state.length + T > state.capacity + TREE_ROWS or (T > TREE_ROWS and state.length + T > state.capacity):
-            raise BimetalError(
-                f"{T} more tokens do not fit the context of {state.capacity}, of which {state.length} are used"
-            )
-        if T == 0:
-            raise ValueError("a step needs at least one row")
+        check(state, step)
+        state.began(step)
+        return self._launch(fn, state, self.upload(state, step)), len(step)
+
+    def upload(self, state: Any, step: Step) -> DeviceStep:
+        """The step where graphs read it."""
         recurrent = state.recurrent
         current, path = (recurrent.current, recurrent.path) if recurrent else (0, np.empty(0, np.int32))
-        state.began(step)
         inputs = self.inputs_for(step)
         inputs.upload(step, state.length, current, path)
-        bucket = T if T > TREE_ROWS else next(b for b in BUCKETS if b >= T)
-        return self._launch(fn, state, replace(inputs.step(bucket), is_block=step.parents is None)), T
+        return replace(inputs.step(bucket(len(step))), is_block=step.parents is None)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""
@@ -184,6 +180,23 @@ class Replay:
             graph = self.stream.end_capture()
         self.captures += 1
         return Captured(graph, out)
+
+
+def check(state: Any, step: Step) -> None:
+    """Refuse a step that `state` has no room for."""
+    T = len(step)
+    step.the_slot()
+    if state.length + T > state.capacity + TREE_ROWS or (T > TREE_ROWS and state.length + T > state.capacity):
+        raise BimetalError(
+            f"{T} more tokens do not fit the context of {state.capacity}, of which {state.length} are used"
+        )
+    if T == 0:
+        raise ValueError("a step needs at least one row")
+
+
+def bucket(T: int) -> int:
+    """The rows of the graph that serves T rows; more than a graph has are prefill and serve themselves."""
+    return T if T > TREE_ROWS else next(b for b in BUCKETS if b >= T)
 
 
 def graphs() -> Any:

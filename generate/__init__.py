@@ -5,6 +5,7 @@
 >>> llm.chat([{"role": "user", "content": "Name a prime number."}], max_tokens=32).text
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ def load(
     draft: str | None = None,
     fa_window: int | None = None,
     max_kv_size: int | None = None,
+    devices: Sequence[int] = (),
+    split: Sequence[float] = (),
+    draft_device: int | None = None,
 ) -> "LLM":
     """Load a model and start the one thread that owns it.
 
@@ -40,11 +44,22 @@ def load(
     draft    a DFlash draft for the model, named as models are, or "demo": it makes decoding faster and changes no text
     fa_window  most positions that decoding attends to, for long contexts; it changes the text. None: all
     max_kv_size  most tokens whose keys and values are kept, the first four among them; it changes the text. None: all
+    devices  NVIDIA GPUs by number, which share the model's layers in this order; empty: the first alone
+    split    proportions of the model's bytes, one per device; empty: as memory is free
+    draft_device  the GPU of the draft; None: the last of `devices`
     """
+    from generate.backends import Placement
     from generate.llm import LLM
 
     return LLM(
-        model, backend=backend, ctx=ctx, progress=progress, draft=draft, fa_window=fa_window, max_kv_size=max_kv_size
+        model,
+        backend=backend,
+        ctx=ctx,
+        progress=progress,
+        draft=draft,
+        fa_window=fa_window,
+        max_kv_size=max_kv_size,
+        placement=Placement(devices, split, draft_device),
     )
 
 

@@ -1,8 +1,9 @@
 """The one place that picks a backend."""
 
+import argparse
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -10,7 +11,8 @@ from types import ModuleType
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
-from common.models import Model, is_defined, is_wide, load_model
+from common.fit import predict_layers
+from common.models import Model, architecture, is_defined, is_wide, load_model
 from common.ops import Ops
 
 
@@ -22,6 +24,43 @@ class Found:
     usable: bool
     what: str
     is_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which GPUs run a model.
+
+    devices  their numbers, in the order of the layers; empty: the first GPU alone
+    split    proportions of the model's bytes, one per device; empty: as memory is free
+    draft    the GPU of a draft; None: the last of `devices`
+    """
+
+    devices: Sequence[int] = ()
+    split: Sequence[float] = ()
+    draft: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.devices and (self.split or self.draft is not None):
+            raise UsageError(f"{'split' if self.split else 'draft_device'} needs devices: the GPUs that hold the model")
+        if self.split and len(self.split) != len(self.devices):
+            raise UsageError(f"split has {len(self.split)} proportions for {len(self.devices)} devices; give one each")
+        if any(not 0 < part < float("inf") for part in self.split):
+            raise UsageError(f"split is {','.join(f'{p:g}' for p in self.split)}; proportions must be above 0")
+
+    def __str__(self) -> str:
+        """In words for a log: "GPUs 0,1 split 1,3, draft on 1"; "" where nothing was chosen."""
+        words = [f"GPUs {','.join(map(str, self.devices))}"] if self.devices else []
+        words += [f" split {','.join(f'{part:g}' for part in self.split)}"] if self.split else []
+        words += [f", draft on {self.draft}"] if self.draft is not None else []
+        return "".join(words)
+
+
+ONE_GPU = Placement()
+
+
+def placement_of(args: argparse.Namespace) -> Placement:
+    """What the flags of generate.cli say."""
+    return Placement(args.devices or (), args.split or (), getattr(args, "draft_device", None))
 
 
 def find_cuda() -> Found:
@@ -73,9 +112,19 @@ def choose(name: str | None) -> Found:
     return found
 
 
-def open_backend(name: str | None, checkpoint: Checkpoint) -> Ops:
-    """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them."""
+def open_backend(name: str | None, checkpoint: Checkpoint, placement: Placement = ONE_GPU, random: bool = False) -> Ops:
+    """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
+
+    random  on CUDA, ops that make quantized matrices at random
+    """
     chosen = choose(name).name
+    if placement.devices:
+        if chosen != "cuda":
+            raise UsageError(f"devices are NVIDIA GPUs, and the backend is {chosen}; leave them out, or choose cuda")
+        where = placement.devices, placement.split, placement.draft
+        return backend_package(chosen).open_devices(*where, lambda ops: _layer_bytes(checkpoint, ops), random)
+    if random and chosen == "cuda":
+        return backend_package(chosen).random_ops()
     if chosen == "numpy":
         from common.reference import NumpyOps
 
@@ -83,9 +132,16 @@ def open_backend(name: str | None, checkpoint: Checkpoint) -> Ops:
     return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
 
 
-def open_model(checkpoint: Checkpoint, backend: str | None, progress: bool = False) -> Model:
+def _layer_bytes(checkpoint: Checkpoint, ops: Ops) -> list[int]:
+    definition = architecture(checkpoint)[1]
+    return predict_layers(checkpoint, definition.layout(definition.read_config(checkpoint), checkpoint), ops)
+
+
+def open_model(
+    checkpoint: Checkpoint, backend: str | None, progress: bool = False, placement: Placement = ONE_GPU
+) -> Model:
     """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none."""
-    ops = open_backend(backend, checkpoint)
+    ops = open_backend(backend, checkpoint, placement)
     if not is_defined(checkpoint) and ops.name == "mlx" and checkpoint.format == "safetensors" and find_spec("mlx_lm"):
         print(f"{checkpoint.config.get('model_type')} is run by mlx-lm's own definition", file=sys.stderr)
         return backend_package("mlx").load_fallback(checkpoint, ops)

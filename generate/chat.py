@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError, UsageError
+from generate.backends import placement_of
 from generate.cli import sampling_options
 from generate.llm import LLM
 from generate.reply import PrefillBar, figures, show
@@ -25,7 +26,8 @@ A line that is only \"\"\" begins or ends a message of several lines. Ctrl-C sto
 
 
 def run(args: argparse.Namespace) -> int:
-    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window, args.max_kv_size) as llm:
+    how = (args.ctx, True, args.draft, args.fa_window, args.max_kv_size, placement_of(args))
+    with LLM(args.model, args.backend, *how) as llm:
         if llm.tokenizer.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; use --prompt with --raw")
         if sys.stdin.isatty():

@@ -186,7 +186,7 @@ def _perplexity(prog: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="keep the log-probabilities, two bytes per scored token and vocabulary entry",
     )
-    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+    _backend(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
@@ -222,7 +222,7 @@ def _selftest(prog: str) -> argparse.ArgumentParser:
 
 
 def _speculation(p: Any) -> None:
-    p.add_argument("--draft", metavar="DRAFT", help="a DFlash draft for the model, named as models are; or demo")
+    _draft(p, "a DFlash draft for the model, named as models are; or demo")
     p.add_argument(
         "--spec",
         choices=KINDS,
@@ -244,7 +244,7 @@ def _speculation(p: Any) -> None:
 def _speculation_bench(p: Any) -> None:
     p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
     p.add_argument("--prompts", type=_positive, default=16, metavar="N", help="the first N of them (default: 16)")
-    p.add_argument("--draft", metavar="DRAFT", help="a draft for the model; or demo, or synthetic with --synthetic")
+    _draft(p, "a draft for the model; or demo, or synthetic with --synthetic")
     p.add_argument("--tree-budget", type=_budget, metavar="N", help="guessed tokens per step (default: auto)")
     p.add_argument("--tree-topk", type=_positive, default=8, metavar="N", help="tokens considered at each place")
     p.add_argument("--budgets", type=_counts, metavar="N,N", help="also trees of exactly so many guesses")
@@ -259,7 +259,30 @@ def _model(p: Any) -> None:
     p.add_argument(
         "-c", "--ctx", type=_count, metavar="N", help="most tokens of prompt and reply (default: as trained)"
     )
+    _backend(p)
+
+
+def _backend(p: Any) -> None:
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+    p.add_argument(
+        "--devices",
+        type=_indices,
+        metavar="N,N",
+        help="NVIDIA GPUs, by the numbers that `devices` prints, which share the layers in this order (default: 0)",
+    )
+    p.add_argument(
+        "--split",
+        type=_numbers,
+        metavar="X,X",
+        help="proportions of the model's bytes on each of --devices, such as 1,3 (default: as memory is free)",
+    )
+
+
+def _draft(p: Any, help: str) -> None:
+    p.add_argument("--draft", metavar="DRAFT", help=help)
+    p.add_argument(
+        "--draft-device", type=_count, metavar="N", help="the GPU of the draft (default: the last of --devices)"
+    )
 
 
 def _number(text: str) -> float:
@@ -290,6 +313,14 @@ def _counts(text: str) -> list[int]:
     if 0 in counts:
         raise argparse.ArgumentTypeError("0 is not a number of prompt tokens")
     return counts
+
+
+def _indices(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _numbers(text: str) -> list[float]:
+    return [_number(part) for part in text.split(",")]
 
 
 def _run_prompt(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import schemas
-from generate.backends import leave_thread, open_model
+from generate.backends import ONE_GPU, Placement, leave_thread, open_model
 from generate.owner import Owner
 
 Prompt = str | Sequence[int]
@@ -224,7 +224,10 @@ class LLM:
         draft: str | None = None,
         fa_window: int | None = None,
         max_kv_size: int | None = None,
+        placement: Placement = ONE_GPU,
     ):
+        if placement.draft is not None and draft is None:
+            raise UsageError(f"draft_device is {placement.draft}, and there is no draft; give one")
         self.path = resolve_model(model, progress=progress)
         self.draft_path = None if draft is None else resolve_draft(draft, progress)
         if ctx is not None and ctx < 1:
@@ -233,15 +236,21 @@ class LLM:
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
         self._session: Session = self._owner.submit(
-            lambda: self._load(backend, ctx, progress, fa_window, max_kv_size)
+            lambda: self._load(backend, ctx, progress, fa_window, max_kv_size, placement)
         ).result()
 
     def _load(
-        self, backend: str | None, ctx: int | None, progress: bool, fa_window: int | None, max_kv_size: int | None
+        self,
+        backend: str | None,
+        ctx: int | None,
+        progress: bool,
+        fa_window: int | None,
+        max_kv_size: int | None,
+        placement: Placement,
     ) -> Session:
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-        model = open_model(checkpoint, backend, progress)
+        model = open_model(checkpoint, backend, progress, placement)
         if max_kv_size is not None:
             model = bounded(model, max_kv_size)
         if self.draft_path is not None:

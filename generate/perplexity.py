@@ -26,12 +26,12 @@ from common.perplexity import (
     scored_targets,
 )
 from common.tokenizer import Tokenizer, load_tokenizer
-from generate.backends import open_model
+from generate.backends import open_model, placement_of
 
 
 def run(args: argparse.Namespace) -> int:
     text = _read_text(Path(args.text))
-    path, model, tokenizer = _load(args.model, args.backend)
+    path, model, tokenizer = _load(args.model, args)
     if args.ctx_window > model.config.context:
         raise UsageError(
             f"--ctx-window is {args.ctx_window}, and the model was trained for {model.config.context} tokens"
@@ -57,11 +57,11 @@ def _read_text(path: Path) -> str:
         raise BimetalError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _load(name: str, backend: str | None) -> tuple[Path, Model, Tokenizer]:
+def _load(name: str, args: argparse.Namespace) -> tuple[Path, Model, Tokenizer]:
     path = resolve_model(name)
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-    return path, open_model(checkpoint, backend, progress=True), tokenizer
+    return path, open_model(checkpoint, args.backend, progress=True, placement=placement_of(args)), tokenizer
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -78,7 +78,7 @@ def _reference(
         check_saved(saved, file, windows, model.config.vocab)
         return saved.model, saved.blocks()
     if args.reference:
-        path, other, tokenizer = _load(args.reference, args.backend)
+        path, other, tokenizer = _load(args.reference, args)
         if other.config.vocab != model.config.vocab:
             raise BimetalError(
                 f"{path} has a vocabulary of {other.config.vocab} tokens and the model one of {model.config.vocab}; "

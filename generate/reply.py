@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from common.errors import UsageError
 from common.session import PREFILL_ROWS, Stats
+from generate.backends import placement_of
 from generate.cli import sampling_options
 from generate.llm import LLM, Stream
 
@@ -17,7 +18,8 @@ DIM, RESET = "\x1b[2m", "\x1b[0m"
 
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _stdin()
-    with LLM(args.model, args.backend, args.ctx, True, args.draft, args.fa_window, args.max_kv_size) as llm:
+    how = (args.ctx, True, args.draft, args.fa_window, args.max_kv_size, placement_of(args))
+    with LLM(args.model, args.backend, *how) as llm:
         options = sampling_options(args)
         if args.raw or llm.tokenizer.chat_template is None:
             if args.system is not None:

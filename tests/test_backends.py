@@ -116,4 +116,36 @@ Memory(5 * 10**9)
 """
     environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert "the GPU has 1.0 of 1.0 GB free and 5.0 GB more are needed; choose a smaller" in done.stderr
+    assert "GPU 0 has 1.0 of 1.0 GB free and 5.0 GB more are needed; choose a smaller" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--devices 2", "GPU 2 does not exist; this machine has GPUs 0 to 1"),
+        ("--devices 0,1 --draft demo --draft-device 5", "GPU 5 does not exist"),
+        ("--devices 0,1 --split 1", "split has 1 proportions for 2 devices; give one each"),
+        ("--devices 0,1 --split 1,0", "split is 1,0; proportions must be above 0"),
+        ("--devices 0,1 --split 1,-1", "split is 1,-1; proportions must be above 0"),
+        ("--devices 0,x", "'x' is not a whole number of at least 0"),
+        ("--split 1,1", "split needs devices: the GPUs that hold the model"),
+        ("--devices 0 --draft-device 1", "draft_device is 1, and there is no draft; give one"),
+        ("--devices 0,1 --backend numpy", "devices are NVIDIA GPUs, and the backend is numpy"),
+    ],
+)
+def test_devices_that_cannot_be(flags, said):
+    command = [sys.executable, "-m", "generate", "--prompt", "x", *flags.split()]
+    environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}", "BIMETAL_GPUS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
+def test_several_gpus_are_listed_by_number():
+    code = "from generate.backends import find_cuda; print(find_cuda().what)"
+    environment = os.environ | {"PYTHONPATH": f"{TESTS / 'cuda_on_cpu'}:{TESTS.parent}", "BIMETAL_GPUS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "GPU 0: a CPU, compute capability 8.9; GPU 1: a CPU, compute capability 8.9\n"

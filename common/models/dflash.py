@@ -276,11 +276,11 @@ def read(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step, feature
         ops.write_kv(k, v, state.kv, step)
 
 
-def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step) -> Array:
-    """The logits (block - 1, vocab) of the masked rows of a block."""
+def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step, first: int) -> Array:
+    """The logits (block - 1, vocab) of the masked rows of a block; `first` is the first layer's number in the state."""
     x = ops.embed(embed, step.tokens)
     for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
-        x = ops.scope(i, partial(block, ops, c, layer, state, step, i), x)
+        x = ops.scope(first + i, partial(block, ops, c, layer, state, step, i), x)
     return ops.linear(ops.rms_norm(x[1:], w.norm, c.eps), head)
 
 
@@ -360,8 +360,8 @@ class Pair(Model):
 
     def _block_logits(self, state: State, step: Step) -> Array:
         head = self.weights.embed if self.weights.head is None else self.weights.head
-        states = self._draft_states(state)
-        return forward(self.ops, self.draft, self.draft_weights, self.weights.embed, head, states, step)
+        states, first = self._draft_states(state), len(self.weights.layers)
+        return forward(self.ops, self.draft, self.draft_weights, self.weights.embed, head, states, step, first)
 
     def _draft_states(self, state: State) -> list[Any]:
         return [state[len(self.weights.layers) + i] for i in range(self.draft.layers)]
@@ -373,6 +373,12 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
         raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
     checkpoint = open_checkpoint(path)
     config = read_config(checkpoint, target)
-    weights = load_weights(checkpoint, layout(config, checkpoint), target.ops, progress)
+    weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
     return Pair(*parts, config, weights)
+
+
+def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:
+    """The draft's weights: its layers are counted after the target's, its last norm lies beside the target's head."""
+    first = len(target.layout.layers)
+    return load_weights(checkpoint, layout(c, checkpoint), target.ops, progress, first, target.layout.out)

@@ -7,11 +7,9 @@ block of 256 divides; routers stay float32).
 
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from common.checkpoint import Checkpoint
 from common.errors import UsageError
@@ -19,7 +17,7 @@ from common.models import ARCHITECTURES, Model
 from common.ops import Ops
 from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
-from common.weights import Matrix, Stored, Table, Vector, dense
+from common.weights import Matrix, Stored, Vector, dense, make_weights
 
 METADATA: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": {
@@ -115,20 +113,12 @@ def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
     definition = ARCHITECTURES[architecture]
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)
-    with tqdm(total=len(checkpoint.tensors), desc="making", leave=False, disable=None if progress else True) as bar:
 
-        def made(entry: Matrix | Vector | None) -> Any:
-            if entry is None:
-                return None
-            tensors = [checkpoint.tensors[s.names[0]] for s in entry.parts]  # as canonical as they need to be
-            bar.update(len(tensors))
-            return ops.weight(*tensors) if isinstance(entry, Matrix) else ops.vector(tensors[0])
+    def made(entry: Matrix | Vector) -> Any:
+        tensors = [checkpoint.tensors[s.names[0]] for s in entry.parts]  # as canonical as they need to be
+        return ops.weight(*tensors) if isinstance(entry, Matrix) else ops.vector(tensors[0])
 
-        def handles(table: Table) -> SimpleNamespace:
-            return SimpleNamespace(**{key: made(entry) for key, entry in table.items()})
-
-        weights = handles(layout.top)
-        weights.layers = [handles(table) for table in layout.layers]
+    weights = make_weights(layout, ops, made, "making", progress)
     return Model(architecture, definition, config, layout, weights, ops)
 
 

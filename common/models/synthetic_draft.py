@@ -5,10 +5,10 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.models import Model
-from common.models.dflash import Pair, layout, read_config
+from common.models.dflash import Pair, layout, load_draft, read_config
 from common.models.synthetic import constant_vector, random_matrix
 from common.tensors import Tensor
-from common.weights import Matrix, load_weights
+from common.weights import Matrix
 
 METADATA: dict[str, Any] = {
     "general.architecture": "dflash",
@@ -41,7 +41,7 @@ def synthetic_pair(target: Model) -> Pair:
         for part in entry.parts:
             tensors[part.names[0]] = _tensor(part.names[0], part.part_of or part.shape, isinstance(entry, Matrix))
     checkpoint = Checkpoint(Path("synthetic draft"), "gguf", metadata, tensors)
-    weights = load_weights(checkpoint, layout(config, checkpoint), target.ops)
+    weights = load_draft(checkpoint, config, target)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
     return Pair(*parts, config, weights)
 

@@ -62,6 +62,20 @@ def test_models(name):
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "test_logits and short and three",
+        "not test_logits and not test_draft",
+        "test_draft and own and qwen35",
+        pytest.param("test_logits and not (short and three)", marks=pytest.mark.slow),
+        pytest.param("test_draft and not (own and qwen35)", marks=pytest.mark.slow),
+    ],
+)
+def test_several_gpus(chosen):
+    on_cpu("models/test_cuda_split.py", chosen, BIMETAL_GPUS="3")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k"])
 def test_speculation(chosen):

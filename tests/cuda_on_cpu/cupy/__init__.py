@@ -2,8 +2,12 @@
 
 With this folder on PYTHONPATH in CuPy's place, the tests marked `gpu` execute our kernels on any x86-64 Linux.
 Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) are replaced by the functions below.
+
+BIMETAL_GPUS pretends several GPUs: a launch, a copy or an event under another current GPU than its own is refused, and
+so is a kernel that is handed memory of another GPU.
 """
 
+import bisect
 import ctypes
 import os
 import re
@@ -153,7 +157,7 @@ class RawModule:
 
 class Function:
     def __init__(self, name: str, params: list[str], library: ctypes.CDLL, text: str):
-        self.name, self.kernel = name, self
+        self.name, self.kernel, self.device = name, self, current
         self.sizes = [8 if "*" in p else SIZES[p.replace("const ", "").split()[0]] for p in params]
         self.run = getattr(library, f"run_{name}")
         self.run.restype = ctypes.c_char_p
@@ -164,6 +168,11 @@ class Function:
         values = [np.asarray(arg) for arg in args]
         if [v.nbytes for v in values] != self.sizes:
             raise TypeError(f"{self.name} takes parameters of {self.sizes} bytes, got {[v.nbytes for v in values]}")
+        belongs(self.name, self.device, stream.device)
+        for value in values if COUNT > 1 else ():
+            words = [value[field] for field in value.dtype.names or ()] or [value]
+            addresses = [int(word) for word in words if word.dtype == np.uint64]
+            belongs(f"an argument of {self.name}", *map(device_of, addresses))
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise ValueError(f"{self.name} was not told of {shared_mem} bytes of shared memory")
         pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
@@ -176,19 +185,66 @@ class Function:
         launch() if recording is None else recording.append(launch)
 
 
+COUNT = int(os.environ.get("BIMETAL_GPUS", "1"))
+current = 0  # the GPU that calls go to
+memories: list[list[tuple[int, int]]] = [[] for _ in range(COUNT)]  # of each GPU, where its memory begins and ends
+
+
+def device_of(address: int) -> int | None:
+    """The GPU whose memory holds an address, None for a number that is none."""
+    for device, spans in enumerate(memories):
+        at = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
+        if at >= 0 and address < spans[at][1]:
+            return device
+    return None
+
+
+def belongs(what: str, *devices: int | None) -> None:
+    """Refuse what lies on another GPU than the current one."""
+    for device in devices:
+        if device not in (None, current):
+            raise RuntimeError(f"{what} is of GPU {device}, and GPU {current} is current")
+
+
+class Device:
+    def __init__(self, index: int):
+        self.index, self.before = index, []
+
+    def use(self) -> None:
+        global current
+        current = self.index
+
+    def __enter__(self) -> "Device":
+        self.before.append(current)
+        self.use()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global current
+        current = self.before.pop()
+
+
 class Memory:
     def __init__(self, nbytes: int):
         self.bytes = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN where nobody writes
         self.ptr = -(-self.bytes.ctypes.data // 256) * 256
+        self.device, self.span = current, (self.ptr, self.ptr + nbytes)
+        bisect.insort(memories[current], self.span)
+
+    def __del__(self) -> None:
+        memories[self.device].remove(self.span)
 
 
 class Stream:
-    ptr = 0
-
     def __init__(self, non_blocking: bool = False):
-        pass
+        self.device = current
+
+    @property
+    def ptr(self) -> int:
+        return self.device
 
     def __enter__(self) -> "Stream":
+        belongs("a stream", self.device)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -198,24 +254,36 @@ class Stream:
         pass
 
     def wait_event(self, event: "Event") -> None:
-        pass
+        if recording is not None and not event.captured:
+            raise RuntimeError("a stream that is captured waits for an event outside of its graph")
 
     def begin_capture(self) -> None:
         global recording
+        belongs("a stream", self.device)
+        if recording is not None:
+            raise RuntimeError("two streams are captured at once")
         recording = []
 
     def end_capture(self) -> SimpleNamespace:
         global recording
+        belongs("a stream", self.device)
         launches, recording = recording, None
-        return SimpleNamespace(launch=lambda stream: [launch() for launch in launches or []])
+
+        def launch(stream: Stream) -> None:
+            belongs("a stream of a graph", self.device, stream.device)
+            for each in launches or []:
+                each()
+
+        return SimpleNamespace(launch=launch)
 
 
 class Event:
     def __init__(self, disable_timing: bool = False):
-        pass
+        self.device, self.captured = current, False
 
     def record(self, stream: Stream) -> None:
-        pass
+        belongs("an event", self.device, stream.device)
+        self.captured = recording is not None
 
 
 def gemm(*args: Any) -> None:
@@ -246,23 +314,53 @@ PROPERTIES = {
     "sharedMemPerMultiprocessor": 228 << 10,
     "sharedMemPerBlockOptin": 227 << 10,
 }
+
+
+def copy(to: int, source: int, n: int, kind: int, stream: int) -> None:
+    belongs("a stream", stream)
+    belongs("copied memory", device_of(int(to)), device_of(int(source)))
+    if recording is not None:
+        raise RuntimeError("a copy in a graph is not played here")
+    ctypes.memmove(int(to), int(source), int(n))
+
+
+def copy_between(to: int, device: int, source: int, other: int, n: int, stream: int) -> None:
+    belongs("a stream", stream)
+    if (device_of(to), device_of(source)) != (device, other) or recording is not None:
+        raise RuntimeError(f"a copy of {n} bytes from GPU {other} to {device} names others' memory, or is in a graph")
+    ctypes.memmove(to, source, n)
+
+
+def fill(to: int, value: int, n: int, stream: int) -> None:
+    belongs("filled memory", device_of(int(to)), stream)
+    ctypes.memset(int(to), value, int(n))
+
+
+def held() -> int:
+    return sum(end - start for start, end in memories[current])
+
+
 runtime = SimpleNamespace(
     CUDARuntimeError=type("CUDARuntimeError", (RuntimeError,), {}),
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
     memcpyDeviceToDevice=3,
     memGetInfo=lambda: (10**9, 10**9),
-    getDeviceCount=lambda: 1,
+    getDeviceCount=lambda: COUNT,
     driverGetVersion=lambda: 13000,
     runtimeGetVersion=lambda: 13000,
-    getDevice=lambda: 0,
+    getDevice=lambda: current,
     getDeviceProperties=lambda device: PROPERTIES,
-    memcpyAsync=lambda to, source, n, kind, stream: ctypes.memmove(int(to), int(source), int(n)),
-    memsetAsync=lambda to, value, n, stream: ctypes.memset(int(to), value, int(n)),
+    deviceCanAccessPeer=lambda device, other: device != other,
+    deviceEnablePeerAccess=lambda other: None,
+    memcpyAsync=copy,
+    memcpyPeerAsync=copy_between,
+    memsetAsync=fill,
 )
 cuda = ModuleType("cupy.cuda")
 cuda.__dict__.update(
     alloc=Memory,
+    Device=Device,
     Event=Event,
     Stream=Stream,
     runtime=runtime,
@@ -273,3 +371,7 @@ cuda.__dict__.update(
     cublas=SimpleNamespace(gemmEx=gemm),
 )
 sys.modules["cupy.cuda"] = cuda
+
+
+def get_default_memory_pool() -> SimpleNamespace:
+    return SimpleNamespace(total_bytes=held, used_bytes=held)

@@ -1,0 +1,227 @@
+"""Tiny models over several GPUs, which must give what one gives, to the bit; the draft on a GPU of its own."""
+
+import gc
+
+import numpy as np
+import pytest
+import tiny
+import tiny_chat
+import tiny_draft
+
+import generate
+from common.decode.speculative import Accepted, Speculation, speculate
+from common.errors import BimetalError, UsageError
+from common.fit import predict_layers
+from common.models import load_model
+from common.models.dflash import load_pair
+from common.sampling import Sampler, Sampling
+from common.step import PAST, Step
+from generate.backends import Placement, open_backend
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend import split  # noqa: E402
+from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.states import state_bytes  # noqa: E402
+
+COUNT = cupy.cuda.runtime.getDeviceCount()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")]
+three = pytest.mark.skipif(COUNT < 3, reason="needs three GPUs")
+
+TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
+FAMILIES = ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"]
+TWO = Placement((0, 1), (1, 1))
+
+
+def ops_on(name, placement):
+    return open_backend("cuda", tiny.checkpoint(name), placement)
+
+
+def texts(name):
+    return tiny.golden(name)["ids"].astype(np.int32)
+
+
+def story(model, ids, prompt):
+    """The logits of a prompt, rows one by one, trees of which a branch is kept, and what a snapshot brings back."""
+    state, out = model.new_state(160), []
+
+    def read(step, path):
+        out.append(model.ops.read(model.forward(state, step)))
+        state.commit(path)
+
+    def chain(start, n):
+        read(Step.chain(ids[start : start + n], state.length), range(n))
+
+    chain(0, prompt)
+    for at in range(prompt, prompt + 3):  # as it comes, captured, replayed
+        chain(at, 1)
+    for _ in range(2):
+        read(Step.tree(ids[70:78], TREE, state.length), [0, 1, 3])
+    saved = state.snapshot()
+    chain(80, 3)
+    state.restore(saved)
+    chain(80, 3)
+    assert np.array_equal(*out[-2:])
+    return np.concatenate(out)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def one():
+    return CudaOps()
+
+
+@pytest.fixture(scope="module", params=[5, 66], ids=["short", "prefill"])
+def prompt(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(name, one, prompt):
+    return story(tiny.load(name, one), texts(name), prompt)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [TWO, Placement((1, 0), (1, 3)), pytest.param(Placement((2, 0, 1), (1, 1, 1)), marks=three)],
+    ids=["two", "uneven", "three"],
+)
+def test_logits(name, expected, prompt, placement):
+    model = load_model(tiny.checkpoint(name), ops_on(name, placement))
+    assert np.array_equal(story(model, texts(name), prompt), expected)
+
+
+def test_each_holds_its_layers(name):
+    def used():
+        pools = []
+        for device in (0, 1):
+            with cupy.cuda.Device(device):
+                pools.append(cupy.get_default_memory_pool().used_bytes())
+        return np.array(pools)
+
+    ops = ops_on(name, Placement((0, 1), (1, 2)))
+    gc.collect()  # what other tests left must not go meanwhile
+    before = used()
+    model = load_model(tiny.checkpoint(name), ops)
+    sizes = predict_layers(tiny.checkpoint(name), model.layout, ops)
+    places = [part.index for part in ops.layers]
+    assert places == sorted(places)
+    assert {*places} == {0, 1}
+    for device, grown in enumerate(used() - before):
+        own = sum(size for size, place in zip(sizes, places, strict=True) if place == device)
+        count = sum(len(vars(layer)) for layer in model.weights.layers) + 3
+        assert own <= grown <= own + 512 * count  # what an allocation is rounded up to
+    state, spec = model.new_state(64), model.definition.state_spec(model.config)
+    for part, share in state.shares.items():
+        assert share.nbytes == state_bytes([s for s, place in zip(spec, ops.layers, strict=True) if place is part], 64)
+    assert state.nbytes == state_bytes(spec, 64)
+
+
+@pytest.mark.parametrize("target", ["qwen35", "laguna"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement((0,), draft=1),
+        Placement((0, 1), (3, 1), draft=0),
+        Placement((0, 1), (1, 3)),
+        pytest.param(Placement((0, 2), (1, 1), draft=1), marks=three),
+    ],
+    ids=["a GPU of its own", "beside the first layers", "beside the last", "a third"],
+)
+def test_draft(target, placement, one, tmp_path):
+    """A draft's logits, and tokens and logits of speculation by chain and by tree."""
+    alone = tiny.load(target, one)
+    layers, hidden, vocab = len(alone.layout.layers), alone.config.hidden, alone.config.vocab
+    taps = (0, layers - 1) if target == "qwen35" else (1, 2)
+    folder = tiny_draft.write(tmp_path / "draft", hidden, vocab, layers, taps, laguna=target == "laguna")
+    several = load_model(tiny.checkpoint(target), ops_on(target, placement))
+    outputs = []
+    for model in (alone, several):
+        pair, ids, out = load_pair(folder, model), texts(target), []
+        for kind in ("chain", "tree"):
+            state = pair.new_state(96)
+            logits = pair.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
+            state.commit(range(12))
+            out.append(pair.ops.read(pair.propose(state, int(ids[12]))))
+            text, how = ids[:12].tolist(), Speculation(kind, 5)
+            tokens = speculate(pair, state, logits, Sampler(Sampling()), text, how, None, Accepted())
+            for token, row in (next(tokens) for _ in range(5)):
+                out += [np.array([token]), pair.ops.read(row)]
+        outputs.append(out)
+    assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_draws_on_the_last_gpu(one):
+    ids, drawn = texts("llama"), []
+    for ops in (one, ops_on("llama", TWO)):
+        model = load_model(tiny.checkpoint("llama"), ops)
+        logits = model.forward(model.new_state(64), Step.chain(ids[:9], 0))
+        drawn.append(ops.read(ops.sample(logits, Sampler(Sampling(temperature=0.9, top_k=20, seed=3)))))
+    assert np.array_equal(*drawn)
+
+
+def test_one_gpu_of_several(one):
+    with cupy.cuda.Device(0):
+        ops = ops_on("llama", Placement((1,)))
+        assert type(ops) is CudaOps
+        assert cupy.cuda.runtime.getDevice() == 1
+        logits = tiny.logits_of(load_model(tiny.checkpoint("llama"), ops), texts("llama")[:9])
+    assert np.array_equal(logits, tiny.logits_of(tiny.load("llama", one), texts("llama")[:9]))
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (((0, COUNT),), f"GPU {COUNT} does not exist; this machine has GPUs 0 to {COUNT - 1}"),
+        (((0,), (), COUNT), f"GPU {COUNT} does not exist"),
+        (((0, 0),), "devices 0,0 name a GPU twice"),
+        (((0, 1), (1,)), "split has 1 proportions for 2 devices; give one each"),
+        (((0, 1), (1, 0)), "split is 1,0; proportions must be above 0"),
+        (((), (1, 1)), "split needs devices"),
+        (((), (), 1), "draft_device needs devices"),
+    ],
+)
+def test_refused(placement, said):
+    with pytest.raises(UsageError, match=said):
+        ops_on("llama", Placement(*placement))
+
+
+def test_more_gpus_than_layers():
+    with pytest.raises(UsageError, match="the model has 2 layers, too few for 3 GPUs"):
+        split.shared_out([5, 5], [1, 1, 1])
+
+
+def test_too_little_memory_names_the_gpu(monkeypatch):
+    monkeypatch.setattr(split, "free", lambda part: 10**9 if part.index == 0 else 10)
+    with pytest.raises(BimetalError, match=r"GPU 1 \(.*\) has 0.0 GB free, and its 2 layers take 0.0 GB"):
+        ops_on("qwen3", Placement((0, 1), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "proportions", "layers"),
+    [
+        ([1] * 8, [1, 1], [0] * 4 + [1] * 4),
+        ([1] * 8, [1, 3], [0] * 2 + [1] * 6),
+        ([10, 1, 1, 1, 1, 1, 1], [1, 1], [0] + [1] * 6),  # an embedding lies beside the first layer
+        ([1, 1, 10], [1, 1, 1], [0, 1, 2]),  # none empty
+        ([1] * 4, [1000, 1, 1], [0, 0, 1, 2]),
+        ([1] * 4, [1, 1, 1000], [0, 1, 2, 2]),
+    ],
+)
+def test_shared_out(sizes, proportions, layers):
+    assert split.shared_out(sizes, proportions) == layers
+
+
+def test_through_the_api(tmp_path):
+    """Text from several GPUs, in the thread that owns the model, and from the second alone."""
+    folder, replies = tiny_chat.write(tmp_path / "model"), []
+    for how in ({}, {"devices": (0, 1), "split": (1, 1)}, {"devices": (1,)}):
+        with generate.load(str(folder), backend="cuda", **how) as llm:
+            replies.append(llm.generate("one two", max_tokens=6, logprobs=2))
+            assert np.array_equal(llm.logits("one two")[-1].argmax(), replies[0].tokens[0])
+    assert replies[0].tokens == replies[1].tokens == replies[2].tokens
+    assert replies[0].logprobs == replies[1].logprobs == replies[2].logprobs
