@@ -31,7 +31,7 @@ from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
 from common.step import State, Step, state_bytes
 from common.weights import Matrix
-from generate.backends import backend_package, choose, open_backend, open_model
+from generate.backends import backend_package, choose, open_backend, open_model, placement_of
 
 COLUMNS = (
     "date",
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.runs < 1 or args.new_tokens < 2:
         raise UsageError("--runs must be at least 1 and --new-tokens at least 2")
     path = resolve_model(args.model)
-    model = open_model(open_checkpoint(path), args.backend, progress=True)
+    model = open_model(open_checkpoint(path), args.backend, progress=True, placement=placement_of(args))
     ops = model.ops
     limit = args.ctx or model.config.context
     fits = [n for n in args.contexts if n + args.new_tokens <= limit]
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
                     "gb_per_s": f"{rate / 1e9:.2f}",
                     "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}" if name == ops.name else "",
                     "verdict": args.verdict,
-                    "note": args.note,
+                    "note": note(args),
                 }
             )
         if args.peer:
@@ -154,7 +154,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
             seconds = statistics.median(_prefill(model, model.new_state(n), n) for _ in range(args.runs + 1))
         print(f"{n:10} {seconds * 1e3:9.2f} {n / seconds:9.1f}", flush=True)
         rows.append(
-            common | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": args.note}
+            common | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": note(args)}
         )
     head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
@@ -185,7 +185,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
                     "decode_tps_max": f"{n / low * 1e3:.1f}",
                     "gb_per_s": f"{rate / 1e9:.1f}",
                     "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
-                    "note": f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; {args.note}",
+                    "note": f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; {note(args)}",
                 }
             )
     if args.log:
@@ -207,7 +207,7 @@ def open_synthetic(args: argparse.Namespace, tokens: int) -> Model:
             f"{args.synthetic} is {size / 1e9:.1f} GB, this machine has no GPU that we can use, and a CPU takes hours; "
             f"--backend {found.name} runs it all the same"
         )
-    ops = backend_package("cuda").random_ops() if found.name == "cuda" else open_backend(found.name, checkpoint)
+    ops = open_backend(found.name, checkpoint, placement_of(args), random=True)
     needed = fit.predict_weights(checkpoint, definition.layout(config, checkpoint), ops)
     needed += ops.held_state_bytes(definition.state_spec(config), tokens, ops.prefill_rows)
     free, reason = ops.free_bytes()
@@ -248,22 +248,23 @@ def _prefill(model: Model, state: State, tokens: int) -> float:
 def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float], int]:
     """Seconds of a step of `rows` rows that samples greedily, and its kernels, 0 where the backend does not count."""
     ops, greedy = model.ops, Sampler(Sampling())
-    ids = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
-    step = Step.chain(ids, state.length)
+    tokens: Any = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
 
-    def once() -> Any:
-        return ops.sample(model.forward(state, step), greedy)
+    def after(tokens: Any) -> Any:
+        """What a step over `tokens` chooses: as in decoding, the next one waits for it."""
+        return ops.sample(model.forward(state, Step.chain(tokens, state.length)), greedy)
 
     before = ops.launches
-    ops.read(once())
+    tokens = after(tokens)
     kernels = ops.launches - before
     for _ in range(2):  # captures a graph, and runs it
-        ops.read(once())
+        tokens = after(tokens)
+    ops.read(tokens)
     times = []
     for _ in range(runs):
         with Clock() as clock:
             for _ in range(REPEATS):
-                tokens = once()
+                tokens = after(tokens)
             ops.read(tokens)
         times.append(clock.seconds / REPEATS)
     return times, kernels
@@ -388,6 +389,11 @@ def environment(runner: str) -> dict[str, str]:
         "os_driver": f"{platform.system()} {platform.release()}",
         "versions": " ".join(f"{name} {_version(name)}" for name in packages),
     }
+
+
+def note(args: argparse.Namespace) -> str:
+    """--note, behind the GPUs that were chosen."""
+    return "; ".join(filter(None, (str(placement_of(args)), args.note)))
 
 
 def log(path: Path, rows: list[dict]) -> None:

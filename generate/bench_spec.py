@@ -23,8 +23,8 @@ from common.sampling import Sampler, Sampling
 from common.session import Session
 from common.step import Step
 from common.tokenizer import load_tokenizer
-from generate.backends import open_model
-from generate.bench import announced, environment, log, machine, open_synthetic
+from generate.backends import open_model, placement_of
+from generate.bench import announced, environment, log, machine, note, open_synthetic
 from generate.llm import resolve_draft
 from generate.plot import Line, write_plot
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--new-tokens is {args.new_tokens}; it must be at least 2")
     path = resolve_model(args.model)
     checkpoint = open_checkpoint(path)
-    target = open_model(checkpoint, args.backend, progress=True)
+    target = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     context = args.ctx or target.config.context
     prompts = [ids[: context - args.new_tokens] for ids in map(tokenizer.encode, read_prompts(args.spec, args.prompts))]
@@ -180,7 +180,7 @@ def _row(name: str, path: Path, way: str, r: Result, args: argparse.Namespace, p
         "accept_len": f"{r.accepted.length:.3f}" if r.accepted.steps else "1",
         "parity": f"{r.different} of {len(r.rates)} texts differ from plain, {r.near_ties} at near-ties",
         "verdict": args.verdict,
-        "note": f"{Path(args.spec).name}; {args.note}",
+        "note": f"{Path(args.spec).name}; {note(args)}",
     }
 
 
@@ -256,7 +256,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
                 "verdict": args.verdict,
                 "note": f"{total:.3f} ms: "
                 + ", ".join(f"{phase} {x:.3f}" for phase, x in zip(PHASES, ms, strict=True))
-                + f"; {speed:.0f} tok/s at {PUBLISHED_LENGTH}; {args.note}",
+                + f"; {speed:.0f} tok/s at {PUBLISHED_LENGTH}; {note(args)}",
             }
         )
     if args.log:
