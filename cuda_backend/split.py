@@ -320,6 +320,7 @@ class SplitOps(Ops):
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes
     runs_ahead = CudaOps.runs_ahead
+    draws = CudaOps.draws
     chains_are_plain = CudaOps.chains_are_plain
 
     def __init__(self, parts: Sequence[Part], layers: Sequence[int], draft: Part):
@@ -379,6 +380,13 @@ class SplitOps(Ops):
         array = self.relay.bring(x, part)
         with self.relay.on(part) as ops:
             return ops.scope(layer, block, Value(array, part, self.relay))
+
+    def beside(self, x: Value, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> tuple[Value, Value]:
+        def of_array(fn: Callable[[Any], Any]) -> Callable[[Array], Array]:
+            return lambda array: fn(Value(array, x.part, self.relay)).array
+
+        with self.relay.on(x.part) as ops:
+            return self._values(ops.beside(x.array, of_array(first), of_array(second)), x.part)
 
     def read(self, x: Any) -> np.ndarray:
         if isinstance(x, np.ndarray):

@@ -165,13 +165,18 @@ WIDE = {  # real shapes, cut down, of widths that the kernels have short forms f
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_rows_of_real_widths(name, monkeypatch):
-    """A chain gives what one row at a time gives, bit for bit, whichever rows fill a step up; a window has rolled."""
+def narrow(name, monkeypatch):
+    """Cut the synthetic model down."""
     metadata = dict(METADATA[name])
     sizes = {"vocab_size": 512, "embedding_length": 512, "block_count": 4, "feed_forward_length": 512}
     metadata |= {f"{metadata['general.architecture']}.{key}": n for key, n in (sizes | WIDE[name]).items()}
     monkeypatch.setitem(METADATA, name, metadata)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_rows_of_real_widths(name, monkeypatch):
+    """A chain gives what one row at a time gives, bit for bit, whichever rows fill a step up; a window has rolled."""
+    narrow(name, monkeypatch)
     model = synthetic(f"{name}:q4_k_m", RandomOps())
     ids = np.random.default_rng(1).integers(0, 512, 160).astype(np.int32)
     alone = model.new_state(320)

@@ -14,11 +14,15 @@ from common.errors import BimetalError, UsageError
 from common.fit import predict_layers
 from common.models import load_model
 from common.models.dflash import load_pair
+from common.models.synthetic import synthetic, synthetic_checkpoint
+from common.ops import Ops
 from common.sampling import Sampler, Sampling
 from common.step import PAST, Step
 from generate.backends import Placement, open_backend
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from test_cuda_models import narrow  # noqa: E402
 
 from cuda_backend import split  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
@@ -153,6 +157,24 @@ def test_draft(target, placement, one, tmp_path):
                 out += [np.array([token]), pair.ops.read(row)]
         outputs.append(out)
     assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["wedlm-8b", "laguna-xs.2", "glm-4.7-flash"])
+def test_real_widths(name, monkeypatch):
+    """Of models whose products take a norm's rows unscaled, and whose norms add up a mixture on their way."""
+    narrow(name, monkeypatch)
+    ids, logits = np.random.default_rng(1).integers(0, 512, 110).astype(np.int32), []
+    for placement in (Placement(), Placement((1, 0), (1, 1))):
+        ops = open_backend("cuda", synthetic_checkpoint(f"{name}:q4_k_m"), placement, random=True)
+        model = synthetic(f"{name}:q4_k_m", ops)
+        logits.append(tiny.run(model, model.new_state(160), ids, [100, 1, 1, 1, 7]))
+        assert np.isfinite(logits[-1]).all()
+    assert np.array_equal(*logits)
+
+
+def test_every_op_is_forwarded():
+    own = {name for name in vars(CudaOps) if name in vars(Ops) and not name.startswith("_")}
+    assert own <= vars(split.SplitOps).keys()
 
 
 def test_draws_on_the_last_gpu(one):

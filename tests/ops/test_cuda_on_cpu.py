@@ -66,10 +66,11 @@ def test_models(name):
     "chosen",
     [
         "test_logits and short and three",
-        "not test_logits and not test_draft",
+        "not test_logits and not test_draft and not widths",
         "test_draft and own and qwen35",
         pytest.param("test_logits and not (short and three)", marks=pytest.mark.slow),
         pytest.param("test_draft and not (own and qwen35)", marks=pytest.mark.slow),
+        pytest.param("widths", marks=pytest.mark.slow),
     ],
 )
 def test_several_gpus(chosen):
