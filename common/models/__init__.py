@@ -82,7 +82,10 @@ class Model:
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
         """The logits (n, vocab) of `rows` of the step; commits nothing."""
-        fn = self._every_row if rows == slice(None) else partial(self._logits, rows=rows)
+        if rows == slice(None):
+            return self.ops.run(self._every_row, state, step)
+        start, stop, stride = rows.indices(len(step))  # a backend may run more rows than the step has
+        fn = partial(self._logits, rows=slice(start, stop, stride))
         return self.ops.run(fn, state, step)
 
     @cached_property

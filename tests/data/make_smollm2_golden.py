@@ -2,7 +2,7 @@
 
 Made with llama-cpp-python 0.3.36 on the CPU from the package's Q4_1 file with its weights expanded to float32, as
 llama.cpp rounds activations to 8 bits before it multiplies quantized ones. For each of 20 prompts: its ids, the ids of
-the next 64 greedy tokens, and for each of these by how much its logit beats the second best.
+the next 128 greedy tokens, and for each of these by how much its logit beats the second best.
 """
 
 import json
@@ -17,7 +17,7 @@ from oracle_llama_cpp import open_llama
 from common.hub import resolve_model
 
 MODEL = resolve_model("smollm2")
-TOKENS = 64
+TOKENS = 128
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = [
     "The capital of France is",

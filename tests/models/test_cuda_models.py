@@ -68,6 +68,12 @@ def test_prefill(model, name, ids):
     assert errors.kl < 2e-2
 
 
+def test_rows_counted_from_the_end(model, ids):
+    """Of the step's own rows: the device runs as many as a graph has, here 8."""
+    last = model.ops.read(model.forward(model.new_state(64), Step.chain(ids[:5], 0), slice(-1, None)))
+    assert np.array_equal(last, forward(model, model.new_state(64), Step.chain(ids[:5], 0))[-1:])
+
+
 def test_rows_do_not_depend_on_their_number(model, ids):
     """A chain of any length gives what one row at a time gives, bit for bit, and leaves the same state."""
     start = model.new_state(tiny.CAPACITY)
