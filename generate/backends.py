@@ -60,7 +60,15 @@ ONE_GPU = Placement()
 
 def placement_of(args: argparse.Namespace) -> Placement:
     """What the flags of generate.cli say."""
-    return Placement(args.devices or (), args.split or (), getattr(args, "draft_device", None))
+    draft_device = getattr(args, "draft_device", None)
+    check_draft(draft_device, getattr(args, "draft", None))
+    return Placement(args.devices or (), args.split or (), draft_device)
+
+
+def check_draft(device: int | None, draft: str | None) -> None:
+    """Refuse a GPU for a draft that is not there."""
+    if device is not None and draft is None:
+        raise UsageError(f"draft_device is {device}, and there is no draft; give one")
 
 
 def find_cuda() -> Found:

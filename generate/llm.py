@@ -24,7 +24,7 @@ from common.sampling import Sampling
 from common.session import Logprob, Piece, Session, Stats, take_apart
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.tools import schemas
-from generate.backends import ONE_GPU, Placement, leave_thread, open_model
+from generate.backends import ONE_GPU, Placement, check_draft, leave_thread, open_model
 from generate.owner import Owner
 
 Prompt = str | Sequence[int]
@@ -226,8 +226,7 @@ class LLM:
         max_kv_size: int | None = None,
         placement: Placement = ONE_GPU,
     ):
-        if placement.draft is not None and draft is None:
-            raise UsageError(f"draft_device is {placement.draft}, and there is no draft; give one")
+        check_draft(placement.draft, draft)
         self.path = resolve_model(model, progress=progress)
         self.draft_path = None if draft is None else resolve_draft(draft, progress)
         if ctx is not None and ctx < 1:

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import tiny
 from gguf_files import write_gguf
+from narrow import WIDE, narrow
 
 from common.errors import BimetalError
 from common.models import load_model
-from common.models.synthetic import METADATA, synthetic
+from common.models.synthetic import synthetic
 from common.reference import NumpyOps
 from common.step import PAST, Step
 
@@ -155,28 +156,6 @@ def test_prefill_commits_whole(model, ids):
             state.commit(range(50))
     with pytest.raises(BimetalError, match="at most 64"):
         model.forward(state, Step.tree(ids[:70], [PAST] * 70, 0))
-
-
-WIDE = {  # real shapes, cut down, of widths that the kernels have short forms for
-    "wedlm-8b": {"attention.head_count": 8, "attention.head_count_kv": 2},
-    "laguna-xs.2": {
-        **{"attention.head_count": [8, 16, 16, 16], "attention.head_count_kv": 2, "expert_count": 16},
-        **{"expert_used_count": 4, "expert_feed_forward_length": 256, "expert_shared_feed_forward_length": 256},
-        **{"attention.sliding_window": 32},
-    },
-    "glm-4.7-flash": {
-        **{"attention.head_count": 4, "attention.q_lora_rank": 256, "expert_count": 16},
-        **{"expert_used_count": 4, "expert_feed_forward_length": 256},
-    },
-}
-
-
-def narrow(name, monkeypatch):
-    """Cut the synthetic model down."""
-    metadata = dict(METADATA[name])
-    sizes = {"vocab_size": 512, "embedding_length": 512, "block_count": 4, "feed_forward_length": 512}
-    metadata |= {f"{metadata['general.architecture']}.{key}": n for key, n in (sizes | WIDE[name]).items()}
-    monkeypatch.setitem(METADATA, name, metadata)
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import tiny_chat
 import tiny_draft
+from narrow import WIDE, narrow
 
 import generate
 from common.decode.speculative import Accepted, Speculation, speculate
@@ -21,8 +22,6 @@ from common.step import PAST, Step
 from generate.backends import Placement, open_backend
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-
-from test_cuda_models import narrow  # noqa: E402
 
 from cuda_backend import split  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
@@ -159,7 +158,7 @@ def test_draft(target, placement, one, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["wedlm-8b", "laguna-xs.2", "glm-4.7-flash"])
+@pytest.mark.parametrize("name", WIDE)
 def test_real_widths(name, monkeypatch):
     """Of models whose products take a norm's rows unscaled, and whose norms add up a mixture on their way."""
     narrow(name, monkeypatch)
