@@ -61,7 +61,8 @@ class Card:
 def source(stem: str) -> str:
     """The text that is compiled for kernels/<stem>.cu."""
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    parts += ["ring.cuh", "product.cuh"] if stem == "linear" else []
+    parts += ["ring.cuh", "mma.cuh"] if stem in ("linear", "experts") else []
+    parts += ["product.cuh"] if stem == "linear" else []
     parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe") else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
 

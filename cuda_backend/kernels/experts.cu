@@ -12,101 +12,14 @@
 // Numbers   as linear.cu; the result of a row depends on its matrix alone: not on COLS, its group or its place there
 // Bound     bytes of the matrices that were chosen, each read once while groups hold all of its rows
 
-#define NT (COLS / 8)
 #define XROW (KBLOCK / 32 * 48 + 32)  // bytes of a gathered row: eight rows meet each bank once
 #define STAGE (UNIT_BYTES + COLS * XROW)
-#define MAGIC 12582912.0f  // 1.5 * 2^23: an int32 accumulator that starts at its bits reads as a float
 
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || (COLS > 8 && MINS && GROUP == 16)
 #define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring; Q2_K would spill
 #else
 #define BLOCKS 2
 #endif
-
-#if __CUDA_ARCH__ >= 900 && !defined(CP_ASYNC)
-#define BULK 1
-#else
-#define BULK 0
-#endif
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done)
-        asm volatile(
-            "{ .reg .pred p;\n"
-#if __CUDA_ARCH__ >= 900
-            "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
-#else
-            "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-#endif
-            "selp.u32 %0, 1, 0, p; }"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-}
-
-// Copy `bytes` (a multiple of 16) to shared memory by the lanes that call it, `lane` of `lanes`.
-__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane, int lanes) {
-#if BULK
-    if (lane == 0)
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-            "l"(from), "r"(bytes), "r"(full)
-            : "memory");
-#else
-    for (int i = lane * 16; i < bytes; i += lanes * 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
-#endif
-}
-
-// c = MAGIC's bits + a b; the constant stays in registers.
-__device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&start)[4]) {
-#if GROUP == 32
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]),
-          "r"(start[3]));
-#endif
-}
-__device__ __forceinline__ void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b, const int (&start)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
-}
-__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%4,%5}, {%6,%7}, {%8,%8,%8,%8};"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-        : "r"(a0), "r"(a1), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
-// acc += scale * dx * dot
-__device__ __forceinline__ void accumulate(float (&acc)[4], const int (&c)[4], float low, float high, float2 dx) {
-    const float from_low = -MAGIC * low, from_high = -MAGIC * high;
-    acc[0] = __fmaf_rn(__fmaf_rn(__int_as_float(c[0]), low, from_low), dx.x, acc[0]);
-    acc[1] = __fmaf_rn(__fmaf_rn(__int_as_float(c[1]), low, from_low), dx.y, acc[1]);
-    acc[2] = __fmaf_rn(__fmaf_rn(__int_as_float(c[2]), high, from_high), dx.x, acc[2]);
-    acc[3] = __fmaf_rn(__fmaf_rn(__int_as_float(c[3]), high, from_high), dx.y, acc[3]);
-}
-
-// acc += offset * sx, with sx = dx * the sum of the group's codes
-__device__ __forceinline__ void add_minima(float (&acc)[4], float low, float high, float2 sx) {
-    acc[0] = __fmaf_rn(low, sx.x, acc[0]), acc[1] = __fmaf_rn(low, sx.y, acc[1]);
-    acc[2] = __fmaf_rn(high, sx.x, acc[2]), acc[3] = __fmaf_rn(high, sx.y, acc[3]);
-}
-
-// The same for the 16 codes in b, whose sum nobody has stored.
-__device__ __forceinline__ void add_minima_of_half(float (&acc)[4], float low, float high, float2 dx, u32 b) {
-    const int zero[4] = {0, 0, 0, 0};
-    int sum[4];
-    mma_half(sum, 0x01010101u, 0x01010101u, b, zero);
-    add_minima(acc, low, high, make_float2(dx.x * sum[0], dx.y * sum[1]));
-}
 
 __device__ __forceinline__ void read4(float (&v)[4], const float* from) {
     const float4 e = *(const float4*)from;
@@ -221,20 +134,17 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
                 if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
                 const u32 to = shared_address(ring + s * STAGE);
 #if BULK
-                if (lane == 0)
-                    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(full + 8 * s),
-                                 "r"(UNIT_BYTES + item.group.z * (KBLOCK / 32 * 48))
-                                 : "memory");
-                copy(to, unit, UNIT_BYTES, full + 8 * s, lane, 32);  // while `pair` is on its way
+                if (lane == 0) barrier_expect(full + 8 * s, UNIT_BYTES + item.group.z * (KBLOCK / 32 * 48));
+                copy(to, unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is on its way
                 __syncwarp();
                 if (lane < item.group.z)
-                    copy(to + UNIT_BYTES + lane * XROW, rows + (pair / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, 0, 1);
+                    copy(to + UNIT_BYTES + lane * XROW, rows + (pair / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, 0);
 #else
                 for (int r = 0; r < item.group.z; r++) {
                     const int of = __shfl_sync(FULL, pair, r);
-                    copy(to + UNIT_BYTES + r * XROW, rows + (of / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, lane, 32);
+                    copy(to + UNIT_BYTES + r * XROW, rows + (of / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, lane);
                 }
-                copy(to, unit, UNIT_BYTES, full + 8 * s, lane, 32);
+                copy(to, unit, UNIT_BYTES, full + 8 * s, lane);
                 asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
 #endif
             }

@@ -35,7 +35,8 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #endif
 }
 
-// Copy `bytes` (a multiple of 16) to shared memory; `full` completes when they have landed. The whole producer warp.
+// Copy `bytes` (a multiple of 16) to shared memory; `full` completes when they have landed. The whole producer warp; where BULK,
+// lanes may each copy for themselves as lane 0.
 __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane) {
 #if BULK
     if (lane == 0)

@@ -52,8 +52,8 @@ static void barrier_arrive(u32 at) {
     if (++b.arrived == b.expected) b.arrived = 0, b.phase++;
 }
 static void barrier_wait(u32 at, u32 parity) { while (barrier_at(at).phase % 2 == parity) wait_for_others(); }
-static void copy(u32 to, const u8* from, int bytes, u32, int lane, int lanes = 32) {
-    for (int i = lane * 16; i < bytes; i += lanes * 16) memcpy(block_memory + to + i, from + i, 16);
+static void copy(u32 to, const u8* from, int bytes, u32, int lane) {
+    for (int i = lane * 16; i < bytes; i += 512) memcpy(block_memory + to + i, from + i, 16);
 }
 static void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&start)[4]) {
     const u32 b[2] = {b0, b1};
