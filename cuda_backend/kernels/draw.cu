@@ -12,6 +12,7 @@
 // Bound     what one CTA reads: 12 V bytes, and 4 V for each round but the first of top-k, and of top-p
 
 #define BINS 2048
+#define FLIGHT 8  // loads of a thread that are under way together: one CTA has only these to hide their latency
 #define ONE 1099511627776.0
 
 extern "C" __global__ void weigh(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
@@ -69,12 +70,19 @@ __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* chances,
         for (int i = threadIdx.x; i < BINS; i += 1024)
             for (int j = 0; j < 2; j++) shared.bins[j][i] = high == 32 ? bins[j * BINS + i] : 0;
         __syncthreads();
-        for (int i = threadIdx.x; high < 32 && i < V; i += 1024) {
-            const u32 order = order_of(logits[i]);
-            if (order >> high != key || !chances[i]) continue;
-            const u32 bin = (order >> low) % (1 << (high - low));
-            atomicAdd(shared.bins[0] + bin, chances[i]);
-            atomicAdd(shared.bins[1] + bin, (u64)1);
+        for (int i = threadIdx.x; high < 32 && i < V; i += FLIGHT * 1024) {
+            float x[FLIGHT];
+#pragma unroll
+            for (int j = 0; j < FLIGHT; j++) x[j] = logits[min(i + j * 1024, V - 1)];
+#pragma unroll
+            for (int j = 0; j < FLIGHT; j++) {
+                const int at = i + j * 1024;
+                const u32 order = order_of(x[j]);
+                if (at >= V || order >> high != key || !chances[at]) continue;
+                const u32 bin = (order >> low) % (1 << (high - low));
+                atomicAdd(shared.bins[0] + bin, chances[at]);
+                atomicAdd(shared.bins[1] + bin, (u64)1);
+            }
         }
         __syncthreads();
         const int mine = threadIdx.x / 32 * 64 + threadIdx.x % 32;
@@ -121,10 +129,20 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int
     for (int first = 0, end = V; end - first > 1;) {
         const int size = (end - first + 31) / 32, to = min(first + (warp + 1) * size, end);
         u64 sum = 0, ties = 0;
-        for (int i = first + warp * size + lane; i < to; i += 32) {
-            const u64 chance = chances[i];
-            const u32 key = cut.key ? order_of(logits[i]) : 1;
-            if (chance >= least) sum += key > cut.key ? chance : 0, ties += key == cut.key;
+        for (int i = first + warp * size + lane; i < to; i += FLIGHT * 32) {
+            u64 chance[FLIGHT];
+            float x[FLIGHT];
+#pragma unroll
+            for (int j = 0; j < FLIGHT; j++) chance[j] = i + j * 32 < to ? chances[i + j * 32] : 0;
+#pragma unroll
+            for (int j = 0; j < FLIGHT; j++) x[j] = cut.key && i + j * 32 < to ? logits[i + j * 32] : 0.0f;
+#pragma unroll
+            for (int j = 0; j < FLIGHT; j++) {
+                const u32 key = order_of(x[j]);
+                if (chance[j] < least) continue;
+                if (key > cut.key) sum += chance[j];
+                ties += key == cut.key;
+            }
         }
         sum_by_warp(shared, sum, ties);
         if (first == 0 && end == V) {
