@@ -25,7 +25,12 @@ struct __align__(16) Eight {
 #ifndef ROWS
 #define ROWS 1
 #endif
-#define AHEAD (ROWS == 1 ? 8 : 2)  // eights of weights per lane that are on their way before there is a row to multiply
+// Eights of weights per lane that are on their way before there is a row to multiply; of F32, 8 spill on sm_120.
+#if defined(F32) && __CUDA_ARCH__ >= 1200
+#define AHEAD (ROWS == 1 ? 6 : 2)
+#else
+#define AHEAD (ROWS == 1 ? 8 : 2)
+#endif
 
 extern "C" __global__ void __launch_bounds__(256, 2)
 dense(const W* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride, const int* ids,
