@@ -125,7 +125,7 @@ extern "C" __global__ void combine(In y, const float* weights, int k, int C, In 
 }
 
 // x plus that, and what light.cu add_scale leaves of a sum: the same numbers in one launch. All lie in fours.
-extern "C" __global__ void __launch_bounds__(64)
+extern "C" __global__ void __launch_bounds__(64, 1)
 combine_scale(In y, const float* weights, int k, In other, int has_other, In x, const float* norm_weight, float* sum, float* squares,
               Out out) {
     release_next();
@@ -137,15 +137,16 @@ combine_scale(In y, const float* weights, int k, In other, int has_other, In x, 
     if (in) {
         const float4 before = *(const float4*)(row_of(x, t) + c);
         float4 more = v;
-        if (has_other) more = slots_of(row_of(other, t) + c, other);
 #pragma unroll 1
-        for (int first = 0; first < k; first += 8) {
+        for (int first = 0; first < k; first += 8) {  // all that is read of eight experts is in flight before anything is added
             float4 e[8] = {};
-            float of[8];
+            float of[8] = {};
 #pragma unroll
-            for (int j = 0; j < 8; j++) of[j] = first + j < k ? weights[t * k + first + j] : 0.0f;
+            for (int j = 0; j < 8; j++)
+                if (first + j < k) e[j] = *(const float4*)(row_of(y, t * k + first + j) + c), of[j] = weights[t * k + first + j];
+            if (has_other && first == 0) more = slots_of(row_of(other, t) + c, other);
 #pragma unroll 1
-            for (int slot = 0; slot < y.slots; slot++)
+            for (int slot = 1; slot < y.slots; slot++)
 #pragma unroll
                 for (int j = 0; j < 8; j++)
                     if (first + j < k) e[j] = plus(e[j], *(const float4*)(row_of(y, t * k + first + j) + slot * y.slot + c));
