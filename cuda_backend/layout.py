@@ -129,13 +129,14 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
     return ctas, int(spread.max()) + 1
 
 
-def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
-    """Positions of a tile of kernels/latent.cu, tiles in shared memory, and its bytes: the most that fits."""
-    for tile, buffers in ((64, 2), (32, 2), (32, 1)):
-        shared = (32 + buffers * tile) * (width + 8) * 2 + 32 * (tile + 8) * 2 + 4 * 32 * 4
-        if shared <= card.block_shared:
-            return tile, buffers, shared
-    raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
+def latent_tiles(card: Card, width: int) -> tuple[int, int]:
+    """Tiles of kernels/latent.cu in shared memory, as many as fit up to 4, and its bytes."""
+    tile, rows = 32, 32
+    fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4 + rows * 4
+    buffers = min(4, (card.block_shared - fixed) // (tile * (width + 8) * 2))
+    if buffers < 2 or width > 1024:  # gather has a thread per channel
+        raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
+    return buffers, fixed + buffers * tile * (width + 8) * 2
 
 
 def groups_of(columns: int) -> int:

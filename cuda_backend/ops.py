@@ -467,11 +467,11 @@ class CudaOps(Ops):
         rows = min(T, TREE_ROWS)
         pieces = split_count(kv.store.past + T if step.prefill else kv.capacity)
         sums, stats = self.arena.take(pieces * rows * H * wide * 4), self.arena.take(pieces * rows * H * 8)
-        tile, buffers, shared = latent_tiles(self.card, kv.width)
+        buffers, shared = latent_tiles(self.card, kv.width)
         out = 0 if rows == T else self.arena.take(T * H * R * 4)
         for first in range(0, T, TREE_ROWS):
             n = min(rows, T - first)
-            kernel("latent", "split", (*self._latent(kv), f"TILE={tile}", f"BUFFERS={buffers}"), shared)(
+            kernel("latent", "split", (*self._latent(kv), f"BUFFERS={buffers}"), shared)(
                 (min(pieces * -(-n * H // 32), self.card.shared // (shared + 1024) * self.card.sms),),
                 (256,),
                 (
@@ -521,7 +521,7 @@ class CudaOps(Ops):
         cupy.cuda.runtime.memsetAsync(keys, 0, 2 * H * plane, self.stream.ptr)
         weights.expand_heads(k_up, False, kv.rows, kv.width, n, keys, plane, wide, self.arena, self.stream)
         weights.expand_heads(v_up, True, kv.rows, kv.width, n, values, plane, wide, self.arena, self.stream)
-        kernel("latent", "spread", (*self._latent(kv), "TILE=64", "BUFFERS=1"))(
+        kernel("latent", "spread", (*self._latent(kv), "BUFFERS=2"))(
             (-(-n * (wide - N) // 256), H),
             (256,),
             (
@@ -581,9 +581,9 @@ class CudaOps(Ops):
         node = latent.whole_node()
         norm = node.norm if node and not node.dense else None
         plain, weight, eps = norm or (latent, None, 0.0)
-        kernel("latent", "gather", (*self._latent(kv), "TILE=64", "BUFFERS=1"))(
+        kernel("latent", "gather", (*self._latent(kv), "BUFFERS=2"))(
             (T * (H + 1),),
-            (min(1024, -(-max(wide, kv.width) // 32) * 32),),
+            (-(-max(wide, kv.width) // 32) * 32,),
             (
                 *(view(x) for x in (q, q_from, plain, k_from)),
                 np.int32(T),

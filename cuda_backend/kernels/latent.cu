@@ -2,163 +2,170 @@
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/ops.py
 // In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
 //           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [piece][T][H][R]
-// Build     R, W: multiples of 16; TILE: positions at a time, 64 or 32; BUFFERS: tiles in shared memory, 2 or 1
-// Work      split: 32 rows (t, head) per CTA of 8 warps; of a tile's products with q a warp computes 16 x 16, shares the
-//           probabilities, and adds a quarter of the latent's columns for 16 rows
+// Build     R, W: multiples of 16; BUFFERS: tiles in shared memory, 2 to 4
+// Work      split: 32 rows (t, head) per CTA of 8 warps, pieces of the past in shares of equal length. Of a tile's products with
+//           q, which stays in registers, a warp adds a quarter of the channels for 16 positions; eight lanes then share
+//           a row's softmax, and a warp adds an eighth of the latent's columns for all rows
 //           expand: keys and values of every head, which prefill attends to as they are (attention.cu whole)
 // Numbers   as attention.cu: a hidden tile changes nothing
 // Bound     bytes of the cache, from some eight rows on the tensor cores
 // Origin    DeepSeek-V2 (arXiv 2405.04434), FlashAttention-2 (arXiv 2307.08691)
 
 #define STRIDE (W + 8)  // halves
+#define TILE 32  // positions
 #define ROWS 32
-#define COLUMNS ((R / 4 + 15) / 16 * 16)  // of the latent per warp
+#define STEPS ((W / 16 + 3) / 4)  // of 16 channels, per warp
+#define COLUMNS ((R / 8 + 15) / 16 * 16)  // of the latent per warp
+#define SCORES (TILE + 8)
 
-__device__ __forceinline__ void load_tile(u16* to, const u16* from) {  // TILE x W, contiguous
-    for (int i = threadIdx.x; i < TILE * (W / 8); i += 256) copy16(to + i / (W / 8) * STRIDE + i % (W / 8) * 8, from + (s64)i * 8);
+template <int N>
+__device__ __forceinline__ void wait_for_all_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// TILE x W, contiguous; eight threads per row, a line of it at a time.
+__device__ __forceinline__ void load_tile(u16* to, const u16* from) {
+    to += threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8, from += threadIdx.x / 8 * W + threadIdx.x % 8 * 8;
+#pragma unroll
+    for (int i = 0; i < W; i += 64)
+        if (i + threadIdx.x % 8 * 8 < W) copy16(to + i, from + i);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
 split(const u16* q, const u16* cache, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
       float* sums, float2* stats) {
-    begin();
+    release_next();
     extern __shared__ __align__(16) u16 shared[];
-    u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + BUFFERS * TILE * STRIDE;
-    float* tops = (float*)(ps + ROWS * (TILE + 8));  // of each row, by the warps that share it
+    u16 *tiles = shared, *ps = tiles + BUFFERS * TILE * STRIDE;  // ps: the probabilities
+    float *scores = (float*)(ps + ROWS * (TILE + 8)), *keeps = scores + 4 * ROWS * SCORES;
+    const float lowest = -__int_as_float(0x7f800000);
     const Mask mask(step, positions, 0, 0, 0);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp % 2, c = warp / 2;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
     const int rows = max(0, min(T, mask.rows - first_t)) * H, blocks = (rows + ROWS - 1) / ROWS, end = mask.past + mask.rows;
-    const int items = (piece_of(end - 1) + 1) * blocks;
-    const u32 q_at = shared_address(qs + (m * 16 + lane % 16) * STRIDE + lane / 16 * 8);
-    const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * (TILE + 8) + lane / 16 * 8);
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int piece = item / blocks, first_row = item % blocks * ROWS;
-        const int begin = split_begin(piece), stop = min(split_begin(piece + 1), end);
+    // a share: the pieces that end within it, counted in 64 positions of one row block after the other
+    const int units = (end + 63) / 64, all = units * blocks, share = (int)blockIdx.x, shares = (int)gridDim.x;
+    const int last_unit = (all * (share + 1) + shares - 1) / shares;
+    for (int unit = (all * share + shares - 1) / shares, block; unit < last_unit; unit = (block + 1) * units) {
+        block = unit / units;
+        const int first_row = block * ROWS, to = min(last_unit - block * units, units), after = piece_of(to * 64 - 1) + 1;
+        int piece = piece_of(unit % units * 64);
+        const int begin = split_begin(piece), stop = to == units ? end : split_begin(split_begin(after) <= to * 64 ? after : after - 1);
+        if (begin >= stop) continue;
         __syncthreads();
-        load_tile(tiles, cache + (s64)begin * W);
-        for (int i = threadIdx.x; i < ROWS * (W / 8); i += 256) {
-            const int r = first_row + i / (W / 8);
-            u16* to = qs + i / (W / 8) * STRIDE + i % (W / 8) * 8;
-            if (r < rows)
-                copy16(to, q + ((s64)first_t * H + r) * W + i % (W / 8) * 8);
-            else
-                *(uint4*)to = make_uint4(0, 0, 0, 0);
-        }
+        const int ahead = min(begin + (BUFFERS - 1) * TILE, stop), known = max(begin, mask.past / TILE * TILE);
+#pragma unroll 1
+        for (int at = begin; at < min(ahead, known); at += TILE)  // what earlier steps left is there before this one's rows are
+            load_tile(tiles + (at - begin) * STRIDE, cache + (s64)at * W);
+        depend();
+#pragma unroll 1
+        for (int at = known; at < ahead; at += TILE) load_tile(tiles + (at - begin) * STRIDE, cache + (s64)at * W);
+        u16* qs = tiles + (BUFFERS - 1) * TILE * STRIDE;  // until a tile comes there
+        if (first_row + mine < rows)
+            load_tile(qs, q + ((s64)first_t * H + first_row) * W);
+        else
+#pragma unroll 1
+            for (int i = threadIdx.x % 8 * 8; i < W; i += 64) *(uint4*)(qs + mine * STRIDE + i) = make_uint4(0, 0, 0, 0);
         commit();
-        const int row_of[2] = {first_row + m * 16 + lane / 4, first_row + m * 16 + lane / 4 + 8};
-        float o[COLUMNS / 8][4] = {}, top[2], sum[2] = {0.0f, 0.0f};
-        top[0] = top[1] = -__int_as_float(0x7f800000);
+        wait_for_all_but<0>();
+        __syncthreads();
+        u32 a[2][STEPS][4];
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int d = 0; d < STEPS; d++)
+                if (quarter * STEPS + d < W / 16)
+                    ldmatrix(a[m][d], shared_address(qs + (m * 16 + lane % 16) * STRIDE + (quarter * STEPS + d) * 16 + lane / 16 * 8));
+        float o[2][COLUMNS / 8][4] = {}, top = lowest, sum = 0.0f;  // top and sum: of row `mine`, the sum of a lane's positions
         int buffer = 0;
+#pragma unroll 1
         for (int at = begin; at < stop; at += TILE) {
             const u16* tile = tiles + buffer * TILE * STRIDE;
-            const bool more = at + TILE < stop;
-#if BUFFERS == 2
-            if (more) load_tile(tiles + (1 - buffer) * TILE * STRIDE, cache + (s64)(at + TILE) * W);
-            commit();
-            wait_all_but(1);
-            buffer = 1 - buffer;
-#else
-            wait_all_but(0);
-#endif
-            float s[2][4] = {};
-            float best[2] = {-__int_as_float(0x7f800000), -__int_as_float(0x7f800000)};
-            if (c * 16 < TILE) {
-                const u32 k_at = shared_address(tile + (c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
-#pragma unroll 4
-                for (int d = 0; d < W / 16; d++) {
-                    u32 a[4], b[4];
-                    ldmatrix(a, q_at + d * 32);
-                    ldmatrix(b, k_at + d * 32);
-                    mma(s[0], a, b[0], b[1]);
-                    mma(s[1], a, b[2], b[3]);
-                }
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int t = first_t + row_of[half] / H;
-#pragma unroll
-                    for (int n = 0; n < 2; n++)
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            float& x = s[n][2 * half + e];
-                            const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
-                            const bool see = row_of[half] < rows && (position < mask.past || mask.visible(t, position));
-                            x = see ? x * scale : -__int_as_float(0x7f800000);
-                            best[half] = fmaxf(best[half], x);
-                        }
-                    best[half] = fmaxf(best[half], __shfl_xor_sync(FULL, best[half], 1));
-                    best[half] = fmaxf(best[half], __shfl_xor_sync(FULL, best[half], 2));
-                }
-            }
-            if (lane % 4 == 0) tops[c * ROWS + m * 16 + lane / 4] = best[0], tops[c * ROWS + m * 16 + lane / 4 + 8] = best[1];
+            wait_for_all_but<BUFFERS - 2>();
             __syncthreads();
-            float keep[2];
+            const int next = at + (BUFFERS - 1) * TILE;  // to where the tile before this one was
+            if (next < stop) load_tile(tiles + (buffer + BUFFERS - 1) % BUFFERS * TILE * STRIDE, cache + (s64)next * W);
+            commit();
+            buffer = (buffer + 1) % BUFFERS;
+            float s[2][2][4] = {};
+            const u32 k_at = shared_address(tile + (half * 16 + lane % 8 + lane / 16 * 8) * STRIDE + quarter * STEPS * 16 + lane / 8 % 2 * 8);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float next = top[half];
+            for (int d = 0; d < STEPS; d++)
+                if (W / 16 % 4 == 0 || quarter * STEPS + d < W / 16) {
+                    u32 b[4];
+                    ldmatrix(b, k_at + d * 32);
 #pragma unroll
-                for (int w = 0; w < 4; w++) next = fmaxf(next, tops[w * ROWS + m * 16 + lane / 4 + half * 8]);
-                const float base = next == -__int_as_float(0x7f800000) ? 0.0f : next;
-                keep[half] = exp2f(top[half] - base);
-                top[half] = next;
-                float more_sum = 0.0f;
+                    for (int m = 0; m < 2; m++) mma(s[m][0], a[m][d], b[0], b[1]), mma(s[m][1], a[m][d], b[2], b[3]);
+                }
+            float* score = scores + (quarter * ROWS + lane / 4) * SCORES + half * 16 + lane % 4 * 2;
+#pragma unroll
+            for (int m = 0; m < 2; m++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const float x = exp2f(s[n][2 * half] - base), y = exp2f(s[n][2 * half + 1] - base);
-                    more_sum += x + y;
-                    if (c * 16 < TILE)
-                        *(u32*)(ps + (m * 16 + lane / 4 + half * 8) * (TILE + 8) + c * 16 + n * 8 + lane % 4 * 2) = to_half2(x, y);
+                    *(float2*)(score + m * 16 * SCORES + n * 8) = make_float2(s[m][n][0], s[m][n][1]);
+                    *(float2*)(score + (m * 16 + 8) * SCORES + n * 8) = make_float2(s[m][n][2], s[m][n][3]);
                 }
-                sum[half] = sum[half] * keep[half] + (c * 16 < TILE ? more_sum : 0.0f);
-            }
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) o[n][2 * half] *= keep[half], o[n][2 * half + 1] *= keep[half];
             __syncthreads();
+            const float4* parts = (const float4*)(scores + mine * SCORES) + threadIdx.x % 8;
+            float4 four = parts[0];
+#pragma unroll
+            for (int w = 1; w < 4; w++) four = plus(four, parts[w * ROWS * SCORES / 4]);
+            float x[4] = {four.x * scale, four.y * scale, four.z * scale, four.w * scale}, best = top;
+            const int row = first_row + mine, position = at + threadIdx.x % 8 * 4;
+            u32 hidden = row < rows ? 0 : 15;
+#pragma unroll 1
+            for (int e = max(0, mask.past - position); e < 4 && row < rows; e++)
+                if (!mask.visible(first_t + row / H, position + e)) hidden |= 1 << e;
+#pragma unroll
+            for (int e = 0; e < 4; e++) best = fmaxf(best, x[e] = hidden >> e & 1 ? lowest : x[e]);
+#pragma unroll
+            for (int i = 1; i < 8; i <<= 1) best = fmaxf(best, __shfl_xor_sync(FULL, best, i));
+            const float base = best == lowest ? 0.0f : best, keep = exp2f(top - base);
+            top = best;
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[e] = exp2f(x[e] - base);
+            sum = sum * keep + ((x[0] + x[1]) + (x[2] + x[3]));
+            *(uint2*)(ps + mine * (TILE + 8) + threadIdx.x % 8 * 4) = make_uint2(to_half2(x[0], x[1]), to_half2(x[2], x[3]));
+            if (threadIdx.x % 8 == 0) keeps[mine] = keep;
+            __syncthreads();
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float low = keeps[h * 16 + lane / 4], high = keeps[h * 16 + lane / 4 + 8];
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++) o[h][n][0] *= low, o[h][n][1] *= low, o[h][n][2] *= high, o[h][n][3] *= high;
+            }
 #pragma unroll
             for (int k = 0; k < TILE / 16; k++) {
-                u32 a[4];
-                ldmatrix(a, p_at + k * 32);
-                const u32 v_at = shared_address(tile + (k * 16 + lane % 16) * STRIDE + c * COLUMNS + lane / 16 * 8);
+                u32 p[2][4];
 #pragma unroll
-                for (int n = 0; n < COLUMNS / 16; n++) {
-                    if (c * COLUMNS + n * 16 >= R) break;
-                    u32 b[4];
-                    ldmatrix_transposed(b, v_at + n * 32);
-                    mma(o[2 * n], a, b[0], b[1]);
-                    mma(o[2 * n + 1], a, b[2], b[3]);
+                for (int h = 0; h < 2; h++) ldmatrix(p[h], shared_address(ps + (h * 16 + lane % 16) * (TILE + 8) + k * 16 + lane / 16 * 8));
+                const u32 v_at = shared_address(tile + (k * 16 + lane % 16) * STRIDE + warp * COLUMNS + lane / 16 * 8);
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 16; n++)
+                    if (R % (8 * COLUMNS) == 0 || warp * COLUMNS + n * 16 < R) {
+                        u32 b[4];
+                        ldmatrix_transposed(b, v_at + n * 32);
+#pragma unroll
+                        for (int h = 0; h < 2; h++) mma(o[h][2 * n], p[h], b[0], b[1]), mma(o[h][2 * n + 1], p[h], b[2], b[3]);
+                    }
+            }
+            if (at + TILE < min(split_begin(piece + 1), stop)) continue;
+#pragma unroll
+            for (int i = 1; i < 8; i <<= 1) sum += __shfl_xor_sync(FULL, sum, i);
+            const s64 place = (s64)piece++ * T * H + first_row;
+            if (threadIdx.x % 8 == 0 && row < rows) stats[place + mine] = make_float2(top, sum);
+            float* out = sums + (place + lane / 4) * R + warp * COLUMNS + lane % 4 * 2;
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int n = 0; n < COLUMNS / 8; n++) {
+                    if (R % (8 * COLUMNS) && warp * COLUMNS + n * 8 >= R) break;
+                    if (first_row + h * 16 + lane / 4 < rows) *(float2*)(out + h * 16 * R + n * 8) = make_float2(o[h][n][0], o[h][n][1]);
+                    if (first_row + h * 16 + lane / 4 + 8 < rows) *(float2*)(out + (h * 16 + 8) * R + n * 8) = make_float2(o[h][n][2], o[h][n][3]);
+                    o[h][n][0] = o[h][n][1] = o[h][n][2] = o[h][n][3] = 0.0f;
                 }
-            }
-            __syncthreads();
-#if BUFFERS == 1
-            if (more) load_tile(tiles, cache + (s64)(at + TILE) * W);
-            commit();
-#endif
+            top = lowest, sum = 0.0f;
         }
-        wait_all_but(0);
-        // a row's sum lies in the lanes and warps that hold its columns of the probabilities
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            sum[half] += __shfl_xor_sync(FULL, sum[half], 1);
-            sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
-            if (lane % 4 == 0) tops[c * ROWS + m * 16 + lane / 4 + half * 8] = sum[half];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (row_of[half] >= rows) continue;
-            const s64 to = ((s64)piece * T + row_of[half] / H) * H + row_of[half] % H;
-            if (c == 0 && lane % 4 == 0) {
-                const float* all = tops + m * 16 + lane / 4 + half * 8;
-                stats[to] = make_float2(top[half], all[0] + all[ROWS] + all[2 * ROWS] + all[3 * ROWS]);
-            }
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n++) {
-                const int column = c * COLUMNS + n * 8;
-                if (column < R)
-                    *(float2*)(sums + to * R + column + lane % 4 * 2) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
-            }
-        }
+        wait_for_all_but<0>();
     }
 }
 
@@ -169,54 +176,45 @@ struct Turn {  // a rope, as rows.cu has it
     float magnitude;
 };
 
-// Channel i of `wide` roped channels in half-split pairs; x points to the first.
-__device__ __forceinline__ float roped(const In& a, const float* x, int i, int t, const Turn& rope) {
-    const float own = load_one(a, x + i);
-    if (i >= 2 * rope.pairs) return own;
-    const int pair = i % rope.pairs;
-    const float other = load_one(a, x + (i < rope.pairs ? i + rope.pairs : pair));
-    double turns = rope.positions[t] * rope.frequencies[pair] * 0.15915494309189535;  // in double: positions beyond 1e5
-    float s, c;
-    sincospif((float)(2.0 * (turns - rint(turns))), &s, &c);
-    return own * c * rope.magnitude + (i < rope.pairs ? -other : other) * s * rope.magnitude;
-}
-
 // q as float16: `main` channels as they are, zeros up to `at`, then the roped ones, zeros up to `wide`; and the row of the
-// cache, whose latent is normed on the way where `normed`. A block per (t, head); head H is the cache's.
+// cache, whose latent is normed on the way where `normed`. A block per (t, head), a thread per channel; head H is the
+// cache's. Rope's pairs are half-split, and turned before their channels are there.
 extern "C" __global__ void __launch_bounds__(1024)
 gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
        const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, u16* cache) {
-    begin();
+    release_next();
     __shared__ float squares_of[32];
-    const int t = blockIdx.x / (H + 1), head = blockIdx.x % (H + 1);
-    if (t >= step->rows) return;
-    if (head < H) {
-        u16* to = q_out + ((s64)t * H + head) * wide;
-        const float *from = head_of(q, t, head, main), *turned = head_of(q_rope, t, head, P);
-        for (int i = threadIdx.x; i < wide; i += blockDim.x)
-            to[i] = i < at ? (i < main ? to_half(load_one(q, from + i)) : 0)
-                           : (i - at < P ? to_half(roped(q_rope, turned, i - at, t, q_turn)) : 0);
-        return;
+    const int t = blockIdx.x / (H + 1), head = blockIdx.x % (H + 1), i = threadIdx.x, lane = i % 32;
+    const bool is_row = head == H;
+    const int turned = is_row ? R : at, channel = i < turned ? i : i - turned;
+    const Turn turn = is_row ? k_turn : q_turn;
+    const bool turns = i >= turned && channel < 2 * turn.pairs;
+    float s = 0.0f, c = 0.0f, factor = 1.0f;
+    if (turns) {
+        const double circles = turn.positions[t] * turn.frequencies[channel % turn.pairs] * 0.15915494309189535;  // beyond 1e5
+        sincospif((float)(2.0 * (circles - rint(circles))), &s, &c);
     }
-    u16* to = cache + (s64)(step->past + t) * W;
-    const float* from = row_of(latent, t);
-    float squares = 0.0f;
-    for (int i = threadIdx.x; normed && i < latent_dim; i += blockDim.x) {
-        const float v = load_one(latent, from + i);
-        squares += v * v;
+    if (is_row && normed && weight && i < latent_dim) factor = weight[i];
+    const int rows = step->rows, past = step->past;
+    depend();
+    if (t >= rows) return;
+    const In x = i < turned ? (is_row ? latent : q) : is_row ? k_rope : q_rope;
+    const int have = i < turned ? (is_row ? latent_dim : main) : P;
+    const float* from = is_row ? row_of(x, t) : head_of(x, t, head, have);
+    float v = channel < have ? load_one(x, from + channel) : 0.0f;
+    if (turns) {
+        const bool first = channel < turn.pairs;
+        const float other = load_one(x, from + (first ? channel + turn.pairs : channel - turn.pairs));
+        v = v * c * turn.magnitude + (first ? -other : other) * s * turn.magnitude;
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) squares_of[threadIdx.x / 32] = squares;
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    squares = warp_sum(lane < blockDim.x / 32 ? squares_of[lane] : 0.0f);
-    const float scale = normed ? 1.0f / sqrtf(squares / latent_dim + eps) : 1.0f;
-    for (int i = threadIdx.x; i < W; i += blockDim.x) {
-        if (i < R)
-            to[i] = i < latent_dim ? to_half(load_one(latent, from + i) * scale * (normed && weight ? weight[i] : 1.0f)) : 0;
-        else
-            to[i] = i - R < P ? to_half(roped(k_rope, row_of(k_rope, t), i - R, t, k_turn)) : 0;
+    if (is_row && normed) {
+        const float squares = warp_sum(i < latent_dim ? v * v : 0.0f);
+        if (lane == 0) squares_of[i / 32] = squares;
+        __syncthreads();
+        const float all = warp_sum(lane < blockDim.x / 32 ? squares_of[lane] : 0.0f);
+        if (i < latent_dim) v = v * (1.0f / sqrtf(all / latent_dim + eps)) * factor;
     }
+    if (i < (is_row ? W : wide)) (is_row ? cache + (s64)(past + t) * W : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
 // The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros behind them.

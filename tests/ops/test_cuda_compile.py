@@ -55,8 +55,7 @@ def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
 
 
 def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
-    tile, buffers, _ = latent_tiles(card, width)
-    return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}"
+    return f"R={latent_width}", f"W={width}", f"BUFFERS={latent_tiles(card, width)[0]}"
 
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:

@@ -123,7 +123,7 @@ def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
     code = without(code, IN_SIMT + re.findall(r"^static void (\w+)\(", extra, re.MULTILINE))
     code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)block_memory;", code)
     code = re.sub(r'asm volatile\("cp\.async\.mbarrier[^"]*"[^;]*;', "barrier_arrive(full + 8 * s);", code)
-    code = re.sub(r'asm volatile\("cp\.async\.wait_all[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
+    code = re.sub(r'asm volatile\("cp\.async\.wait_[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
     code = code.replace("#define FULL 0xffffffffu\n", "#define FULL 0xffffffffu\n" + extra, 1)
     code = f"namespace {{\n{code}\n}}\n"  # GCC puts shared variables of functions with external names elsewhere
     for name, params in kernels.items():
