@@ -16,6 +16,7 @@ import numpy as np
 from common.errors import NotFiniteError, UsageError
 
 ONE = 1 << 40  # chances of the likeliest token
+FEW = 1024  # tokens that are sorted first where a top-p is reached by few
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """
     if np.isnan(rows).any():
         raise NotFiniteError(f"{np.isnan(rows).sum()} of {rows.size} logits are NaN")
-    k = min(k, rows.shape[-1])
-    ids = np.empty((len(rows), k), np.int32)
-    for i, (row, least) in enumerate(zip(rows, np.partition(rows, -k, axis=-1)[:, -k], strict=True)):
-        best = np.flatnonzero(row >= least)
-        ids[i] = best[np.argsort(-row[best], kind="stable")][:k]
+    ids = np.empty((len(rows), min(k, rows.shape[-1])), np.int32)
+    for out, row in zip(ids, rows, strict=True):
+        out[:] = best_of(row, k)
     shifted = rows - rows.max(axis=-1, keepdims=True)
     total = np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64))
     return ids, (np.take_along_axis(shifted, ids, axis=-1) - total).astype(np.float32)
+
+
+def best_of(row: np.ndarray, k: int) -> np.ndarray:
+    """The ids of the k largest of row (vocab,), best first, of equal ones the smaller id; all where there are less."""
+    ids = np.flatnonzero(row >= np.partition(row, -k)[-k]) if k < len(row) else np.arange(len(row))
+    return ids[np.argsort(-row[ids], kind="stable")][:k]
 
 
 def chances(row: np.ndarray, s: Sampling) -> np.ndarray:
@@ -81,18 +86,19 @@ def chances(row: np.ndarray, s: Sampling) -> np.ndarray:
     Prefixes of the tokens by logit, of equal ones the smaller id first, are what top-k and top-p keep; the token that
     crosses top-p stays, and top-p is a share of what top-k left. Chances below `min_p` of the best one's are left out.
     """
-    best = row.max()
+    top = row.max()
     with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, tiny temperatures
-        shifted = np.where(row == best, 0.0, (row.astype(np.float64) - best) / s.temperature)
+        shifted = np.where(row == top, 0.0, (row.astype(np.float64) - top) / s.temperature)
     out = np.rint(np.exp(shifted) * ONE).astype(np.uint64)
     if s.top_k or s.top_p < 1:
-        order = np.argsort(-row, kind="stable")[: s.top_k or None]
+        best = best_of(row, s.top_k or FEW)
         if s.top_p < 1:
-            sums = np.cumsum(out[order])
-            enough = max(1, math.ceil(s.top_p * float(sums[-1])))
-            order = order[: np.searchsorted(sums, np.uint64(enough)) + 1]
+            enough = max(1, math.ceil(s.top_p * float(out[best].sum() if s.top_k else out.sum())))
+            if out[best].sum() < enough:
+                best = best_of(row, len(row))
+            best = best[: np.searchsorted(np.cumsum(out[best]), np.uint64(enough)) + 1]
         kept = np.zeros_like(out)
-        kept[order] = out[order]
+        kept[best] = out[best]
         out = kept
     out[out < np.uint64(math.ceil(s.min_p * ONE))] = 0
     return out

@@ -65,6 +65,17 @@ def test_chances_of_whole_prefixes():
         assert np.array_equal(chances(row, s) > 0, np.array(want) > 0)
 
 
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.9, 0.999])
+def test_a_top_p_of_few_tokens_and_of_most(scale, top_p):
+    """Of 5,000 tokens: by a sort of all of them."""
+    row = (np.random.default_rng(2).normal(size=5000) * scale).astype(np.float32).round(2)
+    every = chances(row, Sampling(temperature=1.0))
+    order = np.argsort(-row, kind="stable")
+    kept = order[: np.searchsorted(np.cumsum(every[order]), np.uint64(np.ceil(top_p * float(every.sum())))) + 1]
+    assert set(np.flatnonzero(chances(row, Sampling(temperature=1.0, top_p=top_p)))) == set(kept)
+
+
 @pytest.mark.parametrize("row", [[-np.inf] * 3, [np.inf, 0, np.inf], [-0.0, -np.inf, 0.0]])
 def test_infinite_logits_have_chances(row):
     best = np.array(row) == max(row)
