@@ -142,6 +142,48 @@ def test_expanded_types(type_, ops, capfd):
     assert type_ in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("T", [1, 7])
+def test_norm_adds_experts_up(T, ops):
+    """A mixture's sum, an addition and a norm in one launch are those that run one by one, to the bit."""
+    gate_up, down = random_matrix("Q4_K", 512, 256, experts=20), random_matrix("Q6_K", 256, 256, experts=20)
+    w, v, shared, after = (
+        ops.weight(part) for part in (gate_up, down, random_matrix("Q8_0", 256, 256), random_matrix("Q5_0", 40, 256))
+    )
+    random = np.random.default_rng(3)
+    x, z = (random.normal(size=(T, 256)).astype(np.float32) for _ in range(2))
+    logits, scale = (
+        random.normal(size=(T, 20)).astype(np.float32),
+        ops.vector(Tensor("n", "F32", (256,), np.full(256, 0.7, "<f4").view(np.uint8))),
+    )
+
+    def normed(one_by_one: bool) -> np.ndarray:
+        ops.arena.reset()
+        rows = rows_on(ops, x)
+
+        def routed(rows):
+            return ops.moe(rows, w, v, *ops.route_softmax(rows_on(ops, logits), 9))
+
+        other, best = ops.beside(rows, lambda rows: ops.linear(rows, shared), routed)
+        total = ops.add(rows_on(ops, z), ops.add(best, other))
+        if one_by_one:
+            assert np.isfinite(ops.read(total)).all()
+        return ops.read(ops.linear(ops.rms_norm(total, scale, 1e-6), after))
+
+    out = normed(one_by_one=False)
+    assert np.array_equal(out, normed(one_by_one=True))
+    reference = NumpyOps()
+    best = reference.moe(x, dequantize(gate_up), dequantize(down), *reference.route_softmax(logits, 9))
+    total = z + best + x @ dequantize(random_matrix("Q8_0", 256, 256)).T
+    want = reference.rms_norm(total, np.float32(0.7), 1e-6) @ dequantize(random_matrix("Q5_0", 40, 256)).T
+    assert np.abs(out - want).max() <= 5e-2 * np.abs(want).max()
+
+
+def test_too_many_experts(ops):
+    logits = np.zeros((2, 600), np.float32)
+    with pytest.raises(BimetalError, match="among 600 experts; the CUDA kernels take at most 512"):
+        ops.route_softmax(rows_on(ops, logits), 4)
+
+
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
 def test_quantized_experts(type_, ops):
     """Experts multiply the rows that chose them, whichever rows there are."""
