@@ -4,8 +4,9 @@
 //           x    int8 codes per 32 columns, with scale and scale * sum (store.cuh); where `parts` is not 0, rows that an
 //           RMS norm has still to divide by the root of their mean square, the sum of `squares` [T][parts] / columns
 // Build     one type of tile.cuh; COLS 1, 8, 16, 24, 32, 48, 64; STAGES; CP_ASYNC to force the sm_80 ring
-// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units. A CTA takes a stripe of the
-//           (row block, k block) list, so it may end a row block early; each CTA that touches a row block has a slot.
+// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units; up to 8 rows, warp 9 finds the
+//           factors of a norm meanwhile. A CTA takes a stripe of the (row block, k block) list, so it may end a row block
+//           early; each CTA that touches a row block has a slot.
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x; gridDim.x does not depend on the number of rows
 // Numbers   integer dots are exact, scales applied in float32 in a fixed order: the result of a row depends neither on
 //           the other rows nor on COLS
@@ -22,7 +23,10 @@
 #define BLOCKS 2
 #endif
 
-extern "C" __global__ void __launch_bounds__(288, BLOCKS)
+#define AHEAD (COLS <= 8)                       // a warp of its own finds the factors: for more rows it would be late
+#define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
+
+extern "C" __global__ void __launch_bounds__(288 + 32 * AHEAD, BLOCKS)
 linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k_blocks, int slots, s64 slot_stride,
        s64 row_stride, const float* squares, int parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
@@ -35,7 +39,7 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
             barrier_init(full + 8 * s, BULK ? 1 : 32);
             barrier_init(empty + 8 * s, 8);
         }
-        barrier_init(ready, 8);
+        barrier_init(ready, AHEAD ? 1 : 8);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -80,23 +84,29 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
 
     depend();  // the memory that the result takes may still be read
     __shared__ float factors[COLS];
-    float sums[(COLS + 7) / 8] = {};  // of this warp's rows, which are read together
+    if (!AHEAD || warp == 9) {
+        float sums[OF_EACH] = {};  // of rows that are read together
 #pragma unroll 1
-    for (int i = lane; i - lane < parts; i += 32)
+        for (int i = lane; i - lane < parts; i += 32)
 #pragma unroll
-        for (int r = 0; r < (COLS + 7) / 8; r++) {
-            const int t = warp + r * 8;
-            sums[r] += t < T && i < parts ? squares[t * parts + i] : 0.0f;
+            for (int r = 0; r < OF_EACH; r++) {
+                const int t = AHEAD ? r : warp + r * 8;
+                sums[r] += t < T && i < parts ? squares[t * parts + i] : 0.0f;
+            }
+#pragma unroll
+        for (int r = 0; r < OF_EACH; r++) {
+            const int t = AHEAD ? r : warp + r * 8;
+            const float sum = parts ? warp_sum(sums[r]) : 0.0f;
+            if (lane == 0 && t < COLS) factors[t] = parts ? 1.0f / sqrtf(sum / columns + eps) : 1.0f;
         }
-#pragma unroll
-    for (int r = 0; r < (COLS + 7) / 8; r++) {
-        const int t = warp + r * 8;
-        const float sum = parts ? warp_sum(sums[r]) : 0.0f;
-        if (lane == 0 && t < COLS) factors[t] = parts ? 1.0f / sqrtf(sum / columns + eps) : 1.0f;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ready);  // the factors: wanted at the end
+        if (AHEAD) return;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ready);  // the factors: wanted at the end
     float acc[NT][ACC] = {};
+    // the CTA that holds unit u is ((u + 1) * G - 1) / U
+    const auto slot_of = [&](int block) { return (int)(blockIdx.x - ((u64)((u32)block * k_blocks + 1) * gridDim.x - 1) / all); };
+    int slot = AHEAD ? slot_of(row_block) : 0;  // the division while x is on its way, where a register is left for it
     for (int i = 0; i < units; i++) {
         const int s = i % STAGES;
         barrier_wait(full + 8 * s, (i / STAGES) % 2);
@@ -106,11 +116,10 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
         const bool done = ++k_block == k_blocks;
         if (!done && i != units - 1) continue;
         barrier_wait(ready, 0);
-        // the CTA that holds unit u is ((u + 1) * G - 1) / U; the last one clears unused slots
-        const u32 owner = ((u64)((u32)row_block * k_blocks + 1) * gridDim.x - 1) / all;
-        const int slot = blockIdx.x - owner;
+        if (!AHEAD) slot = slot_of(row_block);
+        // the CTA that ends a row block clears the slots that nobody has
         put(acc, out, N, T, row_block * 128 + warp * 16, slot, done ? slots : slot + 1, slot_stride, row_stride, factors, lane);
-        row_block++, k_block = 0;
+        row_block++, k_block = 0, slot = 0;  // of a row block that begins here
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
