@@ -307,3 +307,31 @@ class Ops(ABC):
     def gated_rms_norm(self, x: Array, weight: Array, z: Array, eps: float) -> Array:
         """rms_norm(x, weight) * silu(z), x and z (T, heads, D)"""
         return self.swiglu(z, self.rms_norm(x, weight, eps))
+
+    def delta_mixer(
+        self,
+        qkv: Array,
+        z: Array,
+        a: Array,
+        b: Array,
+        taps: Array,
+        decay: Array,
+        dt_bias: Array,
+        norm: Array,
+        eps: float,
+        key_heads: int,
+        conv: Any,
+        delta: Any,
+        step: Step,
+    ) -> Array:
+        """Short convolution, gated delta rule, gated norm: qkv (T, 2 Hk Dk + Hv Dv), z (T, Hv, Dv) -> (T, Hv, Dv)
+
+        The states advance at the latest when an op takes the result.
+        """
+        T, Hv, Dv = z.shape
+        keys = (qkv.shape[1] - Hv * Dv) // 2
+        qkv = self.short_conv(qkv, taps, conv, step)
+        q = qkv[:, :keys].reshape(T, key_heads, -1)
+        k = qkv[:, keys : 2 * keys].reshape(T, key_heads, -1)
+        v = qkv[:, 2 * keys :].reshape(T, Hv, Dv)
+        return self.gated_rms_norm(self.gated_delta(q, k, v, a, b, decay, dt_bias, delta, step), norm, z, eps)

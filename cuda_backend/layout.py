@@ -63,7 +63,7 @@ def source(stem: str) -> str:
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
     parts += ["ring.cuh", "mma.cuh"] if stem in ("linear", "experts") else []
     parts += ["product.cuh"] if stem == "linear" else []
-    parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe") else []
+    parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "delta") else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
 
 
@@ -144,9 +144,11 @@ def groups_of(columns: int) -> int:
     return -(-columns // 256) * 8
 
 
-def delta_shared(key_width: int) -> int:
-    """Shared memory of kernels/delta.cu, bytes: keys, queries, values, changes, factors, what rows continue."""
-    return 4 * ((64 + 16) * (key_width + 64) + 64 + 16 + 4)
+def delta_shared(key_width: int, rows: int, norm: bool) -> tuple[int, int]:
+    """Rows of kernels/delta.cu whose keys and changes are held, and its shared memory, bytes."""
+    room = -(-rows // 16) * 16 if rows <= 64 else 32
+    floats = room * (key_width + 64 + 2) + 2 * 16 * (key_width + 2 * 64) + 2 * 64 + 4
+    return room, 4 * (floats + (2 * 16 * 64 + 16 * 128 + 8 if norm else 0))
 
 
 def padded(width: int) -> int:

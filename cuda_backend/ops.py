@@ -629,8 +629,45 @@ class CudaOps(Ops):
         step = self._step(step, delta.store, recurrent=True)
         delta.key_heads = k.shape[1]
         inputs = tuple(view(x) for x in (*(self._summed(x) for x in (q, k, v)), a, b))
-        self._delta(inputs, decay.address, dt_bias.address, delta, step.state, out.address)
+        weights = decay.address, dt_bias.address
+        self._delta(inputs, *weights, delta, step.state, T, self._out(out.address, 0, 0, Hv * Dv, 0))
         return out
+
+    def delta_mixer(
+        self,
+        qkv: Array,
+        z: Array,
+        a: Array,
+        b: Array,
+        taps: Array,
+        decay: Array,
+        dt_bias: Array,
+        norm: Array,
+        eps: float,
+        key_heads: int,
+        conv: Conv,
+        delta: Delta,
+        step: Any,
+    ) -> Array:
+        T, Hv, Dv = z.shape
+        step = self._step(step, delta.store, recurrent=True)
+        delta.key_heads = key_heads
+        inputs, weights = (view(qkv), NOTHING, NOTHING, view(a), view(b)), (decay.address, dt_bias.address)
+        before = conv, taps.address
+        if self.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not in_fours(z, flat=False):
+            o = Array((T, Hv, Dv), self.arena.take(T * Hv * Dv * 4))
+            self._delta(inputs, *weights, delta, step.state, T, self._out(o.address, 0, 0, Hv * Dv, 0), before)
+            return self.gated_rms_norm(o, norm, z, eps)
+        after = view(z), norm.address, eps
+
+        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+            out = self._out(dense, packed, bf16, Hv * Dv, cols)
+            self._delta(inputs, *weights, delta, step.state, T, out, before, after)
+
+        node = Node(self.arena, T, Hv * Dv, emit)
+        if self.replay.active:
+            return Array((T, Hv, Dv), node=node)
+        return Array((T, Hv, Dv), node.as_dense())  # a commit may come before the result is read
 
     def keep(self, x: Array) -> Array:
         node = x.whole_node()
@@ -959,28 +996,66 @@ class CudaOps(Ops):
             stream=self.stream,
         )
 
-    def _delta(self, inputs: tuple[np.ndarray, ...], decay: int, bias: int, delta: Delta, step: int, out: int) -> None:
-        Hv, Dk, Dv = delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
+    def _delta(
+        self,
+        inputs: tuple[np.ndarray, ...],
+        decay: int,
+        bias: int,
+        delta: Delta,
+        step: int,
+        T: int,
+        out: np.ndarray,
+        before: tuple[Conv, int] | None = None,
+        after: tuple[np.ndarray, int, float] | None = None,
+    ) -> None:
+        """The delta rule of q, k, v, a and b, or of q, k and v's convolution (state and taps) that the first holds.
+
+        after  z, weight and eps of the norm behind it
+        """
+        Hk, Hv, Dk, Dv = delta.key_heads, delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
         changes = delta.rows + 2 * 64 * Hv * Dk * 4
         factors = changes + 2 * 64 * Hv * Dv * 4
-        shared = delta_shared(Dk)
-        kernel("delta", "delta", (f"DK={Dk}", f"DIM={delta.spec.key_dim}"), shared)(
+        conv, taps = before or (None, 0)
+        z, norm, eps = after or (NOTHING, 0, 0.0)
+        room, shared = delta_shared(Dk, T, after is not None)
+        most = max(shared, delta_shared(Dk, TREE_ROWS, after is not None)[1])
+        alone = T == 1 and conv is not None
+        widths = f"DK={Dk}", f"DIM={delta.spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
+        defines = *widths, f"NORM={int(after is not None)}", f"ALONE={int(alone)}"
+        head = (*inputs, np.uint64(decay), np.uint64(bias), np.uint64(step), np.int32(Hk), np.int32(Hv), np.int32(Dv))
+        tail = (
+            np.uint64(taps),
+            np.uint64(conv.tail if conv else 0),
+            np.int64(conv.flip if conv else 0),
+            np.uint64(conv.rows if conv else 0),
+        )
+        prepared: tuple[np.uint64, ...] = (np.uint64(0),) * 4
+        if T and not alone:
+            sizes = T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2  # queries, keys, values, gates
+            prepared = tuple(np.uint64(self.arena.take(4 * n)) for n in sizes)
+            kernel("delta", "prepare", defines)(
+                (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 8), -(-T // 16)),
+                (128,),
+                (*head, np.uint64(delta.rows), np.uint64(factors), *tail, *prepared),
+                stream=self.stream,
+            )
+        kernel("delta", "delta", defines, most)(
             (Hv, -(-Dv // 64)),
-            (256,),
+            (448 if alone else 384,),
             (
-                *inputs,
-                np.uint64(decay),
-                np.uint64(bias),
-                np.uint64(step),
-                np.int32(delta.key_heads),
-                np.int32(Hv),
-                np.int32(Dv),
+                *head,
                 np.uint64(delta.matrix),
                 np.int64(delta.flip),
                 np.uint64(delta.rows),
                 np.uint64(changes),
                 np.uint64(factors),
-                np.uint64(out),
+                *tail,
+                *prepared,
+                np.int32(room),
+                z,
+                np.uint64(norm),
+                np.float32(eps),
+                out,
             ),
             shared_mem=shared,
             stream=self.stream,
@@ -994,7 +1069,7 @@ class CudaOps(Ops):
             if isinstance(layer, Conv):
                 self._conv(NOTHING, 0, layer, inputs.memory.address, 1, 0)
             else:
-                self._delta((NOTHING,) * 5, 0, 0, layer, inputs.memory.address, 0)
+                self._delta((NOTHING,) * 5, 0, 0, layer, inputs.memory.address, 0, self._out(0, 0, 0, 0, 0))
 
     def _out(self, dense: int, packed: int, bf16: int, K: int, cols: int) -> np.ndarray:
         groups = groups_of(K) if packed else -(-K // 32)

@@ -422,6 +422,7 @@ class SplitOps(Ops):
     write_kv = forwarded("write_kv")
     short_conv = forwarded("short_conv")
     gated_delta = forwarded("gated_delta")
+    delta_mixer = forwarded("delta_mixer")
     route_softmax = forwarded("route_softmax")
     route_sigmoid = forwarded("route_sigmoid")
     moe = forwarded("moe")

@@ -369,18 +369,14 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> 
 
 def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
     """Short convolution, delta rule, gated norm: x (T, hidden) -> (T, hidden)"""
-    T, Hk, Hv, Dk, Dv = x.shape[0], c.key_heads, c.value_heads, c.key_dim, c.value_dim
-    keys, values = Hk * Dk, Hv * Dv
+    T, Hv, Dv = x.shape[0], c.value_heads, c.value_dim
+    values = Hv * Dv
     y = ops.linear(x, w.qkvzba)
-    channels = 2 * keys + values
+    channels = 2 * c.key_heads * c.key_dim + values
     qkv, z = y[:, :channels], y[:, channels : channels + values].reshape(T, Hv, Dv)
     b, a = y[:, channels + values : channels + values + Hv], y[:, channels + values + Hv :]
-    qkv = ops.short_conv(qkv, w.taps, state.conv, step)
-    q = qkv[:, :keys].reshape(T, Hk, Dk)
-    k = qkv[:, keys : 2 * keys].reshape(T, Hk, Dk)
-    v = qkv[:, 2 * keys :].reshape(T, Hv, Dv)
-    o = ops.gated_delta(q, k, v, a, b, w.decay, w.dt_bias, state.delta, step)
-    o = ops.gated_rms_norm(o, w.delta_norm, z, c.eps)
+    weights = w.taps, w.decay, w.dt_bias, w.delta_norm
+    o = ops.delta_mixer(qkv, z, a, b, *weights, c.eps, c.key_heads, state.conv, state.delta, step)
     return ops.linear(o.reshape(T, values), w.out)
 
 

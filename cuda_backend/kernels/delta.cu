@@ -1,25 +1,40 @@
-// delta: the Gated DeltaNet recurrence along each row's ancestors
-// Meaning   common/reference.py NumpyOps.gated_delta      Launcher  cuda_backend/ops.py
-// In        q, k (T, Hk, DIM) before L2 normalization; v (T, Hv, DV); a, b (T, Hv); decay, dt_bias (Hv,)
-//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][64]: k [Hk][DK], change [Hv][DV], factor [Hv]
-// Out       out [T][Hv][DV] float32
+// delta: a Gated DeltaNet mixer: short convolution, the delta rule along each row's ancestors, gated norm
+// Meaning   common/ops.py delta_mixer; without TAPS common/reference.py NumpyOps.gated_delta
+// Launcher  cuda_backend/ops.py
+// In        q, k (T, Hk, DIM), v (T, Hv, DV), a, b (T, Hv), z (T, Hv, DV); with TAPS q is the convolution's input (T, C), the
+//           channels of all three; decay, dt_bias (Hv,)
+//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][64]: k [Hk][DK], change [Hv][DV],
+//           factor [Hv]
+//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][64][C]
+// Out       NORM: what store.cuh says of (T, Hv * 128); else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
-// Work      a CTA per value head and 64 columns; 16 lanes share four columns of the matrix, in registers for all rows: a
-//           key that a lane reads from shared memory, whose rate is the limit, serves four columns.
+//           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
+//           ALONE: for a step of one row, which needs no `prepare`: what three value heads share of a key head is computed
+//           by each then, which costs less than a launch
+// Work      prepare: a warp per four rows of a head of q, k or v. delta: a CTA per value head and 64 columns, two of them
+//           a cluster under NORM. Eight warps run the recurrence: 16 lanes share four columns of the matrix, in registers
+//           for all rows. The other warps read the next 16 rows meanwhile, and finish the last ones.
 //           The committed path is applied on the way in, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row that does not continue the row before it starts
-//           from the written matrix and applies its ancestors again: no state per node
-// Assumes   q, k and v are not partial sums; a step of more than 64 rows is a chain (kind 1); it leaves its own matrix
+//           from the committed matrix and applies its ancestors again: no state per node. Convolution likewise: conv.cu
+// Assumes   a step of more than 64 rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
 //           tree equals the row that plain decoding computes, bit for bit
-// Bound     bytes of the matrix, read and written once; from about 16 rows the recurrence itself
+// Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
 
-#define ROWS 64  // of a step that may be a tree
 #define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
-#define CHUNK 16  // rows that are read together
-#define PER_WARP (CHUNK / 8)
-#define WIDE 64  // columns
-#define NL ((DK + 31) / 32)  // elements of a key per lane
+#define CHUNK 16             // rows that are read together
+#define WIDE 64              // columns of a CTA
+#define PIECE 128            // columns of v that a warp prepares
+#define NL (((DK > PIECE ? DK : PIECE) + 31) / 32)  // elements of them, or of a key, per lane
+#define BEFORE (TAPS > 1 ? TAPS - 1 : 0)            // rows before one that its convolution reads
+#define TEAM 256                                    // threads of the recurrence
+#define HELPERS (ALONE ? 6 : 4)                     // warps beside them
+#if NORM
+#define CLUSTER __cluster_dims__(1, 2, 1)
+#else
+#define CLUSTER
+#endif
 
 struct DeltaRows {
     float *k, *change, *factor;
@@ -42,29 +57,24 @@ __device__ __forceinline__ void apply(float4 (&s)[NJ], const float4 (&k)[NJ], fl
     }
 }
 __device__ __forceinline__ float part_of_dot(const float4 (&s)[NJ], const float4 (&k)[NJ]) {
-    float x = 0.0f, y = 0.0f;
+    float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < NJ; j++) {
-        x = __fmaf_rn(s[j].x, k[j].x, x), y = __fmaf_rn(s[j].y, k[j].y, y);
-        x = __fmaf_rn(s[j].z, k[j].z, x), y = __fmaf_rn(s[j].w, k[j].w, y);
+        sum = __fmaf_rn(s[j].x, k[j].x, sum), sum = __fmaf_rn(s[j].y, k[j].y, sum);
+        sum = __fmaf_rn(s[j].z, k[j].z, sum), sum = __fmaf_rn(s[j].w, k[j].w, sum);
     }
-    return x + y;
+    return sum;
 }
-// Sums over 16 lanes of four columns' parts; a lane gets that of column 2 * (lane % 2) + lane / 2 % 2.
-__device__ __forceinline__ float sum_of_sixteen(const float (&v)[4], int part) {
-    const bool odd = part & 1, second = part & 2;
-    const float a = (odd ? v[2] : v[0]) + __shfl_xor_sync(FULL, odd ? v[0] : v[2], 1);
-    const float b = (odd ? v[3] : v[1]) + __shfl_xor_sync(FULL, odd ? v[1] : v[3], 1);
-    float sum = (second ? b : a) + __shfl_xor_sync(FULL, second ? a : b, 2);
-    sum += __shfl_xor_sync(FULL, sum, 4);
+// Sums over 16 lanes of the parts of four columns, twice; an even lane gets a's, an odd one b's of column part / 2 % 4.
+__device__ __forceinline__ float sum_of_sixteen(const float (&a)[4], const float (&b)[4], int part) {
+    const bool odd = part & 1, second = part & 2, third = part & 4;
+    float v[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) v[c] = (odd ? b[c] : a[c]) + __shfl_xor_sync(FULL, odd ? a[c] : b[c], 1);
+    const float x = (second ? v[1] : v[0]) + __shfl_xor_sync(FULL, second ? v[0] : v[1], 2);
+    const float y = (second ? v[3] : v[2]) + __shfl_xor_sync(FULL, second ? v[2] : v[3], 2);
+    const float sum = (third ? y : x) + __shfl_xor_sync(FULL, third ? x : y, 4);
     return sum + __shfl_xor_sync(FULL, sum, 8);
-}
-// The four columns' values from the lanes that have them.
-__device__ __forceinline__ void spread(float (&v)[4], float mine, int part) {
-    const bool odd = part & 1, second = part & 2;
-    const float other = __shfl_xor_sync(FULL, mine, 2), a = second ? other : mine, b = second ? mine : other;
-    const float c = __shfl_xor_sync(FULL, a, 1), d = __shfl_xor_sync(FULL, b, 1);
-    v[0] = odd ? c : a, v[1] = odd ? d : b, v[2] = odd ? a : c, v[3] = odd ? b : d;
 }
 // The matrix's four columns of a lane, `DK` apart; those beyond the last repeat it.
 __device__ __forceinline__ void read_matrix(float4 (&s)[4][NJ], const float* columns, int part, int left) {
@@ -79,66 +89,391 @@ __device__ __forceinline__ void write_matrix(const float4 (&s)[4][NJ], float* co
             if (c < left && (DK % 64 == 0 || j * 64 + part * 4 < DK)) *(float4*)(columns + c * DK + j * 64 + part * 4) = s[c][j];
 }
 
-// A warp's share of a chunk on its way from memory: rows `warp`, `warp` + 8.
-struct Chunk {
-    float q[PER_WARP][NL], k[PER_WARP][NL], v[PER_WARP][2], a, b;
-
-    __device__ __forceinline__ void read(const In& q_, const In& k_, const In& v_, const In& a_, const In& b_, int first,
-                                         int rows, int h, int hk, int c0, int DV) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int r = 0; r < PER_WARP; r++) {
-            const int i = warp + r * 8, t = first + i;
-            const bool is = i < CHUNK && t < rows;
-            const float *qt = head_of(q_, t, hk, DIM) + lane, *kt = head_of(k_, t, hk, DIM) + lane;
-            const float* vt = head_of(v_, t, h, DV) + c0 + lane;
-#pragma unroll
-            for (int n = 0; n < NL; n++) {
-                const bool in = is && lane + n * 32 < DIM;
-                q[r][n] = in ? qt[n * 32] : 0.0f, k[r][n] = in ? kt[n * 32] : 0.0f;
-            }
-#pragma unroll
-            for (int n = 0; n < 2; n++) v[r][n] = is && c0 + lane + n * 32 < DV ? vt[n * 32] : 0.0f;
-        }
-        const int t = first + threadIdx.x;
-        if (threadIdx.x < CHUNK && t < rows) a = load_one(a_, row_of(a_, t) + h), b = load_one(b_, row_of(b_, t) + h);
-    }
+// What a step keeps of a convolution, and what it finds.
+struct Conv {
+    const float* taps;
+    float* tail;
+    s64 flip;
+    float* rows;
+    int C;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Rows t to t + n - 1, at most R, of a head that begins at `p`, lane by lane, each of which continues the one before it:
+// convolved, divided by their length and times `norm` where that is not 0, zeros from `wide` to `width`.
+// before: the ancestors of row t, oldest first; ours: does this warp keep what the step leaves of these channels?
+template <int R>
+__device__ __forceinline__ void prepare_rows(const In& in, const float* p, const Conv& conv, int channel, int wide,
+                                             int width, float norm, const StepState* step, int t, int n,
+                                             const int (&before)[BEFORE + 1], bool ours, float* to, s64 row, float* keep,
+                                             s64 keep_row) {
+    const int lane = threadIdx.x % 32, current = step->current;
+    const bool kept = !step->kind;
+    float x[BEFORE + R][NL], tap[TAPS ? TAPS : 1][NL];
+    p += lane, channel += lane, to += lane, wide -= lane, width -= lane;
+#pragma unroll
+    for (int j = 0; j < BEFORE + R; j++)
+#pragma unroll
+        for (int i = 0; i < NL; i++) x[j][i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < TAPS; j++)
+#pragma unroll
+        for (int i = 0; i < NL; i++) tap[j][i] = i * 32 < wide ? conv.taps[(channel + i * 32) * TAPS + j] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < BEFORE; j++) {
+        if (before[j] >= 0) continue;
+        const int of_path = step->path_length + before[j];  // committed: no kernel of the step writes it
+        const float* at = of_path >= 0 ? conv.rows + ((s64)current * 64 + step->path[of_path]) * conv.C
+                                       : conv.tail + current * conv.flip + (s64)(BEFORE + of_path) * conv.C;
+#pragma unroll
+        for (int i = 0; i < NL; i++)
+            if (i * 32 < wide) x[j][i] = at[channel + i * 32];
+        if (t == 0 && kept && ours)
+#pragma unroll
+            for (int i = 0; i < NL; i++)
+                if (i * 32 < wide) conv.tail[(1 - current) * conv.flip + (s64)j * conv.C + channel + i * 32] = x[j][i];
+    }
+    depend();
+#pragma unroll 1
+    for (int s = 0; s < in.slots; s += 2, p += 2 * in.slot) {
+        float e[2][BEFORE + R][NL];
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int j = 0; j < BEFORE + R; j++) {
+                const int from = j < BEFORE ? before[j] : j < BEFORE + n ? t + j - BEFORE : -1;
+#pragma unroll
+                for (int i = 0; i < NL; i++)
+                    e[k][j][i] = from >= 0 && s + k < in.slots && i * 32 < wide ? p[from * in.row + k * in.slot + i * 32] : 0.0f;
+            }
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int j = 0; j < BEFORE + R; j++)
+#pragma unroll
+                for (int i = 0; i < NL; i++) x[j][i] += e[k][j][i];
+    }
+    float squares[R];
+#pragma unroll
+    for (int r = R - 1; r >= 0; r--) {
+        squares[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < NL; i++) {
+            float& y = x[BEFORE + r][i];
+            if (TAPS) {
+                if (kept && ours && r < n && i * 32 < wide)
+                    conv.rows[((s64)(1 - current) * 64 + t + r) * conv.C + channel + i * 32] = y;
+                y *= tap[TAPS ? TAPS - 1 : 0][i];
+#pragma unroll
+                for (int j = 1; j <= BEFORE; j++) y = __fmaf_rn(tap[TAPS - 1 - j][i], x[BEFORE + r - j][i], y);
+                y = silu(y);
+            }
+            squares[r] = __fmaf_rn(y, y, squares[r]);
+        }
+    }
+    if (norm != 0.0f) {
+#pragma unroll
+        for (int m = 16; m; m >>= 1)
+#pragma unroll
+            for (int r = 0; r < R; r++) squares[r] += __shfl_xor_sync(FULL, squares[r], m);
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+        const float scale = norm != 0.0f ? rsqrtf(squares[r] + 1e-6f) * norm : 1.0f;
+#pragma unroll
+        for (int i = 0; i < NL; i++) {
+            if (r >= n || i * 32 >= width) continue;
+            to[r * row + i * 32] = x[BEFORE + r][i] * scale;
+            if (keep) keep[r * keep_row + lane + i * 32] = x[BEFORE + r][i] * scale;
+        }
+    }
+}
+
+// The factor of the matrix and the weight of the change.
+__device__ __forceinline__ float2 gates_of(float a, float b, float decay, float dt_bias) {
+    const float x = a + dt_bias;
+    return make_float2(expf(decay * (x > 20.0f ? x : log1pf(expf(x)))), sigmoid(b));
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
+        float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
+        float* keys, float* values, float* gates) {
+    release_next();
+    const int rows = step->rows, kept = !step->kind, begin = blockIdx.y * 16 + threadIdx.x / 32 * 4, end = min(begin + 4, rows);
+    const int lane = threadIdx.x % 32, pieces = (DV + PIECE - 1) / PIECE, unit = blockIdx.x - 2 * Hk;
+    if (unit >= Hv * pieces) {  // a and b of eight heads
+        const int t = blockIdx.y * 16 + threadIdx.x / 8, h = (unit - Hv * pieces) * 8 + threadIdx.x % 8;
+        if (t >= rows || h >= Hv) return;
+        const float d = decay[h], bias = dt_bias[h];
+        depend();
+        const float2 g = gates_of(load_one(a, row_of(a, t) + h), load_one(b, row_of(b, t) + h), d, bias);
+        *(float2*)(gates + ((s64)t * Hv + h) * 2) = g;
+        if (kept) row_factor[((1 - step->current) * 64 + t) * Hv + h] = g.x;
+        return;
+    }
+    if (begin >= rows) return;
+    const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
+    const bool is_v = unit >= 0, is_k = !is_v && unit >= -Hk;
+    const int h = is_v ? unit / pieces : is_k ? unit + Hk : unit + 2 * Hk, c0 = is_v ? unit % pieces * PIECE : 0;
+    const int wide = is_v ? min(PIECE, DV - c0) : DIM, channel = is_v ? 2 * Hk * DIM + h * DV + c0 : (is_k * Hk + h) * DIM;
+#if TAPS
+    const In& in = q;
+    const float* p = q.p + channel;
+#else
+    const In in = is_v ? v : is_k ? k : q;
+    const float* p = head_of(in, 0, h, is_v ? DV : DIM) + c0;
+#endif
+    int parents[2];  // lane by lane
+#pragma unroll
+    for (int i = 0; i < 2; i++) parents[i] = kept ? step->parents[i * 32 + lane] : 0;
+    auto parent_of = [&](int t) {
+        if (t <= 0 || !kept) return t - 1;
+        return __shfl_sync(FULL, t < 32 ? parents[0] : parents[1], t % 32);
+    };
+#pragma unroll 1
+    for (int t = begin, next = end; t < end; t = next) {
+        int before[BEFORE + 1];
+        for (next = t + 1; next < end && (!TAPS || parent_of(next) == next - 1); next++) {}
+#pragma unroll
+        for (int j = BEFORE - 1, at = t; j >= 0; j--) at = parent_of(at), before[j] = at;
+        float* to = is_v ? values + ((s64)t * Hv + h) * DV + c0 : (is_k ? keys : queries) + ((s64)t * Hk + h) * DK;
+        float* keep = is_k && kept ? row_k + (((s64)(1 - step->current) * 64 + t) * Hk + h) * DK : 0;
+        prepare_rows<4>(in, p, conv, channel, wide, is_v ? wide : DK, is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM), step,
+                        t, next - t, before, true, to, is_v ? Hv * DV : Hk * DK, keep, Hk * DK);
+    }
+    if (TAPS > 1 && !kept && end == rows)  // the last rows of a long chain
+#pragma unroll 1
+        for (int j = 0; j < BEFORE; j++) {
+            float x[NL];
+            load_some(x, in, p + (s64)(rows - BEFORE + j) * in.row, lane, 32, wide);
+#pragma unroll
+            for (int i = 0; i < NL; i++)
+                if (lane + i * 32 < wide)
+                    tail[(1 - step->current) * tail_flip + (s64)j * conv.C + channel + lane + i * 32] = x[i];
+        }
+}
+
+#if NORM
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+__device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// Four floats to shared memory of the cluster, counted by a barrier that lies there.
+__device__ __forceinline__ void send(u32 address, float4 v, u32 arrival) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
+                 "r"(arrival)
+                 : "memory");
+}
+__device__ __forceinline__ void expect(u32 arrival, int bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(arrival), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void wait_for(u32 arrival, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p; }"
+                     : "=r"(done)
+                     : "r"(arrival), "r"(parity)
+                     : "memory");
+}
+__device__ __forceinline__ void both_have_begun() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#else
+__device__ __forceinline__ void both_have_begun() {}
+#endif
+
+extern "C" __global__ void __launch_bounds__(TEAM + 32 * HELPERS, 1) CLUSTER
 delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv,
-      int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, float* out) {
-    begin();
+      int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, const float* taps, float* tail,
+      s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
+      int room, In z, const float* norm, float eps, Out out) {
+    release_next();
     extern __shared__ __align__(16) float shared[];
-    float* ks = shared;               // [ROWS][DK]
-    float* qs = ks + ROWS * DK;          // [CHUNK][DK]
-    float* vs = qs + CHUNK * DK;         // [CHUNK][WIDE]
-    float* changes = vs + CHUNK * WIDE;  // [ROWS][WIDE]
-    float* factors = changes + ROWS * WIDE;
-    float* betas = factors + ROWS;       // [CHUNK]
-    u32* breaks = (u32*)(betas + CHUNK);  // bit t: row t does not continue row t - 1
-    const int h = (int)blockIdx.x, hk = h % Hk, warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % 16;
-    // a lane's four columns, those of them that exist, and the one whose sums it gets
-    const int local = warp * 8 + lane / 16 * 4, column = blockIdx.y * WIDE + local, left = min(4, DV - column);
-    const int own = local + part % 2 * 2 + part / 2 % 2;
-    const bool stores = part < 4 && blockIdx.y * WIDE + own < DV;
-    const int current = step->current, rows = step->rows, kept = !step->kind;
-    const s64 place = ((s64)h * DV + min(column, DV - 1)) * DK;
-    const DeltaRows old = {row_k + (s64)current * 64 * Hk * DK, row_change + (s64)current * 64 * Hv * DV,
-                           row_factor + current * 64 * Hv};
+    float* ks = shared;                        // [room][DK]
+    float* qs = ks + room * DK;                // [2][CHUNK][DK]
+    float* vs = qs + 2 * CHUNK * DK;           // [2][CHUNK][WIDE]
+    float* changes = vs + 2 * CHUNK * WIDE;    // [room][WIDE]
+    float2* pairs = (float2*)(changes + room * WIDE);  // [room]: factor, weight of the change
+    u64* seen = (u64*)(pairs + room);          // [64], but for the row itself
+    u32* breaks = (u32*)(seen + 64);           // bit t: row t does not continue row t - 1
+    const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
+    const int current = step->current, rows = ALONE ? 1 : step->rows, path = step->path_length, kept = ALONE || !step->kind;
+    // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
+    const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
     const DeltaRows now = {row_k + (s64)(1 - current) * 64 * Hk * DK, row_change + (s64)(1 - current) * 64 * Hv * DV,
                            row_factor + (1 - current) * 64 * Hv};
-    const float* from = matrix + current * flip + place;
-    float* next = matrix + (1 - current) * flip + place;
+    float* outs = (float*)(breaks + 4);        // [2][CHUNK][WIDE]
+#if NORM
+    float* others = outs + 2 * CHUNK * WIDE;    // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
+    float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
+    const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 4; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(arrivals + 8 * i) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+
+    if (threadIdx.x >= TEAM) {  // read rows of the next chunk and finish those of the last
+        const int thread = threadIdx.x - TEAM;
+#if NORM || ALONE
+        const int warp = thread / 32;
+#endif
+#pragma unroll 1
+        for (int c = 0; c < phases; c++) {
+            const int first = c * CHUNK, half = c % 2, n = min(CHUNK, rows - first);  // of the chunk that is read
+            const int last = first - 2 * CHUNK, last_n = c > 1 ? min(CHUNK, rows - last) : 0;  // of the chunk before the last
+#if !ALONE
+            const int place = kept ? first : first % (2 * CHUNK), column = thread % WIDE;
+            const int fours = (CHUNK * DK / 4 + HELPERS * 32 - 1) / (HELPERS * 32), per_row = HELPERS * 32 / WIDE;
+            float4 key[fours], query[fours];
+            float value[CHUNK / per_row];
+            depend();
+            const float* values_at = values + ((s64)(first + thread / WIDE) * Hv + h) * DV + c0 + column;
+#pragma unroll
+            for (int j = 0; j < fours; j++) {
+                const int i = (j * HELPERS * 32 + thread) * 4;
+                if (i >= n * DK) continue;
+                const s64 from = ((s64)(first + i / DK) * Hk + hk) * DK + i % DK;
+                key[j] = *(const float4*)(keys + from), query[j] = *(const float4*)(queries + from);
+            }
+#pragma unroll
+            for (int j = 0; j < CHUNK / per_row; j++)
+                value[j] = j * per_row + thread / WIDE < n && c0 + column < DV ? values_at[j * per_row * Hv * DV] : 0.0f;
+            if (thread < n) pairs[place + thread] = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
+#endif
+#if NORM
+            if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
+            const int buffer = (c + 2) % 4 * CHUNK / 2;
+#pragma unroll 1
+            for (int j = thread / 16; 2 * j + 1 - (int)rank < last_n; j += HELPERS * 2) {  // first: the other CTA waits for all
+                const int row = 2 * j + 1 - (int)rank, at = lane % 16 * 4;
+                send(address_at(shared_address(others + (buffer + j) * WIDE + at), 1 - rank),
+                     *(const float4*)(outs + (half * CHUNK + row) * WIDE + at), address_at(arrivals + (c + 2) % 4 * 8, 1 - rank));
+            }
+#endif
+#pragma unroll 1
+            for (int row = thread / WIDE; row < last_n; row += HELPERS * 32 / WIDE)
+                if (c0 + thread % WIDE < DV) {
+                    const s64 at = ((s64)(last + row) * Hv + h) * DV + c0 + thread % WIDE;
+                    if (kept) now.change[at] = changes[(last + row) * WIDE + thread % WIDE];
+                    if (!NORM) out.dense[at] = outs[(half * CHUNK + row) * WIDE + thread % WIDE];
+                }
+#if NORM
+#pragma unroll 1
+            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // of the CTA's eight rows of a chunk
+                const float* from = others + (buffer + j) * WIDE;
+                if (lane / 16 == (int)rank) from = outs + (half * CHUNK + 2 * j + (int)rank) * WIDE;
+                wait_for(arrivals + (c + 2) % 4 * 8, (c - 2) / 4 % 2);
+                const float4 o = *(const float4*)(from + lane % 16 * 4);
+                const float4 g = *(const float4*)(weights + (half * CHUNK / 2 + j) * 128 + lane * 4);
+                const float scale = rsqrtf(warp_sum(o.x * o.x + o.y * o.y + (o.z * o.z + o.w * o.w)) * (1.0f / 128) + eps);
+                float4 e = make_float4(o.x * scale * g.x, o.y * scale * g.y, o.z * scale * g.z, o.w * scale * g.w);
+#pragma unroll 1
+                for (int k = h * 128; k < (h ? h * 128 + 1 : out.groups * 32); k = max(k + 128, Hv * 128)) {
+                    store_four(out, last + 2 * j + (int)rank, k + lane * 4, e);
+                    e = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // columns that pad a row to a whole unit
+                }
+            }
+            const int gated = ALONE ? c : c - 1;  // of the chunk where the recurrence is, or will be
+            const int gated_n = gated < 0 ? 0 : min(CHUNK, rows - gated * CHUNK);
+            if (2 * (HELPERS - 1 - warp) + (int)rank < gated_n) {
+                const float4 w = *(const float4*)(norm + lane * 4);
+                float4 g[2] = {};
+                depend();
+#pragma unroll 1
+                for (int s = 0; s < z.slots; s += 4) {
+                    float4 e[2][4];
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            const int row = 2 * (HELPERS - 1 - warp + i * HELPERS) + (int)rank;
+                            e[i][k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                            if (row < gated_n && s + k < z.slots)
+                                e[i][k] = *(const float4*)(head_of(z, gated * CHUNK + row, h, 128) + (s + k) * z.slot + lane * 4);
+                        }
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+#pragma unroll
+                        for (int k = 0; k < 4; k++) g[i] = plus(g[i], e[i][k]);
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int j = HELPERS - 1 - warp + i * HELPERS;
+                    if (j < CHUNK / 2)
+                        *(float4*)(weights + (gated % 2 * CHUNK / 2 + j) * 128 + lane * 4) =
+                            make_float4(w.x * silu(g[i].x), w.y * silu(g[i].y), w.z * silu(g[i].z), w.w * silu(g[i].w));
+                }
+            }
+#endif
+#if ALONE
+            const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
+            if (c == 0 && warp < 3) {  // q, k, v
+                const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
+                const int wide = warp == 2 ? min(WIDE, DV - c0) : DIM;
+                const int channel = warp == 2 ? 2 * Hk * DIM + h * DV + c0 : (warp * Hk + hk) * DIM;
+                int before[BEFORE + 1];
+#pragma unroll
+                for (int j = 0; j < BEFORE; j++) before[j] = j - BEFORE;
+                prepare_rows<1>(q, q.p + channel, conv, channel, wide, warp == 2 ? WIDE : DK,
+                                warp == 2 ? 0.0f : warp ? 1.0f : rsqrtf((float)DIM), step, 0, 1, before,
+                                warp == 2 || first_of_key, warp == 2 ? vs : warp ? ks : qs, 0,
+                                warp == 1 && first_of_key ? now.k + h * DK : 0, 0);
+            }
+            if (c == 0 && warp == 3 && lane == 0) {
+                const float d = decay[h], bias = dt_bias[h];
+                depend();
+                pairs[0] = gates_of(load_one(a, a.p + h), load_one(b, b.p + h), d, bias);
+                if ((int)blockIdx.y == 0) now.factor[h] = pairs[0].x;
+            }
+#else
+#pragma unroll
+            for (int j = 0; j < fours; j++) {
+                const int i = (j * HELPERS * 32 + thread) * 4;
+                if (i >= n * DK) continue;
+                *(float4*)(ks + place * DK + i) = key[j], *(float4*)(qs + half * CHUNK * DK + i) = query[j];
+            }
+#pragma unroll
+            for (int j = 0; j < CHUNK / per_row; j++)
+                if (j * per_row + thread / WIDE < n)
+                    vs[(half * CHUNK + j * per_row + thread / WIDE) * WIDE + column] = value[j];
+#endif
+            if (!c) both_have_begun();
+            if (c + 1 < phases) __syncthreads();
+        }
+        return;
+    }
+
+    const int warp = threadIdx.x / 32, part = lane % 16;
+    // a lane's four columns, those of them that exist, and the one whose sums it gets
+    const int local = warp * 8 + lane / 16 * 4, column = c0 + local, left = min(4, DV - column);
+    const int own = local + part / 2 % 4;
+    const bool stores = part < 8;  // an even lane a row's change, an odd one the row before's result
+    const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
+    const DeltaRows old = {row_k + (s64)current * 64 * Hk * DK, row_change + (s64)current * 64 * Hv * DV,
+                           row_factor + current * 64 * Hv};
+    const float* from = matrix + current * flip + at;
+    float* next = matrix + (1 - current) * flip + at;
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
-    if (warp < 2) {
-        const u32 bits = __ballot_sync(FULL, kept && threadIdx.x < rows && step->parents[threadIdx.x] != (int)threadIdx.x - 1);
+    if (!ALONE && warp < 2) {
+        const int t = threadIdx.x;
+        const bool is = kept && t < rows;
+        const u32 bits = __ballot_sync(FULL, is && step->parents[t] != t - 1);
+        if (is) seen[t] = step->seen[t] & ~(1ull << t);
         if (lane == 0) breaks[warp] = bits;
     }
 #pragma unroll 1
-    for (int i = 0; i < step->path_length; i++) {
+    for (int i = 0; i < path; i++) {
         const int r = step->path[i];
         read_fours(key, old.k + ((s64)r * Hk + hk) * DK, part);
 #pragma unroll
@@ -146,87 +481,78 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             apply(s[c], key, old.change[((s64)r * Hv + h) * DV + min(column + c, DV - 1)], old.factor[r * Hv + h]);
     }
     if (kept) write_matrix(s, next, part, left);
+#if DK <= 128 && !ALONE
+    float4 base[4][NJ];
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+#pragma unroll
+        for (int j = 0; j < NJ; j++) base[c][j] = s[c][j];
+#endif
     depend();  // no kernel of the step writes what has been read so far
-    Chunk chunk;
-    chunk.read(q, k, v, a, b, 0, rows, h, hk, blockIdx.y * WIDE, DV);
-
+    both_have_begun();
+    if (chunks) __syncthreads();
 #pragma unroll 1
-    for (int first = 0; first < rows; first += CHUNK) {
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < PER_WARP; r++) {
-            const int i = warp + r * 8, t = first + i;
-            float qq = 0.0f, kk = 0.0f;
-#pragma unroll
-            for (int n = 0; n < NL; n++) qq += chunk.q[r][n] * chunk.q[r][n], kk += chunk.k[r][n] * chunk.k[r][n];
-            const float q_scale = rsqrtf(warp_sum(qq) + 1e-6f) * rsqrtf((float)DIM);
-            const float k_scale = rsqrtf(warp_sum(kk) + 1e-6f);
-            if (i >= CHUNK || t >= rows) continue;
-#pragma unroll
-            for (int n = 0; n < NL; n++) {
-                const int d = lane + n * 32;
-                if (d >= DK) continue;
-                const float ke = chunk.k[r][n] * k_scale;
-                qs[i * DK + d] = chunk.q[r][n] * q_scale, ks[t % ROWS * DK + d] = ke;
-                if (kept && (int)blockIdx.y == 0 && h < Hk) now.k[((s64)t * Hk + h) * DK + d] = ke;
-            }
-#pragma unroll
-            for (int n = 0; n < 2; n++) vs[i * WIDE + lane + n * 32] = chunk.v[r][n];
-        }
-        if (threadIdx.x < CHUNK && first + threadIdx.x < rows) {
-            const int t = first + threadIdx.x;
-            const float x = chunk.a + dt_bias[h];
-            const float factor = expf(decay[h] * (x > 20.0f ? x : log1pf(expf(x))));
-            factors[t % ROWS] = factor;
-            betas[threadIdx.x] = 1.0f / (1.0f + expf(-chunk.b));
-            if (kept && (int)blockIdx.y == 0) now.factor[t * Hv + h] = factor;
-        }
-        __syncthreads();
-        const int n = min(CHUNK, rows - first);
-        if (n < rows - first) chunk.read(q, k, v, a, b, first + CHUNK, rows, h, hk, blockIdx.y * WIDE, DV);  // meanwhile
-        const u32 marks = kept ? breaks[first / 32] >> (first % 32) : 0;
-        const s64 place_of_row = ((s64)first * Hv + h) * DV + blockIdx.y * WIDE + own;
-        const int row_step = Hv * DV;
-        float *out_at = out + place_of_row - row_step, *change_at = now.change + place_of_row;
-        const float *k_at = ks + first % ROWS * DK, *q_at = qs, *v_at = vs + own, *beta_at = betas, *factor_at = factors + first % ROWS;
-        float* kept_at = changes + first % ROWS * WIDE + own;
+    for (int c = 0; c < chunks; c++) {
+        const int first = c * CHUNK, place = kept ? first : first % (2 * CHUNK), half = c % 2;
+        const int n = ALONE ? 1 : min(CHUNK, rows - first);
+        const u32 marks = kept && !ALONE ? breaks[first / 32] >> (first % 32) : 0;
+        const float *k_at = ks + place * DK, *q_at = qs + half * CHUNK * DK, *v_at = vs + half * CHUNK * WIDE + own;
+        const float2* pair_at = pairs + place;
+        float* to = part % 2 ? outs + (half * CHUNK - 1) * WIDE + own : changes + place * WIDE + own;
         float o[4] = {};  // parts of the row before, whose sums are taken beside the next row's
+        read_fours(key, k_at, part);
 #pragma unroll 1
         for (int i = 0; i < n; i++) {
-            if (marks >> i & 1) {
+            if (!ALONE && marks >> i & 1) {
                 __syncwarp();
-                read_matrix(s, left > 0 ? next : from, part, max(left, 1));
-#pragma unroll 1
-                for (u64 seen = step->seen[first + i] & ~(1ull << (first + i)); seen; seen &= seen - 1) {
-                    const int j = __ffsll(seen) - 1;
-                    read_fours(key, ks + j * DK, part);
+#if DK <= 128 && !ALONE
 #pragma unroll
-                    for (int c = 0; c < 4; c++) apply(s[c], key, changes[j * WIDE + local + c], factors[j]);
+                for (int c = 0; c < 4; c++)
+#pragma unroll
+                    for (int j = 0; j < NJ; j++) s[c][j] = base[c][j];
+#else
+                read_matrix(s, left > 0 ? next : from, part, max(left, 1));
+#endif
+                float4 old_key[NJ], change = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float factor = 0.0f;
+                u64 ancestors = seen[first + i];
+                auto read_row = [&](int j) {
+                    read_fours(old_key, ks + j * DK, part);
+                    change = *(const float4*)(changes + j * WIDE + local), factor = pairs[j].x;
+                };
+                if (ancestors) read_row(__ffsll(ancestors) - 1);
+#pragma unroll 1
+                while (ancestors) {  // the next one is read while one is applied
+                    float4 k[NJ];
+#pragma unroll
+                    for (int j = 0; j < NJ; j++) k[j] = old_key[j];
+                    const float4 d = change;
+                    const float f = factor;
+                    ancestors &= ancestors - 1;
+                    if (ancestors) read_row(__ffsll(ancestors) - 1);
+                    apply(s[0], k, d.x, f), apply(s[1], k, d.y, f), apply(s[2], k, d.z, f), apply(s[3], k, d.w, f);
                 }
             }
-            read_fours(key, k_at, part);
-            const float factor = *factor_at, beta = *beta_at, value = *v_at;
+            const float2 pair = *pair_at;
+            const float value = *v_at;
+            float4 query[NJ];
+            read_fours(query, q_at, part);
             float dots[4];
 #pragma unroll
             for (int c = 0; c < 4; c++) dots[c] = part_of_dot(s[c], key);
-            const float dot = sum_of_sixteen(dots, part), out_of_last = sum_of_sixteen(o, part);
-            if (i && stores) *out_at = out_of_last;
-            const float change = beta * (value - factor * dot);
-            spread(dots, change, part);
+            const float sum = sum_of_sixteen(dots, o, part), change = pair.y * (value - pair.x * sum);
 #pragma unroll
-            for (int c = 0; c < 4; c++) apply(s[c], key, dots[c], factor);
-            read_fours(key, q_at, part);
+            for (int c = 0; c < 4; c++) apply(s[c], key, __shfl_sync(FULL, change, lane / 16 * 16 + c * 2), pair.x);
+            k_at += DK;
+            if (i + 1 < n) read_fours(key, k_at, part);
 #pragma unroll
-            for (int c = 0; c < 4; c++) o[c] = part_of_dot(s[c], key);
-            if (kept && part < 4) {
-                *kept_at = change;
-                if (stores) *change_at = change;
-            }
-            k_at += DK, q_at += DK, v_at += WIDE, beta_at++, factor_at++, kept_at += WIDE;
-            out_at += row_step, change_at += row_step;
+            for (int c = 0; c < 4; c++) o[c] = part_of_dot(s[c], query);
+            if (stores && (i || part % 2 == 0)) *to = part % 2 ? sum : change;
+            q_at += DK, v_at += WIDE, pair_at++, to += WIDE;
         }
-        const float last = sum_of_sixteen(o, part);
-        if (stores) *out_at = last;
+        const float last = sum_of_sixteen(o, o, part);
+        if (stores && part % 2) *to = last;
+        __syncthreads();
     }
     if (!kept) write_matrix(s, next, part, left);
 }

@@ -167,14 +167,15 @@ def rope_cases() -> Iterator[Case]:
 def stateful(spec: LayerSpec, past: int, kind: str, T: int, call: Callable[[Inputs, Any, Step], Array]) -> Run:
     def run(i: Inputs) -> list[Array]:
         state, out = i.state(spec), []
+        layer = state[0].state if "state" in spec else state[0]
         if past:
-            call(i, state[0].state, Step.chain(np.zeros(past, np.int32), 0))
+            call(i, layer, Step.chain(np.zeros(past, np.int32), 0))
             state.commit(np.arange(past))
         step = a_step(kind, T, past)
-        out.append(call(i, state[0].state, step))
+        out.append(call(i, layer, step))
         state.commit(a_path(step))
         if kind != "block":
-            out.append(call(i, state[0].state, Step.chain(np.zeros(2, np.int32), state.length)))
+            out.append(call(i, layer, Step.chain(np.zeros(2, np.int32), state.length)))
         return out
 
     return run
@@ -274,9 +275,25 @@ def recurrent_cases() -> Iterator[Case]:
 
         return call
 
+    def mixer(Hk: int, Hv: int, Dk: int, Dv: int, taps: int) -> Callable[[Inputs, Any, Step], Array]:
+        def call(i: Inputs, state: Any, step: Step) -> Array:
+            C, V = 2 * Hk * Dk + Hv * Dv, Hv * Dv
+            y = i.rows(len(step), C + V + 2 * Hv)
+            qkv, z = y[:, :C], y[:, C : C + V].reshape(len(step), Hv, Dv)
+            a, b = y[:, C + V : C + V + Hv], y[:, C + V + Hv :]
+            decay = i.ops.vector(dense("decay", -np.exp(i.draw(Hv))))
+            weights = i.vector(C, taps), decay, i.vector(Hv), i.vector(Dv)
+            return i.ops.delta_mixer(qkv, z, a, b, *weights, 1e-6, Hk, state.conv, state.delta, step)
+
+        return call
+
     for past in (0, 2, 65):
         for kind in ("chain", "tree"):
             for T in ROWS:
+                for Hk, Hv, Dk, Dv, taps in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4)):
+                    layer: LayerSpec = {"conv": ConvSpec(2 * Hk * Dk + Hv * Dv, taps), "delta": DeltaSpec(Hv, Dk, Dv)}
+                    run = stateful(layer, past, kind, T, mixer(Hk, Hv, Dk, Dv, taps))
+                    yield Case(f"delta_mixer-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
                 for taps in (2, 4):
                     run = stateful({"state": ConvSpec(10, taps)}, past, kind, T, conv(10, taps))
                     yield Case(f"short_conv-{taps}-past{past}-{kind}{T}", "short_conv", run)

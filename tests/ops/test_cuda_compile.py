@@ -58,6 +58,10 @@ def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
     return f"R={latent_width}", f"W={width}", f"BUFFERS={latent_tiles(card, width)[0]}"
 
 
+def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
+    return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", f"NORM={norm}", f"ALONE={alone}"
+
+
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
@@ -67,7 +71,9 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
     plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
-    plain += [("delta", (f"DK={padded(d)}", f"DIM={d}")) for d in (12, 64, 128, 256)]
+    plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
+    if card.capability >= 90:
+        plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
     plain += [("attention", defines) for defines in heads()]
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]

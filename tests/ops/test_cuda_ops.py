@@ -7,6 +7,7 @@ from cases import CASES, TOLERANCE, Case
 from common.errors import BimetalError, NotFiniteError
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
+from common.step import ConvSpec, DeltaSpec, Step
 from common.tensors import Tensor
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -268,3 +269,63 @@ def test_argmax(ops):
     logits[3, 5] = np.nan
     with pytest.raises(NotFiniteError):
         ops.read(ops.sample(rows_on(ops, logits), greedy))
+
+
+def mixer_on(ops: CudaOps, T: int):
+    """A state, and a function that runs rows of 64 random ones through a Gated DeltaNet mixer of real head widths."""
+    Hk, Hv, D, taps = 1, 2, 128, 4
+    C, V, random = (2 * Hk + Hv) * D, Hv * D, np.random.default_rng(11)
+    y = random.normal(size=(T, C + V + 2 * Hv)).astype(np.float32)
+    w, decay = ops.vector(f32(random.normal(size=(C, taps)))), ops.vector(f32(-np.exp(random.normal(size=Hv))))
+    bias, norm = (ops.vector(f32(np.ones(n))) for n in (Hv, D))
+    state = ops.new_state([{"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hv, D, D)}], 1000)
+
+    def run(rows: list[int], step: Step) -> np.ndarray:
+        ops.arena.reset()
+        some, n = rows_on(ops, y[rows]), len(rows)
+        qkv, z = some[:, :C], some[:, C : C + V].reshape(n, Hv, D)
+        a, b = some[:, C + V : C + V + Hv], some[:, C + V + Hv :]
+        conv, delta = state[0].conv, state[0].delta
+        return ops.read(ops.delta_mixer(qkv, z, a, b, w, decay, bias, norm, 1e-6, Hk, conv, delta, step))
+
+    return state, run
+
+
+def f32(values: np.ndarray) -> Tensor:
+    values = np.ascontiguousarray(values, np.float32)
+    return Tensor("values", "F32", values.shape, values.reshape(len(values), -1).view(np.uint8))
+
+
+def test_mixer_rows_are_alone(ops):
+    """A row of a Gated DeltaNet mixer has the same bits in a step of any number of rows, in a chain and in a tree."""
+    state, run = mixer_on(ops, 64)
+    alone = []
+    for t in range(64):
+        alone.append(run([t], Step.chain(np.zeros(1, np.int32), t)))
+        state.commit([0])
+    alone = np.concatenate(alone)
+    for sizes in ((64,), (2, 8, 16, 22, 15, 1), (33, 31), (17, 47)):
+        state, run = mixer_on(ops, 64)
+        at = 0
+        for n in sizes:
+            out = run(list(range(at, at + n)), Step.chain(np.zeros(n, np.int32), at))
+            assert np.array_equal(out, alone[at : at + n]), f"{n} rows from {at} of {sizes}"
+            state.commit(np.arange(n))
+            at += n
+    # a tree whose every other row goes on with the chain, and of which the rest are leaves
+    state, run = mixer_on(ops, 64)
+    run([0, 1], Step.chain(np.zeros(2, np.int32), 0))
+    state.commit([0, 1])
+    parents = [-1, -1, *(i - 2 if i % 2 == 0 else i - 3 for i in range(2, 46))]
+    rows = [2 + i // 2 if i % 2 == 0 else 63 - i // 2 for i in range(46)]
+    out = run(rows, Step.tree(np.zeros(46, np.int32), parents, 2))
+    assert np.array_equal(out[::2], alone[2:25])
+    snapshot = state.snapshot()
+    state.commit(np.arange(0, 20, 2))
+    held = state.snapshot()
+    want = run([12], Step.chain(np.zeros(1, np.int32), 12))
+    assert np.array_equal(want, alone[12:13])
+    state.restore(held)
+    assert np.array_equal(run([12], Step.chain(np.zeros(1, np.int32), 12)), want)
+    state.restore(snapshot)
+    assert np.array_equal(run([2, 3], Step.chain(np.zeros(2, np.int32), 2)), alone[2:4])

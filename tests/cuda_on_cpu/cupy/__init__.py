@@ -40,7 +40,8 @@ SIZES = {
     "Places": 8,
 }
 KERNEL = re.compile(
-    r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(\w+)\(([^)]*)\)', re.DOTALL
+    r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(?:CLUSTER\s+)?(\w+)\(([^)]*)\)',
+    re.DOTALL,
 )
 IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address", "prefetch"]
 LINEAR = r"""
