@@ -64,8 +64,7 @@ __device__ __forceinline__ void sum_by_warp(Shared& shared, u64 a, u64 b) {
 
 // The shortest prefix with chances (of 0) or tokens (of 1) of `need`, which all together have.
 __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* chances, int V, const u64* bins, Shared& shared) {
-    u64 above[2] = {0, 0};
-    u64 key = 0;
+    u64 above = 0, sought = 0, key = 0;  // of larger keys: chances, and what `need` counts
     for (int high = 32, low = 21;; high = low, low = low == 21 ? 10 : 0) {
         for (int i = threadIdx.x; i < BINS; i += 1024)
             for (int j = 0; j < 2; j++) shared.bins[j][i] = high == 32 ? bins[j * BINS + i] : 0;
@@ -88,16 +87,15 @@ __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* chances,
         const int mine = threadIdx.x / 32 * 64 + threadIdx.x % 32;
         sum_by_warp(shared, shared.bins[0][mine] + shared.bins[0][mine + 32], shared.bins[1][mine] + shared.bins[1][mine + 32]);
         int bin = 31;
-        for (; above[of] + shared.sums[of][bin] < need; bin--)
-            for (int j = 0; j < 2; j++) above[j] += shared.sums[j][bin];
-        for (bin = 64 * bin + 63; above[of] + shared.bins[of][bin] < need; bin--)
-            for (int j = 0; j < 2; j++) above[j] += shared.bins[j][bin];
+        for (; sought + shared.sums[of][bin] < need; bin--) sought += shared.sums[of][bin], above += shared.sums[0][bin];
+        for (bin = 64 * bin + 63; sought + shared.bins[of][bin] < need; bin--)
+            sought += shared.bins[of][bin], above += shared.bins[0][bin];
         key = key << (high - low) | bin;
         const u64 chance = shared.bins[0][bin], tokens = shared.bins[1][bin];
         __syncthreads();
         if (low) continue;
-        const u64 each = chance / tokens, rest = need - above[of];
-        return {(u32)key, of ? rest : (rest + each - 1) / each, each, above[0]};
+        const u64 each = chance / tokens, rest = need - sought;
+        return {(u32)key, of ? rest : (rest + each - 1) / each, each, above};
     }
 }
 
@@ -119,25 +117,27 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int
         sum_by_warp(shared, bins[threadIdx.x] + bins[threadIdx.x + 1024], bins[BINS + threadIdx.x] + bins[BINS + threadIdx.x + 1024]);
         u64 all = 0, count = 0;
         for (int i = 0; i < 32; i++) all += shared.sums[0][i], count += shared.sums[1][i];
-        if (top_k && top_k < count) {
-            cut = cut_at(top_k, 1, logits, chances, V, bins, shared);
+#pragma unroll 1
+        for (int of = 1; of >= 0; of--) {  // by tokens, then by their chances
+            if (of ? !top_k || top_k >= count : top_p >= 1.0) continue;
+            const u64 need = of ? top_k : max((u64)1, min(all, (u64)ceil(top_p * (double)all)));
+            cut = cut_at(need, of, logits, chances, V, bins, shared);
             all = cut.above + cut.ties * cut.chance;
         }
-        if (top_p < 1.0) cut = cut_at(max((u64)1, min(all, (u64)ceil(top_p * (double)all))), 0, logits, chances, V, bins, shared);
     }
     u64 at = 0;
     for (int first = 0, end = V; end - first > 1;) {
         const int size = (end - first + 31) / 32, to = min(first + (warp + 1) * size, end);
         u64 sum = 0, ties = 0;
-        for (int i = first + warp * size + lane; i < to; i += FLIGHT * 32) {
-            u64 chance[FLIGHT];
-            float x[FLIGHT];
+        for (int i = first + warp * size + lane; i < to; i += FLIGHT / 2 * 32) {
+            u64 chance[FLIGHT / 2];
+            float x[FLIGHT / 2];
 #pragma unroll
-            for (int j = 0; j < FLIGHT; j++) chance[j] = i + j * 32 < to ? chances[i + j * 32] : 0;
+            for (int j = 0; j < FLIGHT / 2; j++) chance[j] = i + j * 32 < to ? chances[i + j * 32] : 0;
 #pragma unroll
-            for (int j = 0; j < FLIGHT; j++) x[j] = cut.key && i + j * 32 < to ? logits[i + j * 32] : 0.0f;
+            for (int j = 0; j < FLIGHT / 2; j++) x[j] = cut.key && i + j * 32 < to ? logits[i + j * 32] : 0.0f;
 #pragma unroll
-            for (int j = 0; j < FLIGHT; j++) {
+            for (int j = 0; j < FLIGHT / 2; j++) {
                 const u32 key = order_of(x[j]);
                 if (chance[j] < least) continue;
                 if (key > cut.key) sum += chance[j];
