@@ -62,7 +62,6 @@ class Ops(ABC):
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     draws = False  # does `sample` draw by chance without reading the logits?
-    chains_are_plain = False  # is a row of a chain, to the bit, what one row at a time gives? A branch's need not be
 
     # -- weights and states ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("linear", "experts", "repack", "expand"), "tile.cuh"),
-    **dict.fromkeys(("attention", "latent", "pieces"), "flash.cuh"),
+    **dict.fromkeys(("attention", "split", "latent", "pieces"), "flash.cuh"),
     **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
 
@@ -40,6 +40,9 @@ PACKED_ROW = 48  # bytes of 32 columns of one packed row for `linear` of one col
 PACKED_ROWS = 44
 COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
 MOST_COLS = COLS[-1]
+SPLIT_ROWS, SPLIT_TILE = 32, 64  # rows of a CTA of kernels/split.cu and latent.cu, positions of a tile
+LATENT_TILE = 32
+MOST_ROWS = 64  # of a step that may be a tree: prelude.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 
 
@@ -131,12 +134,23 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
 
 def latent_tiles(card: Card, width: int) -> tuple[int, int]:
     """Tiles of kernels/latent.cu in shared memory, as many as fit up to 4, and its bytes."""
-    tile, rows = 32, 32
-    fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4 + rows * 4
-    buffers = min(4, (card.block_shared - fixed) // (tile * (width + 8) * 2))
+    tile, rows = LATENT_TILE, SPLIT_ROWS
+    fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4 + 2 * rows * 4
+    room = card.block_shared - 1024  # the kernel declares some itself
+    buffers = min(4, (room - fixed) // (tile * (width + 8) * 2))
     if buffers < 2 or width > 1024:  # gather has a thread per channel
         raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
     return buffers, fixed + buffers * tile * (width + 8) * 2
+
+
+def split_tiles(card: Card, width: int) -> tuple[int, int, int]:
+    """Tiles of kernels/split.cu in shared memory, its bytes, and CTAs of a multiprocessor, two before more tiles."""
+
+    def fit(buffers: int) -> tuple[int, int, int]:
+        shared = (SPLIT_ROWS + buffers * SPLIT_TILE) * (width + 8) * 2 + SPLIT_ROWS * (2 * (SPLIT_TILE + 8) + 16)
+        return buffers, shared, min(2, card.shared // (shared + 2048))
+
+    return max((fit(4), fit(2)), key=lambda fits: fits[2])
 
 
 def groups_of(columns: int) -> int:
@@ -156,18 +170,25 @@ def padded(width: int) -> int:
     return -(-width // 16) * 16
 
 
-def piece_places(most: int, window: int, keep: int) -> int:
-    """Places for the sums of pieces of `most` positions: kernels/flash.cuh Pieces."""
-    fine = window and window + keep <= 16384
-    return -(-keep // 64) + (window + 64) // 64 + 3 if fine else split_count(most)
+def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> int:
+    """Places for the sums of pieces of `most` positions, the tails left out: kernels/flash.cuh Pieces."""
+    if window and window + keep <= 65536:
+        size = tile if (window + keep) // tile + 4 <= shares else 128 if window + keep <= 4096 else 256
+        return -(-keep // size) + (1 << (window // size + 1).bit_length())
+    return max(group_count(most), shares)
 
 
-def split_count(n: int) -> int:
-    """Pieces of n positions: kernels/attention.cu split_count."""
+def tail_places(tile: int, rows: int) -> int:
+    """Tiles that `rows` rows of a step may lie in."""
+    return (tile - 1 + rows + tile - 1) // tile
+
+
+def group_count(n: int) -> int:
+    """Groups of n positions: kernels/flash.cuh group_of."""
     if n <= 4096:
-        return -(-n // 64)
+        return -(-n // 128)
     if n <= 32768:
-        return 64 + -(-(n - 4096) // 256)
+        return 32 + -(-(n - 4096) // 256)
     if n <= 131072:
-        return 176 + -(-(n - 32768) // 1024)
-    return 272 + -(-(n - 131072) // 4096)
+        return 144 + -(-(n - 32768) // 1024)
+    return 240 + -(-(n - 131072) // 4096)

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -24,7 +24,10 @@ from cuda_backend import weights
 from cuda_backend.launch import IN, OUT, PLACES, ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import (
     FLOATS,
+    LATENT_TILE,
     PREFILL_COLS,
+    SPLIT_ROWS,
+    SPLIT_TILE,
     UNITS,
     Card,
     delta_shared,
@@ -32,7 +35,8 @@ from cuda_backend.layout import (
     latent_tiles,
     padded,
     piece_places,
-    split_count,
+    split_tiles,
+    tail_places,
 )
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import (
@@ -65,7 +69,6 @@ class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
     runs_ahead = draws = True
-    chains_are_plain = True
 
     def __init__(self) -> None:
         self.card = available()
@@ -269,9 +272,9 @@ class CudaOps(Ops):
         at = (np.uint64(step.state), np.uint64(step.positions.address), np.int32(T))
         seen = (np.float32(scale * LOG2_E), np.int32(window or 0), np.int32(keep))
         defines = f"D={wide}", f"DIM={D}"
-        shared = 3 * 64 * (wide + 8) * 2
         if step.prefill:
             out = Array((T, H, D), self.arena.take(T * H * D * 4))
+            shared = 3 * 64 * (wide + 8) * 2
             kernel("attention", "whole", defines, shared)(
                 (-(-T * (H // K) // 64), K),
                 (128,),
@@ -282,17 +285,21 @@ class CudaOps(Ops):
             if kv.store.is_ring:
                 self._rolled(kv, T, cache, capacity, places)
             return out
-        pieces = piece_places(kv.store.most, window or 0, keep)
-        sums, stats = self.arena.take(pieces * T * H * wide * 4), self.arena.take(pieces * T * H * 8)
-        blocks = pieces * K * -(-T * (H // K) // 64)
-        kernel("attention", "split", defines, shared)(
-            (min(blocks, min(4, self.card.shared // (shared + 1024)) * self.card.sms),),
-            (128,),
-            (*head, *at, *seen, np.int32(causal), np.uint64(sums), np.uint64(stats)),
+        buffers, shared, ctas = split_tiles(self.card, wide)
+        blocks = -(-T * (H // K) // SPLIT_ROWS)
+        shares = max(1, ctas * self.card.sms // (K * blocks))
+        trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
+        count = trunk + tail_places(SPLIT_TILE, T)
+        sums, stats = self.arena.take(count * T * H * wide * 4), self.arena.take(count * T * H * 8)
+        kernel("split", "split", (f"D={wide}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared)(
+            (shares * blocks, K),
+            (256,),
+            (*head, *at, *seen, np.int32(causal), np.int32(shares), np.int32(trunk), np.uint64(sums), np.uint64(stats)),
             shared_mem=shared,
             stream=self.stream,
         )
-        return self._combined((sums, stats), (T, H, D), wide, step, window or 0, keep)
+        pieces = Pieces(sums, stats, T, H, wide, 0, SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk)
+        return self._combined(pieces, (T, H, D), step)
 
     def write_kv(self, k: Array, v: Array, kv: KV, step: Any) -> None:
         step = self._step(step, kv.store)
@@ -394,21 +401,13 @@ class CudaOps(Ops):
                 rows = 2 * store.spec.kv_heads, store.width, last - first
                 move(keys, capacity, places, first, *after, *rows, self.stream)
 
-    def _combined(
-        self,
-        pieces: tuple[int, int],
-        shape: tuple[int, int, int],
-        wide: int,
-        step: DeviceStep,
-        window: int = 0,
-        keep: int = 0,
-    ) -> Array:
+    def _combined(self, pieces: "Pieces", shape: tuple[int, int, int], step: DeviceStep) -> Array:
         """The pieces added up, when their consumer is known; a gate may come along."""
         T, H, D = shape
 
         def launch(dense: int, packed: int, bf16: int, cols: int, op: int = 0, gate: Array | None = None) -> None:
             out = self._out(dense, packed, bf16, H * D, cols)
-            self._combine(pieces, shape, wide, step, 0, out, window, keep, op, view(gate, wide=D) if gate else NOTHING)
+            self._combine(pieces, D, step, out, op, view(gate, wide=D) if gate else NOTHING)
 
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
             if (packed or bf16) and D % 32:  # groups of 32 straddle heads
@@ -421,26 +420,16 @@ class CudaOps(Ops):
         return Array(shape, node=node)
 
     def _combine(
-        self,
-        pieces: tuple[int, int],
-        shape: tuple[int, int, int],
-        wide: int,
-        step: DeviceStep,
-        first: int,
-        out: np.ndarray,
-        window: int = 0,
-        keep: int = 0,
-        op: int = 0,
-        gate: np.ndarray = NOTHING,
+        self, pieces: "Pieces", D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
     ) -> None:
-        """The pieces of rows first..first + T added up."""
-        T, H, D = shape
+        """The pieces added up, D columns of a head."""
+        sums, stats, T, H, wide, first, *cut = pieces
         kernel("pieces", "combine")(
-            (H, T, -(-D // 128)),
+            (H, T, -(-D // 256)),
             (256,),
             (
-                np.uint64(pieces[0]),
-                np.uint64(pieces[1]),
+                np.uint64(sums),
+                np.uint64(stats),
                 np.int32(H),
                 np.int32(wide),
                 np.int32(D),
@@ -448,8 +437,7 @@ class CudaOps(Ops):
                 np.uint64(step.positions.address),
                 np.int32(T),
                 np.int32(first),
-                np.int32(window),
-                np.int32(keep),
+                *(np.int32(x) for x in cut),
                 np.int32(op),
                 gate,
                 out,
@@ -464,15 +452,17 @@ class CudaOps(Ops):
         step, wide = self._step(step, kv.store), padded(R)
         q16 = self.arena.take(T * H * kv.width * 2)
         self._gather(q_latent, q_rope, latent, k_rope, kv, step, wide, kv.width, q16)
-        rows = min(T, TREE_ROWS)
-        pieces = split_count(kv.store.past + T if step.prefill else kv.capacity)
-        sums, stats = self.arena.take(pieces * rows * H * wide * 4), self.arena.take(pieces * rows * H * 8)
-        buffers, shared = latent_tiles(self.card, kv.width)
+        rows, most = min(T, TREE_ROWS), kv.store.past + T if step.prefill else kv.capacity
+        blocks, (buffers, shared) = -(-rows * H // SPLIT_ROWS), latent_tiles(self.card, kv.width)
+        shares = max(1, self.card.shared // (shared + 2048) * self.card.sms // blocks)
+        trunk = piece_places(most, LATENT_TILE, 0, 0, shares)
+        count = trunk + tail_places(LATENT_TILE, rows)
+        sums, stats = self.arena.take(count * rows * H * wide * 4), self.arena.take(count * rows * H * 8)
         out = 0 if rows == T else self.arena.take(T * H * R * 4)
         for first in range(0, T, TREE_ROWS):
             n = min(rows, T - first)
             kernel("latent", "split", (*self._latent(kv), f"BUFFERS={buffers}"), shared)(
-                (min(pieces * -(-n * H // 32), self.card.shared // (shared + 1024) * self.card.sms),),
+                (shares * blocks,),
                 (256,),
                 (
                     np.uint64(q16),
@@ -483,15 +473,18 @@ class CudaOps(Ops):
                     np.int32(n),
                     np.int32(first),
                     np.float32(scale * LOG2_E),
+                    np.int32(shares),
+                    np.int32(trunk),
                     np.uint64(sums),
                     np.uint64(stats),
                 ),
                 shared_mem=shared,
                 stream=self.stream,
             )
+            pieces = Pieces(sums, stats, n, H, wide, first, LATENT_TILE.bit_length() - 1, 0, 0, shares, trunk)
             if out:
-                self._combine((sums, stats), (n, H, R), wide, step, first, self._out(out, 0, 0, H * R, 0))
-        return Array((T, H, R), out) if out else self._combined((sums, stats), (T, H, R), wide, step)
+                self._combine(pieces, R, step, self._out(out, 0, 0, H * R, 0))
+        return Array((T, H, R), out) if out else self._combined(pieces, (T, H, R), step)
 
     def expanded_attention(
         self,
@@ -1078,6 +1071,22 @@ class CudaOps(Ops):
     def _pending_sum(self, x: Array) -> tuple[Node, Array, Array] | None:
         node = x.whole_node()
         return (node, *node.parts) if node and node.parts else None
+
+
+class Pieces(NamedTuple):
+    """What kernels/split.cu left for pieces.cu: sums and stats, rows, heads and their width, and how it was cut."""
+
+    sums: int
+    stats: int
+    T: int
+    H: int
+    R: int
+    first: int
+    tile_bits: int
+    window: int
+    keep: int
+    shares: int
+    trunk: int
 
 
 def view(x: Array, wide: int = 0) -> np.ndarray:

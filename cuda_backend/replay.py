@@ -15,8 +15,9 @@ import numpy as np
 from common.errors import BimetalError
 from common.step import Step
 from cuda_backend.launch import Arena, Array, Kernel, Memory
+from cuda_backend.layout import MOST_ROWS
 
-TREE_ROWS = 64  # rows of a step that may be a tree or be committed in part; more is prefill
+TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
 BUCKETS = (1, 8, 16, 24, 32, 48, 64)
 
 STATE = np.dtype(  # kernels/prelude.cuh StepState
@@ -26,10 +27,11 @@ STATE = np.dtype(  # kernels/prelude.cuh StepState
         ("current", "i4"),
         ("path_length", "i4"),
         ("kind", "i4"),
-        ("unused", "i4", 11),
+        ("branches", "i4"),
+        ("unused", "i4", 10),
         ("path", "i4", TREE_ROWS),
         ("parents", "i4", TREE_ROWS),
-        ("seen", "u8", TREE_ROWS),
+        ("seen", "u1", (TREE_ROWS, TREE_ROWS // 8)),
     ]
 )
 
@@ -73,10 +75,9 @@ class Inputs:
         state["kind"] = 1 if T > TREE_ROWS else 2 if step.parents is None else 0
         if T <= TREE_ROWS:
             if step.parents is not None:
-                state["parents"][:T] = step.parents
-            bits = np.zeros((T, 64), np.uint8)
-            bits[:, :T] = step.visible
-            state["seen"][:T] = np.packbits(bits, axis=1, bitorder="little").view("<u8")[:, 0]
+                state["parents"][:T], state["branches"] = step.parents, not step.is_chain
+            seen = np.packbits(step.visible, axis=1, bitorder="little")
+            state["seen"][:T, : seen.shape[1]] = seen
         positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]
         positions[:T] = step.positions
         on_host = not isinstance(step.tokens, Array)

@@ -321,7 +321,6 @@ class SplitOps(Ops):
     item_bytes = CudaOps.item_bytes
     runs_ahead = CudaOps.runs_ahead
     draws = CudaOps.draws
-    chains_are_plain = CudaOps.chains_are_plain
 
     def __init__(self, parts: Sequence[Part], layers: Sequence[int], draft: Part):
         self.parts, self.layers, self.draft = parts, [parts[i] for i in layers], draft

@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, State, Step, WindowSpec
 from cuda_backend.launch import PLACES, Memory, kernel
-from cuda_backend.layout import padded, split_count
+from cuda_backend.layout import group_count, padded, tail_places
 from cuda_backend.replay import TREE_ROWS, graphs
 
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
@@ -172,7 +172,7 @@ def _check_widths(spec: KVSpec | WindowSpec) -> None:
 
 
 def _check_capacity(capacity: int) -> None:
-    if split_count(capacity + TREE_ROWS) > MOST_PIECES:
+    if group_count(capacity + TREE_ROWS) + tail_places(TILE // 2, TREE_ROWS) > MOST_PIECES:
         raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
 
 

@@ -138,7 +138,6 @@ def _add(total: Accepted, one: Accepted) -> None:
     total.gains += one.gains
     total.budgets += one.budgets
     total.rows += one.rows
-    total.again += one.again
     for phase, seconds in one.seconds.items():
         total.seconds[phase] += seconds
 

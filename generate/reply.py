@@ -119,10 +119,9 @@ def speculation_figures(stats: Stats) -> str:
     steps = max(accepted.steps, 1)
     against = f", {stats.speedup:.2f} x steps of one token" if stats.speedup else ""
     places = " ".join(f"{share:.0%}" for share in accepted.by_position)
-    again = f"; {accepted.again / steps:.0%} of the steps computed a branch again" if accepted.again else ""
     phases = ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in accepted.seconds.items())
     return (
         f"guessed ahead: {accepted.length:.2f} tokens per step of {accepted.rows / steps:.1f} rows{against}; "
-        f"accepted by place: {places or 'none'}{again}\n"
+        f"accepted by place: {places or 'none'}\n"
         f"ms per step: {phases}"
     )

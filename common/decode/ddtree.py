@@ -13,13 +13,11 @@ class Tree:
 
     tokens, parents  per node; the root's parent is PAST
     children         per node, from token to node
-    ranks            per node, its place among the nodes in the order they were added
     """
 
     def __init__(self, root: int):
         self.tokens, self.parents = [root], [PAST]
         self.children: list[dict[int, int]] = [{}]
-        self.ranks = [0]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -31,7 +29,6 @@ class Tree:
             self.tokens.append(token)
             self.parents.append(parent)
             self.children.append({})
-            self.ranks.append(node)
         return node
 
     def add_chain(self, tokens: Sequence[int]) -> None:
@@ -39,20 +36,6 @@ class Tree:
         node = 0
         for token in tokens:
             node = self.add(node, token)
-
-    def trunk_first(self) -> "Tree":
-        """The same tree, numbered so that the first child of the first child and so on are the first nodes."""
-        order = [0]
-        while self.children[order[-1]]:
-            order.append(next(iter(self.children[order[-1]].values())))
-        trunk = set(order)
-        order += [node for node in range(len(self)) if node not in trunk]
-        place = {node: i for i, node in enumerate(order)}
-        out = Tree(self.tokens[0])
-        for node in order[1:]:
-            out.add(place[self.parents[node]], self.tokens[node])
-        out.ranks = [self.ranks[node] for node in order]
-        return out
 
 
 def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int) -> None:

@@ -1,12 +1,9 @@
 """Speculative decoding: guess a tree of continuations, have the model check all of it in one step, keep what it says.
 
 Lossless: every token is the model's own choice at its place, by the same sampler and the same random numbers as in
-plain decoding; guesses only decide how many of those choices one step yields. Where a backend computes chains to the
-bit as plain decoding does, but not branches, an accepted branch is computed once more as a chain if it is long enough,
-and else left for the next step to guess.
+plain decoding; guesses only decide how many of those choices one step yields.
 """
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -28,7 +25,6 @@ KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")
 PHASES = ("draft", "tree", "verify", "commit", "host")
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
 LOOKUP_DEPTH = 15
-WORTH = 3  # tokens that a branch must add for computing it again: fewer come cheaper with the next step
 TREE_SIZES = (0, 7, 15, 23, 31, 47, 63)  # with the root, the rows for which the CUDA kernels are built
 
 
@@ -73,14 +69,12 @@ class Accepted:
     """What speculation did for one reply.
 
     gains    tokens per step, how often each number came
-    again    steps that checked a branch once more, as a chain: see Ops.chains_are_plain
     rows     of all verifying steps
     budgets  how often each budget ran
     seconds  by phase: draft, tree, verify, commit, host
     """
 
     gains: Counter[int] = field(default_factory=Counter)
-    again: int = 0
     rows: int = 0
     budgets: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -178,17 +172,11 @@ def speculate(
         budget = speculation.budget if tuner is None else tuner.choose()
         assert budget is not None
         tree = guesser.tree(state, token, budget)
-        if ops.chains_are_plain:
-            tree = tree.trunk_first()
         guessed = time.perf_counter()
-        rows, best = _verified(model, state, tree, sampler)
-        ranks, drawn = tree.ranks, len(tree)
-        if ops.chains_are_plain and (branch := _branch(model, tree, rows, best, sampler)):
-            ranks, guesses = [tree.ranks[node] for node in branch], [tree.tokens[node] for node in branch[1:]]
-            tree = Tree(token)
-            tree.add_chain(guesses)
-            rows, best = _verified(model, state, tree, sampler)
-            accepted.again += 1
+        step = Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length)
+        rows = model.forward(state, step)
+        depths = step.positions - state.length
+        best = ops.read(ops.sample(rows, Ahead(sampler, depths))) if ops.chooses(sampler) else None
         path, verified = [0], time.perf_counter()
         try:
             while True:
@@ -204,7 +192,7 @@ def speculate(
                 guesser.saw(token)
                 yield token, row
                 child = tree.children[node].get(token)
-                if child is None or (ops.chains_are_plain and child != node + 1):  # a branch is not to the bit
+                if child is None:
                     break
                 path.append(child)
         finally:
@@ -213,30 +201,9 @@ def speculate(
             ended = time.perf_counter()
             accepted.gains[len(path)] += 1
             accepted.budgets[budget] += 1
-            accepted.rows += drawn
+            accepted.rows += len(tree)
             accepted.seconds["verify"] += verified - guessed
             accepted.seconds["commit"] += ended - walked
             accepted.seconds["host"] += walked - verified
         if tuner is not None:
-            tuner.record(budget, [ranks[node] for node in path], ended - walked + verified - began)
-
-
-def _verified(model: Model, state: State, tree: Tree, sampler: Sampler) -> tuple[Array, np.ndarray | None]:
-    """The logits of every node, and the tokens they choose where the host need not see them for that."""
-    step = Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length)
-    rows = model.forward(state, step)
-    if not model.ops.chooses(sampler):
-        return rows, None
-    return rows, model.ops.read(model.ops.sample(rows, Ahead(sampler, step.positions - state.length)))
-
-
-def _branch(model: Model, tree: Tree, rows: Array, best: np.ndarray | None, sampler: Sampler) -> list[int]:
-    """The path that would be accepted, where it leaves the trunk for long enough; else nothing."""
-    path, trial = [0], copy.deepcopy(sampler)
-    while True:
-        node = path[-1]
-        token = trial.pick(model.ops.read(rows[node : node + 1])[0]) if best is None else int(best[node])
-        trial.accept(token)
-        if token not in tree.children[node]:
-            return path if sum(node != place for place, node in enumerate(path)) >= WORTH else []
-        path.append(tree.children[node][token])
+            tuner.record(budget, path, ended - walked + verified - began)

@@ -1,17 +1,12 @@
-// attention: grouped-query attention over the cache and the step's visible rows
+// attention: grouped-query attention of a long step: prefill
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/ops.py
 // In        q [T][H][D] float16 and the cache, keys and values [K][capacity][D] float16, step's rows already in it
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
-// Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions
-//           split: for decoding and verifying, one piece of the past per CTA, partial sums to `sums` [split][T * H][D] and
-//           (maximum, sum) to `stats`; pieces.cu adds them in order. Pieces start at fixed positions (flash.cuh); those
-//           that a window hides from all rows are left out
-//           whole: for prefill, all tiles up to the rows' last visible one
+// Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
 // Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers
-// Numbers   float16 products, float32 sums; online softmax, tile by tile at fixed positions, so that hidden tiles change
-//           nothing and the row of a chain equals the row that plain decoding computes, bit for bit
-// Bound     bytes of keys and values; for prefill the tensor cores
+// Numbers   float16 products, float32 sums; online softmax
+// Bound     the tensor cores
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
@@ -19,7 +14,8 @@
 
 __device__ __forceinline__ void load_tile(u16* to, const u16* from, const Places& places, int at) {  // TILE x D
     from += (s64)place_of(places, at) * D;
-    for (int i = threadIdx.x; i < TILE * (D / 8); i += 128) copy16(to + i / (D / 8) * STRIDE + i % (D / 8) * 8, from + (s64)i * 8);
+    for (int i = threadIdx.x; i < TILE * (D / 8); i += 128)
+        copy16(shared_address(to + i / (D / 8) * STRIDE + i % (D / 8) * 8), from + (s64)i * 8);
 }
 
 // Tiles [begin, end) of positions for 64 rows of q that lie in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
@@ -125,39 +121,6 @@ __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_ro
         uint4 e = make_uint4(0, 0, 0, 0);
         if (r < rows) e = *(const uint4*)(q + ((s64)(r / group) * H + head0 + r % group) * D + c);
         *(uint4*)(qs + i / (D / 8) * STRIDE + c) = e;
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(128)
-split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int K, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, int causal, float* sums, float2* stats) {
-    begin();
-    extern __shared__ __align__(16) u16 shared[];
-    u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ks + TILE * STRIDE;
-    const Mask mask(step, positions, window, keep, causal);
-    const int group = H / K, rows = min(T, mask.rows) * group, blocks = (rows + 63) / 64, end = mask.past + mask.rows;
-    const int low = mask.lowest();
-    const Pieces pieces(end, window, keep, low);
-    const int items = pieces.count * K * blocks, lane = threadIdx.x % 32;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int at = item / (K * blocks), piece = pieces[at], head = item / blocks % K, first_row = item % blocks * 64;
-        float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
-        m[0] = m[1] = -__int_as_float(0x7f800000);
-        __syncthreads();
-        load_queries(qs, q, first_row, group, H, head * group, rows);
-        attend(o, m, l, qs, ks, vs, keys + head * capacity * D, values + head * capacity * D, places, pieces.begin(piece),
-               min(pieces.begin(piece + 1), end), mask, first_row, group, rows, scale);
-        add_lanes(l);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int r = first_row + threadIdx.x / 32 * 16 + lane / 4 + half * 8;
-            if (r >= rows) continue;
-            const s64 to = (s64)pieces.place(piece) * T * H + (r / group) * H + head * group + r % group;
-            if (lane % 4 == 0) stats[to] = make_float2(m[half], l[half]);
-#pragma unroll
-            for (int n = 0; n < D / 8; n++)
-                *(float2*)(sums + to * D + n * 8 + lane % 4 * 2) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
-        }
     }
 }
 

@@ -469,7 +469,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
         const int t = threadIdx.x;
         const bool is = kept && t < rows;
         const u32 bits = __ballot_sync(FULL, is && step->parents[t] != t - 1);
-        if (is) seen[t] = step->seen[t] & ~(1ull << t);
+        if (is) seen[t] = *(const u64*)step->seen[t] & ~(1ull << t);
         if (lane == 0) breaks[warp] = bits;
     }
 #pragma unroll 1

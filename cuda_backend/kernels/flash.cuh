@@ -1,14 +1,16 @@
-// flash: what attention.cu and latent.cu share: tiles of the cache on their way to the tensor cores, the pieces into
-// which a past is cut, and who sees whom. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
+// flash: what attention.cu, split.cu and pieces.cu share: tiles of the cache on their way to the tensor cores, the pieces
+// into which a past is cut, and who sees whom. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
 
 #define TILE_POSITIONS 64  // fixed and ring are multiples of it
 
-__device__ __forceinline__ void copy16(u16* to, const u16* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+__device__ __forceinline__ void copy16(u32 to, const u16* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_all_but(int one) {
-    if (one)
+__device__ __forceinline__ void wait_all_but(int groups) {  // a constant: 0, 1 or 3
+    if (groups == 3)
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+    else if (groups == 1)
         asm volatile("cp.async.wait_group 1;" ::: "memory");
     else
         asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -38,44 +40,68 @@ __device__ __forceinline__ int place_of(const Places& p, int position) {
     return position < p.fixed ? position : p.fixed + (position - p.fixed) % p.ring;
 }
 
-// Pieces of 64 positions up to 4096, of 256 up to 32768, of 1024 up to 131072, then of 4096.
-__device__ __forceinline__ int split_begin(int i) {
-    if (i < 64) return i * 64;
-    if (i < 176) return 4096 + (i - 64) * 256;
-    if (i < 272) return 32768 + (i - 176) * 1024;
-    return 131072 + (i - 272) * 4096;
+// Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, then of 4096.
+__device__ __forceinline__ int group_begin(int i) {
+    if (i < 32) return i * 128;
+    if (i < 144) return 4096 + (i - 32) * 256;
+    if (i < 240) return 32768 + (i - 144) * 1024;
+    return 131072 + (i - 240) * 4096;
 }
-__device__ __forceinline__ int piece_of(int position) {
-    if (position < 4096) return position / 64;
-    if (position < 32768) return 64 + (position - 4096) / 256;
-    if (position < 131072) return 176 + (position - 32768) / 1024;
-    return 272 + (position - 131072) / 4096;
+__device__ __forceinline__ int group_of(int position) {
+    if (position < 4096) return position / 128;
+    if (position < 32768) return 32 + (position - 4096) / 256;
+    if (position < 131072) return 144 + (position - 32768) / 1024;
+    return 240 + (position - 131072) / 4096;
 }
 
-// The pieces that a row sees of `end` positions: of a window those from `low` on and up to `keep`. A window of at most
-// 16384 is cut into pieces of 64 wherever it is, whose sums lie in turn in the same places (cuda_backend/layout.py
-// piece_places).
+// Places for the pieces of a window, which it touches at most two more of than fit it: a power of 2.
+__device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(pieces + 1); }
+
+// What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
+// (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
+// are `shares` enough; the tiles behind them, which hold rows of the step, are pieces each. Of a window the pieces from
+// `low` on and up to `keep` are seen; the sums of one up to 65536 lie in turn in the same places, and its groups have 128
+// or 256 positions wherever it is.
 struct Pieces {
-    int kept, first, count, turns;
-    __device__ Pieces(int end, int window, int keep, int low) {
-        const bool fine = window && window + keep <= 16384;
-        const int n = fine ? (end + 63) / 64 : piece_of(end - 1) + 1;
-        kept = window && keep ? min(n, fine ? (keep + 63) / 64 : piece_of(keep - 1) + 1) : 0;
-        first = max(kept, window && low > 0 ? (fine ? low / 64 : piece_of(low)) : 0);
-        count = kept + max(0, n - first);
-        turns = fine ? (window + 64) / 64 + 3 : 0;
+    bool single, even;
+    int bits, group_bits;  // of a tile; of a group where `even`
+    int tail, tails, kept, first, count, turns, trunk;  // tail: where the tails begin; count: without them
+    __device__ void cut(int tile_bits, int past, int rows, int window, int keep, int low, int shares, int trunk_places) {
+        bits = tile_bits, tail = past >> bits << bits, tails = (past + rows - tail + (1 << bits) - 1) >> bits;
+        even = window && window + keep <= 65536, group_bits = window + keep <= 4096 ? 7 : 8;
+        single = ((even ? window + keep : past) >> bits) + 4 <= shares;
+        const int n = tail ? of(tail - 1) + 1 : 0;
+        kept = window && keep ? min(n, of(keep - 1) + 1) : 0;
+        first = max(kept, window && low > 0 ? min(n, of(low)) : 0);
+        count = kept + n - first, turns = even ? piece_turns(window >> (single ? bits : group_bits)) : 0, trunk = trunk_places;
     }
+    __device__ int of(int position) const { return single ? position >> bits : even ? position >> group_bits : group_of(position); }
+    __device__ int begin(int piece) const { return single ? piece << bits : even ? piece << group_bits : group_begin(piece); }
+    __device__ int stop(int piece) const { return min(begin(piece + 1), tail); }
     __device__ int operator[](int i) const { return i < kept ? i : first + i - kept; }
-    __device__ int begin(int piece) const { return turns ? piece * 64 : split_begin(piece); }
-    __device__ int place(int piece) const { return piece < kept || !turns ? piece : kept + piece % turns; }
+    __device__ int place(int i) const {  // of piece number i; tails follow
+        if (i >= count) return trunk + i - count;
+        return i < kept || !turns ? (*this)[i] : kept + ((*this)[i] & turns - 1);
+    }
+    __device__ int group(int i) const {  // of piece number i
+        if (i < count && !single) return (*this)[i];
+        const int position = i < count ? (*this)[i] << bits : tail + (i - count << bits);
+        return even ? position >> group_bits : group_of(position);
+    }
 };
 
+// A factor 2^x of a whole x of at most 0, exact, so that sums do not depend on when they were scaled; 0 where x is -inf
+// or not a number.
+__device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }
+
+// Rows first_t.. of the step, at most n, as if those before them were committed.
 struct Mask {
     const StepState* step;
     const int* positions;
     int window, keep, causal, past, rows, kind;
-    __device__ Mask(const StepState* s, const int* p, int w, int k, int c)
-        : step(s), positions(p), window(w), keep(k), causal(c), past(s->past), rows(s->rows), kind(s->kind) {}
+    __device__ Mask(const StepState* s, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
+        : step(s), positions(p + first_t), window(w), keep(k), causal(c), past(s->past + first_t),
+          rows(min(s->rows - first_t, n)), kind(s->kind) {}
     // The first position that row t may see, but for those that are kept.
     __device__ int low(int t) const { return window ? positions[kind == 2 ? 0 : t] - window + 1 : 0; }
     __device__ int lowest() const {
@@ -83,11 +109,13 @@ struct Mask {
         for (int t = 1; window && t < rows; t++) l = min(l, low(t));
         return l;
     }
-    __device__ bool visible(int t, int at) const {
-        const int row = at - past;
-        if (row >= 0 && (row >= rows || (causal && row > t) || !(kind == 1 ? row <= t : step->seen[t] >> row & 1))) return false;
-        if (!window) return true;
-        const int position = row < 0 ? at : positions[row];
-        return position >= low(t) || position < keep;
+    // The rows of the step that row t of a tree sees.
+    __device__ int seen(int t) const {
+        int n = 0;
+        for (int w = 0; w < MOST_ROWS / 32; w++) n += __popc(step->seen[t][w]);
+        return n;
     }
+    // The last one, of a chain, whose row j lies at past + j, or of a block.
+    __device__ int high(int t) const { return past + (kind == 2 && !causal ? rows - 1 : t); }
+    __device__ bool visible(int t, int at) const { return at <= high(t) && (at >= low(t) || at < keep); }
 };

@@ -1,13 +1,14 @@
 // latent: multi-head latent attention over one row per token for all heads, a latent and a roped key
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/ops.py
 // In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
-//           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [piece][T][H][R]
+//           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [place][T][H][R]
 // Build     R, W: multiples of 16; BUFFERS: tiles in shared memory, 2 to 4
 // Work      split: 32 rows (t, head) per CTA of 8 warps, pieces of the past in shares of equal length. Of a tile's products with
 //           q, which stays in registers, a warp adds a quarter of the channels for 16 positions; eight lanes then share
-//           a row's softmax, and a warp adds an eighth of the latent's columns for all rows
+//           a row's softmax, and a warp adds an eighth of the latent's columns for all rows. Tiles that hold rows of the step
+//           follow one by one, for the heads of each row where the step is a tree that branches
 //           expand: keys and values of every head, which prefill attends to as they are (attention.cu whole)
-// Numbers   as attention.cu: a hidden tile changes nothing
+// Numbers   as split.cu: a row of a tree equals the row of plain decoding, bit for bit
 // Bound     bytes of the cache, from some eight rows on the tensor cores
 // Origin    DeepSeek-V2 (arXiv 2405.04434), FlashAttention-2 (arXiv 2307.08691)
 
@@ -23,45 +24,64 @@ __device__ __forceinline__ void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// TILE x W, contiguous; eight threads per row, a line of it at a time.
-__device__ __forceinline__ void load_tile(u16* to, const u16* from) {
-    to += threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8, from += threadIdx.x / 8 * W + threadIdx.x % 8 * 8;
+// A row of W by eight threads, a line of it at a time.
+__device__ __forceinline__ void load_row(u16* tile, const u16* from) {
+    const u32 to = shared_address(tile + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
+    from += threadIdx.x % 8 * 8;
 #pragma unroll
     for (int i = 0; i < W; i += 64)
-        if (i + threadIdx.x % 8 * 8 < W) copy16(to + i, from + i);
+        if (i + threadIdx.x % 8 * 8 < W) copy16(to + i * 2, from + i);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
 split(const u16* q, const u16* cache, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
-      float* sums, float2* stats) {
+      int shares, int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
+    __shared__ short line[MOST_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
     u16 *tiles = shared, *ps = tiles + BUFFERS * TILE * STRIDE;  // ps: the probabilities
-    float *scores = (float*)(ps + ROWS * (TILE + 8)), *keeps = scores + 4 * ROWS * SCORES;
+    float *scores = (float*)(ps + ROWS * (TILE + 8)), *keeps = scores + 4 * ROWS * SCORES, *takes = keeps + ROWS;
     const float lowest = -__int_as_float(0x7f800000);
-    const Mask mask(step, positions, 0, 0, 0);
+    const Mask mask(step, positions, 0, 0, 0, first_t, T);
+    Pieces pieces;
+    pieces.cut(5, mask.past, mask.rows, 0, 0, 0, shares, trunk);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
-    const int rows = max(0, min(T, mask.rows - first_t)) * H, blocks = (rows + ROWS - 1) / ROWS, end = mask.past + mask.rows;
-    // a share: the pieces that end within it, counted in 64 positions of one row block after the other
-    const int units = (end + 63) / 64, all = units * blocks, share = (int)blockIdx.x, shares = (int)gridDim.x;
-    const int last_unit = (all * (share + 1) + shares - 1) / shares;
-    for (int unit = (all * share + shares - 1) / shares, block; unit < last_unit; unit = (block + 1) * units) {
-        block = unit / units;
-        const int first_row = block * ROWS, to = min(last_unit - block * units, units), after = piece_of(to * 64 - 1) + 1;
-        int piece = piece_of(unit % units * 64);
-        const int begin = split_begin(piece), stop = to == units ? end : split_begin(split_begin(after) <= to * 64 ? after : after - 1);
-        if (begin >= stop) continue;
+    const int rows = max(0, mask.rows) * H, blocks = gridDim.x / shares, block = blockIdx.x % blocks, share = blockIdx.x / blocks;
+    const int parts = (H + ROWS - 1) / ROWS, tails = pieces.tails * (step->branches ? mask.rows * parts : blocks);
+    // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
+    for (int job = -1; job < tails; job = job < 0 ? gridDim.x - 1 - blockIdx.x : job + gridDim.x) {
+        const int who = job < 0 ? block : job / pieces.tails, tree = job >= 0 && step->branches, t_of_tree = who / parts;
+        const int first_row = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
+        const int end_row = min(first_row + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
+        const int low = (s64)pieces.tail * share / shares, high = (s64)pieces.tail * (share + 1) / shares;
+        int piece = low ? pieces.of(low - 1) + 1 : 0;
+        const int after = high ? pieces.of(high - 1) + 1 : 0, tail = job < 0 ? 0 : job % pieces.tails;
+        const int begin = job < 0 ? pieces.begin(piece) : pieces.tail + tail * TILE;
+        const int stop = job >= 0 ? begin + TILE : after > piece ? pieces.stop(after - 1) : begin;
+        if (begin >= stop || first_row >= end_row || (tree && begin >= mask.past + seen)) continue;
         __syncthreads();
-        const int ahead = min(begin + (BUFFERS - 1) * TILE, stop), known = max(begin, mask.past / TILE * TILE);
+        auto load = [&](u16* to, int at) {  // committed rows lie at their positions, those of the step as they come or are seen
+            const int row = at + mine - mask.past;
+            load_row(to, cache + (s64)(row < 0 ? at + mine : mask.past + (tree ? line[min(row, seen - 1)] : row)) * W);
+        };
+        const int ahead = job < 0 ? min(begin + (BUFFERS - 1) * TILE, stop) : begin;
 #pragma unroll 1
-        for (int at = begin; at < min(ahead, known); at += TILE)  // what earlier steps left is there before this one's rows are
-            load_tile(tiles + (at - begin) * STRIDE, cache + (s64)at * W);
+        for (int at = begin; at < ahead; at += TILE) load(tiles + (at - begin) * STRIDE, at);  // before this step's rows are there
+        if (tree && warp == 0) {
+            int before = 0;
+#pragma unroll
+            for (int w = 0; w < MOST_ROWS / 32; w++) {
+                const u32 bits = step->seen[t_of_tree][w];
+                if (bits >> lane & 1) line[before + __popc(bits & ((1u << lane) - 1))] = w * 32 + lane;
+                before += __popc(bits);
+            }
+        }
         depend();
-#pragma unroll 1
-        for (int at = known; at < ahead; at += TILE) load_tile(tiles + (at - begin) * STRIDE, cache + (s64)at * W);
+        __syncthreads();
+        if (job >= 0) load(tiles, begin);
         u16* qs = tiles + (BUFFERS - 1) * TILE * STRIDE;  // until a tile comes there
-        if (first_row + mine < rows)
-            load_tile(qs, q + ((s64)first_t * H + first_row) * W);
+        if (first_row + mine < end_row)
+            load_row(qs, q + ((s64)first_t * H + first_row + mine) * W);
         else
 #pragma unroll 1
             for (int i = threadIdx.x % 8 * 8; i < W; i += 64) *(uint4*)(qs + mine * STRIDE + i) = make_uint4(0, 0, 0, 0);
@@ -75,7 +95,8 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
             for (int d = 0; d < STEPS; d++)
                 if (quarter * STEPS + d < W / 16)
                     ldmatrix(a[m][d], shared_address(qs + (m * 16 + lane % 16) * STRIDE + (quarter * STEPS + d) * 16 + lane / 16 * 8));
-        float o[2][COLUMNS / 8][4] = {}, top = lowest, sum = 0.0f;  // top and sum: of row `mine`, the sum of a lane's positions
+        float o[2][COLUMNS / 8][4] = {}, top = lowest, sum = 0.0f;  // top and sum: of row `mine`
+        const int row = first_row + mine, last = tree ? mask.past + seen - 1 : mask.high(min(row / H, mask.rows - 1));
         int buffer = 0;
 #pragma unroll 1
         for (int at = begin; at < stop; at += TILE) {
@@ -83,7 +104,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
             wait_for_all_but<BUFFERS - 2>();
             __syncthreads();
             const int next = at + (BUFFERS - 1) * TILE;  // to where the tile before this one was
-            if (next < stop) load_tile(tiles + (buffer + BUFFERS - 1) % BUFFERS * TILE * STRIDE, cache + (s64)next * W);
+            if (next < stop) load(tiles + (buffer + BUFFERS - 1) % BUFFERS * TILE * STRIDE, next);
             commit();
             buffer = (buffer + 1) % BUFFERS;
             float s[2][2][4] = {};
@@ -105,62 +126,70 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
                     *(float2*)(score + (m * 16 + 8) * SCORES + n * 8) = make_float2(s[m][n][2], s[m][n][3]);
                 }
             __syncthreads();
-            const float4* parts = (const float4*)(scores + mine * SCORES) + threadIdx.x % 8;
-            float4 four = parts[0];
+            const float4* scored = (const float4*)(scores + mine * SCORES) + threadIdx.x % 8;
+            float4 four = scored[0];
 #pragma unroll
-            for (int w = 1; w < 4; w++) four = plus(four, parts[w * ROWS * SCORES / 4]);
-            float x[4] = {four.x * scale, four.y * scale, four.z * scale, four.w * scale}, best = top;
-            const int row = first_row + mine, position = at + threadIdx.x % 8 * 4;
-            u32 hidden = row < rows ? 0 : 15;
-#pragma unroll 1
-            for (int e = max(0, mask.past - position); e < 4 && row < rows; e++)
-                if (!mask.visible(first_t + row / H, position + e)) hidden |= 1 << e;
+            for (int w = 1; w < 4; w++) four = plus(four, scored[w * ROWS * SCORES / 4]);
+            float x[4] = {four.x * scale, four.y * scale, four.z * scale, four.w * scale}, best = lowest;
+            const int position = at + threadIdx.x % 8 * 4;
 #pragma unroll
-            for (int e = 0; e < 4; e++) best = fmaxf(best, x[e] = hidden >> e & 1 ? lowest : x[e]);
+            for (int e = 0; e < 4; e++) best = fmaxf(best, x[e] = position + e <= last ? x[e] : lowest);
 #pragma unroll
             for (int i = 1; i < 8; i <<= 1) best = fmaxf(best, __shfl_xor_sync(FULL, best, i));
-            const float base = best == lowest ? 0.0f : best, keep = exp2f(top - base);
-            top = best;
+            best = ceilf(best);
+            const float base = best == lowest ? 0.0f : best, both = fmaxf(top, best);
+            const float keep = power(top - both), take = power(best - both);
+            top = both;
 #pragma unroll
             for (int e = 0; e < 4; e++) x[e] = exp2f(x[e] - base);
-            sum = sum * keep + ((x[0] + x[1]) + (x[2] + x[3]));
+            float more = (x[0] + x[1]) + (x[2] + x[3]);
+#pragma unroll
+            for (int i = 1; i < 8; i <<= 1) more += __shfl_xor_sync(FULL, more, i);
+            sum = sum * keep + more * take;
             *(uint2*)(ps + mine * (TILE + 8) + threadIdx.x % 8 * 4) = make_uint2(to_half2(x[0], x[1]), to_half2(x[2], x[3]));
-            if (threadIdx.x % 8 == 0) keeps[mine] = keep;
+            if (threadIdx.x % 8 == 0) keeps[mine] = keep, takes[mine] = take;
             __syncthreads();
+            u32 p[TILE / 16][2][4];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float low = keeps[h * 16 + lane / 4], high = keeps[h * 16 + lane / 4 + 8];
+            for (int h = 0; h < 2; h++)
 #pragma unroll
-                for (int n = 0; n < COLUMNS / 8; n++) o[h][n][0] *= low, o[h][n][1] *= low, o[h][n][2] *= high, o[h][n][3] *= high;
-            }
+                for (int k = 0; k < TILE / 16; k++)
+                    ldmatrix(p[k][h], shared_address(ps + (h * 16 + lane % 16) * (TILE + 8) + k * 16 + lane / 16 * 8));
+            const u32 v_at = shared_address(tile + lane % 16 * STRIDE + warp * COLUMNS + lane / 16 * 8);
 #pragma unroll
-            for (int k = 0; k < TILE / 16; k++) {
-                u32 p[2][4];
+            for (int n = 0; n < COLUMNS / 16; n++) {
+                if (R % (8 * COLUMNS) && warp * COLUMNS + n * 16 >= R) break;
+                float tiles_sum[2][2][4] = {};
 #pragma unroll
-                for (int h = 0; h < 2; h++) ldmatrix(p[h], shared_address(ps + (h * 16 + lane % 16) * (TILE + 8) + k * 16 + lane / 16 * 8));
-                const u32 v_at = shared_address(tile + (k * 16 + lane % 16) * STRIDE + warp * COLUMNS + lane / 16 * 8);
+                for (int k = 0; k < TILE / 16; k++) {
+                    u32 b[4];
+                    ldmatrix_transposed(b, v_at + (k * 16 * STRIDE + n * 16) * 2);
 #pragma unroll
-                for (int n = 0; n < COLUMNS / 16; n++)
-                    if (R % (8 * COLUMNS) == 0 || warp * COLUMNS + n * 16 < R) {
-                        u32 b[4];
-                        ldmatrix_transposed(b, v_at + n * 32);
+                    for (int h = 0; h < 2; h++) mma(tiles_sum[h][0], p[k][h], b[0], b[1]), mma(tiles_sum[h][1], p[k][h], b[2], b[3]);
+                }
 #pragma unroll
-                        for (int h = 0; h < 2; h++) mma(o[h][2 * n], p[h], b[0], b[1]), mma(o[h][2 * n + 1], p[h], b[2], b[3]);
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float before = keeps[h * 16 + lane / 4 + i * 8], here = takes[h * 16 + lane / 4 + i * 8];
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            float& y = o[h][2 * n + j / 2][2 * i + j % 2];
+                            y = __fmaf_rn(tiles_sum[h][j / 2][2 * i + j % 2], here, y * before);  // both products are exact
+                        }
                     }
             }
-            if (at + TILE < min(split_begin(piece + 1), stop)) continue;
-#pragma unroll
-            for (int i = 1; i < 8; i <<= 1) sum += __shfl_xor_sync(FULL, sum, i);
-            const s64 place = (s64)piece++ * T * H + first_row;
-            if (threadIdx.x % 8 == 0 && row < rows) stats[place + mine] = make_float2(top, sum);
+            if (job < 0 && at + TILE < pieces.stop(piece)) continue;
+            const s64 place = (s64)(job < 0 ? piece++ : trunk + tail) * T * H + first_row;
+            if (threadIdx.x % 8 == 0 && row < end_row) stats[place + mine] = make_float2(top, sum);
             float* out = sums + (place + lane / 4) * R + warp * COLUMNS + lane % 4 * 2;
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 8; n++) {
                     if (R % (8 * COLUMNS) && warp * COLUMNS + n * 8 >= R) break;
-                    if (first_row + h * 16 + lane / 4 < rows) *(float2*)(out + h * 16 * R + n * 8) = make_float2(o[h][n][0], o[h][n][1]);
-                    if (first_row + h * 16 + lane / 4 + 8 < rows) *(float2*)(out + (h * 16 + 8) * R + n * 8) = make_float2(o[h][n][2], o[h][n][3]);
+                    if (first_row + h * 16 + lane / 4 < end_row) *(float2*)(out + h * 16 * R + n * 8) = make_float2(o[h][n][0], o[h][n][1]);
+                    if (first_row + h * 16 + lane / 4 + 8 < end_row) *(float2*)(out + (h * 16 + 8) * R + n * 8) = make_float2(o[h][n][2], o[h][n][3]);
                     o[h][n][0] = o[h][n][1] = o[h][n][2] = o[h][n][3] = 0.0f;
                 }
             top = lowest, sum = 0.0f;

@@ -144,10 +144,11 @@ struct Rope {
 };
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
+#define MOST_ROWS 64  // of a step that may be a tree
 struct StepState {
-    int past, rows, current, path_length, kind, unused[11];  // kind: 0 masks, 1 chain of any length, 2 block
-    int path[64], parents[64];
-    u64 seen[64];  // bit j: this row sees row j of the step
+    int past, rows, current, path_length, kind, branches, unused[10];  // kind: 0 tree, 1 chain of any length, 2 block
+    int path[MOST_ROWS], parents[MOST_ROWS];
+    u32 seen[MOST_ROWS][MOST_ROWS / 32];  // bit j: this row of a tree sees row j of the step
 };
 
 __device__ __forceinline__ float from_half(u16 h) {

@@ -66,6 +66,9 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float expf_of_cuda(float x) { return expf(x); }
 inline int __float2int_rn(float f) { return std::isnan(f) ? 0 : (int)rintf(f); }
+inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffsll(unsigned long long x) { return __builtin_ffsll(x); }
 inline void sincospif(float x, float* s, float* c) { *s = (float)sin(M_PI * x), *c = (float)cos(M_PI * x); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned select) {

@@ -77,21 +77,6 @@ def test_a_chain_that_is_there_first_keeps_its_place(seed, budget, length):
         assert tree.children[tree.parents[node]][tree.tokens[node]] == node
 
 
-@quick
-@given(seed=st.integers(0, 10**6), budget=st.integers(1, 40))
-def test_the_trunk_may_come_first(seed, budget):
-    ids, logp = marginals(seed, 6, 8)
-    tree = Tree(7)
-    grow(tree, ids, logp, budget)
-    other = tree.trunk_first()
-    paths = [path_of(tree, n) for n in range(len(tree))]
-    assert [paths[rank] for rank in other.ranks] == [path_of(other, n) for n in range(len(other))]
-    trunk = next(n for n in range(1, len(other) + 1) if n == len(other) or other.parents[n] != n - 1)
-    assert path_of(other, trunk - 1) == tuple(ids[: trunk - 1, 0])
-    assert not other.children[trunk - 1]
-    assert all(PAST <= parent < node for node, parent in enumerate(other.parents))
-
-
 def test_fewer_prefixes_than_the_budget_and_no_places():
     tree = Tree(3)
     grow(tree, np.zeros((0, 2), int), np.zeros((0, 2)), 5)

@@ -18,7 +18,6 @@ from common.models import Model
 from common.models.dflash import Pair, load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
-from common.step import State
 
 PROMPT, NEW = 20, 40
 NEAR_TIE = 1e-3  # two float32 ways to the same logits, as in tests/test_state.py
@@ -168,31 +167,6 @@ def test_sampling_with_a_seed_gives_the_same_text(sampling, kind, ops, prophet):
     tokens, _, _ = decode(model, prompt, NEW, Speculation(kind, 15), accepted=accepted, **sampling)
     assert tokens == expected
     assert kind == "lookup" or accepted.length > 1.1
-
-
-@pytest.mark.parametrize("worth", [1, 2, 99])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}])
-def test_branches_are_checked_again_as_chains(sampling, worth, prophet, monkeypatch):
-    """Where a backend says that chains alone are computed as plain decoding does: no branch's own rows are kept."""
-    monkeypatch.setattr(NumpyOps, "chains_are_plain", True)
-    monkeypatch.setattr(speculative, "WORTH", worth)
-    model = paired(tiny.load("qwen35", NumpyOps()))
-    prompt = tiny.golden("qwen35")["ids"][:PROMPT].tolist()
-    expected, margins, _ = decode(model, prompt, NEW, **sampling)
-    prophet(prompt, expected, model.config.vocab)
-    steps, kept = [], []
-    monkeypatch.setattr(model.ops, "run", lambda fn, state, step: steps.append(step) or fn(state, step), raising=False)
-    commit = State.commit
-    monkeypatch.setattr(State, "commit", lambda self, path: kept.append((steps[-1], list(path))) or commit(self, path))
-    accepted = Accepted()
-    tokens, _, state = decode(model, prompt, NEW, Speculation("tree", 20), accepted=accepted, **sampling)
-    assert_same(tokens, expected, margins)
-    assert (accepted.again > 0) == (worth < 99)
-    assert accepted.again < accepted.steps
-    for step, path in kept:
-        assert path == list(range(len(path)))
-        assert step.parents[: len(path)].tolist() == list(range(-1, len(path) - 1))
-    assert state.length == PROMPT + NEW - 1
 
 
 class Markov:

@@ -24,12 +24,13 @@ from cuda_backend.layout import (
     UNITS,
     Card,
     expert_ring,
+    group_count,
     latent_tiles,
     padded,
     partition,
     ring,
     source,
-    split_count,
+    split_tiles,
     tile_defines,
 )
 
@@ -62,6 +63,11 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
     return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", f"NORM={norm}", f"ALONE={alone}"
 
 
+def split(card: Card, width: int) -> tuple[str, ...]:
+    buffers, _, ctas = split_tiles(card, width)
+    return f"D={width}", f"BUFFERS={buffers}", f"CTAS={ctas}"
+
+
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
@@ -71,6 +77,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
     plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
+    plain += [("split", split(card, d)) for d in (16, 64, 80, 128, 256)]
     plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
@@ -214,8 +221,8 @@ def test_partition(row_blocks, k_blocks):
         assert firsts == [((b * k_blocks + 1) * ctas - 1) // units for b in range(row_blocks)]
 
 
-def test_split_count():
-    begins = [i * 64 for i in range(64)] + [4096 + i * 256 for i in range(112)] + [32768 + i * 1024 for i in range(96)]
-    begins += [131072 + i * 4096 for i in range(32)]
-    for n in (1, 64, 65, 4096, 4097, 32768, 32769, 131072, 131073, 262144):
-        assert split_count(n) == sum(begin < n for begin in begins)
+def test_group_count():
+    begins = [i * 128 for i in range(32)] + [4096 + i * 256 for i in range(112)]
+    begins += [32768 + i * 1024 for i in range(96)] + [131072 + i * 4096 for i in range(32)]
+    for n in (1, 128, 129, 4096, 4097, 32768, 32769, 131072, 131073, 262144):
+        assert group_count(n) == sum(begin < n for begin in begins)

@@ -7,7 +7,7 @@ from cases import CASES, TOLERANCE, Case
 from common.errors import BimetalError, NotFiniteError
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
-from common.step import ConvSpec, DeltaSpec, Step
+from common.step import PAST, ConvSpec, DeltaSpec, KVSpec, LatentSpec, Step, WindowSpec
 from common.tensors import Tensor
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -329,3 +329,72 @@ def test_mixer_rows_are_alone(ops):
     assert np.array_equal(run([12], Step.chain(np.zeros(1, np.int32), 12)), want)
     state.restore(snapshot)
     assert np.array_equal(run([2, 3], Step.chain(np.zeros(2, np.int32), 2)), alone[2:4])
+
+
+class Attention:
+    """Layers to compare rows of: random queries, keys and values by node of a tree."""
+
+    def __init__(self, ops, H: int, K: int, D: int, spec, window: int | None = None):
+        self.ops, self.spec, self.window, self.random = ops, spec, window, np.random.default_rng(3)
+        self.widths = ((H, D), (K, D), (K, D)) if not isinstance(spec, LatentSpec) else ((H, D), (H, 8), (D,), (8,))
+        self.past = [self.random.normal(size=(320, *shape)).astype(np.float32) for shape in self.widths]
+
+    def state(self, past: int):
+        state = self.ops.new_state([{"kv": self.spec}], past + 100)
+        for start in range(0, past, 64):
+            n = min(64, past - start)
+            self(state, [x[start % 320 : start % 320 + n] for x in self.past], Step.chain(np.zeros(n, np.int32), start))
+            state.commit(range(n))
+        return state
+
+    def __call__(self, state, inputs, step) -> np.ndarray:
+        self.ops.arena.reset()
+        arrays = [rows_on(self.ops, x.reshape(len(x), -1)).reshape(x.shape) for x in inputs]
+        if isinstance(self.spec, LatentSpec):
+            return self.ops.read(self.ops.latent_attention(*arrays, state[0].kv, step, 0.3))
+        return self.ops.read(self.ops.attention(*arrays, state[0].kv, step, 0.3, self.window))
+
+    def check(self, past: int, n: int) -> None:
+        """A tree of n rows against the chain of each leaf, and against plain decoding of one leaf."""
+        parents = [int(self.random.integers(max(PAST, t - 4), t)) for t in range(n)]
+        rows = [2 * self.random.normal(size=(n, *shape)).astype(np.float32) for shape in self.widths]
+        state, tokens = self.state(past), np.zeros(n, np.int32)
+        tree = Step.tree(tokens, parents, past)
+        out = self(state, rows, tree)
+        for leaf in sorted(set(range(n)) - set(parents)):
+            path = np.flatnonzero(tree.visible[leaf])
+            chain = Step.chain(tokens[path], past)
+            assert np.array_equal(self(state, [x[path] for x in rows], chain), out[path]), f"leaf {leaf} of {parents}"
+        for at, row in enumerate(path):
+            alone = self(state, [x[row : row + 1] for x in rows], Step.chain(tokens[:1], past + at))
+            assert np.array_equal(alone[0], out[row]), f"row {row} of {parents}, alone"
+            state.commit([0])
+
+
+@pytest.mark.parametrize("n", [2, 7, 22, 64])
+@pytest.mark.parametrize("past", [0, 1, 50, 63, 64, 65, 250, 256, 300])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        (6, 2, 16, KVSpec(2, 16, 16), None),
+        (24, 4, 64, KVSpec(4, 64, 64), None),
+        (8, 8, 80, KVSpec(8, 80, 80), None),
+        (40, 1, 16, KVSpec(1, 16, 16), None),
+        (6, 2, 16, KVSpec(2, 16, 16), 33),
+        (6, 2, 16, WindowSpec(2, 16, 16, 33), 33),
+        (6, 2, 16, WindowSpec(2, 16, 16, 100, 5), 100),
+        (3, 1, 16, LatentSpec(16, 8), None),
+        (40, 1, 48, LatentSpec(48, 8), None),
+    ],
+    ids=lambda layer: f"{layer[0]}.{layer[1]}.{layer[2]}-{type(layer[3]).__name__}-{layer[4]}",
+)
+def test_rows_of_trees_are_plain(layer, past, n, ops):
+    """Bit for bit, whatever branches beside them and wherever in the cache they lie."""
+    Attention(ops, *layer).check(past, n)
+
+
+def test_rows_of_trees_are_plain_behind_a_long_past(ops):
+    """Where a single row's pieces are no longer tiles."""
+    layer = Attention(ops, 6, 2, 16, KVSpec(2, 16, 16))
+    for past in (4090, 4100):
+        layer.check(past, 9)
