@@ -32,6 +32,10 @@ def test_draws():
     on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
 
 
+def test_rows_of_trees():
+    on_cpu("ops/test_cuda_ops.py", "of_trees and 65-7 and (KVSpec-None or LatentSpec) and (6.2.16 or 3.1.16)")
+
+
 @pytest.mark.parametrize(
     "chosen",
     ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
@@ -49,6 +53,7 @@ def test_races_in_shared_memory(chosen):
         "test_op and attention and (past0 or past1-) and not 65",
         "embed_decodes or mixed or expanded or experts or argmax or draws or prefill",
         "quantized_linear and shape1",
+        "of_trees and (250-7 or 64-22)",
     ],
 )
 def test_ops(chosen):
