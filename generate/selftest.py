@@ -177,6 +177,7 @@ def _run_suite(suite: Suite) -> None:
             code = process.wait()
         except BaseException:
             _stop(process)
+            _listen(suite, told)  # what it had said by then
             raise
         finally:
             suite.seconds = time.perf_counter() - began

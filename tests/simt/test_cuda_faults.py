@@ -54,11 +54,12 @@ RUN = """
 import json, sys
 import cupy, numpy as np
 code, count = json.load(sys.stdin)
-module, said = cupy.RawModule(code, ()), []
+module, stream, said = cupy.RawModule(code, ()), cupy.cuda.Stream(), []
 for n in range(count):
     x, out = np.arange(64, dtype=np.float32), np.empty(64, np.float32)
     try:
-        module.get_function(f"kernel{n}")((1,), (64,), (np.uint64(x.ctypes.data), np.uint64(out.ctypes.data)))
+        args = np.uint64(x.ctypes.data), np.uint64(out.ctypes.data)
+        module.get_function(f"kernel{n}")((1,), (64,), args, stream=stream)
         said.append("")
     except RuntimeError as error:
         said.append(str(error))
