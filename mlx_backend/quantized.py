@@ -1,7 +1,8 @@
 """GGUF blocks as the file stores them, multiplied by our own Metal kernels.
 
-MLX's affine groups take 8 bits and two scales for types whose files take 2.6 to 6.6 bits. On Metal those types stay as
-they are; elsewhere `mlx_backend/weights.py` turns them into affine groups, which is their composed form.
+MLX's affine groups take 8 bits and two scales for types whose files take 2.6 to 6.6 bits, and would round the scales of
+Q5_0 and Q5_1 where a model is bfloat16. On Metal those types stay as they are; elsewhere `mlx_backend/weights.py` turns
+them into affine groups, which is their composed form.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
     "IQ4_NL": (0,),
     "IQ4_XS": (0, 2),
     **dict.fromkeys(CODEBOOKS, (0,)),

@@ -2,7 +2,7 @@
 // Block<TYPE>, TYPE being ggml's number of the type, cuts a block of BLOCK weights into BLOCK / 8 parts of two fours:
 // `a` starts at `column(part)`, `b` lies `apart()` columns behind it. A part is one word of codes, or half of one.
 // A block's words are its bytes without the 16-bit fields, which come as `halves`, in the order of the file.
-// Numbers   products of at most 24 bits, so exact in float; Q2_K's difference is rounded once
+// Numbers   products of at most 24 bits, so exact in float; Q2_K's difference and Q5_1's sum are rounded once
 
 constant float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -78,6 +78,40 @@ struct Block<11> {  // Q3_K: 8 words of high bits, 16 of low pairs, 16 scales of
         const float d = half_at(halves, 0);
         a = (bytes((low & 0x03030303) | (high & 0x01010101) << 2) - 4.0f) * (d * scale(words, group));
         b = (bytes((low >> 2 & 0x03030303) | (high >> 1 & 0x01010101) << 2) - 4.0f) * (d * scale(words, group + 2));
+    }
+};
+
+// Q5_0 and Q5_1: a word of fifth bits, 4 of nibbles; the fifth bits of four columns as bytes.
+inline uint fifth(uint bits, int column) {
+    return ((bits >> column & 15) * 0x00204081 & 0x01010101) << 4;
+}
+struct FiveBits {
+    static int column(int part) { return part * 4; }
+    static int apart() { return 16; }
+    template <class Words>
+    static void codes(Words words, int part, thread float4& a, thread float4& b) {
+        a = bytes((words[1 + part] & 0x0f0f0f0f) | fifth(words[0], part * 4));
+        b = bytes((words[1 + part] >> 4 & 0x0f0f0f0f) | fifth(words[0], 16 + part * 4));
+    }
+};
+
+template <>
+struct Block<6> : FiveBits {  // Q5_0: d
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
+        const float d = half_at(halves, 0);
+        codes(words, part, a, b);
+        a = (a - 16.0f) * d, b = (b - 16.0f) * d;
+    }
+};
+
+template <>
+struct Block<7> : FiveBits {  // Q5_1: d, m
+    template <class Words, class Halves, class Codebook>
+    static void decode(Words words, Halves halves, Codebook, int part, thread float4& a, thread float4& b) {
+        const float d = half_at(halves, 0), least = half_at(halves, 1);
+        codes(words, part, a, b);
+        a = a * d + least, b = b * d + least;
     }
 };
 
