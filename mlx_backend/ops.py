@@ -21,7 +21,7 @@ from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from mlx_backend import quantized, recurrent
 from mlx_backend.kernels import on_metal
-from mlx_backend.logits import best_of_rows
+from mlx_backend.logits import MOST, best_of_rows
 from mlx_backend.quantized import Blocks
 from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
@@ -349,6 +349,8 @@ class MlxOps(Ops):
 
     def sample(self, logits: Array, sampler: Sampler) -> Array:
         if not sampler.is_argmax:
+            if on_metal() and 0 < sampler.sampling.top_k <= MOST and not sampler.penalizes:
+                return self._sampled_of_best(logits, sampler)
             return mx.array([sampler.pick(row) for row in self.read(logits)], mx.int32)
         if on_metal():
             tokens = self.top_k(logits, 1)[0].squeeze(1)  # MLX's argmax leaves a row to one core
@@ -357,6 +359,13 @@ class MlxOps(Ops):
             tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
         mx.async_eval(tokens)  # the device works on while the host prints
         return tokens
+
+    def _sampled_of_best(self, logits: Array, sampler: Sampler) -> Array:
+        """Draws among the top-k, of which alone the host reads the logits, in the order of their ids as of a row."""
+        ids = mx.sort(self.top_k(logits, sampler.sampling.top_k)[0], axis=-1)
+        best = mx.take_along_axis(logits, mx.maximum(ids, 0), axis=-1)
+        rows = zip(self.read(ids), self.read(best), strict=True)  # the ids first: they tell of NaN
+        return mx.array([int(of_row[sampler.pick(row)]) for of_row, row in rows], mx.int32)
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         ids, logs, total = best_of_rows(logits, k)

@@ -1,5 +1,7 @@
 """The best tokens of rows of logits on Metal, against the definition: ids, ties, sums, what is not a number."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -69,3 +71,22 @@ def test_more_than_the_kernel_takes():
     with metal.on_metal():
         ids, _, _ = best_of_rows(x, 200)
     assert np.array_equal(np.asarray(ids), definition(np.asarray(x), 200)[0])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, top_k=1), Sampling(0.7, top_k=40, top_p=0.9), Sampling(3.0, top_k=64, min_p=0.05)]
+)
+def test_drawing_among_the_best(sampling, dtype, monkeypatch):
+    """The token of the definition, by logits of top-k tokens alone; bfloat16 has ties where the top-k ends."""
+    x, ops, read = logits(3, 1100, dtype), MlxOps(dtype), []
+    reads = MlxOps.read
+    monkeypatch.setattr(MlxOps, "read", lambda self, x: (read.append(x.shape[-1]), reads(self, x))[1])
+    for seed in range(5):
+        ours, definition = (Sampler(replace(sampling, seed=seed)) for _ in range(2))
+        with metal.on_metal():
+            tokens = ops.sample(x, ours)
+        assert tokens.tolist() == [definition.pick(row) for row in np.asarray(x.astype(mx.float32))]
+    assert max(read) <= sampling.top_k
+    with metal.on_metal(), pytest.raises(NotFiniteError):
+        ops.sample(mx.where(mx.arange(1100) == 700, mx.nan, x), Sampler(sampling))
