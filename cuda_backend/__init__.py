@@ -16,7 +16,7 @@ def find_card() -> str:
     try:
         import cupy
 
-        from cuda_backend.ops import available, card_of
+        from cuda_backend.card import available, card_of
     except ImportError as error:
         raise BimetalError(f"CuPy does not load: {error}") from None
     from cuda_backend.launch import check_compiler

@@ -1,5 +1,5 @@
 // attention: grouped-query attention of a long step: prefill
-// Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/ops.py
+// Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and the cache, keys and values [K][capacity][D] float16, step's rows already in it
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache

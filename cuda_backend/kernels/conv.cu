@@ -1,5 +1,5 @@
 // conv: silu of a causal depthwise convolution along each row's ancestors
-// Meaning   common/reference.py NumpyOps.short_conv       Launcher  cuda_backend/ops.py
+// Meaning   common/reference.py NumpyOps.short_conv       Launcher  cuda_backend/recurrent.py
 // In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][64][C]   Out  out [T][C] float32
 // Work      a thread per channel and row. The last committed path is still in the other step's rows: it is read there,
 //           and the tail that it leaves is written beside the old one, so that a step can run twice

@@ -1,6 +1,6 @@
 // delta: a Gated DeltaNet mixer: short convolution, the delta rule along each row's ancestors, gated norm
 // Meaning   common/ops.py delta_mixer; without TAPS common/reference.py NumpyOps.gated_delta
-// Launcher  cuda_backend/ops.py
+// Launcher  cuda_backend/recurrent.py
 // In        q, k (T, Hk, DIM), v (T, Hv, DV), a, b (T, Hv), z (T, Hv, DV); with TAPS q is the convolution's input (T, C), the
 //           channels of all three; decay, dt_bias (Hv,)
 //           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][64]: k [Hk][DK], change [Hv][DV],

@@ -1,5 +1,5 @@
 // latent: multi-head latent attention over one row per token for all heads, a latent and a roped key
-// Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/ops.py
+// Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/attention.py
 // In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
 //           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [place][T][H][R]
 // Build     R, W: multiples of 16; BUFFERS: tiles in shared memory, 2 to 4

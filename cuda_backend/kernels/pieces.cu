@@ -1,5 +1,5 @@
 // pieces: what split.cu computed of the pieces of what a row sees, added up
-// Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/ops.py
+// Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each form that is wanted (store.cuh), dense alone where groups of 32 straddle heads
 // Work      a CTA per row, head and 256 columns; every fourth group of positions 64 threads, then these in order

@@ -1,5 +1,5 @@
 // sample: the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
-// Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/ops.py
+// Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/choose.py
 // In        logits [T][V] float32                        Out  tokens [T] int32
 // Work      partial: 64 CTAs per row leave a key each; final: a warp per row
 // Bound     bytes of logits

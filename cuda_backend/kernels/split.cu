@@ -1,5 +1,5 @@
 // split: grouped-query attention of the rows of a decoding or verifying step, piece by piece of what they see
-// Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/ops.py
+// Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and the cache, keys and values [K][capacity][D] float16, the step's rows already in it
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu

@@ -1,5 +1,5 @@
 // to_cache: rows.cu heads_to_cache for heads of 128 or 256, aligned in fours, in a decoding step
-// Launcher  cuda_backend/ops.py
+// Launcher  cuda_backend/attention.py
 // In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache, float16
 // Build     D
 // Work      a warp per head, four or eight elements per lane; angles and weights before the wait for the kernel before

@@ -1,0 +1,120 @@
+"""Mixtures of experts: who takes a row, the experts' products and their sum, and what runs beside them."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.ops import Ops
+from cuda_backend import weights
+from cuda_backend.launch import Array, Kernel, Node, kernel
+from cuda_backend.layout import PREFILL_COLS
+from cuda_backend.replay import TREE_ROWS
+from cuda_backend.views import NOTHING, SWIGLU, in_fours, view
+from cuda_backend.weights import Groups, Weight
+
+if TYPE_CHECKING:
+    from cuda_backend.ops import CudaOps
+
+
+def route_softmax(ops: "CudaOps", logits: Array, top_k: int) -> tuple[Array, Array]:
+    return _route(ops, logits, 0, top_k, 1.0)
+
+
+def route_sigmoid(ops: "CudaOps", logits: Array, bias: Array, top_k: int, scale: float) -> tuple[Array, Array]:
+    return _route(ops, logits, bias.address, top_k, scale)
+
+
+def moe(ops: "CudaOps", x: Array, gate_up: Weight, down: Weight, ids: Array, chosen: Array) -> Array:
+    T, C, F, groups = len(ids), down.rows, gate_up.rows // 2, ids.owner
+    y = ops.grouped(ops.node_of(x), gate_up, groups, ids.shape[1])
+    y = ops.grouped(ops.pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
+    return Array((T, C), node=sum_of_experts(ops, y, chosen, None))
+
+
+def beside(
+    ops: "CudaOps", x: Array, first: Callable[[Array], Array], second: Callable[[Array], Array]
+) -> tuple[Array, Array]:
+    if x.shape[0] > TREE_ROWS:
+        return Ops.beside(ops, x, first, second)
+    node = x.whole_node()
+    if node:
+        node.as_unscaled_dense()  # for both; another form is each one's own
+    ops.forked.record(ops.stream)
+    ops.side.wait_event(ops.forked)
+    main, ops.stream, Kernel.apart = ops.stream, ops.side, True
+    try:
+        y = first(Array(x.shape, node=node.twin()) if node else x)
+    finally:
+        ops.stream, Kernel.apart = main, False
+    z = second(x)
+    ops.joined.record(ops.side)
+    ops.stream.wait_event(ops.joined)
+    Kernel.apart = True
+    return y, z
+
+
+def sum_of_experts(ops: "CudaOps", y: Array, chosen: Array, other: Array | None) -> Node:
+    """What each row's experts return, weighted, and what else there is to add."""
+    (T, k), C = chosen.shape, y.shape[1]
+    more = view(other) if other else NOTHING
+    args = (view(y), np.uint64(chosen.address), np.int32(k))
+
+    def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+        if not dense:
+            raise ValueError("the sum over experts is computed dense")
+        both = (*args, np.int32(C), more, np.int32(other is not None))
+        kernel("moe", "combine")((-(-C // 256), T), (256,), (*both, np.uint64(dense)), stream=ops.stream)
+
+    node = Node(ops.arena, T, C, emit)
+    node.experts = None if other else (y, chosen)
+    if in_fours(y) and (other is None or in_fours(other)):
+        node.joined = (*args, more, np.int32(other is not None))
+    return node
+
+
+def _route(ops: "CudaOps", logits: Array, bias: int, top_k: int, scale: float) -> tuple[Array, Array]:
+    T, E = logits.shape
+    pairs, cols = T * top_k, 8 if T <= TREE_ROWS else PREFILL_COLS
+    most = min(pairs, E) + pairs // cols
+    ids, groups, order = (ops.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
+    chosen = Array((T, top_k), ops.arena.take(pairs * 4))
+    head = (view(logits), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
+    tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
+    args = (*head, np.uint64(ids), np.uint64(chosen.address), *tables)
+    if E > 512:
+        raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
+    per = -(-E // 32)
+    route = kernel("moe", "route", (f"PER={per}",))
+    route((T,), (32 * per,), args, shared_mem=4 * (2 * E + top_k), stream=ops.stream)
+    if T > 1:
+        step = ops.replay.active
+        sizes = (np.int32(T), np.int32(top_k), np.int32(E), np.int32(cols))
+        kernel("moe", "group")(
+            (1,),
+            (1024,),
+            (np.uint64(ids), np.uint64(step.state if step else 0), *sizes, np.uint64(groups), np.uint64(order)),
+            shared_mem=12 * E,
+            stream=ops.stream,
+        )
+    table = Groups(ids, groups, order, pairs, most, cols, top_k)
+    return Array((T, top_k), ids, owner=table, dtype=np.int32), chosen
+
+
+def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:
+    """Rows (t, head) of which each takes the matrix of its head."""
+    if (T, H) in ops.heads:
+        return ops.heads[T, H]
+    cols = 8 if T <= TREE_ROWS else PREFILL_COLS
+    order = np.arange(T * H, dtype=np.int32).reshape(T, H).T
+    groups = [(h, h * T + t, min(cols, T - t), 0) for h in range(H) for t in range(0, T, cols)]
+    table = np.array([(len(groups), 0, 0, 0), *groups], np.int32)
+    ids = np.tile(np.arange(H, dtype=np.int32), T)
+    memory = weights.upload(np.concatenate([table.ravel(), order.ravel(), ids]), ops.stream)
+    at = memory.address
+    ends = at + table.nbytes, at + table.nbytes + order.nbytes
+    made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, H, memory)
+    if T <= TREE_ROWS:  # captured graphs point to it
+        ops.heads[T, H] = made
+    return made

@@ -1,0 +1,72 @@
+"""How kernels read arrays and write results: the records of prelude.cuh and store.cuh, and what kernels require."""
+
+from typing import Any
+
+import numpy as np
+
+from cuda_backend.launch import IN, OUT, ROPE, Array
+from cuda_backend.layout import groups_of
+
+NOTHING = np.zeros((), IN)
+COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
+
+
+def out_of(dense: int, packed: int, bf16: int, K: int, cols: int) -> np.ndarray:
+    """Where a kernel writes rows of K columns, in each form whose address is not 0: store.cuh Out."""
+    groups = groups_of(K) if packed else -(-K // 32)
+    return np.array((dense, packed, bf16, K, cols, groups), OUT)
+
+
+def view(x: Array, wide: int = 0) -> np.ndarray:
+    """How a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
+    address, strides, shape = x.address, x.strides, x.shape
+    if wide > 1 and shape[-1] == 1:
+        head = strides[1] if len(shape) == 3 else 0
+        return np.array((address, x.slot, strides[0], head, x.slots, wide, 0), IN)
+    if len(shape) == 3:
+        _, H, D = shape
+        if D > 1 and strides[2] != 1:
+            raise ValueError(f"kernels read heads whose elements are adjacent, got strides {strides} of {shape}")
+        flat = H == 1 or strides[1] == D
+        return np.array((address, x.slot, strides[0], 0 if flat else strides[1], x.slots, 0 if flat else D, 1), IN)
+    if len(shape) == 1:
+        return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
+    if len(shape) == 2 and (shape[1] == 1 or strides[1] == 1):
+        return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
+    raise ValueError(f"kernels read (T, n) or (T, heads, D) with adjacent elements, got {shape} with strides {strides}")
+
+
+def in_fours(*arrays: Array, flat: bool = True) -> bool:
+    """Do fours of a row, or of a head unless `flat`, lie at multiples of 16 bytes? The answer holds for any T."""
+    for x in arrays:
+        at, T = view(x), x.shape[0]
+        apart = (x.slot // T if x.slots > 1 else 0, at["row"] if T > 1 else 0, at["head"], x.shape[-1])
+        if any(n % 4 for n in apart) or at["p"] % 16 or not at["inner"] or (flat and at["width"]):
+            return False
+    return True
+
+
+def turns(rope: np.ndarray) -> bool:
+    """Are a rope's pairs as kernels/light.cu exchanges them: none, or in lanes apart by a power of two?"""
+    return int(rope["pairs"]) in (0, 4, 8, 16, 32, 64)
+
+
+def unroped(x: Array) -> Array:
+    """What norm and rope of x start from, so that attention applies them on the way to the cache."""
+    node = x.whole_node()
+    return node.roping[0] if node and node.roping else x
+
+
+def roping(x: Array) -> tuple[Any, ...]:
+    node = x.whole_node()
+    if node and node.roping:
+        return node.roping[1]
+    return np.int32(0), np.uint64(0), np.float32(0), np.zeros((), ROPE)
+
+
+def turned(x: Array) -> tuple[Array, np.ndarray]:
+    """What a rope of x that has not run starts from, and the rope; x and none where it is something else."""
+    node = x.whole_node()
+    if node and node.roping and not node.dense and not node.roping[1][0]:
+        return node.roping[0], node.roping[1][3]
+    return x, np.zeros((), ROPE)
