@@ -271,7 +271,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                 ahead = next(last);
         }
         __syncthreads();
-        if (first && ahead.seen && ahead.place >= 0) {
+        if (first && ahead.place >= 0 && ahead.seen) {
             if (warp == 0) {
                 int before = 0;
 #pragma unroll
