@@ -26,11 +26,11 @@ def route_sigmoid(ops: "CudaOps", logits: Array, bias: Array, top_k: int, scale:
     return _route(ops, logits, bias.address, top_k, scale)
 
 
-def moe(ops: "CudaOps", x: Array, gate_up: Weight, down: Weight, ids: Array, chosen: Array) -> Array:
+def moe(ops: "CudaOps", x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
     T, C, F, groups = len(ids), down.rows, gate_up.rows // 2, ids.owner
     y = ops.grouped(ops.node_of(x), gate_up, groups, ids.shape[1])
     y = ops.grouped(ops.pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
-    return Array((T, C), node=sum_of_experts(ops, y, chosen, None))
+    return Array((T, C), node=sum_of_experts(ops, y, weights, None))
 
 
 def beside(
