@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import generate
 from common.errors import BimetalError, UsageError
 from generate import backends
 from generate.backends import Found, choose
@@ -141,6 +142,22 @@ def test_devices_that_cannot_be(flags, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"devices": 0}, r"devices is 0; it takes GPUs by number, such as \(0, 1\)"),
+        ({"devices": "01"}, "devices is '01'; it takes GPUs by number"),
+        ({"devices": (0, True)}, "it takes GPUs by number"),
+        ({"devices": (0, 1), "split": "1,3"}, r"split is '1,3'; it takes proportions, such as \(1, 3\)"),
+        ({"devices": (0, 1), "draft_device": "1", "draft": "demo"}, "it takes a GPU by number"),
+    ],
+)
+def test_devices_of_callers(how, said):
+    """A single number was taken for no choice at all."""
+    with pytest.raises(UsageError, match=said):
+        generate.load("demo", **how)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the CUDA backend looks for a GPU on Linux alone")
