@@ -175,8 +175,8 @@ def speculate(
         guessed = time.perf_counter()
         step = Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length)
         rows = model.forward(state, step)
-        depths = step.positions - state.length
-        best = ops.read(ops.sample(rows, Ahead(sampler, depths))) if ops.chooses(sampler) else None
+        chooser = sampler if sampler.is_argmax else Ahead(sampler, step.positions - state.length)
+        best = ops.read(ops.sample(rows, chooser)) if ops.chooses(sampler) else None
         path, verified = [0], time.perf_counter()
         try:
             while True:
