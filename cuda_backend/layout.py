@@ -91,6 +91,17 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     return ctas, n, n * (_stage(type_, cols) + 16) + _scratch(type_) + 16
 
 
+def linear_launch(card: Card, type_: str, cols: int) -> tuple[tuple[str, ...], int, int]:
+    """Definitions of kernels/linear.cu, its threads and its shared memory, bytes.
+
+    Eight warps multiply and one feeds them; one more finds the factors of norms, where it is done in time.
+    """
+    _, stages, shared = ring(card, type_, cols)
+    ahead = cols <= 8
+    defines = *tile_defines(type_), f"COLS={cols}", f"STAGES={stages}", f"AHEAD={int(ahead)}"
+    return defines, 288 + 32 * ahead, shared
+
+
 @functools.cache
 def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     """The same for kernels/experts.cu, which gathers its rows; it leaves partial sums in no order of CTAs."""

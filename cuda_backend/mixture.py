@@ -7,12 +7,11 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.ops import Ops
-from cuda_backend import weights
 from cuda_backend.launch import Array, Kernel, Node, kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.views import NOTHING, SWIGLU, in_fours, view
-from cuda_backend.weights import Groups, Weight
+from cuda_backend.weights import Groups, Weight, upload
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -111,7 +110,7 @@ def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:
     groups = [(h, h * T + t, min(cols, T - t), 0) for h in range(H) for t in range(0, T, cols)]
     table = np.array([(len(groups), 0, 0, 0), *groups], np.int32)
     ids = np.tile(np.arange(H, dtype=np.int32), T)
-    memory = weights.upload(np.concatenate([table.ravel(), order.ravel(), ids]), ops.stream)
+    memory = upload(np.concatenate([table.ravel(), order.ravel(), ids]), ops.stream)
     at = memory.address
     ends = at + table.nbytes, at + table.nbytes + order.nbytes
     made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, H, memory)

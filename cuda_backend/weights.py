@@ -23,6 +23,7 @@ from cuda_backend.layout import (
     Card,
     expert_ring,
     groups_of,
+    linear_launch,
     packed_bytes,
     partition,
     parts_of,
@@ -344,11 +345,10 @@ def _quantized(
     stream: cupy.cuda.Stream,
     slots: int = 1,
 ) -> None:
-    _, stages, shared = ring(card, s.type, cols)
-    defines = (*tile_defines(s.type), f"COLS={cols}", f"STAGES={stages}")
+    defines, threads, shared = linear_launch(card, s.type, cols)
     kernel("linear", "linear", defines, shared)(
         grid,
-        (320 if cols <= 8 else 288,),  # a warp more finds factors of norms
+        (threads,),
         (
             np.uint64(s.memory.address),
             np.uint64(x),

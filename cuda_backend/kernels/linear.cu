@@ -3,8 +3,9 @@
 // In        w    units of tile.cuh                        Out       out [slot][T][N] float32, to be added in slot order
 //           x    int8 codes per 32 columns, with scale and scale * sum (store.cuh); where `parts` is not 0, rows that an
 //           RMS norm has still to divide by the root of their mean square, the sum of `squares` [T][parts] / columns
-// Build     one type of tile.cuh; COLS 1, 8, 16, 24, 32, 48, 64; STAGES; CP_ASYNC to force the sm_80 ring
-// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units; up to 8 rows, warp 9 finds the
+// Build     one type of tile.cuh; COLS 1, 8, 16, 24, 32, 48, 64; STAGES; AHEAD: a warp of its own finds the factors, which for
+//           more than 8 rows would be late; CP_ASYNC to force the sm_80 ring
+// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units; where AHEAD, warp 9 finds the
 //           factors of a norm meanwhile. A CTA takes a stripe of the (row block, k block) list, so it may end a row block
 //           early; each CTA that touches a row block has a slot.
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x; gridDim.x does not depend on the number of rows
@@ -23,7 +24,6 @@
 #define BLOCKS 2
 #endif
 
-#define AHEAD (COLS <= 8)                       // a warp of its own finds the factors: for more rows it would be late
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 
 extern "C" __global__ void __launch_bounds__(288 + 32 * AHEAD, BLOCKS)

@@ -26,6 +26,7 @@ from cuda_backend.layout import (
     expert_ring,
     group_count,
     latent_tiles,
+    linear_launch,
     padded,
     partition,
     ring,
@@ -48,7 +49,7 @@ def heads() -> list[tuple[str, ...]]:
 
 
 def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
-    return *tile_defines(type_), f"COLS={cols}", f"STAGES={ring(card, type_, cols)[1]}"
+    return linear_launch(card, type_, cols)[0]
 
 
 def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
