@@ -221,8 +221,9 @@ def test_quantized_gguf(ops, name, matrices, tmp_path):
     want = tiny.logits_of(load_model(path, Int8Numpy()), ids)
     model = load_model(path, ops)
     logits = tiny.run(model, model.new_state(tiny.CAPACITY), ids, [1, 7, 24])
-    # a code that rounds the other way may move a row to another expert, and its logits with it: the median row judges
-    rows = [tiny.errors(row[None], expected[None]) for row, expected in zip(logits, want, strict=True)]
-    print(name, matrices, tiny.errors(logits, want), np.median([row.kl for row in rows]))
-    assert np.median([row.kl for row in rows]) < 3e-3
-    assert np.mean([row.top1 for row in rows]) > 0.9
+    errors = tiny.errors(logits, want)
+    rows = [tiny.errors(row[None], expected[None]).kl for row, expected in zip(logits, want, strict=True)]
+    print(name, matrices, errors, np.median(rows))
+    # a code that rounds the other way may move a row of a mixture to another expert: there the median row judges
+    assert (np.median(rows) if getattr(model.config, "experts", None) else errors.kl) < 3e-3
+    assert errors.top1 > 0.9
