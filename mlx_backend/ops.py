@@ -38,11 +38,6 @@ def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 @_fused
-def _silu(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x)
-
-
-@_fused
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
