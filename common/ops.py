@@ -281,12 +281,6 @@ class Ops(ABC):
         """block(x), around each layer: where a backend resets its arena and a tap reads hidden states."""
         return block(x)
 
-    def beside(
-        self, x: Array, first: Callable[[Array], Array], second: Callable[[Array], Array]
-    ) -> tuple[Array, Array]:
-        """first(x) and second(x), of which neither needs the other: a backend may compute both at once."""
-        return first(x), second(x)
-
     def keep(self, x: Array) -> Array:
         """x, in memory that the layers after it leave alone: for what a tap takes out of `scope`."""
         return x
@@ -306,6 +300,34 @@ class Ops(ABC):
     def gated_rms_norm(self, x: Array, weight: Array, z: Array, eps: float) -> Array:
         """rms_norm(x, weight) * silu(z), x and z (T, heads, D)"""
         return self.swiglu(z, self.rms_norm(x, weight, eps))
+
+    def moe_ffn(
+        self,
+        x: Array,
+        router: Weight,
+        bias: Array | None,
+        top_k: int,
+        scale: float,
+        gate_up: Weight,
+        down: Weight,
+        shared_gate_up: Weight,
+        shared_down: Weight,
+        shared_gate: Weight | None = None,
+    ) -> Array:
+        """The best experts of each row, plus one that every row takes: x (T, hidden) -> (T, hidden)
+
+        router (E, hidden), by softmax where there is no bias (E,); gate_up and down as in `moe`, the shared ones of one
+        expert; shared_gate (1, hidden): the sigmoid of its product scales what the shared expert returns.
+        """
+        y = self.linear(x, shared_gate_up)
+        F = y.shape[-1] // 2
+        y = self.linear(self.swiglu(y[:, :F], y[:, F:]), shared_down)
+        if shared_gate is not None:
+            y = self.mul_sigmoid(y, self.linear(x, shared_gate))
+        logits = self.linear(x, router)
+        softmax = bias is None
+        chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, bias, top_k, scale)
+        return self.add(self.moe(x, gate_up, down, *chosen), y)
 
     def delta_mixer(
         self,

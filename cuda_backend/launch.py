@@ -199,7 +199,7 @@ class Node:
         self.norm: tuple[Array, Array | None, float] | None = None  # of a norm, which a cache may do on its way
         self.pieces: Callable[..., None] | None = None  # as emit, with `op` and `gate` of a gate on attention's output
         self.experts: tuple[Array, Array] | None = None  # of a weighted sum, which an addition may do on its way
-        self.joined: tuple[Any, ...] = ()  # of a weighted sum in fours, its arguments: a norm may do it on its way
+        self.joined: tuple[Any, ...] = ()  # of a weighted sum in fours, defines and arguments: a norm may do it
 
     def as_dense(self) -> int:
         if not self.dense:

@@ -113,9 +113,9 @@ def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     return ctas, n, n * stage + _scratch(type_)
 
 
-def parts_of(card: Card, matrices: int, row_blocks: int, k_blocks: int) -> int:
-    """Parts into which experts.cu cuts k, so that as many matrices as one row takes keep the card busy."""
-    return max(1, min(k_blocks, round(card.sms / (matrices * row_blocks))))
+def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: int) -> int:
+    """Parts into which experts.cu cuts k, so that as many matrices as one row takes fill `ctas` per multiprocessor."""
+    return max(1, min(k_blocks, ctas * card.sms // (matrices * row_blocks)))
 
 
 def _stage(type_: str, cols: int) -> int:

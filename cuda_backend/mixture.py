@@ -11,7 +11,7 @@ from cuda_backend.launch import Array, Kernel, Node, kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.views import NOTHING, SWIGLU, in_fours, view
-from cuda_backend.weights import Groups, Weight, upload
+from cuda_backend.weights import Groups, Weight, joins, upload
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -26,17 +26,65 @@ def route_sigmoid(ops: "CudaOps", logits: Array, bias: Array, top_k: int, scale:
 
 
 def moe(ops: "CudaOps", x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
-    T, C, F, groups = len(ids), down.rows, gate_up.rows // 2, ids.owner
-    y = ops.grouped(ops.node_of(x), gate_up, groups, ids.shape[1])
-    y = ops.grouped(ops.pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1)
-    return Array((T, C), node=sum_of_experts(ops, y, weights, None))
+    return _experts(ops, x, gate_up, down, ids.owner, weights)
 
 
-def beside(
+def moe_ffn(
+    ops: "CudaOps",
+    x: Array,
+    router: Weight,
+    bias: Array | None,
+    top_k: int,
+    scale: float,
+    gate_up: Weight,
+    down: Weight,
+    shared_gate_up: Weight,
+    shared_down: Weight,
+    shared_gate: Weight | None = None,
+) -> Array:
+    """A shared expert stored as the others are is one more matrix of their launches, else a branch of the graph."""
+    shared = shared_gate_up, shared_down
+    if x.shape[0] > TREE_ROWS:
+        return Ops.moe_ffn(ops, x, router, bias, top_k, scale, gate_up, down, *shared, shared_gate)
+    address = bias.address if bias else 0
+    if joins(gate_up, shared_gate_up) and joins(down, shared_down):
+        gate = ops.linear(x, shared_gate) if shared_gate else None
+        ids, weights = _route(ops, ops.linear(x, router), address, top_k, scale, shared=True, gate=gate)
+        return _experts(ops, x, gate_up, down, ids.owner, weights, shared)
+
+    def always(x: Array) -> Array:
+        y = ops.linear(x, shared_gate_up)
+        F = y.shape[1] // 2
+        y = ops.linear(ops.swiglu(y[:, :F], y[:, F:]), shared_down)
+        return ops.mul_sigmoid(y, ops.linear(x, shared_gate)) if shared_gate else y
+
+    def chosen(x: Array) -> Array:
+        return moe(ops, x, gate_up, down, *_route(ops, ops.linear(x, router), address, top_k, scale))
+
+    y, best = _beside(ops, x, always, chosen)
+    return ops.add(best, y)
+
+
+def _experts(
+    ops: "CudaOps",
+    x: Array,
+    gate_up: Weight,
+    down: Weight,
+    groups: Groups,
+    weights: Array,
+    shared: tuple[Weight | None, Weight | None] = (None, None),
+) -> Array:
+    T, k = weights.shape
+    F = gate_up.rows // 2
+    y = ops.grouped(ops.node_of(x), gate_up, groups, k, shared[0])
+    y = ops.grouped(ops.pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1, shared[1])
+    return Array((T, down.rows), node=sum_of_experts(ops, y, weights, None))
+
+
+def _beside(
     ops: "CudaOps", x: Array, first: Callable[[Array], Array], second: Callable[[Array], Array]
 ) -> tuple[Array, Array]:
-    if x.shape[0] > TREE_ROWS:
-        return Ops.beside(ops, x, first, second)
+    """first(x) and second(x), the first as a branch of the graph."""
     node = x.whole_node()
     if node:
         node.as_unscaled_dense()  # for both; another form is each one's own
@@ -69,36 +117,47 @@ def sum_of_experts(ops: "CudaOps", y: Array, chosen: Array, other: Array | None)
     node = Node(ops.arena, T, C, emit)
     node.experts = None if other else (y, chosen)
     if in_fours(y) and (other is None or in_fours(other)):
-        node.joined = (*args, more, np.int32(other is not None))
+        node.joined = (f"CHOSEN={k}", f"SLOTS={y.slots}"), (*args[:2], more, np.int32(other is not None))
     return node
 
 
-def _route(ops: "CudaOps", logits: Array, bias: int, top_k: int, scale: float) -> tuple[Array, Array]:
+def _route(
+    ops: "CudaOps",
+    logits: Array,
+    bias: int,
+    top_k: int,
+    scale: float,
+    shared: bool = False,
+    gate: Array | None = None,
+) -> tuple[Array, Array]:
+    """Ids and weights (T, top_k); a shared expert's, number E with the weight 1 or sigmoid(gate), behind them."""
     T, E = logits.shape
-    pairs, cols = T * top_k, 8 if T <= TREE_ROWS else PREFILL_COLS
-    most = min(pairs, E) + pairs // cols
-    ids, groups, order = (ops.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
-    chosen = Array((T, top_k), ops.arena.take(pairs * 4))
-    head = (view(logits), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
-    tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
-    args = (*head, np.uint64(ids), np.uint64(chosen.address), *tables)
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
+    k, matrices = top_k + shared, E + shared
+    pairs, cols = T * k, 8 if T <= TREE_ROWS else PREFILL_COLS
+    most = min(pairs, matrices) + pairs // cols
+    ids, groups, order = (ops.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
+    chosen = Array((T, k), ops.arena.take(pairs * 4))
+    head = (view(logits), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
+    last = (np.int32(shared), view(gate) if gate else NOTHING, np.int32(gate is not None))
+    tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
+    args = (*head, *last, np.uint64(ids), np.uint64(chosen.address), *tables)
     per = -(-E // 32)
     route = kernel("moe", "route", (f"PER={per}",))
     route((T,), (32 * per,), args, shared_mem=4 * (2 * E + top_k), stream=ops.stream)
     if T > 1:
         step = ops.replay.active
-        sizes = (np.int32(T), np.int32(top_k), np.int32(E), np.int32(cols))
+        sizes = (np.int32(T), np.int32(k), np.int32(matrices), np.int32(cols))
         kernel("moe", "group")(
             (1,),
             (1024,),
             (np.uint64(ids), np.uint64(step.state if step else 0), *sizes, np.uint64(groups), np.uint64(order)),
-            shared_mem=12 * E,
+            shared_mem=12 * matrices,
             stream=ops.stream,
         )
-    table = Groups(ids, groups, order, pairs, most, cols, top_k)
-    return Array((T, top_k), ids, owner=table, dtype=np.int32), chosen
+    table = Groups(ids, groups, order, pairs, most, cols, k)
+    return Array((T, k), ids, owner=table, dtype=np.int32), chosen
 
 
 def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:

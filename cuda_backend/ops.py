@@ -162,8 +162,9 @@ class CudaOps(Ops):
             grid, scale = (-(-int(out["groups"]) // 8), T), np.uint64(weight.address if weight else 0)
             if pending and joined:
                 pending[0].dense = self.arena.take(T * K * 4)
-                args = (*joined, view(pending[1]), scale, np.uint64(pending[0].dense), np.uint64(squares), out)
-                kernel("moe", "combine_scale")(grid, (64,), args, stream=self.stream)
+                defines, summed = joined
+                args = (*summed, view(pending[1]), scale, np.uint64(pending[0].dense), np.uint64(squares), out)
+                kernel("moe", "combine_scale", defines)(grid, (64,), args, stream=self.stream)
                 return True
             *views, keep = terms()
             args = (*views, scale, keep, np.uint64(squares), out)
@@ -218,7 +219,7 @@ class CudaOps(Ops):
     route_softmax = mixture.route_softmax
     route_sigmoid = mixture.route_sigmoid
     moe = mixture.moe
-    beside = mixture.beside
+    moe_ffn = mixture.moe_ffn
     sample = choose.sample
     top_k = choose.top_k
 
@@ -379,8 +380,8 @@ class CudaOps(Ops):
         table = self.ropes[rope].address, self.on_device(positions).address, len(rope.frequencies), rope.magnitude
         return np.array(table, ROPE)
 
-    def grouped(self, x: Node, w: Weight, groups: Groups, share: int) -> Array:
-        return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream)
+    def grouped(self, x: Node, w: Weight, groups: Groups, share: int, last: Weight | None = None) -> Array:
+        return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream, last)
 
     def _pending_sum(self, x: Array) -> tuple[Node, Array, Array] | None:
         node = x.whole_node()

@@ -380,13 +380,6 @@ class SplitOps(Ops):
         with self.relay.on(part) as ops:
             return ops.scope(layer, block, Value(array, part, self.relay))
 
-    def beside(self, x: Value, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> tuple[Value, Value]:
-        def of_array(fn: Callable[[Any], Any]) -> Callable[[Array], Array]:
-            return lambda array: fn(Value(array, x.part, self.relay)).array
-
-        with self.relay.on(x.part) as ops:
-            return self._values(ops.beside(x.array, of_array(first), of_array(second)), x.part)
-
     def read(self, x: Any) -> np.ndarray:
         if isinstance(x, np.ndarray):
             return x
@@ -425,6 +418,7 @@ class SplitOps(Ops):
     route_softmax = forwarded("route_softmax")
     route_sigmoid = forwarded("route_sigmoid")
     moe = forwarded("moe")
+    moe_ffn = forwarded("moe_ffn")
     keep = forwarded("keep")
     sample = forwarded("sample")
     top_k = forwarded("top_k")

@@ -19,6 +19,7 @@ from cuda_backend.layout import (
     COLS,
     FLOATS,
     MOST_COLS,
+    PREFILL_COLS,
     UNITS,
     Card,
     expert_ring,
@@ -276,12 +277,28 @@ class Groups:
     owner: Any = None
 
 
+def joins(stack: Weight, one: Weight) -> bool:
+    """Can `one` be the matrix behind the last of `stack`, which `grouped_linear` reads from where it lies?"""
+    kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
+    return kinds[0] == kinds[1] and len(_packed(stack)) == len(stack.segments)
+
+
 def grouped_linear(
-    x: Node, w: Weight, g: Groups, share: int, card: Card, arena: Arena, stream: cupy.cuda.Stream
+    x: Node,
+    w: Weight,
+    g: Groups,
+    share: int,
+    card: Card,
+    arena: Arena,
+    stream: cupy.cuda.Stream,
+    last: Weight | None = None,
 ) -> Array:
-    """Row p // share of x times matrix ids[p] of w, for each pair p: (pairs, rows)"""
+    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)"""
     N = w.rows
-    parts = {s: parts_of(card, g.chosen, s.row_blocks, s.k_blocks) for s in _packed(w)}
+    parts = dict.fromkeys(_packed(w), 1)
+    if g.cols < PREFILL_COLS:  # more rows keep the card busy as they are
+        for s in parts:
+            parts[s] = parts_of(card, expert_ring(card, s.type, g.cols)[0], g.chosen, s.row_blocks, s.k_blocks)
     slots = max(parts.values(), default=1)
     if len({*parts.values()}) > 1 or (parts and len(parts) < len(w.segments)):
         slots, parts = 1, dict.fromkeys(parts, 1)  # segments that share an output leave as many partial sums
@@ -289,7 +306,7 @@ def grouped_linear(
     at = out.address
     if parts:
         packed, squares = x.as_unscaled(1) if x.T <= MOST_COLS else (x.as_packed(1), 0)
-    for s in w.segments:
+    for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
             ctas, stages, shared = expert_ring(card, s.type, g.cols)
             defines = (*tile_defines(s.type), f"COLS={g.cols}", f"STAGES={stages}")
@@ -309,6 +326,8 @@ def grouped_linear(
                     np.uint64(g.groups),
                     np.uint64(g.order),
                     np.int64(s.expert_bytes),
+                    np.int32(s.experts),
+                    np.uint64(behind.memory.address),
                     np.int32(share),
                     np.int64(groups_of(s.columns) * packed_bytes(1)),
                     *_norm(squares, s, x),

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,13 +49,8 @@ def ffn_weights(at: Names, hidden: int, ffn: int) -> Table:
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
     """The best experts of each row, plus the shared ones as they are: x (T, hidden) -> (T, hidden)"""
-
-    def routed(x: Array) -> Array:
-        ids, weights = ops.route_sigmoid(ops.linear(x, w.router), w.router_bias, e.top_k, e.scale)
-        return ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights)
-
-    shared, best = ops.beside(x, partial(swiglu_ffn, ops, w), routed)
-    return ops.add(best, shared)
+    experts = w.experts_gate_up, w.experts_down
+    return ops.moe_ffn(x, w.router, w.router_bias, e.top_k, e.scale, *experts, w.gate_up, w.down)
 
 
 def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:

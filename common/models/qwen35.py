@@ -387,14 +387,5 @@ def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
     """The best experts of each row, plus one shared expert behind a sigmoid gate."""
     assert c.experts
-    k = c.experts.top_k
-
-    def routed(x: Array) -> Array:
-        ids, weights = ops.route_softmax(ops.linear(x, w.router), k)
-        return ops.moe(x, w.experts_gate_up, w.experts_down, ids, weights)
-
-    def shared(x: Array) -> Array:
-        return ops.mul_sigmoid(swiglu_ffn(ops, w, x), ops.linear(x, w.shared_gate))
-
-    gated, best = ops.beside(x, shared, routed)
-    return ops.add(best, gated)
+    experts = w.experts_gate_up, w.experts_down
+    return ops.moe_ffn(x, w.router, None, c.experts.top_k, 1.0, *experts, w.gate_up, w.down, w.shared_gate)

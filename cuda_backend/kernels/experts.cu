@@ -2,6 +2,7 @@
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/weights.py grouped_linear
 // In        w       units of tile.cuh, one matrix after the other
 //           x       packed rows, each for itself (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu
+//           last    the matrix behind `matrices` of w, which lies elsewhere: a shared expert's
 //           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
 //                   pair p being row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
@@ -101,8 +102,8 @@ struct Item {
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, s64 part_stride,
-        s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int x_divisor, s64 x_bytes, const float* squares,
-        int norm_parts, float columns, float eps) {
+        s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int matrices, const u8* last, int x_divisor,
+        s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     float* scratch = (float*)(shared + STAGES * STAGE);
@@ -126,7 +127,8 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
     if (warp == 8) {  // producer
         for (; at < items; at += gridDim.x) {
             if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
-            const u8* unit = w + item.group.x * matrix_bytes + ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
+            const u8* unit = item.group.x < matrices ? w + item.group.x * matrix_bytes : last;
+            unit += ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
             const u8* rows = x + (s64)item.first_k * (KBLOCK / 32 * 48);
             const int pair = lane < item.group.z ? order[item.group.y + lane] : 0;
             for (int k = 0; k < item.units; k++, i++, unit += UNIT_BYTES, rows += KBLOCK / 32 * 48) {

@@ -3,7 +3,7 @@
 // In        logits (T, E), bias [E] or null for softmax  Out  ids, weights [T][k]: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
-// Build     PER: experts of a lane, for route
+// Build     PER: experts of a lane, for route; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
 // Work      route: a thread per expert, a CTA per row, whose first warp takes the best k times; of one row it leaves the groups too.
 //           combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
@@ -11,6 +11,11 @@
 #ifndef PER
 #define PER 1
 #endif
+#ifndef CHOSEN
+#define CHOSEN 1
+#define SLOTS 1
+#endif
+#define AT_ONCE (20 / SLOTS > CHOSEN ? CHOSEN : 20 / SLOTS > 0 ? 20 / SLOTS : 1)  // of them, in registers
 
 // Floats as integers of the same order, all above 0.
 __device__ __forceinline__ u32 ordered(float f) {
@@ -19,13 +24,14 @@ __device__ __forceinline__ u32 ordered(float f) {
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-route(In logits, int E, int k, const float* bias, float scale, int* ids, float* weights, int4* groups, int* pairs) {
+route(In logits, int E, int k, const float* bias, float scale, int shared_one, In gate, int gated, int* ids, float* weights,
+      int4* groups, int* pairs) {
     release_next();
     extern __shared__ float shared[];
     float *p = shared, *chosen = p + E;
     u32* keys = (u32*)(chosen + k);
     __shared__ float tops[32];
-    const int t = blockIdx.x, e = threadIdx.x, lane = e % 32;
+    const int t = blockIdx.x, e = threadIdx.x, lane = e % 32, all = k + shared_one;
     const float lowest = -__int_as_float(0x7f800000), added = bias && e < E ? bias[e] : 0.0f;
     depend();
     float x = lowest, top = 0.0f;
@@ -61,13 +67,19 @@ route(In logits, int E, int k, const float* bias, float scale, int* ids, float* 
             if (i * 32 + lane == id) key[i] = 0;
         total += p[id];
         if (lane > 0) continue;
-        ids[t * k + j] = id, chosen[j] = p[id];
+        ids[t * all + j] = id, chosen[j] = p[id];
         if (groups) groups[1 + j] = make_int4(id, j, 1, 0), pairs[j] = j;
     }
-    if (groups && lane == 0) groups[0] = make_int4(k, 0, 0, 0);
+    if (lane == 0) {
+        if (groups) groups[0] = make_int4(all, 0, 0, 0);
+        if (shared_one) {
+            ids[t * all + k] = E, weights[t * all + k] = gated ? sigmoid(load_one(gate, row_of(gate, t))) : 1.0f;
+            if (groups) groups[1 + k] = make_int4(E, k, 1, 0), pairs[k] = k;
+        }
+    }
     __syncwarp();
 #pragma unroll 1
-    for (int j = lane; j < k; j += 32) weights[t * k + j] = chosen[j] * scale / total;
+    for (int j = lane; j < k; j += 32) weights[t * all + j] = chosen[j] * scale / total;
 }
 
 // The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.
@@ -126,7 +138,7 @@ extern "C" __global__ void combine(In y, const float* weights, int k, int C, In 
 
 // x plus that, and what light.cu add_scale leaves of a sum: the same numbers in one launch. All lie in fours.
 extern "C" __global__ void __launch_bounds__(64, 1)
-combine_scale(In y, const float* weights, int k, In other, int has_other, In x, const float* norm_weight, float* sum, float* squares,
+combine_scale(In y, const float* weights, In other, int has_other, In x, const float* norm_weight, float* sum, float* squares,
               Out out) {
     release_next();
     const int c = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y;
@@ -136,23 +148,28 @@ combine_scale(In y, const float* weights, int k, In other, int has_other, In x, 
     depend();
     if (in) {
         const float4 before = *(const float4*)(row_of(x, t) + c);
+        const float* from = row_of(y, t * CHOSEN) + c;
         float4 more = v;
+        if (has_other) more = slots_of(row_of(other, t) + c, other);
 #pragma unroll 1
-        for (int first = 0; first < k; first += 8) {  // all that is read of eight experts is in flight before anything is added
-            float4 e[8] = {};
-            float of[8] = {};
+        for (int first = 0; first < CHOSEN; first += AT_ONCE) {  // what is read of so many is in flight before anything is added
+            float4 e[AT_ONCE][SLOTS];
+            float of[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (first + j < k) e[j] = *(const float4*)(row_of(y, t * k + first + j) + c), of[j] = weights[t * k + first + j];
-            if (has_other && first == 0) more = slots_of(row_of(other, t) + c, other);
-#pragma unroll 1
-            for (int slot = 1; slot < y.slots; slot++)
+            for (int j = 0; j < AT_ONCE; j++) {
+                const bool there = first + j < CHOSEN;
+                of[j] = there ? weights[t * CHOSEN + first + j] : 0.0f;
 #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    if (first + j < k) e[j] = plus(e[j], *(const float4*)(row_of(y, t * k + first + j) + slot * y.slot + c));
+                for (int slot = 0; slot < SLOTS; slot++)
+                    if (there) e[j][slot] = *(const float4*)(from + (first + j) * y.row + slot * y.slot);
+            }
 #pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (first + j < k) v = plus(v, make_float4(of[j] * e[j].x, of[j] * e[j].y, of[j] * e[j].z, of[j] * e[j].w));
+            for (int j = 0; j < AT_ONCE; j++) {
+                if (first + j >= CHOSEN) break;
+#pragma unroll
+                for (int slot = 1; slot < SLOTS; slot++) e[j][0] = plus(e[j][0], e[j][slot]);
+                v = plus(v, make_float4(of[j] * e[j][0].x, of[j] * e[j][0].y, of[j] * e[j][0].z, of[j] * e[j][0].w));
+            }
         }
         v = plus(before, plus(v, more));
         *(float4*)(sum + (s64)t * out.K + c) = v;

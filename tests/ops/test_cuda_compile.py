@@ -74,6 +74,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
+    plain += [("moe", (f"CHOSEN={k}", f"SLOTS={n}")) for k, n in ((1, 8), (5, 3), (9, 2), (30, 1))]
     plain += [
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]

@@ -1,5 +1,7 @@
 """CudaOps against NumpyOps, block types against their decoding, and rows that do not depend on their neighbours."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import CASES, TOLERANCE, Case
@@ -9,6 +11,7 @@ from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.step import PAST, ConvSpec, DeltaSpec, KVSpec, LatentSpec, Step, WindowSpec
 from common.tensors import Tensor
+from common.weights import dense
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -143,39 +146,35 @@ def test_expanded_types(type_, ops, capfd):
     assert type_ in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("T", [1, 7])
-def test_norm_adds_experts_up(T, ops):
-    """A mixture's sum, an addition and a norm in one launch are those that run one by one, to the bit."""
-    gate_up, down = random_matrix("Q4_K", 512, 256, experts=20), random_matrix("Q6_K", 256, 256, experts=20)
-    w, v, shared, after = (
-        ops.weight(part) for part in (gate_up, down, random_matrix("Q8_0", 256, 256), random_matrix("Q5_0", 40, 256))
-    )
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0"], ids=["one more matrix", "a branch"])
+def test_shared_expert(type_, gated, ops):
+    """An expert that all rows take, stored as they are or not; a norm behind adds all up as one by one, to the bit."""
+    stacks = [random_matrix(t, rows, 256, experts=21) for t, rows in (("Q4_K", 512), ("Q6_K", 256), (type_, 512))]
+    gate_up, down = (replace(s, shape=(20, *s.shape[1:]), data=s.data[:20]) for s in stacks[:2])
+    shared = [replace(s, shape=s.shape[1:], data=s.data[20]) for s in (stacks[2], stacks[1])]
     random = np.random.default_rng(3)
-    x, z = (random.normal(size=(T, 256)).astype(np.float32) for _ in range(2))
-    logits, scale = (
-        random.normal(size=(T, 20)).astype(np.float32),
-        ops.vector(Tensor("n", "F32", (256,), np.full(256, 0.7, "<f4").view(np.uint8))),
-    )
+    router, gate, x, z = (random.normal(size=(n, 256)).astype(np.float32) for n in (20, 1, 7, 7))
+    stored = [dense("r", router / 16), gate_up, down, *shared, *([dense("g", gate / 16)] if gated else [])]
+    scale, bias = ops.vector(dense("n", np.full(256, 0.7))), ops.vector(dense("b", np.zeros(20)))
+    after = random_matrix("Q5_0", 40, 256)
+    weights, last = [ops.weight(part) for part in stored], ops.weight(after)
 
-    def normed(one_by_one: bool) -> np.ndarray:
+    def normed(T: int, one_by_one: bool) -> np.ndarray:
         ops.arena.reset()
-        rows = rows_on(ops, x)
-
-        def routed(rows):
-            return ops.moe(rows, w, v, *ops.route_softmax(rows_on(ops, logits), 9))
-
-        other, best = ops.beside(rows, lambda rows: ops.linear(rows, shared), routed)
-        total = ops.add(rows_on(ops, z), ops.add(best, other))
+        y = ops.moe_ffn(rows_on(ops, x[:T]), weights[0], bias, 9, 2.5, *weights[1:])
+        total = ops.add(rows_on(ops, z[:T]), y)
         if one_by_one:
             assert np.isfinite(ops.read(total)).all()
-        return ops.read(ops.linear(ops.rms_norm(total, scale, 1e-6), after))
+        return ops.read(ops.linear(ops.rms_norm(total, scale, 1e-6), last))
 
-    out = normed(one_by_one=False)
-    assert np.array_equal(out, normed(one_by_one=True))
+    out = normed(7, one_by_one=False)
+    assert np.array_equal(out, normed(7, one_by_one=True))
+    assert np.array_equal(out[:1], normed(1, one_by_one=False))
     reference = NumpyOps()
-    best = reference.moe(x, dequantize(gate_up), dequantize(down), *reference.route_softmax(logits, 9))
-    total = z + best + x @ dequantize(random_matrix("Q8_0", 256, 256)).T
-    want = reference.rms_norm(total, np.float32(0.7), 1e-6) @ dequantize(random_matrix("Q5_0", 40, 256)).T
+    values = [dequantize(part) for part in stored]
+    total = z + reference.moe_ffn(x, values[0], np.zeros(20, np.float32), 9, 2.5, *values[1:])
+    want = reference.rms_norm(total, np.float32(0.7), 1e-6) @ dequantize(after).T
     assert np.abs(out - want).max() <= 5e-2 * np.abs(want).max()
 
 
