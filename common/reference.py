@@ -1,6 +1,7 @@
 """NumpyOps: what every op means, in float32, and the backend of last resort.
 
 Written to be read: loops over rows where the mathematics has one, no tricks. Weights are expanded to float32 once.
+In steps of few rows each row is computed by itself: to the bit as in a step of its own, whatever runs beside it.
 """
 
 import math
@@ -18,6 +19,7 @@ from common.ops import Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
 from common.sampling import Sampler
 from common.step import (
+    FEW_ROWS,
     PAST,
     ConvSpec,
     DeltaSpec,
@@ -34,6 +36,7 @@ from common.step import (
 from common.tensors import Tensor
 
 L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
+CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -251,10 +254,10 @@ class NumpyOps(Ops):
         return table[np.asarray(tokens)]
 
     def linear(self, x: Array, w: Weight) -> Array:
-        return x @ w.T
+        return product(x, w)
 
     def head_linear(self, x: Array, w: Weight) -> Array:
-        return np.einsum("thc,hrc->thr", x, w, optimize=True)
+        return np.stack([product(x[:, h], w[h]) for h in range(len(w))], axis=1)
 
     def rms_norm(self, x: Array, weight: Array | None, eps: float) -> Array:
         x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(eps))
@@ -382,8 +385,8 @@ class NumpyOps(Ops):
         out = np.zeros_like(x)
         for expert in np.unique(ids):
             rows, slot = np.nonzero(ids == expert)
-            gate, up = np.split(x[rows] @ gate_up[expert].T, 2, axis=-1)
-            out[rows] += weights[rows, slot, None] * (self.swiglu(gate, up) @ down[expert].T)
+            gate, up = np.split(product(x[rows], gate_up[expert]), 2, axis=-1)
+            out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[expert])
         return out
 
     def sample(self, logits: Array, sampler: Sampler) -> Array:
@@ -394,6 +397,14 @@ class NumpyOps(Ops):
 
     def peak_bytes(self) -> int:
         return peak_resident_bytes()
+
+
+def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x (T, C), w (R, C) -> (T, R). BLAS adds in another order for one row than for several: few go one by one."""
+    if len(x) > FEW_ROWS:
+        return x @ w.T
+    n = -(-CACHED // w.shape[1])
+    return np.concatenate([np.matmul(x[:, None], w[at : at + n].T)[:, 0] for at in range(0, len(w), n)], axis=-1)
 
 
 def peak_resident_bytes() -> int:
@@ -412,6 +423,9 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
     """softmax(scale q·k) v over the seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)"""
     T, H, D = q.shape
     K = keys.shape[1]
+    if T <= FEW_ROWS and not (T == 1 and seen.all()):
+        alone = [(keys[row], values[row], seen[t : t + 1, row]) for t, row in enumerate(seen)]
+        return np.concatenate([_attend(q[t : t + 1], *past, scale) for t, past in enumerate(alone)])
     scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)
     scores = np.where(seen, scores, -np.inf)
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from common.errors import BimetalError
 from common.step import PAST, Step
 
-LOGIT = 5e-4  # between two float32 ways to the same logits, tests/models/test_golden.py
-STATE = 1e-4  # of the largest element
+# between two float32 ways to the same numbers; NumPy computes few rows each by itself
+LOGIT = {"numpy": 0, "mlx": 5e-4}  # tests/models/test_golden.py
+STATE = {"numpy": 0, "mlx": 1e-4}  # of the largest element
 TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
 MORE = TEXT[100:110]
 
@@ -80,11 +81,15 @@ def identical(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
+def assert_same_logits(model, logits, expected):
+    assert np.abs(logits - expected).max() <= LOGIT[model.ops.name]
+
+
 def assert_same_state(model, state, other):
     expected = tiny.arrays_of(model, other)
     for key, array in tiny.arrays_of(model, state).items():
         scale = max(np.abs(expected[key]).max(initial=0), 1e-3)
-        assert np.abs(array - expected[key]).max(initial=0) / scale < STATE, key
+        assert np.abs(array - expected[key]).max(initial=0) / scale <= STATE[model.ops.name], key
     assert state.length == other.length
 
 
@@ -97,12 +102,12 @@ def check_tree(model, parents, past):
         alone = started(model, past)
         if path:
             along = tiny.run(model, alone, np.asarray(tree.tokens)[path])
-            assert np.abs(logits[path] - along).max() < LOGIT, f"row {row} of {parents}"
+            assert_same_logits(model, logits[path], along)
         state = started(model, past)
         forward(model, state, tree)
         state.commit(path)
         assert_same_state(model, state, alone)
-        assert np.abs(continued(model, state) - continued(model, alone)).max() < LOGIT, f"after {path} of {parents}"
+        assert_same_logits(model, continued(model, state), continued(model, alone))
 
 
 @quick
@@ -125,7 +130,7 @@ def test_part_of_a_chain(model, kept):
     if kept:
         tiny.run(model, alone, TEXT[5 : 5 + kept])
     assert_same_state(model, state, alone)
-    assert np.abs(continued(model, state) - continued(model, alone)).max() < LOGIT
+    assert_same_logits(model, continued(model, state), continued(model, alone))
 
 
 @pytest.mark.parametrize("past", [0, 9])

@@ -27,7 +27,7 @@ from common.models.blocks import (
 )
 from common.ops import Array, Ops, Rope
 from common.quants import dequantize
-from common.step import LatentSpec, LayerSpec, State, Step
+from common.step import FEW_ROWS, LatentSpec, LayerSpec, State, Step
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, dense, rows
 
@@ -59,10 +59,12 @@ class Config:
         """Do `rows` rows behind `past` committed ones take fewer products with keys and values written out?
 
         Either form takes R (N + V) per head: for each row, to move it to the latents and back, or for each key, past
-        ones included, to expand it. Each pair of a row and a key then takes 2 R - N - V fewer.
+        ones included, to expand it. Each pair of a row and a key then takes 2 R - N - V fewer. Few rows keep one form:
+        a token is computed alike as a step of its own and among guesses.
         """
         saved = 2 * self.latent - self.nope_dim - self.value_dim
-        return rows * (past + rows) * saved > past * self.latent * (self.nope_dim + self.value_dim)
+        pays = rows * (past + rows) * saved > past * self.latent * (self.nope_dim + self.value_dim)
+        return rows > FEW_ROWS and pays
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------

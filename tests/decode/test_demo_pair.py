@@ -1,8 +1,8 @@
 """The model and the draft that come with the package: the same text with and without, over many prompts.
 
-On NumPy no text differs. MLX sums a step's rows in another order than a single row's, so that a text may go another way
-where two tokens are as good as equal to the model; each such place must be one. On CUDA a row's result does not depend
-on its neighbours, and no text differs.
+On NumPy and CUDA a row's result does not depend on its neighbours, and no text differs. MLX sums a step's rows in
+another order than a single row's, so that a text may go another way where two tokens are as good as equal to the model;
+each such place must be one.
 """
 
 import json

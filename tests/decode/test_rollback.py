@@ -1,8 +1,5 @@
 """Trees of which a random path is kept, or nothing: the state is that of the kept tokens, read one by one."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import tiny
@@ -30,49 +27,48 @@ def after_trees(model, tokens, steps, capacity, seed=0):
     return state, kept
 
 
-def one_by_one(model, tokens, capacity):
+def one_by_one(model, tokens, capacity, beside=0):
+    """The state after `tokens`, each read in a step with `beside` others that are not kept."""
     state = model.new_state(capacity)
     for at, token in enumerate(tokens):
-        model.forward(state, Step.chain(np.array([token], np.int32), at))
+        others = np.roll(tokens, -at)[:beside]
+        model.forward(state, Step.chain(np.array([token, *others], np.int32), at))
         state.commit([0])
     return state
 
 
 def assert_same_state(model, steps):
-    """Within 1e-5 of each array's largest element: recurrent states throughout, of kept rows 999 values in 1000.
+    """To the bit on NumPy; on MLX within 1e-5 of each array's largest element.
 
-    Where a norm divides by next to nothing, the row's rounding grows: also between chains of one row and of eight.
+    There eight rows are multiplied in another order than one, and where a norm divides by next to nothing a row's
+    rounding grows: it may be up to twice what it is in plain decoding where each token has seven others beside it.
     """
     tokens = tiny.golden("qwen35")["ids"]
     state, kept = after_trees(model, tokens, steps, capacity=4 * steps)
     alone = one_by_one(model, kept, capacity=4 * steps)
     assert state.length == alone.length == len(kept) > steps
-    expected = tiny.arrays_of(model, alone)
-    for name, array in tiny.arrays_of(model, state).items():
-        error = np.abs(array - expected[name]) / np.abs(expected[name]).max()
-        recurrent = name.startswith(("conv", "delta"))
-        assert np.quantile(error, 1 if recurrent else 0.999) < 1e-5, name
-        assert error.max() < 5e-4, name
+    arrays, expected = tiny.arrays_of(model, state), tiny.arrays_of(model, alone)
+    if model.ops.name == "numpy":
+        assert all(np.array_equal(array, expected[name]) for name, array in arrays.items())
+        return
+    beside = tiny.arrays_of(model, one_by_one(model, kept, capacity=4 * steps, beside=ROWS - 1))
+    for name, array in arrays.items():
+        scale = np.abs(expected[name]).max()
+        rounding = np.abs(beside[name] - expected[name]).max() / scale
+        error = np.abs(array - expected[name]).max() / scale
+        print(f"{name}: {error:.1e}, of rounding {rounding:.1e}")
+        assert error < max(1e-5, 2 * rounding), name
 
 
-def shallow(name, ops):
-    """The model, of qwen35 the first round of layers: deeper ones enlarge the rounding of those before them."""
-    model = tiny.load(name, ops)
-    if name != "qwen35":
-        return model
-    weights = SimpleNamespace(**vars(model.weights) | {"layers": model.weights.layers[:4]})
-    return replace(model, config=replace(model.config, is_attention=model.config.is_attention[:4]), weights=weights)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
+@pytest.mark.parametrize("name", tiny.MODELS)
 def test_state_after_trees(name, ops):
-    assert_same_state(shallow(name, ops), 60)
+    assert_same_state(tiny.load(name, ops), 60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
 def test_state_after_thousands_of_trees(name, ops):
-    assert_same_state(shallow(name, ops), STEPS)
+    assert_same_state(tiny.load(name, ops), STEPS)
 
 
 def after_chains(model, tokens, steps, capacity, seed=0):
