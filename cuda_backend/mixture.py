@@ -11,7 +11,7 @@ from cuda_backend.launch import Array, Kernel, Node, kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.views import NOTHING, SWIGLU, in_fours, view
-from cuda_backend.weights import Groups, Weight, joins, upload
+from cuda_backend.weights import Choice, Groups, Weight, chosen_linear, is_packed, joins, upload
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -43,14 +43,10 @@ def moe_ffn(
     shared_gate: Weight | None = None,
 ) -> Array:
     """A shared expert stored as the others are is one more matrix of their launches, else a branch of the graph."""
-    shared = shared_gate_up, shared_down
-    if x.shape[0] > TREE_ROWS:
+    T, E, shared = x.shape[0], router.rows, (shared_gate_up, shared_down)
+    if T > TREE_ROWS:
         return Ops.moe_ffn(ops, x, router, bias, top_k, scale, gate_up, down, *shared, shared_gate)
-    address = bias.address if bias else 0
-    if joins(gate_up, shared_gate_up) and joins(down, shared_down):
-        gate = ops.linear(x, shared_gate) if shared_gate else None
-        ids, weights = _route(ops, ops.linear(x, router), address, top_k, scale, shared=True, gate=gate)
-        return _experts(ops, x, gate_up, down, ids.owner, weights, shared)
+    address, joined = bias.address if bias else 0, joins(gate_up, shared_gate_up) and joins(down, shared_down)
 
     def always(x: Array) -> Array:
         y = ops.linear(x, shared_gate_up)
@@ -59,8 +55,20 @@ def moe_ffn(
         return ops.mul_sigmoid(y, ops.linear(x, shared_gate)) if shared_gate else y
 
     def chosen(x: Array) -> Array:
-        return moe(ops, x, gate_up, down, *_route(ops, ops.linear(x, router), address, top_k, scale))
+        logits, last = ops.linear(x, router), shared if joined else (None, None)
+        gate = ops.linear(x, shared_gate) if joined and shared_gate else None
+        if T > 1 or top_k > 31 or E > 512 or not is_packed(gate_up) or not is_packed(down):
+            ids, weights = _route(ops, logits, address, top_k, scale, joined, gate)
+            return _experts(ops, x, gate_up, down, ids.owner, weights, last)
+        weights = Array((1, top_k + joined), ops.arena.take(4 * (top_k + joined)))
+        choice = Choice(_plain(ops, logits), address, E, top_k, scale, joined, gate, weights.address)
+        device = ops.card, ops.arena, ops.stream
+        y = chosen_linear(ops.node_of(x), gate_up, last[0], choice, *device)
+        y = chosen_linear(y, down, last[1], choice, *device)
+        return Array((1, down.rows), node=sum_of_experts(ops, y, weights, None))
 
+    if joined:
+        return chosen(x)
     y, best = _beside(ops, x, always, chosen)
     return ops.add(best, y)
 
@@ -76,7 +84,7 @@ def _experts(
 ) -> Array:
     T, k = weights.shape
     F = gate_up.rows // 2
-    y = ops.grouped(ops.node_of(x), gate_up, groups, k, shared[0])
+    y = ops.grouped(ops.node_of(x), gate_up, groups, k, shared[0], known=False)
     y = ops.grouped(ops.pointwise(SWIGLU, y[:, :F], y[:, F:]), down, groups, 1, shared[1])
     return Array((T, down.rows), node=sum_of_experts(ops, y, weights, None))
 
@@ -139,25 +147,26 @@ def _route(
     most = min(pairs, matrices) + pairs // cols
     ids, groups, order = (ops.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
     chosen = Array((T, k), ops.arena.take(pairs * 4))
-    head = (view(logits), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
+    head = (np.uint64(_plain(ops, logits)), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
     last = (np.int32(shared), view(gate) if gate else NOTHING, np.int32(gate is not None))
-    tables = (np.uint64(groups), np.uint64(order)) if T == 1 else (np.uint64(0), np.uint64(0))
-    args = (*head, *last, np.uint64(ids), np.uint64(chosen.address), *tables)
-    per = -(-E // 32)
-    route = kernel("moe", "route", (f"PER={per}",))
-    route((T,), (32 * per,), args, shared_mem=4 * (2 * E + top_k), stream=ops.stream)
-    if T > 1:
-        step = ops.replay.active
-        sizes = (np.int32(T), np.int32(k), np.int32(matrices), np.int32(cols))
-        kernel("moe", "group")(
-            (1,),
-            (1024,),
-            (np.uint64(ids), np.uint64(step.state if step else 0), *sizes, np.uint64(groups), np.uint64(order)),
-            shared_mem=12 * matrices,
-            stream=ops.stream,
-        )
+    args = (*head, *last, np.uint64(ids), np.uint64(chosen.address))
+    kernel("moe", "route", (f"PER={-(-E // 32)}",))((T,), (32,), args, stream=ops.stream)
+    step = ops.replay.active
+    sizes = (np.int32(T), np.int32(k), np.int32(matrices), np.int32(cols))
+    kernel("moe", "group")(
+        (1,),
+        (1024,),
+        (np.uint64(ids), np.uint64(step.state if step else 0), *sizes, np.uint64(groups), np.uint64(order)),
+        shared_mem=12 * matrices,
+        stream=ops.stream,
+    )
     table = Groups(ids, groups, order, pairs, most, cols, k)
     return Array((T, k), ids, owner=table, dtype=np.int32), chosen
+
+
+def _plain(ops: "CudaOps", logits: Array) -> int:
+    """Where logits lie one behind the other, computed and added up."""
+    return logits.address if logits.is_dense or logits.whole_node() else ops.dense(logits).address
 
 
 def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:

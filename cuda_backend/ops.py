@@ -380,8 +380,10 @@ class CudaOps(Ops):
         table = self.ropes[rope].address, self.on_device(positions).address, len(rope.frequencies), rope.magnitude
         return np.array(table, ROPE)
 
-    def grouped(self, x: Node, w: Weight, groups: Groups, share: int, last: Weight | None = None) -> Array:
-        return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream, last)
+    def grouped(
+        self, x: Node, w: Weight, groups: Groups, share: int, last: Weight | None = None, known: bool = True
+    ) -> Array:
+        return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream, last, known)
 
     def _pending_sum(self, x: Array) -> tuple[Node, Array, Array] | None:
         node = x.whole_node()

@@ -31,11 +31,13 @@ from cuda_backend.layout import (
     ring,
     tile_defines,
 )
+from cuda_backend.views import NOTHING, view
 
 UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
 CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF = 0, 2, 14
 CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
+NO_NORM = np.uint64(0), np.int32(0), np.float32(0), np.float32(0)
 EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
 
 
@@ -277,10 +279,14 @@ class Groups:
     owner: Any = None
 
 
+def is_packed(w: Weight) -> bool:
+    return len(_packed(w)) == len(w.segments)
+
+
 def joins(stack: Weight, one: Weight) -> bool:
     """Can `one` be the matrix behind the last of `stack`, which `grouped_linear` reads from where it lies?"""
     kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
-    return kinds[0] == kinds[1] and len(_packed(stack)) == len(stack.segments)
+    return kinds[0] == kinds[1] and is_packed(stack)
 
 
 def grouped_linear(
@@ -292,16 +298,14 @@ def grouped_linear(
     arena: Arena,
     stream: cupy.cuda.Stream,
     last: Weight | None = None,
+    known: bool = False,
 ) -> Array:
-    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)"""
-    N = w.rows
-    parts = dict.fromkeys(_packed(w), 1)
-    if g.cols < PREFILL_COLS:  # more rows keep the card busy as they are
-        for s in parts:
-            parts[s] = parts_of(card, expert_ring(card, s.type, g.cols)[0], g.chosen, s.row_blocks, s.k_blocks)
-    slots = max(parts.values(), default=1)
-    if len({*parts.values()}) > 1 or (parts and len(parts) < len(w.segments)):
-        slots, parts = 1, dict.fromkeys(parts, 1)  # segments that share an output leave as many partial sums
+    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)
+
+    known: the kernel before this one did not make g, and began when g was there.
+    """
+    N, parts = w.rows, _packed(w)
+    slots = _cuts(w, g.chosen, card) if g.cols < PREFILL_COLS else 1  # more rows keep the card busy as they are
     out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
     at = out.address
     if parts:
@@ -329,6 +333,7 @@ def grouped_linear(
                     np.int32(s.experts),
                     np.uint64(behind.memory.address),
                     np.int32(share),
+                    np.int32(known),
                     np.int64(groups_of(s.columns) * packed_bytes(1)),
                     *_norm(squares, s, x),
                 ),
@@ -339,6 +344,77 @@ def grouped_linear(
             _dense(s, x.as_dense(), at, g.pairs, N, stream, ids=g.ids, share=share)
         at += 4 * s.rows
     return out
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one row chooses by, on the device: kernels/chosen.cu.
+
+    bias     0: softmax; shared: is one more matrix taken? gate: its logit, if it has one
+    weights  where the weights of the chosen matrices go, float32
+    """
+
+    logits: int
+    bias: int
+    experts: int
+    top_k: int
+    scale: float
+    shared: bool
+    gate: Array | None
+    weights: int
+
+
+def chosen_linear(
+    x: Node | Array, w: Weight, last: Weight | None, c: Choice, card: Card, arena: Arena, stream: cupy.cuda.Stream
+) -> Array:
+    """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
+
+    x: the row, or gates and ups (matrices, 2 columns) whose SwiGLU is the row of each matrix.
+    """
+    n, N = c.top_k + c.shared, w.rows
+    slots = _cuts(w, n, card)
+    out = Array((n, N), arena.take(slots * n * N * 4), slots=slots, slot=n * N)
+    at, swiglu = out.address, isinstance(x, Array)
+    packed, squares = (0, 0) if isinstance(x, Array) else x.as_unscaled(1)
+    gate = view(c.gate) if c.gate else NOTHING
+    sizes = np.int32(c.experts), np.int32(c.top_k), np.float32(c.scale), np.int32(c.shared)
+    chooses = np.uint64(c.logits), np.uint64(c.bias), *sizes, gate, np.int32(c.gate is not None)
+    for s, behind in zip(w.segments, (last or w).segments, strict=True):
+        _, stages, shared = ring(card, s.type, 1)
+        defines = (*tile_defines(s.type), "COLS=1", f"STAGES={stages}", f"PER={-(-c.experts // 32)}")
+        kernel("chosen", "chosen", (*defines, f"SWIGLU={int(swiglu)}"), shared)(
+            (n * s.row_blocks * slots,),
+            (288,),
+            (
+                np.uint64(s.memory.address),
+                np.int64(s.expert_bytes),
+                np.uint64(behind.memory.address),
+                *chooses,
+                np.uint64(c.weights),
+                np.uint64(packed),
+                view(x) if isinstance(x, Array) else NOTHING,
+                np.int32(s.columns),
+                np.uint64(at),
+                np.int32(s.rows),
+                np.int32(s.row_blocks),
+                np.int32(s.k_blocks),
+                np.int32(slots),
+                np.int64(n * N),
+                np.int64(N),
+                *(NO_NORM if isinstance(x, Array) else _norm(squares, s, x)),
+            ),
+            shared_mem=shared,
+            stream=stream,
+        )
+        at += 4 * s.rows
+    return out
+
+
+def _cuts(w: Weight, matrices: int, card: Card) -> int:
+    """Parts of k in steps, each row of which takes `matrices`: as many for all segments, however many rows."""
+    packed = _packed(w)
+    parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
+    return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1
 
 
 def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
@@ -399,7 +475,7 @@ def _dense(
     slots: int = 1,
     ids: int = 0,
     share: int = 1,
-    norm: tuple[Any, ...] = (np.uint64(0), np.int32(0), np.float32(0), np.float32(0)),
+    norm: tuple[Any, ...] = NO_NORM,
 ) -> None:
     rows = 1 if ids or T == 1 else 2
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(

@@ -14,6 +14,7 @@
 // Bound     bytes of the matrices that were chosen, each read once while groups hold all of its rows
 
 #define XROW (KBLOCK / 32 * 48 + 32)  // bytes of a gathered row: eight rows meet each bank once
+#define XBYTES (KBLOCK / 32 * 48)         // of which it fills
 #define STAGE (UNIT_BYTES + COLS * XROW)
 
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || (COLS > 8 && MINS && GROUP == 16)
@@ -95,7 +96,7 @@ struct Item {
     int part, row_block, first_k, units;
     __device__ Item(int i, const int4* groups, int row_blocks, int k_blocks, int parts) {
         part = i % parts, row_block = i / parts % row_blocks;
-        group = groups[1 + i / parts / row_blocks];
+        group = __ldcg(groups + 1 + i / parts / row_blocks);
         first_k = k_blocks * part / parts, units = k_blocks * (part + 1) / parts - first_k;
     }
 };
@@ -103,7 +104,7 @@ struct Item {
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, s64 part_stride,
         s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int matrices, const u8* last, int x_divisor,
-        s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
+        int known, s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     float* scratch = (float*)(shared + STAGES * STAGE);
@@ -118,35 +119,50 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    begin();  // even which weights to read comes from the kernel before
+    if (!known) depend();  // even which weights to read comes from the kernel before
+    release_next();        // not before: what comes next takes the groups for granted
     __syncthreads();
     int at = blockIdx.x, i = 0;  // units so far
     Item item(at, groups, row_blocks, k_blocks, parts);  // read beside the number of groups, whether it is one or not
-    const int items = groups[0].x * row_blocks * parts;
+    const int items = __ldcg(&groups[0].x) * row_blocks * parts;
 
     if (warp == 8) {  // producer
+        bool late = known;  // are the rows still to come?
         for (; at < items; at += gridDim.x) {
             if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
             const u8* unit = item.group.x < matrices ? w + item.group.x * matrix_bytes : last;
             unit += ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
-            const u8* rows = x + (s64)item.first_k * (KBLOCK / 32 * 48);
-            const int pair = lane < item.group.z ? order[item.group.y + lane] : 0;
-            for (int k = 0; k < item.units; k++, i++, unit += UNIT_BYTES, rows += KBLOCK / 32 * 48) {
-                const int s = i % STAGES;
-                if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
-                const u32 to = shared_address(ring + s * STAGE);
+            const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : 0;
+            const u8* rows = x + (s64)item.first_k * XBYTES;
+            const auto gather = [&](int k, int s) {
+                const u32 to = shared_address(ring + s * STAGE) + UNIT_BYTES;
 #if BULK
-                if (lane == 0) barrier_expect(full + 8 * s, UNIT_BYTES + item.group.z * (KBLOCK / 32 * 48));
-                copy(to, unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is on its way
-                __syncwarp();
                 if (lane < item.group.z)
-                    copy(to + UNIT_BYTES + lane * XROW, rows + (pair / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, 0);
+                    copy(to + lane * XROW, rows + k * XBYTES + (pair / x_divisor) * x_bytes, XBYTES, full + 8 * s, 0);
 #else
                 for (int r = 0; r < item.group.z; r++) {
                     const int of = __shfl_sync(FULL, pair, r);
-                    copy(to + UNIT_BYTES + r * XROW, rows + (of / x_divisor) * x_bytes, KBLOCK / 32 * 48, full + 8 * s, lane);
+                    copy(to + r * XROW, rows + k * XBYTES + (of / x_divisor) * x_bytes, XBYTES, full + 8 * s, lane);
                 }
-                copy(to, unit, UNIT_BYTES, full + 8 * s, lane);
+#endif
+            };
+            for (int k = 0; k < item.units; k++, i++, unit += UNIT_BYTES) {
+                const int s = i % STAGES;
+                if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
+                if (lane == 0) barrier_expect(full + 8 * s, UNIT_BYTES + item.group.z * XBYTES);
+                copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is on its way
+                __syncwarp();
+#if BULK
+                if (late) {  // weights that are known fill the ring while the kernel before this one ends
+                    if (k + 1 < min(STAGES, item.units)) continue;
+                    depend();
+                    for (int n = 0; n < k; n++) gather(n, n);
+                    late = false;
+                }
+                gather(k, s);
+#else
+                if (late) depend(), late = false;
+                gather(k, s);
                 asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
 #endif
             }
@@ -157,6 +173,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         return;
     }
 
+    depend();
     for (; at < items; at += gridDim.x) {
         if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
         int pairs[NT][2];
@@ -165,13 +182,13 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int c = n * 8 + lane % 4 * 2 + e;
-                pairs[n][e] = c < item.group.z ? order[item.group.y + c] : -1;
+                pairs[n][e] = c < item.group.z ? __ldcg(order + item.group.y + c) : -1;
             }
         float factor[2] = {1.0f, 1.0f};
 #if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
         if (norm_parts) {
             float sum = 0.0f;
-            const int pair = lane / 4 < item.group.z ? order[item.group.y + lane / 4] : -1;
+            const int pair = lane / 4 < item.group.z ? __ldcg(order + item.group.y + lane / 4) : -1;
             for (int j = lane % 4; pair >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(pair / x_divisor) * norm_parts + j];
             sum += __shfl_xor_sync(FULL, sum, 1);
             sum += __shfl_xor_sync(FULL, sum, 2);

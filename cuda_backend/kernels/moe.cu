@@ -3,83 +3,32 @@
 // In        logits (T, E), bias [E] or null for softmax  Out  ids, weights [T][k]: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
-// Build     PER: experts of a lane, for route; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
-// Work      route: a thread per expert, a CTA per row, whose first warp takes the best k times; of one row it leaves the groups too.
-//           combine: a thread per output, combine_scale per four, experts in the order of ids
+// Build     PER of choose.cuh; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
+// Work      route: a warp per row. combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
 
-#ifndef PER
-#define PER 1
-#endif
 #ifndef CHOSEN
 #define CHOSEN 1
 #define SLOTS 1
 #endif
 #define AT_ONCE (20 / SLOTS > CHOSEN ? CHOSEN : 20 / SLOTS > 0 ? 20 / SLOTS : 1)  // of them, in registers
 
-// Floats as integers of the same order, all above 0.
-__device__ __forceinline__ u32 ordered(float f) {
-    const u32 bits = __float_as_uint(f);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-extern "C" __global__ void __launch_bounds__(512)
-route(In logits, int E, int k, const float* bias, float scale, int shared_one, In gate, int gated, int* ids, float* weights,
-      int4* groups, int* pairs) {
+// A warp per row. A shared expert, number E, comes behind a row's best.
+extern "C" __global__ void __launch_bounds__(32)
+route(const float* logits, int E, int k, const float* bias, float scale, int shared_one, In gate, int gated, int* ids, float* weights) {
     release_next();
-    extern __shared__ float shared[];
-    float *p = shared, *chosen = p + E;
-    u32* keys = (u32*)(chosen + k);
-    __shared__ float tops[32];
-    const int t = blockIdx.x, e = threadIdx.x, lane = e % 32, all = k + shared_one;
-    const float lowest = -__int_as_float(0x7f800000), added = bias && e < E ? bias[e] : 0.0f;
+    const int t = blockIdx.x, lane = threadIdx.x, all = k + shared_one;
+    float added[PER];
+    biases(added, bias, E);
     depend();
-    float x = lowest, top = 0.0f;
-    if (e < E) x = load_one(logits, row_of(logits, t) + e);
-    if (!bias) {
-        top = warp_max(x);
-        if (lane == 0) tops[e / 32] = top;
-        __syncthreads();
-        top = warp_max(lane < blockDim.x / 32 ? tops[lane] : lowest);
-    }
-    if (e < E) {
-        p[e] = bias ? 1.0f / (1.0f + expf(-x)) : expf(x - top);
-        const float by = p[e] + added;
-        keys[e] = ordered(by == by ? by : lowest);
-    }
-    __syncthreads();
-    if (e >= 32) return;
-    u32 key[PER];
-#pragma unroll
-    for (int i = 0; i < PER; i++) key[i] = i * 32 + lane < E ? keys[i * 32 + lane] : 0;
-    float total = 0.0f;
-#pragma unroll 1
-    for (int j = 0; j < k; j++) {
-        u32 best = 0;
-        int at = 0;
-#pragma unroll
-        for (int i = 0; i < PER; i++)
-            if (key[i] > best) best = key[i], at = i * 32 + lane;
-        const u32 most = __reduce_max_sync(FULL, best);
-        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // of equals the first
-#pragma unroll
-        for (int i = 0; i < PER; i++)
-            if (i * 32 + lane == id) key[i] = 0;
-        total += p[id];
-        if (lane > 0) continue;
-        ids[t * all + j] = id, chosen[j] = p[id];
-        if (groups) groups[1 + j] = make_int4(id, j, 1, 0), pairs[j] = j;
-    }
-    if (lane == 0) {
-        if (groups) groups[0] = make_int4(all, 0, 0, 0);
-        if (shared_one) {
-            ids[t * all + k] = E, weights[t * all + k] = gated ? sigmoid(load_one(gate, row_of(gate, t))) : 1.0f;
-            if (groups) groups[1 + k] = make_int4(E, k, 1, 0), pairs[k] = k;
-        }
-    }
+    ids += t * all, weights += t * all;
+    const float total = choose(logits + (s64)t * E, E, k, !bias, added, [&](int j, int id, float p) {
+        if (lane == 0) ids[j] = id, weights[j] = p;
+    });
+    if (shared_one && lane == 0) ids[k] = E, weights[k] = gated ? sigmoid(load_one(gate, row_of(gate, t))) : 1.0f;
     __syncwarp();
 #pragma unroll 1
-    for (int j = lane; j < k; j += 32) weights[t * all + j] = chosen[j] * scale / total;
+    for (int j = lane; j < k; j += 32) weights[j] = weights[j] * scale / total;
 }
 
 // The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.

@@ -56,6 +56,11 @@ def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
     return *tile_defines(type_), f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
 
 
+def chosen(card: Card, type_: str, per: int, swiglu: int) -> tuple[str, ...]:
+    stages = ring(card, type_, 1)[1]
+    return *tile_defines(type_), "COLS=1", f"STAGES={stages}", f"PER={per}", f"SWIGLU={swiglu}"
+
+
 def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
     return f"R={latent_width}", f"W={width}", f"BUFFERS={latent_tiles(card, width)[0]}"
 
@@ -87,6 +92,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
         plain += [("experts", experts(card, type_, cols)) for cols in (8, PREFILL_COLS)]
+        plain += [("chosen", chosen(card, type_, per, swiglu)) for per, swiglu in ((8, 0), (2, 1))]
         plain += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return plain
 

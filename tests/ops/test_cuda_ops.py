@@ -15,6 +15,7 @@ from common.weights import dense
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend import weights  # noqa: E402
 from cuda_backend.layout import UNITS  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
@@ -176,6 +177,28 @@ def test_shared_expert(type_, gated, ops):
     total = z + reference.moe_ffn(x, values[0], np.zeros(20, np.float32), 9, 2.5, *values[1:])
     want = reference.rms_norm(total, np.float32(0.7), 1e-6) @ dequantize(after).T
     assert np.abs(out - want).max() <= 5e-2 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("type_", "F"), [(t, 512 if BLOCKS[t].elements > 128 else 384) for t in UNITS] + [("Q6_K", 2048)]
+)
+def test_chosen_for_one_row(type_, F, ops, monkeypatch):
+    """A step of one row chooses, joins and multiplies in launches of its own: the bits are those of more rows."""
+    if F > 512:  # more units than a ring holds
+        monkeypatch.setattr(weights, "parts_of", lambda *_: 1)
+    stacks = [random_matrix(type_, rows, columns, experts=21) for rows, columns in ((2 * F, 512), (512, F))]
+    experts = [ops.weight(replace(s, shape=(20, *s.shape[1:]), data=s.data[:20])) for s in stacks]
+    shared = [ops.weight(replace(s, shape=s.shape[1:], data=s.data[20])) for s in stacks]
+    random = np.random.default_rng(3)
+    router = ops.weight(dense("r", random.normal(scale=512**-0.5, size=(20, 512))))
+    x = random.normal(size=(9, 512)).astype(np.float32)
+    for bias, scale in ((None, 1.0), (ops.vector(dense("b", random.normal(size=20))), 2.5)):
+        outs = []
+        for rows in (x, x[:1], x[5:6]):
+            ops.arena.reset()
+            outs.append(ops.read(ops.moe_ffn(rows_on(ops, rows), router, bias, 3, scale, *experts, *shared)))
+        assert np.isfinite(outs[0]).all()
+        assert np.array_equal(outs[0][[0, 5]], np.concatenate(outs[1:]))
 
 
 def test_too_many_experts(ops):

@@ -1,0 +1,58 @@
+// choose: the experts that a row takes, by one warp
+// Build     PER: experts of a lane
+// Numbers   float32; best first, ties to the smaller number, NaN last
+
+#ifndef PER
+#define PER 1
+#endif
+
+// Floats as integers of the same order, all above 0.
+__device__ __forceinline__ u32 ordered(float f) {
+    const u32 bits = __float_as_uint(f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The biases of a lane's experts, zeros where there are none.
+__device__ __forceinline__ void biases(float (&added)[PER], const float* bias, int E) {
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = i * 32 + threadIdx.x % 32;
+        added[i] = bias && e < E ? bias[e] : 0.0f;
+    }
+}
+
+// The best k of E by softmax, or by sigmoid and a bias; put(j, id, probability) in every lane, and the sum of those.
+template <class Put>
+__device__ __forceinline__ float choose(const float* logits, int E, int k, bool softmax, const float (&added)[PER], Put put) {
+    const int lane = threadIdx.x % 32;
+    const float lowest = -__int_as_float(0x7f800000);
+    float p[PER], top = lowest, total = 0.0f;
+    u32 key[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++) p[i] = i * 32 + lane < E ? __ldcg(logits + i * 32 + lane) : lowest, top = fmaxf(top, p[i]);
+    if (softmax) top = warp_max(top);
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        p[i] = softmax ? expf(p[i] - top) : 1.0f / (1.0f + expf(-p[i]));
+        const float by = p[i] + added[i];
+        key[i] = i * 32 + lane < E ? ordered(by == by ? by : lowest) : 0;
+    }
+#pragma unroll 1
+    for (int j = 0; j < k; j++) {
+        u32 best = 0;
+        int at = 0;
+        float of = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (key[i] > best) best = key[i], at = i * 32 + lane, of = p[i];
+        const u32 most = __reduce_max_sync(FULL, best);
+        const int id = E - (int)__reduce_max_sync(FULL, best == most ? E - at : 0);  // of equals the first
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (i * 32 + lane == id) key[i] = 0;
+        of = __shfl_sync(FULL, of, id % 32);
+        total += of;
+        put(j, id, of);
+    }
+    return total;
+}
