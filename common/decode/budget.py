@@ -1,10 +1,12 @@
 """How many tokens to guess per step, learnt while decoding from what steps take and what they gain."""
 
+import math
 from collections.abc import Sequence
 
 MEMORY = 32  # steps that an average looks back
-FIRST = 2  # runs of a size whose time does not count: a backend may compile or capture in them
-PROBE = 16  # every so many steps a neighbouring size runs, so that its figures stay true
+FIRST = 3  # runs of a size of which the fastest counts, as one: a backend may compile or capture in the others
+PROBE = 16  # every so many steps a neighbouring size or none may run, so that its figures stay true
+SHARE = 0.02  # of the time, at most, that these may lose: on a CPU a step that guesses takes several plain ones' time
 
 
 class Mean:
@@ -30,7 +32,9 @@ class Tuner:
         self.gain = {size: Mean() for size in self.sizes}
         self.seconds = {size: Mean() for size in self.sizes}
         self.runs = dict.fromkeys(self.sizes, 0)
+        self.least = dict.fromkeys(self.sizes, math.inf)  # seconds of a run
         self.steps = 0
+        self.spare = 0.0  # seconds that may be lost
 
     def choose(self) -> int:
         self.steps += 1
@@ -44,13 +48,22 @@ class Tuner:
         for i in beside:  # the best so far may only be the best of those that were tried
             if i not in measured:
                 return self.sizes[i]
-        return self.sizes[beside[self.steps // PROBE % len(beside)] if self.steps % PROBE == 0 else best]
+        if self.steps % PROBE == 0:
+            others = [i for i in (*beside, 0) if i != best]
+            probed = self.sizes[others[self.steps // PROBE % len(others)]]
+            lost = self.seconds[probed].value - self.gain[probed].value / self.rate(self.sizes[best])
+            if lost <= self.spare:
+                self.spare -= max(lost, 0)
+                return probed
+        return self.sizes[best]
 
     def record(self, size: int, path: Sequence[int], seconds: float) -> None:
         """A step that ran for `size` accepted the nodes `path`, its root first."""
         self.runs[size] += 1
-        if self.runs[size] > FIRST:
-            self.seconds[size].add(seconds)
+        self.spare += SHARE * seconds
+        self.least[size] = min(self.least[size], seconds)
+        if self.runs[size] >= FIRST:
+            self.seconds[size].add(self.least[size] if self.runs[size] == FIRST else seconds)
         for smaller in self.sizes:
             if smaller <= size:
                 self.gain[smaller].add(sum(node <= smaller for node in path))
