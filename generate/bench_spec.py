@@ -152,18 +152,21 @@ def is_near_tie(session: Session, prompt: list[int], expected: list[int], tokens
 
 
 def table(results: dict[str, Result]) -> None:
+    """What each way gained, milliseconds per step by phase, and the share of steps that accepted each place."""
     plain = results["plain"].tps
-    heads = ("", "tokens/step", "rows", "tok/s (median, min..max)", "x plain", "draft", "verify", "rest ms", "texts")
-    form = "{:20} {:>11} {:>6} {:>28} {:>8} {:>7} {:>7} {:>8}  {}"
-    print(form.format(*heads))
+    form = "{:18} {:>11} {:>5} {:>28} {:>7} " + "{:>6} " * len(PHASES) + "{}"
+    print(form.format("", "tokens/step", "rows", "tok/s (median, min..max)", "x plain", *PHASES, "ms; texts"))
     for way, r in results.items():
         steps, spread = max(r.accepted.steps, 1), f"{min(r.rates):.1f}..{max(r.rates):.1f}"
-        ms = {phase: 1e3 * seconds / steps for phase, seconds in r.accepted.seconds.items()}
         same = "differ" if r.different else f"same but {r.near_ties} near-ties" if r.near_ties else "same"
         figures = (f"{r.accepted.length:.2f}", f"{r.accepted.rows / steps:.1f}") if r.accepted.steps else ("1", "1")
-        times = (f"{ms['draft']:.2f}", f"{ms['verify']:.2f}", f"{ms['tree'] + ms['commit'] + ms['host']:.2f}")
+        times = [f"{1e3 * r.accepted.seconds[phase] / steps:.2f}" if r.accepted.steps else "" for phase in PHASES]
         speed = f"{statistics.median(r.rates):.1f} ({spread})", f"{r.tps / plain:.2f}"
-        print(form.format(way, *figures, *speed, *(times if r.accepted.steps else ("", "", "")), same))
+        print(form.format(way, *figures, *speed, *times, same))
+    print("accepted by place")
+    for way, r in results.items():
+        if r.accepted.steps:
+            print(f"{way:18} " + (" ".join(f"{share:4.0%}" for share in r.accepted.by_position) or "none"))
 
 
 def _row(name: str, path: Path, way: str, r: Result, args: argparse.Namespace, prompt: float) -> dict[str, Any]:

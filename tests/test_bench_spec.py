@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import tiny_chat
@@ -39,6 +40,10 @@ def test_table_log_and_plot(files, tmp_path, capsys):
     ways = ["plain", "lookup", "chain", "tree", "lookup+chain", "lookup+tree", "tree, chain first", "tree 3", "tree 9"]
     assert all(f"\n{way} " in out for way in ways)
     assert "differ" not in out
+    assert re.search(r"draft +tree +verify +commit +host +ms", out)
+    shares = out[out.index("accepted by place") :].splitlines()[1 : len(ways)]
+    assert [line[:18].strip() for line in shares] == ways[1:]
+    assert all(re.fullmatch(r"none|( *\d+%)+", line[18:].strip()) for line in shares)
     rows = list(csv.DictReader(log.open(), delimiter="\t"))
     assert [row["decoder"] for row in rows] == ways
     assert all(float(row["accept_len"]) >= 1 and float(row["decode_tps_median"]) > 0 for row in rows)
