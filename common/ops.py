@@ -62,6 +62,7 @@ class Ops(ABC):
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     draws = False  # does `sample` draw by chance without reading the logits?
+    tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
 
     # -- weights and states ----------------------------------------------------------------------------------------
 

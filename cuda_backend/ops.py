@@ -37,6 +37,7 @@ class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
     runs_ahead = draws = True
+    tree_rows = TREE_ROWS
 
     def __init__(self) -> None:
         self.card = available()

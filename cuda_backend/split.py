@@ -321,6 +321,7 @@ class SplitOps(Ops):
     item_bytes = CudaOps.item_bytes
     runs_ahead = CudaOps.runs_ahead
     draws = CudaOps.draws
+    tree_rows = CudaOps.tree_rows
 
     def __init__(self, parts: Sequence[Part], layers: Sequence[int], draft: Part):
         self.parts, self.layers, self.draft = parts, [parts[i] for i in layers], draft

@@ -299,13 +299,16 @@ def _count(text: str) -> int:
 
 
 def _budget(text: str) -> int | None:
-    return None if text == "auto" else _positive(text)
+    try:
+        return None if text == "auto" else _positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number of at least 1") from None
 
 
 def _positive(text: str) -> int:
-    if (count := _count(text)) == 0:
-        raise argparse.ArgumentTypeError("0 is too few; it must be at least 1")
-    return count
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _counts(text: str) -> list[int]:

@@ -9,7 +9,8 @@ import tiny_chat
 import tiny_draft
 
 import generate
-from common.decode.speculative import KINDS, Speculation
+from common.decode.lookup import Lookup
+from common.decode.speculative import KINDS, Guesser, Speculation
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
@@ -56,16 +57,54 @@ def test_the_reply_is_the_same(llm, spec):
     assert sum(reply.stats.accepted.seconds.values()) > 0
 
 
+@pytest.fixture
+def right(llm, monkeypatch):
+    """right(reply): from here on, draft and lookup guess what `reply` to "hello" says, four tokens ahead."""
+    prompt = llm.tokenizer.encode("hello")
+
+    def know(reply):
+        def ahead(at):
+            return [*prompt, *reply.tokens, *[0] * 5][at : at + 4]
+
+        def draft(self, state, token, k):
+            ids = np.array(ahead(state.length + 1), np.int32)
+            return ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1))
+
+        monkeypatch.setattr(Guesser, "_draft", draft)
+        monkeypatch.setattr(Lookup, "find", lambda self, count: (ahead(len(self.text))[:count], 4))
+
+    return know
+
+
 @pytest.mark.parametrize("spec", GUESSING)
-def test_ends_within_a_block(llm, spec):
-    """Stop strings and max_tokens cut a block where they cut plain text; the next turn goes on from there."""
+def test_ends_within_a_block(llm, spec, right, monkeypatch):
+    """Stop strings, end tokens and max_tokens cut a block where they cut plain text."""
     whole = llm.generate("hello", max_tokens=40, spec="off")
+    right(whole)
+    assert llm.generate("hello", max_tokens=40, spec=spec, tree_budget=6).stats.accepted.length > 3
     for stop in (whole.text[3:5], whole.text[9:11]):
-        cut = llm.generate("hello", max_tokens=40, spec=spec, stop=[stop])
+        cut = llm.generate("hello", max_tokens=40, spec=spec, tree_budget=6, stop=[stop])
         plain = llm.generate("hello", max_tokens=40, spec="off", stop=[stop])
         assert (cut.text, cut.tokens, cut.finish_reason) == (plain.text, plain.tokens, "stop")
     for n in range(1, 9):
-        assert llm.generate("hello", max_tokens=n, spec=spec).tokens == whole.tokens[:n]
+        assert llm.generate("hello", max_tokens=n, spec=spec, tree_budget=6).tokens == whole.tokens[:n]
+    for end in dict.fromkeys(whole.tokens[:9]):
+        monkeypatch.setattr(llm.tokenizer, "end_ids", {end})
+        cut = llm.generate("hello", max_tokens=40, spec=spec, tree_budget=6)
+        assert (cut.tokens, cut.finish_reason) == (whole.tokens[: whole.tokens.index(end)], "stop")
+
+
+@pytest.mark.parametrize("spec", GUESSING)
+@pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_penalties_within_a_block(llm, spec, penalty, right):
+    """They count each token of a block before the next is chosen."""
+    options = {"max_tokens": 40, penalty: 1.5}
+    plain = llm.generate("hello", spec="off", **options)
+    assert plain.tokens != llm.generate("hello", spec="off", max_tokens=40).tokens
+    right(plain)
+    reply = llm.generate("hello", spec=spec, tree_budget=6, **options)
+    assert reply.tokens == plain.tokens
+    assert reply.stats.accepted.length > 3
 
 
 def test_chats_go_on_from_the_state_and_regenerate(llm):
@@ -132,6 +171,9 @@ def test_the_command_line(folder, draft, capsys):
     assert main([*base, "--spec", "tree"]) == 2
     assert "needs a draft model" in capsys.readouterr().err
     assert main([*base, "--tree-budget", "many"]) == 2
+    assert "'many' is neither auto nor a whole number of at least 1" in capsys.readouterr().err
+    assert main([*base, "--fa-window", "0"]) == 2
+    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
     assert cli.KINDS == KINDS
 
 

@@ -141,6 +141,9 @@ def check(speculation: Speculation, model: Model) -> None:
         raise UsageError(f"spec {speculation.kind}: a model run by mlx-lm decodes one token at a time")
     if speculation.drafts and not isinstance(model, Pair):
         raise UsageError(f"spec {speculation.kind} needs a draft model; give one, or choose lookup")
+    ops, budget = model.ops, speculation.budget or 0
+    if ops.tree_rows is not None and budget >= ops.tree_rows:
+        raise UsageError(f"tree_budget is {budget}; the {ops.name} backend checks at most {ops.tree_rows - 1} guesses")
 
 
 def speculate(
