@@ -23,6 +23,15 @@ OUT = np.dtype(
     [("dense", "u8"), ("packed", "u8"), ("bf16", "u8"), ("K", "i4"), ("cols", "i4"), ("groups", "i4")], align=True
 )
 ROPE = np.dtype([("frequencies", "u8"), ("positions", "u8"), ("pairs", "i4"), ("magnitude", "f4")], align=True)
+CHOICE = np.dtype(
+    [
+        *((name, "u8") for name in ("logits", "bias", "weights")),
+        ("gate", IN),
+        *((name, "i4") for name in ("E", "k", "shared", "gated")),
+        ("scale", "f4"),
+    ],
+    align=True,
+)
 PLACES = np.dtype([("fixed", "i4"), ("ring", "i4")])
 
 

@@ -14,7 +14,7 @@ from common.errors import BimetalError
 KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
-    **dict.fromkeys(("linear", "experts", "chosen", "repack", "expand"), "tile.cuh"),
+    **dict.fromkeys(("linear", "experts", "single", "repack", "expand"), "tile.cuh"),
     **dict.fromkeys(("attention", "split", "latent", "pieces"), "flash.cuh"),
     **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
@@ -64,10 +64,10 @@ class Card:
 def source(stem: str) -> str:
     """The text that is compiled for kernels/<stem>.cu."""
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    parts += ["ring.cuh", "mma.cuh"] if stem in ("linear", "experts", "chosen") else []
-    parts += ["product.cuh"] if stem in ("linear", "chosen") else []
-    parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "chosen", "delta") else []
-    parts += ["choose.cuh"] if stem in ("moe", "chosen") else []
+    parts += ["ring.cuh", "mma.cuh"] if stem in ("linear", "experts", "single") else []
+    parts += ["product.cuh"] if stem in ("linear", "single") else []
+    parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "single", "delta") else []
+    parts += ["choose.cuh"] if stem in ("moe", "single") else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
 
 

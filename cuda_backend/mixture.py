@@ -7,11 +7,11 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.ops import Ops
-from cuda_backend.launch import Array, Kernel, Node, kernel
+from cuda_backend.launch import CHOICE, Array, Kernel, Node, kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.replay import TREE_ROWS
-from cuda_backend.views import NOTHING, SWIGLU, in_fours, view
-from cuda_backend.weights import Choice, Groups, Weight, chosen_linear, is_packed, joins, upload
+from cuda_backend.views import COPY, NOTHING, SWIGLU, in_fours, view
+from cuda_backend.weights import Groups, Weight, chosen_linear, heads_of_one, is_packed, joins, upload
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -61,7 +61,7 @@ def moe_ffn(
             ids, weights = _route(ops, logits, address, top_k, scale, joined, gate)
             return _experts(ops, x, gate_up, down, ids.owner, weights, last)
         weights = Array((1, top_k + joined), ops.arena.take(4 * (top_k + joined)))
-        choice = Choice(_plain(ops, logits), address, E, top_k, scale, joined, gate, weights.address)
+        choice = _choice(ops, logits, address, top_k, scale, joined, gate, weights)
         device = ops.card, ops.arena, ops.stream
         y = chosen_linear(ops.node_of(x), gate_up, last[0], choice, *device)
         y = chosen_linear(y, down, last[1], choice, *device)
@@ -147,10 +147,8 @@ def _route(
     most = min(pairs, matrices) + pairs // cols
     ids, groups, order = (ops.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
     chosen = Array((T, k), ops.arena.take(pairs * 4))
-    head = (np.uint64(_plain(ops, logits)), np.int32(E), np.int32(top_k), np.uint64(bias), np.float32(scale))
-    last = (np.int32(shared), view(gate) if gate else NOTHING, np.int32(gate is not None))
-    args = (*head, *last, np.uint64(ids), np.uint64(chosen.address))
-    kernel("moe", "route", (f"PER={-(-E // 32)}",))((T,), (32,), args, stream=ops.stream)
+    choice = _choice(ops, logits, bias, top_k, scale, shared, gate, chosen)
+    kernel("moe", "route", (f"PER={-(-E // 32)}",))((T,), (32,), (choice, np.uint64(ids)), stream=ops.stream)
     step = ops.replay.active
     sizes = (np.int32(T), np.int32(k), np.int32(matrices), np.int32(cols))
     kernel("moe", "group")(
@@ -160,13 +158,45 @@ def _route(
         shared_mem=12 * matrices,
         stream=ops.stream,
     )
-    table = Groups(ids, groups, order, pairs, most, cols, k)
+    table = Groups(ids, groups, order, pairs, most, cols, k if T <= TREE_ROWS else 0)
     return Array((T, k), ids, owner=table, dtype=np.int32), chosen
 
 
-def _plain(ops: "CudaOps", logits: Array) -> int:
-    """Where logits lie one behind the other, computed and added up."""
-    return logits.address if logits.is_dense or logits.whole_node() else ops.dense(logits).address
+def _choice(
+    ops: "CudaOps",
+    logits: Array,
+    bias: int,
+    top_k: int,
+    scale: float,
+    shared: bool,
+    gate: Array | None,
+    weights: Array,
+) -> np.ndarray:
+    """kernels/choose.cuh Choice"""
+    plain = logits if logits.is_dense or logits.whole_node() else ops.dense(logits)
+    sizes = logits.shape[1], top_k, shared, gate is not None
+    return np.array((plain.address, bias, weights.address, view(gate) if gate else NOTHING, *sizes, scale), CHOICE)
+
+
+def heads_of_one_row(ops: "CudaOps", x: Array, w: Weight) -> Array | None:
+    """head_linear of x (1, H, columns), packed where a product wants it; None: not by this way."""
+    _, H, C = x.shape
+    node = x.whole_node()
+    packs = node is not None and C % 256 == 0  # else packed heads are no packed rows one after the other
+    rows = x.reshape(H, C) if not packs else x
+    if not is_packed(w) or len(w.segments) > 1 or not (packs or in_fours(rows)):
+        return None
+    source = node if node and packs else rows
+
+    def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+        if bf16 or (packed and (cols > 1 or w.rows % 128 or H * w.rows % 256)):
+            flat = Array((1, H * w.rows), made.as_dense())
+            ops.pointwise(COPY, flat, flat).emit(0, packed, bf16, cols)
+        else:
+            heads_of_one(source, w, dense, packed, ops.card, ops.stream)
+
+    made = Node(ops.arena, 1, H * w.rows, emit)
+    return Array((1, H, w.rows), node=made)
 
 
 def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:
@@ -181,7 +211,7 @@ def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:
     memory = upload(np.concatenate([table.ravel(), order.ravel(), ids]), ops.stream)
     at = memory.address
     ends = at + table.nbytes, at + table.nbytes + order.nbytes
-    made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, H, memory)
+    made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, 0, memory)
     if T <= TREE_ROWS:  # captured graphs point to it
         ops.heads[T, H] = made
     return made

@@ -126,6 +126,9 @@ class CudaOps(Ops):
 
     def head_linear(self, x: Array, w: Weight) -> Array:
         T, H, C = x.shape
+        y = mixture.heads_of_one_row(self, x, w) if T == 1 else None
+        if y:
+            return y
         node = x.whole_node()
         if not node or C % 256:  # else the packed heads of a row are packed rows one after the other
             node = self.node_of(Array((T * H, C), x.address) if node else x.reshape(T * H, C))
@@ -169,7 +172,8 @@ class CudaOps(Ops):
                 return True
             *views, keep = terms()
             args = (*views, scale, keep, np.uint64(squares), out)
-            kernel("light", "add_scale")(grid, (64,), args, stream=self.stream)
+            slots = (f"SLOTS={pending[2].slots}",) if pending else ()
+            kernel("light", "add_scale", slots)(grid, (64,), args, stream=self.stream)
             return True
 
         node = Node(self.arena, T, K, emit)

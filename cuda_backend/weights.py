@@ -14,12 +14,11 @@ from cupy.cuda import cublas
 
 from common.quants import dequantize
 from common.tensors import Tensor
-from cuda_backend.launch import Arena, Array, Memory, Node, kernel
+from cuda_backend.launch import CHOICE, Arena, Array, Memory, Node, kernel
 from cuda_backend.layout import (
     COLS,
     FLOATS,
     MOST_COLS,
-    PREFILL_COLS,
     UNITS,
     Card,
     expert_ring,
@@ -31,7 +30,7 @@ from cuda_backend.layout import (
     ring,
     tile_defines,
 )
-from cuda_backend.views import NOTHING, view
+from cuda_backend.views import NOTHING, out_of, view
 
 UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
@@ -266,7 +265,7 @@ class Groups:
     """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
 
     ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
-    chosen   matrices that one row takes
+    chosen   matrices that a row of a step takes, so that k is cut; 0: it is not
     """
 
     ids: int
@@ -305,7 +304,7 @@ def grouped_linear(
     known: the kernel before this one did not make g, and began when g was there.
     """
     N, parts = w.rows, _packed(w)
-    slots = _cuts(w, g.chosen, card) if g.cols < PREFILL_COLS else 1  # more rows keep the card busy as they are
+    slots = _cuts(w, g.chosen, card) if g.chosen else 1
     out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
     at = out.address
     if parts:
@@ -346,68 +345,88 @@ def grouped_linear(
     return out
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What one row chooses by, on the device: kernels/chosen.cu.
-
-    bias     0: softmax; shared: is one more matrix taken? gate: its logit, if it has one
-    weights  where the weights of the chosen matrices go, float32
-    """
-
-    logits: int
-    bias: int
-    experts: int
-    top_k: int
-    scale: float
-    shared: bool
-    gate: Array | None
-    weights: int
-
-
 def chosen_linear(
-    x: Node | Array, w: Weight, last: Weight | None, c: Choice, card: Card, arena: Arena, stream: cupy.cuda.Stream
+    x: Node | Array,
+    w: Weight,
+    last: Weight | None,
+    choice: np.ndarray,
+    card: Card,
+    arena: Arena,
+    stream: cupy.cuda.Stream,
 ) -> Array:
     """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
 
-    x: the row, or gates and ups (matrices, 2 columns) whose SwiGLU is the row of each matrix.
+    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
+    choice  kernels/choose.cuh Choice
     """
-    n, N = c.top_k + c.shared, w.rows
+    n, N = int(choice["k"]) + (last is not None), w.rows
     slots = _cuts(w, n, card)
     out = Array((n, N), arena.take(slots * n * N * 4), slots=slots, slot=n * N)
-    at, swiglu = out.address, isinstance(x, Array)
+    at = out.address
     packed, squares = (0, 0) if isinstance(x, Array) else x.as_unscaled(1)
-    gate = view(c.gate) if c.gate else NOTHING
-    sizes = np.int32(c.experts), np.int32(c.top_k), np.float32(c.scale), np.int32(c.shared)
-    chooses = np.uint64(c.logits), np.uint64(c.bias), *sizes, gate, np.int32(c.gate is not None)
     for s, behind in zip(w.segments, (last or w).segments, strict=True):
-        _, stages, shared = ring(card, s.type, 1)
-        defines = (*tile_defines(s.type), "COLS=1", f"STAGES={stages}", f"PER={-(-c.experts // 32)}")
-        kernel("chosen", "chosen", (*defines, f"SWIGLU={int(swiglu)}"), shared)(
-            (n * s.row_blocks * slots,),
-            (288,),
-            (
-                np.uint64(s.memory.address),
-                np.int64(s.expert_bytes),
-                np.uint64(behind.memory.address),
-                *chooses,
-                np.uint64(c.weights),
-                np.uint64(packed),
-                view(x) if isinstance(x, Array) else NOTHING,
-                np.int32(s.columns),
-                np.uint64(at),
-                np.int32(s.rows),
-                np.int32(s.row_blocks),
-                np.int32(s.k_blocks),
-                np.int32(slots),
-                np.int64(n * N),
-                np.int64(N),
-                *(NO_NORM if isinstance(x, Array) else _norm(squares, s, x)),
-            ),
-            shared_mem=shared,
-            stream=stream,
-        )
+        norm = NO_NORM if isinstance(x, Array) else _norm(squares, s, x)
+        source, to = x if isinstance(x, Array) else packed, out_of(at, 0, 0, N, 1)
+        _single(s, behind, choice, source, 0, SWIGLU, to, n, N, slots, norm, card, stream)
         at += 4 * s.rows
     return out
+
+
+def heads_of_one(x: Node | Array, w: Weight, dense: int, packed: int, card: Card, stream: cupy.cuda.Stream) -> None:
+    """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
+    (s,) = w.segments
+    source = x if isinstance(x, Array) else x.as_packed(1)
+    x_bytes, to = groups_of(s.columns) * packed_bytes(1), out_of(dense, packed, 0, s.experts * s.rows, 1)
+    _single(s, s, None, source, x_bytes, SUM, to, s.experts, s.rows, 1, NO_NORM, card, stream)
+
+
+SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
+
+
+def _single(
+    s: Segment,
+    behind: Segment,
+    choice: np.ndarray | None,
+    x: Array | int,
+    x_bytes: int,
+    made: int,
+    out: np.ndarray,
+    matrices: int,
+    row_stride: int,
+    parts: int,
+    norm: tuple[Any, ...],
+    card: Card,
+    stream: cupy.cuda.Stream,
+) -> None:
+    """kernels/single.cu, whose rows are `made` of an array x, or lie packed at x."""
+    _, stages, shared = ring(card, s.type, 1)
+    per = 1 if choice is None else -(-int(choice["E"]) // 32)
+    of = (int(choice is not None), made if isinstance(x, Array) else 0, int(bool(out["packed"])))
+    chosen = tuple(f"{name}={value}" for name, value in zip(("CHOICE", "MADE", "PACK"), of, strict=True))
+    kernel("single", "single", (*tile_defines(s.type), "COLS=1", f"STAGES={stages}", f"PER={per}", *chosen), shared)(
+        (matrices * s.row_blocks * parts,),
+        (288,),
+        (
+            np.uint64(s.memory.address),
+            np.int64(s.expert_bytes),
+            np.uint64(behind.memory.address),
+            np.zeros((), CHOICE) if choice is None else choice,
+            np.uint64(0 if isinstance(x, Array) else x),
+            np.int64(x_bytes),
+            view(x) if isinstance(x, Array) else NOTHING,
+            out,
+            np.int32(s.rows),
+            np.int32(s.columns),
+            np.int32(s.row_blocks),
+            np.int32(s.k_blocks),
+            np.int32(parts),
+            np.int64(matrices * row_stride),
+            np.int64(row_stride),
+            *norm,
+        ),
+        shared_mem=shared,
+        stream=stream,
+    )
 
 
 def _cuts(w: Weight, matrices: int, card: Card) -> int:

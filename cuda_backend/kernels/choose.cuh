@@ -12,19 +12,34 @@ __device__ __forceinline__ u32 ordered(float f) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// k of E experts, by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert's,
+// which is the sigmoid of its logit in `gate` where it is gated, else 1.
+struct Choice {
+    const float *logits, *bias;
+    float* weights;
+    In gate;
+    int E, k, shared_one, gated;
+    float scale;
+};
+
 // The biases of a lane's experts, zeros where there are none.
-__device__ __forceinline__ void biases(float (&added)[PER], const float* bias, int E) {
+__device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int e = i * 32 + threadIdx.x % 32;
-        added[i] = bias && e < E ? bias[e] : 0.0f;
+        added[i] = of.bias && e < of.E ? of.bias[e] : 0.0f;
     }
 }
 
-// The best k of E by softmax, or by sigmoid and a bias; put(j, id, probability) in every lane, and the sum of those.
+__device__ __forceinline__ float shared_weight(const Choice& of, int t) {
+    return of.gated ? sigmoid(load_one(of.gate, row_of(of.gate, t))) : 1.0f;
+}
+
+// The best k of a row: put(j, id, probability) in every lane, and the sum of those.
 template <class Put>
-__device__ __forceinline__ float choose(const float* logits, int E, int k, bool softmax, const float (&added)[PER], Put put) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ float choose(const Choice& from, const float* logits, int k, const float (&added)[PER], Put put) {
+    const int lane = threadIdx.x % 32, E = from.E;
+    const bool softmax = !from.bias;
     const float lowest = -__int_as_float(0x7f800000);
     float p[PER], top = lowest, total = 0.0f;
     u32 key[PER];

@@ -7,6 +7,11 @@
 //           the wait for the kernel before. Code is short: a kernel that runs for 2 us waits most of it for its code
 // Bound     launches
 
+#ifndef SLOTS
+#define SLOTS 1
+#endif
+#define AT_ONCE (SLOTS < 24 ? SLOTS : 24)  // partial sums in registers
+
 // The sum x + y, and of it what a norm hands to a product but for the factor that depends on the whole row: linear.cu
 // takes that from `squares` [T][K / 128].
 extern "C" __global__ void __launch_bounds__(64)
@@ -19,7 +24,21 @@ add_scale(In x, In y, int has_y, const float* weight, float* sum, float* squares
     depend();
     if (in) {
         v = *(const float4*)(row_of(x, t) + k);
-        if (has_y) v = plus(v, slots_of(row_of(y, t) + k, y));
+        if (has_y) {
+            const float* from = row_of(y, t) + k;
+            float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+            for (int first = 0; first < SLOTS; first += AT_ONCE) {
+                float4 e[AT_ONCE];
+#pragma unroll
+                for (int s = 0; s < AT_ONCE; s++)
+                    if (first + s < SLOTS) e[s] = *(const float4*)(from + (first + s) * y.slot);
+#pragma unroll
+                for (int s = 0; s < AT_ONCE; s++)
+                    if (first + s < SLOTS) all = plus(all, e[s]);
+            }
+            v = plus(v, all);
+        }
         if (sum) *(float4*)(sum + (s64)t * out.K + k) = v;
     }
     const float total = warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w));

@@ -1,6 +1,6 @@
 // moe: which experts a row takes, which rows an expert gets, and the weighted sum of what they return
 // Meaning   common/reference.py NumpyOps.route_softmax, route_sigmoid, moe  Launcher  cuda_backend/mixture.py
-// In        logits (T, E), bias [E] or null for softmax  Out  ids, weights [T][k]: best first, ties to the smaller id
+// In        choice (choose.cuh)                        Out  ids [T][k] and its weights: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
 // Build     PER of choose.cuh; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
@@ -14,21 +14,21 @@
 #define AT_ONCE (20 / SLOTS > CHOSEN ? CHOSEN : 20 / SLOTS > 0 ? 20 / SLOTS : 1)  // of them, in registers
 
 // A warp per row. A shared expert, number E, comes behind a row's best.
-extern "C" __global__ void __launch_bounds__(32)
-route(const float* logits, int E, int k, const float* bias, float scale, int shared_one, In gate, int gated, int* ids, float* weights) {
+extern "C" __global__ void __launch_bounds__(32) route(Choice choice, int* ids) {
     release_next();
-    const int t = blockIdx.x, lane = threadIdx.x, all = k + shared_one;
+    const int t = blockIdx.x, lane = threadIdx.x, k = choice.k, all = k + choice.shared_one;
     float added[PER];
-    biases(added, bias, E);
+    biases(added, choice);
     depend();
-    ids += t * all, weights += t * all;
-    const float total = choose(logits + (s64)t * E, E, k, !bias, added, [&](int j, int id, float p) {
+    float* weights = choice.weights + t * all;
+    ids += t * all;
+    const float total = choose(choice, choice.logits + (s64)t * choice.E, k, added, [&](int j, int id, float p) {
         if (lane == 0) ids[j] = id, weights[j] = p;
     });
-    if (shared_one && lane == 0) ids[k] = E, weights[k] = gated ? sigmoid(load_one(gate, row_of(gate, t))) : 1.0f;
+    if (choice.shared_one && lane == 0) ids[k] = choice.E, weights[k] = shared_weight(choice, t);
     __syncwarp();
 #pragma unroll 1
-    for (int j = lane; j < k; j += 32) weights[j] = weights[j] * scale / total;
+    for (int j = lane; j < k; j += 32) weights[j] = weights[j] * choice.scale / total;
 }
 
 // The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.

@@ -56,9 +56,9 @@ def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
     return *tile_defines(type_), f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
 
 
-def chosen(card: Card, type_: str, per: int, swiglu: int) -> tuple[str, ...]:
-    stages = ring(card, type_, 1)[1]
-    return *tile_defines(type_), "COLS=1", f"STAGES={stages}", f"PER={per}", f"SWIGLU={swiglu}"
+def single(card: Card, type_: str, per: int, choice: int, made: int, pack: int) -> tuple[str, ...]:
+    kind = f"PER={per}", f"CHOICE={choice}", f"MADE={made}", f"PACK={pack}"
+    return *tile_defines(type_), "COLS=1", f"STAGES={ring(card, type_, 1)[1]}", *kind
 
 
 def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
@@ -77,6 +77,7 @@ def split(card: Card, width: int) -> tuple[str, ...]:
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
+    plain += [("light", (f"SLOTS={n}",)) for n in (9, 18, 40)]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
     plain += [("moe", (f"CHOSEN={k}", f"SLOTS={n}")) for k, n in ((1, 8), (5, 3), (9, 2), (30, 1))]
@@ -92,7 +93,8 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
         plain += [("experts", experts(card, type_, cols)) for cols in (8, PREFILL_COLS)]
-        plain += [("chosen", chosen(card, type_, per, swiglu)) for per, swiglu in ((8, 0), (2, 1))]
+        kinds = (8, 1, 0, 0), (2, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
+        plain += [("single", single(card, type_, *kind)) for kind in kinds]
         plain += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return plain
 

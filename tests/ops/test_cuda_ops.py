@@ -201,6 +201,26 @@ def test_chosen_for_one_row(type_, F, ops, monkeypatch):
         assert np.array_equal(outs[0][[0, 5]], np.concatenate(outs[1:]))
 
 
+@pytest.mark.parametrize(
+    ("type_", "C", "rows"), [("Q4_K", 512, 256), ("Q6_K", 256, 128), ("Q5_0", 192, 128), ("Q8_0", 64, 24)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_of_one_row(type_, C, rows, normed, ops):
+    """Heads of one row are read where a product left them, and packed for the next: the bits are those of more rows."""
+    random = np.random.default_rng(3)
+    w, after = ops.weight(random_matrix(type_, rows, C, experts=4)), ops.weight(random_matrix("Q8_0", 64, 4 * rows))
+    before, x = ops.weight(random_matrix("Q8_0", 4 * (C + 32), 256)), random.normal(size=(9, 256)).astype(np.float32)
+    for last in (lambda y: ops.linear(y.reshape(len(y), 4 * rows), after), lambda y: y):
+        outs = []
+        for some in (x, x[:1], x[5:6]):
+            ops.arena.reset()
+            y = ops.linear(rows_on(ops, some), before).reshape(len(some), 4, C + 32)[:, :, :C]
+            outs.append(ops.read(last(ops.head_linear(ops.rms_norm(y, None, 1e-6) if normed else y, w))))
+        assert np.isfinite(outs[0]).all()
+        assert outs[0].any()
+        assert np.array_equal(outs[0][[0, 5]], np.concatenate(outs[1:]))
+
+
 def test_too_many_experts(ops):
     logits = np.zeros((2, 600), np.float32)
     with pytest.raises(BimetalError, match="among 600 experts; the CUDA kernels take at most 512"):

@@ -38,6 +38,7 @@ SIZES = {
     "Rope": 24,
     "Turn": 24,
     "Places": 8,
+    "Choice": 96,
 }
 KERNEL = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(?:CLUSTER\s+)?(\w+)\(([^)]*)\)',

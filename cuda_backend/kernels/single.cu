@@ -1,16 +1,19 @@
-// chosen: y = x W' for a step of one row and the matrices of a stack that it chooses; experts.cu has more rows
-// Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe   Launcher  cuda_backend/weights.py chosen_linear
-// In        w, last  as experts.cu; logits [E], bias [E] or null for softmax, gate: as moe.cu route
-//           x        a packed row (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu `squares`
-//           y        with SWIGLU instead of x: (choice, 2 F) gates and ups of each choice, perhaps partial sums
-// Out       out [part][choice][N] float32; without SWIGLU also weights [choices]
-// Build     one type of tile.cuh; COLS=1; STAGES; PER of choose.cuh; SWIGLU 0 or 1; CP_ASYNC to force the sm_80 ring
-// Work      a CTA per (choice, row block, part of k), as linear.cu. Each makes the choice for itself; with SWIGLU while
-//           the kernel before ends, as it fills its ring: the logits were there two kernels ago. The others do so for the
-//           shared matrix, which needs no choice
+// single: y = x W' for a step of one row and matrices of a stack: those that it chooses, or one per head; experts.cu has more rows
+// Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/weights.py
+// In        w, last  as experts.cu, matrix j of w without CHOICE; choice  choose.cuh
+//           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm that is not finished: linear.cu `squares`
+//           y        where rows are MADE here: floats, perhaps partial sums, row j for itself (SUM) or as gate and up (SWIGLU)
+// Out       out [part][j][N] float32, with PACK one packed row of all j; by the SWIGLU of a choice also its weights
+// Build     one type of tile.cuh; COLS=1; STAGES; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or SWIGLU; PACK 0 or 1
+// Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
+//           the kernel before ends, it fills its ring meanwhile: of a head, of a shared expert, and where rows are made
+//           of what was chosen by the kernel before
 // Numbers   bit by bit those of moe.cu and experts.cu
-// Bound     bytes of the chosen matrices
+// Bound     bytes of the matrices
 
+#define SUM 1
+#define SWIGLU 2
+#define KNOWN (!CHOICE || MADE)
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
 #define BLOCKS 1
 #else
@@ -18,10 +21,10 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-chosen(const u8* w, s64 matrix_bytes, const u8* last, const float* logits, const float* bias, int E, int k, float scale, int shared_one,
-       In gate, int gated, float* weights, const u8* x, In y, int F, float* out, int N, int row_blocks, int k_blocks,
-       int parts, s64 part_stride, s64 row_stride, const float* squares, int norm_parts, float columns, float eps) {
-#if SWIGLU
+single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
+       int row_blocks, int k_blocks, int parts, s64 part_stride, s64 row_stride, const float* squares, int norm_parts,
+       float columns, float eps) {
+#if KNOWN
     release_next();
 #endif
     extern __shared__ __align__(128) u8 shared[];
@@ -44,35 +47,34 @@ chosen(const u8* w, s64 matrix_bytes, const u8* last, const float* logits, const
     __syncthreads();
 
     if (warp == 8) {  // producer
+#if CHOICE
+        const int k = choice.k;
+        [[maybe_unused]] const bool ahead = KNOWN || j == k, writes = MADE && blockIdx.x == 0;
         float added[PER];
-        biases(added, bias, E);
-        const bool ahead = SWIGLU || j == k;
+        [[maybe_unused]] float p = 0.0f, total = 0.0f;
+        biases(added, choice);
         if (!ahead || !BULK) depend();
-        const u8* unit = last;
-        if (j < k) {
-            int mine = 0;
-            float p = 0.0f;
-            const float total = choose(logits, E, k, !bias, added, [&](int i, int id, float of) {
+        int mine = 0;
+        if (j < k || writes)
+            total = choose(choice, choice.logits, writes ? k : j + 1, added, [&](int i, int id, float of) {
                 if (i == j) mine = id;
                 if (i == lane) p = of;
             });
-            unit = w + mine * matrix_bytes;
-#if !SWIGLU
-            if (blockIdx.x == 0) {
-                if (lane < k) weights[lane] = p * scale / total;
-                if (shared_one && lane == k) weights[k] = gated ? sigmoid(load_one(gate, row_of(gate, 0))) : 1.0f;
-            }
+        const u8* unit = j < k ? w + mine * matrix_bytes : last;
+#else
+        [[maybe_unused]] const bool ahead = true;
+        const u8* unit = w + j * matrix_bytes;
+        if (!BULK) depend();
 #endif
-        }
         unit += ((s64)row_block * k_blocks + first_k) * UNIT_BYTES;
-        x += (s64)first_k * XUNIT;
+        x += j * x_bytes + (s64)first_k * XUNIT;
         for (int i = 0; i < units; i++, unit += UNIT_BYTES) {
             const int s = i % STAGES;
             if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
             const u32 to = shared_address(ring + s * STAGE);
-            if (lane == 0) barrier_expect(full + 8 * s, SWIGLU ? UNIT_BYTES : STAGE);
+            if (lane == 0) barrier_expect(full + 8 * s, MADE ? UNIT_BYTES : STAGE);
             copy(to, unit, UNIT_BYTES, full + 8 * s, lane);
-#if !SWIGLU
+#if !MADE
 #if BULK
             if (ahead && i < min(STAGES, units)) {  // the row follows
                 if (i < min(STAGES, units) - 1) continue;
@@ -87,6 +89,13 @@ chosen(const u8* w, s64 matrix_bytes, const u8* last, const float* logits, const
             asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
 #endif
         }
+#if CHOICE && MADE
+        if (writes) {
+            depend();
+            if (lane < k) choice.weights[lane] = p * choice.scale / total;
+            if (lane == k && choice.shared_one) choice.weights[k] = shared_weight(choice, 0);
+        }
+#endif
 #if !BULK
         asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
@@ -94,16 +103,10 @@ chosen(const u8* w, s64 matrix_bytes, const u8* last, const float* logits, const
     }
 
     depend();
-    float factor = 1.0f;
-#if SWIGLU
-    int meetings = 0;
-    const auto meet = [&] {  // the warps that multiply
-        __syncwarp();
-        if (lane == 0) barrier_arrive(met);
-        barrier_wait(met, meetings++ % 2);
-    };
-#else
+#if !KNOWN
     release_next();  // not before: what comes next takes the logits for granted
+#endif
+    float factor = 1.0f;
     if (norm_parts) {  // of a norm that has still to divide by the root of the mean of `squares`, as experts.cu adds them
         float sum = 0.0f;
         for (int i = lane % 4; i < norm_parts; i += 4) sum += squares[i];
@@ -111,21 +114,31 @@ chosen(const u8* w, s64 matrix_bytes, const u8* last, const float* logits, const
         sum += __shfl_xor_sync(FULL, sum, 2);
         factor = 1.0f / sqrtf(sum / columns + eps);
     }
+#if MADE || PACK
+    int meetings = 0;
+    const auto meet = [&] {  // the warps that multiply
+        __syncwarp();
+        if (lane == 0) barrier_arrive(met);
+        barrier_wait(met, meetings++ % 2);
+    };
 #endif
     float acc[NT][ACC] = {};
     for (int i = 0; i < units; i++) {
         const int s = i % STAGES;
-#if SWIGLU
+#if MADE
         if (s == 0) {  // the rows of as many units as the ring holds, where their copies would be
             if (i) meet();
             const int end = min(STAGES, units - i) * KBLOCK;
             for (int c = warp * 128 + lane * 4; c / 128 * 128 < end; c += 1024) {
                 const int channel = (first_k + i) * KBLOCK + c;
                 float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (channel < F) {
+                if (channel < K) {
                     const float* from = row_of(y, j) + channel;
-                    const float4 g = slots_of(from, y), up = slots_of(from + F, y);
-                    v = make_float4(silu(g.x) * up.x, silu(g.y) * up.y, silu(g.z) * up.z, silu(g.w) * up.w);
+                    v = slots_of(from, y);
+#if MADE == SWIGLU
+                    const float4 up = slots_of(from + K, y);
+                    v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+#endif
                 }
                 store_four(Out{0, ring + c / KBLOCK * STAGE + UNIT_BYTES, 0, KBLOCK, 1, KBLOCK / 32}, 0, c % KBLOCK, v);
             }
@@ -137,5 +150,12 @@ chosen(const u8* w, s64 matrix_bytes, const u8* last, const float* logits, const
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * s);
     }
-    put(acc, out + part * part_stride + j * row_stride, N, 1, row_block * 128 + warp * 16, 0, 1, 0, 0, &factor, lane);
+#if PACK
+    __align__(16) __shared__ float columns_of[128];
+    if (lane % 4 == 0) columns_of[warp * 16 + lane / 4] = acc[0][0] * factor, columns_of[warp * 16 + lane / 4 + 8] = acc[0][1] * factor;
+    meet();
+    if (warp == 0) store_four(out, 0, j * N + row_block * 128 + lane * 4, *(const float4*)(columns_of + lane * 4));
+#else
+    put(acc, out.dense + part * part_stride + j * row_stride, N, 1, row_block * 128 + warp * 16, 0, 1, 0, 0, &factor, lane);
+#endif
 }
