@@ -29,7 +29,7 @@ from common.models import Model, architecture
 from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
-from common.step import State, Step, state_bytes
+from common.step import FEW_ROWS, State, Step, state_bytes
 from common.weights import Matrix
 from generate.backends import backend_package, choose, open_backend, open_model, placement_of
 
@@ -130,7 +130,6 @@ def run(args: argparse.Namespace) -> int:
 
 # -- real shapes, random weights ---------------------------------------------------------------------------------------
 
-MOST_ROWS = 64  # of a step that decodes or verifies
 REPEATS = 10  # steps that are launched one after the other before the clock is read
 
 
@@ -140,9 +139,9 @@ def run_synthetic(args: argparse.Namespace) -> int:
         raise UsageError("--synthetic and --peer exclude each other; the peer has no random weights of its own")
     if args.runs < 1:
         raise UsageError("--runs must be at least 1")
-    if args.rows and max(args.rows) > MOST_ROWS:
-        raise UsageError(f"--rows takes steps of at most {MOST_ROWS} rows, got {max(args.rows)}; more is --prefill")
-    model = open_synthetic(args, max(*args.contexts, *args.prefill) + MOST_ROWS)
+    if args.rows and max(args.rows) > FEW_ROWS:
+        raise UsageError(f"--rows takes steps of at most {FEW_ROWS} rows, got {max(args.rows)}; more is --prefill")
+    model = open_synthetic(args, max(*args.contexts, *args.prefill) + FEW_ROWS)
     ops = model.ops
     name, copy = ops.name, ops.copy_bandwidth()
     print(f"{args.synthetic}, random weights, on {name}, {machine(name)}; copy bandwidth {copy / 1e9:.0f} GB/s")
@@ -158,7 +157,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
         )
     head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
-    state = model.new_state(max(args.contexts) + MOST_ROWS)
+    state = model.new_state(max(args.contexts) + FEW_ROWS)
     for context in sorted(args.contexts):
         with announced(f"reading {context} tokens"):
             _prefill(model, state, context - state.length)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from common.quants import BLOCKS, codebook
+from common.step import FEW_ROWS
 from common.tensors import Tensor
 from mlx_backend import kernels
 
@@ -31,8 +32,7 @@ HALVES = {
     **dict.fromkeys(CODEBOOKS, (0,)),
 }
 VECTORS = 8  # rows of x that qmv.metal serves at once; more are matrices
-FEW_ROWS = 64  # of x, a speculative step's most; a prompt's products take decoded weights
-DECODED = 2**23  # weights decoded at a time for larger products
+DECODED = 2**23  # weights decoded at a time for products of a prompt
 ROWS_PER_GROUP, ROWS_PER_MATRIX_GROUP = 4, 16  # of the matrix, per SIMD group of qmv.metal and of qmm.metal
 
 
