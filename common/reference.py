@@ -424,8 +424,8 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
     T, H, D = q.shape
     K = keys.shape[1]
     if T <= FEW_ROWS and not (T == 1 and seen.all()):
-        alone = [(keys[row], values[row], seen[t : t + 1, row]) for t, row in enumerate(seen)]
-        return np.concatenate([_attend(q[t : t + 1], *past, scale) for t, past in enumerate(alone)])
+        rows = ((q[t : t + 1], keys[at], values[at], seen[t : t + 1, at]) for t, at in enumerate(seen))
+        return np.concatenate([_attend(*row, scale) for row in rows])  # of one row's past at a time
     scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)
     scores = np.where(seen, scores, -np.inf)
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
