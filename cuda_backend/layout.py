@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import BimetalError
+from cuda_backend.visits import most_slots
 
 KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
@@ -170,11 +171,23 @@ def groups_of(columns: int) -> int:
     return -(-columns // 256) * 8
 
 
-def delta_shared(key_width: int, rows: int, norm: bool) -> tuple[int, int]:
-    """Rows of kernels/delta.cu whose keys and changes are held, and its shared memory, bytes."""
-    room = -(-rows // 16) * 16 if rows <= 64 else 32
-    floats = room * (key_width + 64 + 2) + 2 * 16 * (key_width + 2 * 64) + 2 * 64 + 4
-    return room, 4 * (floats + (2 * 16 * 64 + 16 * 128 + 8 if norm else 0))
+@functools.cache
+def delta_slots(card: Card, key_width: int, rows: int, norm: bool) -> tuple[int, int, int]:
+    """Slots of kernels/delta.cu in shared memory, those beyond, and shared memory, bytes.
+
+    One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
+    """
+    slots = most_slots(rows) - (key_width <= 128) if 1 < rows <= MOST_ROWS else 0
+    shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 2) + 2 * MOST_ROWS
+    shared += 4 * (2 * 16 * 64 + 16 * 128 + 8) if norm else 0
+    slot = delta_slot(key_width)
+    shared_slots = int(slots > 0 and shared + slot <= card.block_shared)
+    return shared_slots, slots - shared_slots, shared + shared_slots * slot
+
+
+def delta_slot(key_width: int) -> int:
+    """Bytes of a slot of kernels/delta.cu: the columns of a CTA."""
+    return -(-key_width // 64) * 64 * 64 * 4
 
 
 def padded(width: int) -> int:

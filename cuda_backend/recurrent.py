@@ -6,7 +6,7 @@ import numpy as np
 
 from common.step import Step
 from cuda_backend.launch import Array, Node, kernel
-from cuda_backend.layout import delta_shared, padded
+from cuda_backend.layout import delta_slot, delta_slots, padded
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.states import Conv, Delta, Recurrent
 from cuda_backend.views import NOTHING, in_fours, out_of, view
@@ -130,13 +130,14 @@ def _delta(
     after  z, weight and eps of the norm behind it
     """
     Hk, Hv, Dk, Dv = delta.key_heads, delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
-    changes = delta.rows + 2 * 64 * Hv * Dk * 4
-    factors = changes + 2 * 64 * Hv * Dv * 4
+    changes = delta.rows + 2 * TREE_ROWS * Hv * Dk * 4
+    factors = changes + 2 * TREE_ROWS * Hv * Dv * 4
     conv, taps = before or (None, 0)
     z, norm, eps = after or (NOTHING, 0, 0.0)
-    room, shared = delta_shared(Dk, T, after is not None)
-    most = max(shared, delta_shared(Dk, TREE_ROWS, after is not None)[1])
     alone = T == 1 and conv is not None
+    shared_slots, spilled, shared = delta_slots(ops.card, Dk, T, after is not None)
+    most = delta_slots(ops.card, Dk, TREE_ROWS, after is not None)[2]
+    spill = ops.arena.take(Hv * -(-Dv // 64) * spilled * delta_slot(Dk)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={delta.spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     defines = *widths, f"NORM={int(after is not None)}", f"ALONE={int(alone)}"
     head = (*inputs, np.uint64(decay), np.uint64(bias), np.uint64(step), np.int32(Hk), np.int32(Hv), np.int32(Dv))
@@ -150,8 +151,9 @@ def _delta(
     if T and not alone:
         sizes = T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2  # queries, keys, values, gates
         prepared = tuple(np.uint64(ops.arena.take(4 * n)) for n in sizes)
+        blocks = max(-(-T // 16), min(-(-T // 4), 8))  # of four runs: a tree has more of them than a chain
         kernel("delta", "prepare", defines)(
-            (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 8), -(-T // 16)),
+            (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), blocks),
             (128,),
             (*head, np.uint64(delta.rows), np.uint64(factors), *tail, *prepared),
             stream=ops.stream,
@@ -168,7 +170,9 @@ def _delta(
             np.uint64(factors),
             *tail,
             *prepared,
-            np.int32(room),
+            np.uint64(spill),
+            np.int32(shared_slots),
+            np.int32(spilled),
             z,
             np.uint64(norm),
             np.float32(eps),

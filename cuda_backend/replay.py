@@ -16,6 +16,7 @@ from common.errors import BimetalError
 from common.step import Step
 from cuda_backend.launch import Arena, Array, Kernel, Memory
 from cuda_backend.layout import MOST_ROWS
+from cuda_backend.visits import runs, visits
 
 TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
 BUCKETS = (1, 8, 16, 24, 32, 48, 64)
@@ -28,10 +29,14 @@ STATE = np.dtype(  # kernels/prelude.cuh StepState
         ("path_length", "i4"),
         ("kind", "i4"),
         ("branches", "i4"),
-        ("unused", "i4", 10),
+        ("runs", "i4"),
+        ("unused", "i4", 9),
         ("path", "i4", TREE_ROWS),
-        ("parents", "i4", TREE_ROWS),
         ("seen", "u1", (TREE_ROWS, TREE_ROWS // 8)),
+        ("order", "u1", TREE_ROWS),
+        ("moves", "u1", TREE_ROWS),
+        ("parents", "i1", TREE_ROWS),
+        ("run", "u1", TREE_ROWS),
     ]
 )
 
@@ -74,8 +79,11 @@ class Inputs:
         state["path"][: len(path)] = path
         state["kind"] = 1 if T > TREE_ROWS else 2 if step.parents is None else 0
         if T <= TREE_ROWS:
-            if step.parents is not None:
-                state["parents"][:T], state["branches"] = step.parents, not step.is_chain
+            if step.parents is not None and not step.is_chain:
+                order, moves, parents = visits(step.parents.tolist())
+                begins = runs(parents)
+                state["branches"], state["runs"], state["run"][: len(begins)] = 1, len(begins), begins
+                state["order"][:T], state["moves"][:T], state["parents"][:T] = order, moves, parents
             seen = np.packbits(step.visible, axis=1, bitorder="little")
             state["seen"][:T, : seen.shape[1]] = seen
         positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]

@@ -1,9 +1,9 @@
 // conv: silu of a causal depthwise convolution along each row's ancestors
 // Meaning   common/reference.py NumpyOps.short_conv       Launcher  cuda_backend/recurrent.py
-// In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][64][C]   Out  out [T][C] float32
-// Work      a thread per channel and row. The last committed path is still in the other step's rows: it is read there,
+// In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MOST_ROWS][C]   Out  out [T][C] float32
+// Work      a thread per channel and row, in the order of visits. The last committed path is still in the other step's rows: it is read there,
 //           and the tail that it leaves is written beside the old one, so that a step can run twice
-// Assumes   a step of more than 64 rows is a chain (kind 1)
+// Assumes   a step of more than MOST_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -11,9 +11,11 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     release_next();
     const int c = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, current = step->current, path = step->path_length;
     if (c >= C) return;
-    const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * 64 * C + c;
-    auto place_of = [&](int row) {  // of the step, or counted back from the newest committed row, -1
-        if (row >= 0) return row_of(x, row) + c;
+    const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * MOST_ROWS * C + c;
+    const bool branches = step->branches;
+    auto row_at = [&](int i) { return branches ? step->order[i] : i; };
+    auto place_of = [&](int row) {  // a visit of the step, or counted back from the newest committed row, -1
+        if (row >= 0) return row_of(x, row_at(row)) + c;
         const int from_path = path + row;
         return from_path >= 0 ? old_rows + (s64)step->path[from_path] * C : old_tail + (s64)(n + from_path) * C;
     };
@@ -31,7 +33,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
             if (j < 0) continue;
             tap[i] = taps[c * (n + 1) + j];
             if (!inside[i]) v[i] = *p[i];  // committed: no kernel of the step writes it
-            row = row >= 0 && !step->kind ? step->parents[row] : row - 1;
+            row = row >= 0 && branches ? step->parents[row] : row - 1;
         }
         if (j == n - 4) depend();
 #pragma unroll 1
@@ -39,11 +41,11 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (inside[i]) v[i] += p[i][s * x.slot];
-        if (!step->kind && j == n - 4) rows[((s64)(1 - current) * 64 + t) * C + c] = v[0];
+        if (!step->kind && j == n - 4) rows[((s64)(1 - current) * MOST_ROWS + row_at(t)) * C + c] = v[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
     }
-    if (real) out[(s64)t * C + c] = silu(sum);
+    if (real) out[(s64)row_at(t) * C + c] = silu(sum);
     if (t == 0)
 #pragma unroll 1
         for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 leaves its own last rows

@@ -3,21 +3,22 @@
 // Launcher  cuda_backend/recurrent.py
 // In        q, k (T, Hk, DIM), v (T, Hv, DV), a, b (T, Hv), z (T, Hv, DV); with TAPS q is the convolution's input (T, C), the
 //           channels of all three; decay, dt_bias (Hv,)
-//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][64]: k [Hk][DK], change [Hv][DV],
-//           factor [Hv]
-//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][64][C]
+//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][MOST_ROWS]: k [Hk][DK], change
+//           [Hv][DV], factor [Hv]
+//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MOST_ROWS][C]
 // Out       NORM: what store.cuh says of (T, Hv * 128); else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: for a step of one row, which needs no `prepare`: what three value heads share of a key head is computed
 //           by each then, which costs less than a launch
-// Work      prepare: a warp per four rows of a head of q, k or v. delta: a CTA per value head and 64 columns, two of them
-//           a cluster under NORM. Eight warps run the recurrence: 16 lanes share four columns of the matrix, in registers
-//           for all rows. The other warps read the next 16 rows meanwhile, and finish the last ones.
+// Work      prepare: a warp per run of four rows, of a tree up to four, of a head of q, k or v. delta: a CTA per value head and
+//           64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share four columns of the
+//           matrix, in registers for all rows. The other warps read the next 16 rows meanwhile, and finish the last ones.
 //           The committed path is applied on the way in, and its result written beside the old matrix; this step's
-//           rows are kept as (k, change, factor) for the next. A row that does not continue the row before it starts
-//           from the committed matrix and applies its ancestors again: no state per node. Convolution likewise: conv.cu
-// Assumes   a step of more than 64 rows is a chain (kind 1); it leaves its own matrix
+//           rows are kept as (k, change, factor) for the next. A tree is visited depth first, as the step's `order` says. A
+//           matrix that several rows go on from waits for them: the innermost in registers, one in shared memory, and more,
+//           which few trees have, in `spill`
+// Assumes   a step of more than MOST_ROWS rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
 //           tree equals the row that plain decoding computes, bit for bit
 // Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
@@ -30,6 +31,9 @@
 #define BEFORE (TAPS > 1 ? TAPS - 1 : 0)            // rows before one that its convolution reads
 #define TEAM 256                                    // threads of the recurrence
 #define HELPERS (ALONE ? 6 : 4)                     // warps beside them
+#define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
+#define RUN 4                                       // visits that a warp prepares: cuda_backend/visits.py
+#define FLIGHT (DK <= 128 && __CUDA_ARCH__ == 900 ? 3 : 2)  // partial sums of them read at once: as registers allow
 #if NORM
 #define CLUSTER __cluster_dims__(1, 2, 1)
 #else
@@ -46,6 +50,12 @@ __device__ __forceinline__ void read_fours(float4 (&v)[NJ], const float* from, i
         v[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (DK % 64 == 0 || j * 64 + part * 4 < DK) v[j] = *(const float4*)(from + j * 64 + part * 4);
     }
+}
+__device__ __forceinline__ void copy(float4 (&to)[4][NJ], const float4 (&from)[4][NJ]) {
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+#pragma unroll
+        for (int j = 0; j < NJ; j++) to[c][j] = from[c][j];
 }
 __device__ __forceinline__ void apply(float4 (&s)[NJ], const float4 (&k)[NJ], float change, float factor) {
 #pragma unroll
@@ -98,18 +108,30 @@ struct Conv {
     int C;
 };
 
-// Rows t to t + n - 1, at most R, of a head that begins at `p`, lane by lane, each of which continues the one before it:
-// convolved, divided by their length and times `norm` where that is not 0, zeros from `wide` to `width`.
-// before: the ancestors of row t, oldest first; ours: does this warp keep what the step leaves of these channels?
+// Channels of a head that a warp prepares, 32 apart from the lane's first on.
+struct Channels {
+    const float* p;   // of row 0 of the input
+    int first, wide;  // of the convolution's; how many there are
+    int width;        // zeros follow up to here
+    float norm;       // 0, or what a row of length 1 is multiplied by
+};
+
+__device__ __forceinline__ void write_row(float* to, const float (&x)[NL], const Channels& of) {
+#pragma unroll
+    for (int i = 0; i < NL; i++)
+        if (i * 32 < of.wide) to[of.first + i * 32] = x[i];
+}
+
+// n visits, at most R, each of which goes on from the one before it, convolved, divided by their length and times `norm`
+// where that is not 0, to `to`. rows: the ancestors of the first, the oldest first, then theirs; ours: does this warp keep what
+// the step leaves of these channels? first: and the tails?
 template <int R>
-__device__ __forceinline__ void prepare_rows(const In& in, const float* p, const Conv& conv, int channel, int wide,
-                                             int width, float norm, const StepState* step, int t, int n,
-                                             const int (&before)[BEFORE + 1], bool ours, float* to, s64 row, float* keep,
-                                             s64 keep_row) {
-    const int lane = threadIdx.x % 32, current = step->current;
-    const bool kept = !step->kind;
-    float x[BEFORE + R][NL], tap[TAPS ? TAPS : 1][NL];
-    p += lane, channel += lane, to += lane, wide -= lane, width -= lane;
+__device__ __forceinline__ void prepare_rows(const In& in, const Channels& of, const Conv& conv, const StepState* step,
+                                             const int (&rows)[BEFORE + R], int n, bool ours, bool first, float* to, s64 to_row,
+                                             float* keep, s64 keep_row) {
+    const int current = step->current;
+    const bool kept = !step->kind && ours;
+    float x[BEFORE + R][NL], tap[TAPS + 1][NL], squares[R];
 #pragma unroll
     for (int j = 0; j < BEFORE + R; j++)
 #pragma unroll
@@ -117,60 +139,57 @@ __device__ __forceinline__ void prepare_rows(const In& in, const float* p, const
 #pragma unroll
     for (int j = 0; j < TAPS; j++)
 #pragma unroll
-        for (int i = 0; i < NL; i++) tap[j][i] = i * 32 < wide ? conv.taps[(channel + i * 32) * TAPS + j] : 0.0f;
+        for (int i = 0; i < NL; i++) tap[j][i] = i * 32 < of.wide ? conv.taps[(of.first + i * 32) * TAPS + j] : 0.0f;
 #pragma unroll
     for (int j = 0; j < BEFORE; j++) {
-        if (before[j] >= 0) continue;
-        const int of_path = step->path_length + before[j];  // committed: no kernel of the step writes it
-        const float* at = of_path >= 0 ? conv.rows + ((s64)current * 64 + step->path[of_path]) * conv.C
+        if (rows[j] >= 0) continue;
+        const int of_path = step->path_length + rows[j];  // committed: no kernel of the step writes it
+        const float* at = of_path >= 0 ? conv.rows + ((s64)current * MOST_ROWS + step->path[of_path]) * conv.C
                                        : conv.tail + current * conv.flip + (s64)(BEFORE + of_path) * conv.C;
 #pragma unroll
         for (int i = 0; i < NL; i++)
-            if (i * 32 < wide) x[j][i] = at[channel + i * 32];
-        if (t == 0 && kept && ours)
-#pragma unroll
-            for (int i = 0; i < NL; i++)
-                if (i * 32 < wide) conv.tail[(1 - current) * conv.flip + (s64)j * conv.C + channel + i * 32] = x[j][i];
+            if (i * 32 < of.wide) x[j][i] = at[of.first + i * 32];
+        if (first && kept) write_row(conv.tail + (1 - current) * conv.flip + (s64)j * conv.C, x[j], of);
     }
     depend();
+    const float* p = of.p;
 #pragma unroll 1
-    for (int s = 0; s < in.slots; s += 2, p += 2 * in.slot) {
-        float e[2][BEFORE + R][NL];
+    for (int s = 0; s < in.slots; s += FLIGHT, p += FLIGHT * in.slot) {
+        float e[FLIGHT][BEFORE + R][NL];
 #pragma unroll
-        for (int k = 0; k < 2; k++)
+        for (int k = 0; k < FLIGHT; k++)
 #pragma unroll
-            for (int j = 0; j < BEFORE + R; j++) {
-                const int from = j < BEFORE ? before[j] : j < BEFORE + n ? t + j - BEFORE : -1;
+            for (int j = 0; j < BEFORE + R; j++)
 #pragma unroll
-                for (int i = 0; i < NL; i++)
-                    e[k][j][i] = from >= 0 && s + k < in.slots && i * 32 < wide ? p[from * in.row + k * in.slot + i * 32] : 0.0f;
-            }
+                for (int i = 0; i < NL; i++) {
+                    const bool is = rows[j] >= 0 && j < BEFORE + n && s + k < in.slots && i * 32 < of.wide;
+                    e[k][j][i] = is ? p[rows[j] * in.row + k * in.slot + i * 32] : 0.0f;
+                }
 #pragma unroll
-        for (int k = 0; k < 2; k++)
+        for (int k = 0; k < FLIGHT; k++)
 #pragma unroll
             for (int j = 0; j < BEFORE + R; j++)
 #pragma unroll
                 for (int i = 0; i < NL; i++) x[j][i] += e[k][j][i];
     }
-    float squares[R];
 #pragma unroll
     for (int r = R - 1; r >= 0; r--) {
+        if (TAPS && kept && r < n)
+            write_row(conv.rows + ((s64)(1 - current) * MOST_ROWS + rows[BEFORE + r]) * conv.C, x[BEFORE + r], of);
         squares[r] = 0.0f;
 #pragma unroll
         for (int i = 0; i < NL; i++) {
             float& y = x[BEFORE + r][i];
             if (TAPS) {
-                if (kept && ours && r < n && i * 32 < wide)
-                    conv.rows[((s64)(1 - current) * 64 + t + r) * conv.C + channel + i * 32] = y;
-                y *= tap[TAPS ? TAPS - 1 : 0][i];
+                y *= tap[BEFORE][i];
 #pragma unroll
-                for (int j = 1; j <= BEFORE; j++) y = __fmaf_rn(tap[TAPS - 1 - j][i], x[BEFORE + r - j][i], y);
+                for (int j = BEFORE - 1; j >= 0; j--) y = __fmaf_rn(tap[j][i], x[r + j][i], y);
                 y = silu(y);
             }
             squares[r] = __fmaf_rn(y, y, squares[r]);
         }
     }
-    if (norm != 0.0f) {
+    if (of.norm != 0.0f) {
 #pragma unroll
         for (int m = 16; m; m >>= 1)
 #pragma unroll
@@ -178,12 +197,12 @@ __device__ __forceinline__ void prepare_rows(const In& in, const float* p, const
     }
 #pragma unroll
     for (int r = 0; r < R; r++) {
-        const float scale = norm != 0.0f ? rsqrtf(squares[r] + 1e-6f) * norm : 1.0f;
+        const float scale = of.norm != 0.0f ? rsqrtf(squares[r] + 1e-6f) * of.norm : 1.0f;
 #pragma unroll
         for (int i = 0; i < NL; i++) {
-            if (r >= n || i * 32 >= width) continue;
-            to[r * row + i * 32] = x[BEFORE + r][i] * scale;
-            if (keep) keep[r * keep_row + lane + i * 32] = x[BEFORE + r][i] * scale;
+            if (r >= n || i * 32 >= of.width) continue;
+            to[r * to_row + i * 32] = x[BEFORE + r][i] * scale;
+            if (keep) keep[rows[BEFORE + r] * keep_row + i * 32] = x[BEFORE + r][i] * scale;
         }
     }
 }
@@ -194,24 +213,27 @@ __device__ __forceinline__ float2 gates_of(float a, float b, float decay, float 
     return make_float2(expf(decay * (x > 20.0f ? x : log1pf(expf(x)))), sigmoid(b));
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, FLIGHT == 3 ? 3 : 1)
 prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
         float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
         float* keys, float* values, float* gates) {
     release_next();
-    const int rows = step->rows, kept = !step->kind, begin = blockIdx.y * 16 + threadIdx.x / 32 * 4, end = min(begin + 4, rows);
+    const int visits = step->rows, kept = !step->kind, branches = step->branches;
     const int lane = threadIdx.x % 32, pieces = (DV + PIECE - 1) / PIECE, unit = blockIdx.x - 2 * Hk;
-    if (unit >= Hv * pieces) {  // a and b of eight heads
-        const int t = blockIdx.y * 16 + threadIdx.x / 8, h = (unit - Hv * pieces) * 8 + threadIdx.x % 8;
-        if (t >= rows || h >= Hv) return;
+    if (unit >= Hv * pieces) {  // a and b of 16 heads
+        const int h = (unit - Hv * pieces) * 16 + threadIdx.x % 16;
+        if (h >= Hv) return;
         const float d = decay[h], bias = dt_bias[h];
         depend();
-        const float2 g = gates_of(load_one(a, row_of(a, t) + h), load_one(b, row_of(b, t) + h), d, bias);
-        *(float2*)(gates + ((s64)t * Hv + h) * 2) = g;
-        if (kept) row_factor[((1 - step->current) * 64 + t) * Hv + h] = g.x;
+#pragma unroll 1
+        for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < visits; i += gridDim.y * 8) {
+            const int t = branches ? step->order[i] : i;
+            const float2 g = gates_of(load_one(a, row_of(a, t) + h), load_one(b, row_of(b, t) + h), d, bias);
+            *(float2*)(gates + ((s64)i * Hv + h) * 2) = g;
+            if (kept) row_factor[((1 - step->current) * MOST_ROWS + t) * Hv + h] = g.x;
+        }
         return;
     }
-    if (begin >= rows) return;
     const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
     const bool is_v = unit >= 0, is_k = !is_v && unit >= -Hk;
     const int h = is_v ? unit / pieces : is_k ? unit + Hk : unit + 2 * Hk, c0 = is_v ? unit % pieces * PIECE : 0;
@@ -223,33 +245,37 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
     const In in = is_v ? v : is_k ? k : q;
     const float* p = head_of(in, 0, h, is_v ? DV : DIM) + c0;
 #endif
-    int parents[2];  // lane by lane
-#pragma unroll
-    for (int i = 0; i < 2; i++) parents[i] = kept ? step->parents[i * 32 + lane] : 0;
-    auto parent_of = [&](int t) {
-        if (t <= 0 || !kept) return t - 1;
-        return __shfl_sync(FULL, t < 32 ? parents[0] : parents[1], t % 32);
-    };
+    const float norm = is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM);
+    const Channels of = {p + lane, channel + lane, wide - lane, (is_v ? wide : DK) - lane, norm};
+    float* keep = is_k && kept ? row_k + ((s64)(1 - step->current) * MOST_ROWS * Hk + h) * DK + lane : 0;
+    const int runs = branches ? step->runs : (visits + RUN - 1) / RUN;
 #pragma unroll 1
-    for (int t = begin, next = end; t < end; t = next) {
-        int before[BEFORE + 1];
-        for (next = t + 1; next < end && (!TAPS || parent_of(next) == next - 1); next++) {}
+    for (int run = blockIdx.y * 4 + threadIdx.x / 32; run < runs; run += gridDim.y * 4) {
+        int begin = run * RUN, n = min(RUN, visits - begin), rows[BEFORE + RUN];
+        if (branches) {
+            begin = step->run[run], n = (run + 1 < runs ? step->run[run + 1] : visits) - begin;
 #pragma unroll
-        for (int j = BEFORE - 1, at = t; j >= 0; j--) at = parent_of(at), before[j] = at;
-        float* to = is_v ? values + ((s64)t * Hv + h) * DV + c0 : (is_k ? keys : queries) + ((s64)t * Hk + h) * DK;
-        float* keep = is_k && kept ? row_k + (((s64)(1 - step->current) * 64 + t) * Hk + h) * DK : 0;
-        prepare_rows<4>(in, p, conv, channel, wide, is_v ? wide : DK, is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM), step,
-                        t, next - t, before, true, to, is_v ? Hv * DV : Hk * DK, keep, Hk * DK);
+            for (int r = 0; r < RUN; r++) rows[BEFORE + r] = step->order[min(begin + r, visits - 1)];
+            int up = step->parents[begin];
+#pragma unroll
+            for (int j = BEFORE - 1; j >= 0; j--) {
+                rows[j] = up < 0 ? up : step->order[up];
+                up = up < 0 ? up - 1 : step->parents[up];
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < BEFORE + RUN; j++) rows[j] = begin + j - BEFORE;
+        }
+        const s64 at = begin;
+        float* to = is_v ? values + (at * Hv + h) * DV + c0 : (is_k ? keys : queries) + (at * Hk + h) * DK;
+        prepare_rows<RUN>(in, of, conv, step, rows, n, true, begin == 0, to + lane, is_v ? Hv * DV : Hk * DK, keep, Hk * DK);
     }
-    if (TAPS > 1 && !kept && end == rows)  // the last rows of a long chain
+    if (TAPS > 1 && !kept && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
 #pragma unroll 1
         for (int j = 0; j < BEFORE; j++) {
             float x[NL];
-            load_some(x, in, p + (s64)(rows - BEFORE + j) * in.row, lane, 32, wide);
-#pragma unroll
-            for (int i = 0; i < NL; i++)
-                if (lane + i * 32 < wide)
-                    tail[(1 - step->current) * tail_flip + (s64)j * conv.C + channel + lane + i * 32] = x[i];
+            load_some(x, in, p + (s64)(visits - BEFORE + j) * in.row, lane, 32, wide);
+            write_row(tail + (1 - step->current) * tail_flip + (s64)j * conv.C, x, of);
         }
 }
 
@@ -292,25 +318,28 @@ extern "C" __global__ void __launch_bounds__(TEAM + 32 * HELPERS, 1) CLUSTER
 delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv,
       int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, const float* taps, float* tail,
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
-      int room, In z, const float* norm, float eps, Out out) {
+      float4* spill, int shared_slots, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
     extern __shared__ __align__(16) float shared[];
-    float* ks = shared;                        // [room][DK]
-    float* qs = ks + room * DK;                // [2][CHUNK][DK]
-    float* vs = qs + 2 * CHUNK * DK;           // [2][CHUNK][WIDE]
-    float* changes = vs + 2 * CHUNK * WIDE;    // [room][WIDE]
-    float2* pairs = (float2*)(changes + room * WIDE);  // [room]: factor, weight of the change
-    u64* seen = (u64*)(pairs + room);          // [64], but for the row itself
-    u32* breaks = (u32*)(seen + 64);           // bit t: row t does not continue row t - 1
+    float* ks = shared;                      // [2][CHUNK][DK]
+    float* qs = ks + 2 * CHUNK * DK;         // [2][CHUNK][DK]
+    float* vs = qs + 2 * CHUNK * DK;         // [2][CHUNK][WIDE]
+    float* changes = vs + 2 * CHUNK * WIDE;  // [2][CHUNK][WIDE]
+    float* outs = changes + 2 * CHUNK * WIDE;            // [2][CHUNK][WIDE]
+    float2* pairs = (float2*)(outs + 2 * CHUNK * WIDE);  // [2][CHUNK]: factor, weight of the change
+    u8* order = (u8*)(pairs + 2 * CHUNK);                // [MOST_ROWS] as in StepState
+    u8* moves = order + MOST_ROWS;                       // [MOST_ROWS]
     const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
     const int current = step->current, rows = ALONE ? 1 : step->rows, path = step->path_length, kept = ALONE || !step->kind;
+    const bool branches = !ALONE && step->branches;
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
-    const DeltaRows now = {row_k + (s64)(1 - current) * 64 * Hk * DK, row_change + (s64)(1 - current) * 64 * Hv * DV,
-                           row_factor + (1 - current) * 64 * Hv};
-    float* outs = (float*)(breaks + 4);        // [2][CHUNK][WIDE]
+    const DeltaRows now = {row_k + (s64)(1 - current) * MOST_ROWS * Hk * DK,
+                           row_change + (s64)(1 - current) * MOST_ROWS * Hv * DV,
+                           row_factor + (1 - current) * MOST_ROWS * Hv};
+    auto row_at = [&](int i) { return branches ? order[i] : i; };
 #if NORM
-    float* others = outs + 2 * CHUNK * WIDE;    // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
+    float* others = (float*)(moves + MOST_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
     const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
     if (threadIdx.x == 0) {
@@ -331,7 +360,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             const int first = c * CHUNK, half = c % 2, n = min(CHUNK, rows - first);  // of the chunk that is read
             const int last = first - 2 * CHUNK, last_n = c > 1 ? min(CHUNK, rows - last) : 0;  // of the chunk before the last
 #if !ALONE
-            const int place = kept ? first : first % (2 * CHUNK), column = thread % WIDE;
+            const int column = thread % WIDE;
             const int fours = (CHUNK * DK / 4 + HELPERS * 32 - 1) / (HELPERS * 32), per_row = HELPERS * 32 / WIDE;
             float4 key[fours], query[fours];
             float value[CHUNK / per_row];
@@ -347,7 +376,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #pragma unroll
             for (int j = 0; j < CHUNK / per_row; j++)
                 value[j] = j * per_row + thread / WIDE < n && c0 + column < DV ? values_at[j * per_row * Hv * DV] : 0.0f;
-            if (thread < n) pairs[place + thread] = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
+            if (thread < n) pairs[half * CHUNK + thread] = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
 #endif
 #if NORM
             if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
@@ -362,8 +391,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #pragma unroll 1
             for (int row = thread / WIDE; row < last_n; row += HELPERS * 32 / WIDE)
                 if (c0 + thread % WIDE < DV) {
-                    const s64 at = ((s64)(last + row) * Hv + h) * DV + c0 + thread % WIDE;
-                    if (kept) now.change[at] = changes[(last + row) * WIDE + thread % WIDE];
+                    const s64 at = ((s64)row_at(last + row) * Hv + h) * DV + c0 + thread % WIDE;
+                    if (kept) now.change[at] = changes[(half * CHUNK + row) * WIDE + thread % WIDE];
                     if (!NORM) out.dense[at] = outs[(half * CHUNK + row) * WIDE + thread % WIDE];
                 }
 #if NORM
@@ -378,7 +407,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 float4 e = make_float4(o.x * scale * g.x, o.y * scale * g.y, o.z * scale * g.z, o.w * scale * g.w);
 #pragma unroll 1
                 for (int k = h * 128; k < (h ? h * 128 + 1 : out.groups * 32); k = max(k + 128, Hv * 128)) {
-                    store_four(out, last + 2 * j + (int)rank, k + lane * 4, e);
+                    store_four(out, row_at(last + 2 * j + (int)rank), k + lane * 4, e);
                     e = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // columns that pad a row to a whole unit
                 }
             }
@@ -398,7 +427,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                             const int row = 2 * (HELPERS - 1 - warp + i * HELPERS) + (int)rank;
                             e[i][k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                             if (row < gated_n && s + k < z.slots)
-                                e[i][k] = *(const float4*)(head_of(z, gated * CHUNK + row, h, 128) + (s + k) * z.slot + lane * 4);
+                                e[i][k] = *(const float4*)(head_of(z, row_at(gated * CHUNK + row), h, 128) +
+                                                           (s + k) * z.slot + lane * 4);
                         }
 #pragma unroll
                     for (int i = 0; i < 2; i++)
@@ -420,13 +450,14 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
                 const int wide = warp == 2 ? min(WIDE, DV - c0) : DIM;
                 const int channel = warp == 2 ? 2 * Hk * DIM + h * DV + c0 : (warp * Hk + hk) * DIM;
-                int before[BEFORE + 1];
+                const float length = warp == 2 ? 0.0f : warp ? 1.0f : rsqrtf((float)DIM);
+                const Channels of = {q.p + channel + lane, channel + lane, wide - lane, (warp == 2 ? WIDE : DK) - lane, length};
+                int rows[BEFORE + 1];
 #pragma unroll
-                for (int j = 0; j < BEFORE; j++) before[j] = j - BEFORE;
-                prepare_rows<1>(q, q.p + channel, conv, channel, wide, warp == 2 ? WIDE : DK,
-                                warp == 2 ? 0.0f : warp ? 1.0f : rsqrtf((float)DIM), step, 0, 1, before,
-                                warp == 2 || first_of_key, warp == 2 ? vs : warp ? ks : qs, 0,
-                                warp == 1 && first_of_key ? now.k + h * DK : 0, 0);
+                for (int j = 0; j <= BEFORE; j++) rows[j] = j - BEFORE;
+                float* keep = warp == 1 && first_of_key ? now.k + h * DK + lane : 0;
+                prepare_rows<1>(q, of, conv, step, rows, 1, warp == 2 || first_of_key, true,
+                                (warp == 2 ? vs : warp ? ks : qs) + lane, 0, keep, 0);
             }
             if (c == 0 && warp == 3 && lane == 0) {
                 const float d = decay[h], bias = dt_bias[h];
@@ -439,7 +470,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             for (int j = 0; j < fours; j++) {
                 const int i = (j * HELPERS * 32 + thread) * 4;
                 if (i >= n * DK) continue;
-                *(float4*)(ks + place * DK + i) = key[j], *(float4*)(qs + half * CHUNK * DK + i) = query[j];
+                *(float4*)(ks + half * CHUNK * DK + i) = key[j], *(float4*)(qs + half * CHUNK * DK + i) = query[j];
             }
 #pragma unroll
             for (int j = 0; j < CHUNK / per_row; j++)
@@ -458,20 +489,15 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const int own = local + part / 2 % 4;
     const bool stores = part < 8;  // an even lane a row's change, an odd one the row before's result
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
-    const DeltaRows old = {row_k + (s64)current * 64 * Hk * DK, row_change + (s64)current * 64 * Hv * DV,
-                           row_factor + current * 64 * Hv};
+    const DeltaRows old = {row_k + (s64)current * MOST_ROWS * Hk * DK, row_change + (s64)current * MOST_ROWS * Hv * DV,
+                           row_factor + current * MOST_ROWS * Hv};
     const float* from = matrix + current * flip + at;
     float* next = matrix + (1 - current) * flip + at;
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
-    if (!ALONE && warp < 2) {
-        const int t = threadIdx.x;
-        const bool is = kept && t < rows;
-        const u32 bits = __ballot_sync(FULL, is && step->parents[t] != t - 1);
-        if (is) seen[t] = *(const u64*)step->seen[t] & ~(1ull << t);
-        if (lane == 0) breaks[warp] = bits;
-    }
+    const int t = threadIdx.x;
+    if (branches && t < MOST_ROWS) order[t] = step->order[t], moves[t] = step->moves[t];
 #pragma unroll 1
     for (int i = 0; i < path; i++) {
         const int r = step->path[i];
@@ -481,58 +507,55 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             apply(s[c], key, old.change[((s64)r * Hv + h) * DV + min(column + c, DV - 1)], old.factor[r * Hv + h]);
     }
     if (kept) write_matrix(s, next, part, left);
-#if DK <= 128 && !ALONE
-    float4 base[4][NJ];
+#if !ALONE
+#if HELD
+    float4 held[4][NJ];
+#endif
+    float4* snapshots = (float4*)(moves + MOST_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
+    // The row before's matrix goes to a slot, or what waits there comes back.
+    auto move_matrix = [&](int move) {
+        const int slot = move & 7;
+        const bool waits = move & 8;
+#if HELD
+        if (slot == 1) {
+            if (waits)
+                copy(held, s);
+            else
+                copy(s, held);
+            return;
+        }
+#endif
+        const int i = slot - 1 - HELD, size = 4 * NJ * TEAM;
+        const s64 block = h * (int)gridDim.y + (int)blockIdx.y;
+        float4* at = i < shared_slots ? snapshots + i * size : spill + (block * spilled + i - shared_slots) * size;
 #pragma unroll
-    for (int c = 0; c < 4; c++)
-#pragma unroll
-        for (int j = 0; j < NJ; j++) base[c][j] = s[c][j];
+        for (int k = 0; k < 4 * NJ; k++)
+            if (waits)
+                at[k * TEAM + t] = s[k / NJ][k % NJ];
+            else
+                s[k / NJ][k % NJ] = at[k * TEAM + t];
+    };
 #endif
     depend();  // no kernel of the step writes what has been read so far
     both_have_begun();
     if (chunks) __syncthreads();
 #pragma unroll 1
     for (int c = 0; c < chunks; c++) {
-        const int first = c * CHUNK, place = kept ? first : first % (2 * CHUNK), half = c % 2;
+        const int first = c * CHUNK, half = c % 2, place = half * CHUNK;
         const int n = ALONE ? 1 : min(CHUNK, rows - first);
-        const u32 marks = kept && !ALONE ? breaks[first / 32] >> (first % 32) : 0;
-        const float *k_at = ks + place * DK, *q_at = qs + half * CHUNK * DK, *v_at = vs + half * CHUNK * WIDE + own;
+#if !ALONE
+        const u32 marks = __ballot_sync(FULL, branches && lane < n && moves[first + lane]);
+#endif
+        const float *k_at = ks + place * DK, *q_at = qs + place * DK, *v_at = vs + place * WIDE + own;
         const float2* pair_at = pairs + place;
-        float* to = part % 2 ? outs + (half * CHUNK - 1) * WIDE + own : changes + place * WIDE + own;
+        float* to = part % 2 ? outs + (place - 1) * WIDE + own : changes + place * WIDE + own;
         float o[4] = {};  // parts of the row before, whose sums are taken beside the next row's
         read_fours(key, k_at, part);
 #pragma unroll 1
         for (int i = 0; i < n; i++) {
-            if (!ALONE && marks >> i & 1) {
-                __syncwarp();
-#if DK <= 128 && !ALONE
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-#pragma unroll
-                    for (int j = 0; j < NJ; j++) s[c][j] = base[c][j];
-#else
-                read_matrix(s, left > 0 ? next : from, part, max(left, 1));
+#if !ALONE
+            if (marks >> i & 1) move_matrix(moves[first + i]);
 #endif
-                float4 old_key[NJ], change = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                float factor = 0.0f;
-                u64 ancestors = seen[first + i];
-                auto read_row = [&](int j) {
-                    read_fours(old_key, ks + j * DK, part);
-                    change = *(const float4*)(changes + j * WIDE + local), factor = pairs[j].x;
-                };
-                if (ancestors) read_row(__ffsll(ancestors) - 1);
-#pragma unroll 1
-                while (ancestors) {  // the next one is read while one is applied
-                    float4 k[NJ];
-#pragma unroll
-                    for (int j = 0; j < NJ; j++) k[j] = old_key[j];
-                    const float4 d = change;
-                    const float f = factor;
-                    ancestors &= ancestors - 1;
-                    if (ancestors) read_row(__ffsll(ancestors) - 1);
-                    apply(s[0], k, d.x, f), apply(s[1], k, d.y, f), apply(s[2], k, d.z, f), apply(s[3], k, d.w, f);
-                }
-            }
             const float2 pair = *pair_at;
             const float value = *v_at;
             float4 query[NJ];

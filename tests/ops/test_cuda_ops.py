@@ -326,9 +326,9 @@ def test_argmax(ops):
         ops.read(ops.sample(rows_on(ops, logits), greedy))
 
 
-def mixer_on(ops: CudaOps, T: int):
-    """A state, and a function that runs rows of 64 random ones through a Gated DeltaNet mixer of real head widths."""
-    Hk, Hv, D, taps = 1, 2, 128, 4
+def mixer_on(ops: CudaOps, T: int, D: int = 128):
+    """A state, and a function that runs some of T random rows through a Gated DeltaNet mixer of heads D wide."""
+    Hk, Hv, taps = 1, 2, 4
     C, V, random = (2 * Hk + Hv) * D, Hv * D, np.random.default_rng(11)
     y = random.normal(size=(T, C + V + 2 * Hv)).astype(np.float32)
     w, decay = ops.vector(f32(random.normal(size=(C, taps)))), ops.vector(f32(-np.exp(random.normal(size=Hv))))
@@ -384,6 +384,43 @@ def test_mixer_rows_are_alone(ops):
     assert np.array_equal(run([12], Step.chain(np.zeros(1, np.int32), 12)), want)
     state.restore(snapshot)
     assert np.array_equal(run([2, 3], Step.chain(np.zeros(2, np.int32), 2)), alone[2:4])
+
+
+TREES = {  # of 64 rows
+    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, 64))],
+    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, 64))],
+    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(64)],
+    "leaves": [PAST] * 64,
+}
+
+
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("tree", TREES)
+def test_mixer_trees_are_plain(tree, D, ops):
+    """Every row of a tree has the bits of the chain that leads to it, and leaves its state."""
+    parents = TREES[tree]
+    state, run = mixer_on(ops, 128, D)
+    run(list(range(64, 70)), Step.chain(np.zeros(6, np.int32), 0))
+    state.commit([0, 1, 2])
+    step = Step.tree(np.zeros(64, np.int32), parents, 3)
+    out = run(list(range(64)), step)
+    before = state.snapshot()
+    for leaf in sorted(set(range(64)) - set(parents)):
+        path = np.flatnonzero(step.visible[leaf])
+        assert np.array_equal(run(path.tolist(), Step.chain(np.zeros(len(path), np.int32), 3)), out[path]), leaf
+    for row in (0, 29, 62, 63):
+        path, after = np.flatnonzero(step.visible[row]), []
+        for whole in (True, False):
+            state.restore(before)
+            if whole:
+                run(list(range(64)), step)
+                state.commit(path)
+            else:
+                for at, one in enumerate(path):
+                    run([int(one)], Step.chain(np.zeros(1, np.int32), 3 + at))
+                    state.commit([0])
+            after.append(run([70, 71], Step.chain(np.zeros(2, np.int32), 3 + len(path))))
+        assert np.array_equal(*after), row
 
 
 class Attention:

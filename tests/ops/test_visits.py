@@ -1,0 +1,47 @@
+"""The order in which the CUDA kernel of the delta rule visits a tree; without a GPU."""
+
+import numpy as np
+import pytest
+
+from common.step import PAST
+from cuda_backend.visits import RUN, WAITS, most_slots, runs, visits
+
+
+def slots_of(parents):
+    """Visit the tree as the kernel does; returns the slots that it took."""
+    order, moves, after = visits(parents)
+    waiting, current = {}, PAST
+    for row, move, before in zip(order, moves, after, strict=True):
+        if move & WAITS:
+            waiting[move - WAITS] = current
+        elif move:
+            current = waiting[move]
+        assert current == parents[row] == (PAST if before == PAST else order[before])
+        current = row
+    assert sorted(order) == list(range(len(parents)))
+    return max(waiting, default=0)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 22, 64, 128])
+def test_every_row_goes_on_from_its_parent(T):
+    random = np.random.default_rng(T)
+    for reach in random.integers(1, T + 1, 20):
+        parents = [int(random.integers(max(PAST, t - reach), t)) for t in range(T)]
+        assert slots_of(parents) <= most_slots(T)
+    assert slots_of(list(range(-1, T - 1))) == 0
+    assert visits(list(range(-1, T - 1)))[0] == list(range(T))
+
+
+@pytest.mark.parametrize("T", [2, 6, 14, 30, 62, 126])
+def test_a_binary_tree_needs_the_most_slots(T):
+    assert slots_of([PAST, PAST, *((t - 2) // 2 for t in range(2, T))]) == most_slots(T) == most_slots(T - 1) + 1
+
+
+def test_leaves_wait_in_the_first_slot():
+    """Which is in registers: of a node with one child that has children, whatever comes before it."""
+    assert slots_of([PAST, 0, 0, 0, 1, 4, 4, 4, 5]) == 1
+
+
+def test_runs():
+    after = [PAST, 0, 1, 2, 3, 4, 1, 6, 1, PAST]
+    assert runs(after) == [0, RUN, 6, 8, 9]
