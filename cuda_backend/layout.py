@@ -140,6 +140,8 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
     """CTAs of a launch and the most of them that touch one row block: the partial sums of the output."""
     units = row_blocks * k_blocks
     ctas = min(ctas, units)
+    if ctas < units <= 2 * ctas:  # no stripe is longer for it, and there are fewer partial sums
+        ctas = -(-units // 2)
     first = np.arange(row_blocks, dtype=np.int64) * k_blocks
     spread = ((first + k_blocks) * ctas - 1) // units - ((first + 1) * ctas - 1) // units
     return ctas, int(spread.max()) + 1

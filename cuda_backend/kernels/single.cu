@@ -39,7 +39,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
             barrier_init(full + 8 * s, BULK ? 1 : 32);
             barrier_init(empty + 8 * s, 8);
         }
-        barrier_init(met, 8);
+        barrier_init(met, 256);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -117,8 +117,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
 #if MADE || PACK
     int meetings = 0;
     const auto meet = [&] {  // the warps that multiply
-        __syncwarp();
-        if (lane == 0) barrier_arrive(met);
+        barrier_arrive(met);
         barrier_wait(met, meetings++ % 2);
     };
 #endif

@@ -204,12 +204,15 @@ def test_chosen_for_one_row(type_, F, ops, monkeypatch):
     shared = [ops.weight(replace(s, shape=s.shape[1:], data=s.data[20])) for s in stacks]
     random = np.random.default_rng(3)
     router = ops.weight(dense("r", random.normal(scale=512**-0.5, size=(20, 512))))
-    x = random.normal(size=(9, 512)).astype(np.float32)
+    before, norm = ops.weight(random_matrix("Q8_0", 512, 1024)), ops.vector(dense("n", random.normal(size=512)))
+    x, z = (random.normal(size=(9, n)).astype(np.float32) for n in (512, 1024))
     for bias, scale in ((None, 1.0), (ops.vector(dense("b", random.normal(size=20))), 2.5)):
         outs = []
-        for rows in (x, x[:1], x[5:6]):
+        for some in (slice(0, 9), slice(0, 1), slice(5, 6)):
             ops.arena.reset()
-            outs.append(ops.read(ops.moe_ffn(rows_on(ops, rows), router, bias, 3, scale, *experts, *shared)))
+            rows = ops.add(rows_on(ops, x[some]), ops.linear(rows_on(ops, z[some]), before))
+            y = ops.moe_ffn(ops.rms_norm(rows, norm, 1e-6), router, bias, 3, scale, *experts, *shared)
+            outs.append(ops.read(ops.add(rows, y)))
         assert np.isfinite(outs[0]).all()
         assert np.array_equal(outs[0][[0, 5]], np.concatenate(outs[1:]))
 
