@@ -1,5 +1,6 @@
 """Attention: keys and values into the cache, rows over pieces of the past, pieces added up; latent attention too."""
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy
@@ -8,12 +9,13 @@ import numpy as np
 from cuda_backend import weights
 from cuda_backend.launch import PLACES, Array, Node, kernel
 from cuda_backend.layout import (
+    LATENT_ROWS,
     LATENT_TILE,
-    SPLIT_ROWS,
     SPLIT_TILE,
     latent_tiles,
     padded,
     piece_places,
+    run_count,
     split_tiles,
     tail_places,
 )
@@ -29,8 +31,12 @@ LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
 
 class Pieces(NamedTuple):
-    """What kernels/split.cu left for pieces.cu: sums and stats, rows, heads and their width, and how it was cut."""
+    """What kernels/split.cu left for pieces.cu: sums and stats, rows, heads and their width, and how it was cut.
 
+    runs  the most that there may be, kernels/pieces.cu
+    """
+
+    runs: int
     sums: int
     stats: int
     T: int
@@ -75,11 +81,10 @@ def attention(
     )
     at = (np.uint64(step.state), np.uint64(step.positions.address), np.int32(T))
     seen = (np.float32(scale * LOG2_E), np.int32(window or 0), np.int32(keep))
-    defines = f"D={wide}", f"DIM={D}"
     if step.prefill:
         out = Array((T, H, D), ops.arena.take(T * H * D * 4))
         shared = 3 * 64 * (wide + 8) * 2
-        kernel("attention", "whole", defines, shared)(
+        kernel("attention", "whole", (f"D={wide}", f"DIM={D}"), shared)(
             (-(-T * (H // K) // 64), K),
             (128,),
             (*head, *at, *seen, np.uint64(out.address)),
@@ -89,20 +94,22 @@ def attention(
         if kv.store.is_ring:
             _rolled(ops, kv, T, cache, capacity, places)
         return out
-    buffers, shared, ctas = split_tiles(ops.card, wide)
-    blocks = -(-T * (H // K) // SPLIT_ROWS)
+    rows = 16 if T * (H // K) <= 16 else 32  # of a block
+    defines, shared, ctas = split_tiles(ops.card, wide, rows)
+    blocks = -(-T * (H // K) // rows)
     shares = max(1, ctas * ops.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = ops.arena.take(count * T * H * wide * 4), ops.arena.take(count * T * H * 8)
-    kernel("split", "split", (f"D={wide}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared)(
+    kernel("split", "split", defines, shared)(
         (shares * blocks, K),
-        (256,),
+        (8 * rows,),
         (*head, *at, *seen, np.int32(causal), np.int32(shares), np.int32(trunk), np.uint64(sums), np.uint64(stats)),
         shared_mem=shared,
         stream=ops.stream,
     )
-    pieces = Pieces(sums, stats, T, H, wide, 0, SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk)
+    runs = run_count(kv.store.most, window or 0, keep)
+    pieces = Pieces(runs, sums, stats, T, H, wide, 0, SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk)
     return _combined(ops, pieces, (T, H, D), step)
 
 
@@ -124,7 +131,7 @@ def latent_attention(
     q16 = ops.arena.take(T * H * kv.width * 2)
     _gather(ops, q_latent, q_rope, latent, k_rope, kv, step, wide, kv.width, q16)
     rows, most = min(T, TREE_ROWS), kv.store.past + T if step.prefill else kv.capacity
-    blocks, (buffers, shared) = -(-rows * H // SPLIT_ROWS), latent_tiles(ops.card, kv.width)
+    blocks, (buffers, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(ops.card, kv.width)
     shares = max(1, ops.card.shared // (shared + 2048) * ops.card.sms // blocks)
     trunk = piece_places(most, LATENT_TILE, 0, 0, shares)
     count = trunk + tail_places(LATENT_TILE, rows)
@@ -152,7 +159,8 @@ def latent_attention(
             shared_mem=shared,
             stream=ops.stream,
         )
-        pieces = Pieces(sums, stats, n, H, wide, first, LATENT_TILE.bit_length() - 1, 0, 0, shares, trunk)
+        cut = LATENT_TILE.bit_length() - 1, 0, 0, shares, trunk
+        pieces = Pieces(run_count(most, 0, 0), sums, stats, n, H, wide, first, *cut)
         if out:
             _combine(ops, pieces, R, step, out_of(out, 0, 0, H * R, 0))
     return Array((T, H, R), out) if out else _combined(ops, pieces, (T, H, R), step)
@@ -343,10 +351,12 @@ def _combine(
     ops: "CudaOps", pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
     """The pieces added up, D columns of a head."""
-    sums, stats, T, H, wide, first, *cut = pieces
+    runs, sums, stats, T, H, wide, first, *cut = pieces
+    blocks = H, T, -(-D // 128)
+    warps = max(1, min(runs + bool(op), 16, 16 * ops.card.sms // math.prod(blocks)))
     kernel("pieces", "combine")(
-        (H, T, -(-D // 256)),
-        (256,),
+        blocks,
+        (32 * warps,),
         (
             np.uint64(sums),
             np.uint64(stats),
@@ -362,6 +372,7 @@ def _combine(
             gate,
             out,
         ),
+        shared_mem=runs * (32 * 16 + 8),
         stream=ops.stream,
     )
 

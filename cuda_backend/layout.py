@@ -41,8 +41,9 @@ PACKED_ROW = 48  # bytes of 32 columns of one packed row for `linear` of one col
 PACKED_ROWS = 44
 COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
 MOST_COLS = COLS[-1]
-SPLIT_ROWS, SPLIT_TILE = 32, 64  # rows of a CTA of kernels/split.cu and latent.cu, positions of a tile
-LATENT_TILE = 32
+SPLIT_TILE, LATENT_TILE = 64, 32  # positions of a tile of kernels/split.cu and latent.cu
+LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
+MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
 MOST_ROWS = 64  # of a step that may be a tree: prelude.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 
@@ -149,7 +150,7 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
 
 def latent_tiles(card: Card, width: int) -> tuple[int, int]:
     """Tiles of kernels/latent.cu in shared memory, as many as fit up to 4, and its bytes."""
-    tile, rows = LATENT_TILE, SPLIT_ROWS
+    tile, rows = LATENT_TILE, LATENT_ROWS
     fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4 + 2 * rows * 4
     room = card.block_shared - 1024  # the kernel declares some itself
     buffers = min(4, (room - fixed) // (tile * (width + 8) * 2))
@@ -158,14 +159,15 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int]:
     return buffers, fixed + buffers * tile * (width + 8) * 2
 
 
-def split_tiles(card: Card, width: int) -> tuple[int, int, int]:
-    """Tiles of kernels/split.cu in shared memory, its bytes, and CTAs of a multiprocessor, two before more tiles."""
+def split_tiles(card: Card, width: int, rows: int) -> tuple[tuple[str, ...], int, int]:
+    """Definitions of kernels/split.cu for 16 or 32 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor."""
 
     def fit(buffers: int) -> tuple[int, int, int]:
-        shared = (SPLIT_ROWS + buffers * SPLIT_TILE) * (width + 8) * 2 + SPLIT_ROWS * (2 * (SPLIT_TILE + 8) + 16)
-        return buffers, shared, min(2, card.shared // (shared + 2048))
+        shared = (rows + buffers * SPLIT_TILE) * (width + 8) * 2 + rows * (2 * (SPLIT_TILE + 8) + 16)
+        return min(2 if rows == 32 else 4, card.shared // (shared + 2048)), buffers, shared
 
-    return max((fit(4), fit(2)), key=lambda fits: fits[2])
+    ctas, buffers, shared = max(fit(n) for n in ((4, 2) if rows == 32 else (2, 3, 4)))
+    return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
 
 
 def groups_of(columns: int) -> int:
@@ -200,7 +202,9 @@ def padded(width: int) -> int:
 def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> int:
     """Places for the sums of pieces of `most` positions, the tails left out: kernels/flash.cuh Pieces."""
     if window and window + keep <= 65536:
-        size = tile if (window + keep) // tile + 4 <= shares else 128 if window + keep <= 4096 else 256
+        size = (
+            tile if (window + keep) // tile + 4 <= min(shares, MOST_SINGLE) else 128 if window + keep <= 4096 else 256
+        )
         return -(-keep // size) + (1 << (window // size + 1).bit_length())
     return max(group_count(most), shares)
 
@@ -219,3 +223,12 @@ def group_count(n: int) -> int:
     if n <= 131072:
         return 144 + -(-(n - 32768) // 1024)
     return 240 + -(-(n - 131072) // 4096)
+
+
+def run_count(most: int, window: int, keep: int) -> int:
+    """The most runs of eight groups that kernels/pieces.cu finds in `most` positions."""
+    groups = group_count(most)
+    if window and window + keep <= 65536:
+        size = 128 if window + keep <= 4096 else 256
+        groups = min(-(-most // size), -(-(window + MOST_ROWS) // size) + -(-keep // size) + 8)
+    return groups // 8 + 2

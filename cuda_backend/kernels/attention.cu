@@ -33,7 +33,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
     for (int at = begin; at < end; at += TILE) {
         load_tile(vs, values, places, at);
         commit();
-        wait_all_but(1);
+        wait_all_but<1>();
         float s[8][4] = {};
         if (active) {
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
                 for (int n = 0; n < D / 8; n++) o[n][2 * half] *= keep, o[n][2 * half + 1] *= keep;
             }
         }
-        wait_all_but(1);
+        wait_all_but<1>();
         if (active) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
         }
         __syncthreads();
     }
-    wait_all_but(0);
+    wait_all_but<0>();
 }
 
 // The sums of a row over the four lanes that hold it, after the last tile.

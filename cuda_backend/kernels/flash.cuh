@@ -7,13 +7,9 @@ __device__ __forceinline__ void copy16(u32 to, const u16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_all_but(int groups) {  // a constant: 0, 1 or 3
-    if (groups == 3)
-        asm volatile("cp.async.wait_group 3;" ::: "memory");
-    else if (groups == 1)
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+template <int N>
+__device__ __forceinline__ void wait_all_but() {  // groups of this thread's copies, and for the block
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
     __syncthreads();
 }
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 at) {
@@ -57,6 +53,8 @@ __device__ __forceinline__ int group_of(int position) {
 // Places for the pieces of a window, which it touches at most two more of than fit it: a power of 2.
 __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(pieces + 1); }
 
+#define MOST_SINGLE 256  // tiles that are pieces by themselves; also in cuda_backend/layout.py
+
 // What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
 // (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
 // are `shares` enough; the tiles behind them, which hold rows of the step, are pieces each. Of a window the pieces from
@@ -83,6 +81,15 @@ struct Pieces {
         if (i >= count) return trunk + i - count;
         return i < kept || !turns ? (*this)[i] : kept + ((*this)[i] & turns - 1);
     }
+    // Pieces and tails that begin before `group` does.
+    __device__ int before(int group) const {
+        const int position = even ? group << group_bits : group_begin(group), n = single ? position >> bits : group;
+        if (position > tail) return count + min(tails, (position - tail) >> bits);
+        return min(count, n < kept ? n : max(kept, n - first + kept));
+    }
+    // Positions of piece number i, or of a tail.
+    __device__ int from(int i) const { return i < count ? begin((*this)[i]) : tail + (i - count << bits); }
+    __device__ int to(int i) const { return i < count ? stop((*this)[i]) : from(i) + (1 << bits); }
     __device__ int group(int i) const {  // of piece number i
         if (i < count && !single) return (*this)[i];
         const int position = i < count ? (*this)[i] << bits : tail + (i - count << bits);
@@ -104,9 +111,11 @@ struct Mask {
           rows(min(s->rows - first_t, n)), kind(s->kind) {}
     // The first position that row t may see, but for those that are kept.
     __device__ int low(int t) const { return window ? positions[kind == 2 ? 0 : t] - window + 1 : 0; }
+    // The first that any row may; by a whole warp.
     __device__ int lowest() const {
-        int l = low(0);
-        for (int t = 1; window && t < rows; t++) l = min(l, low(t));
+        int l = window ? low(min((int)threadIdx.x % 32, rows - 1)) : 0;
+        if (window && rows > 32) l = min(l, low(min((int)threadIdx.x % 32 + 32, rows - 1)));
+        for (int m = 16; m; m >>= 1) l = min(l, __shfl_xor_sync(FULL, l, m));
         return l;
     }
     // The rows of the step that row t of a tree sees.

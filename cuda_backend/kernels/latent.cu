@@ -19,11 +19,6 @@
 #define COLUMNS ((R / 8 + 15) / 16 * 16)  // of the latent per warp
 #define SCORES (TILE + 8)
 
-template <int N>
-__device__ __forceinline__ void wait_for_all_but() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
 // A row of W by eight threads, a line of it at a time.
 __device__ __forceinline__ void load_row(u16* tile, const u16* from) {
     const u32 to = shared_address(tile + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
@@ -86,8 +81,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
 #pragma unroll 1
             for (int i = threadIdx.x % 8 * 8; i < W; i += 64) *(uint4*)(qs + mine * STRIDE + i) = make_uint4(0, 0, 0, 0);
         commit();
-        wait_for_all_but<0>();
-        __syncthreads();
+        wait_all_but<0>();
         u32 a[2][STEPS][4];
 #pragma unroll
         for (int m = 0; m < 2; m++)
@@ -101,8 +95,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
 #pragma unroll 1
         for (int at = begin; at < stop; at += TILE) {
             const u16* tile = tiles + buffer * TILE * STRIDE;
-            wait_for_all_but<BUFFERS - 2>();
-            __syncthreads();
+            wait_all_but<BUFFERS - 2>();
             const int next = at + (BUFFERS - 1) * TILE;  // to where the tile before this one was
             if (next < stop) load(tiles + (buffer + BUFFERS - 1) % BUFFERS * TILE * STRIDE, next);
             commit();
@@ -194,7 +187,6 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
                 }
             top = lowest, sum = 0.0f;
         }
-        wait_for_all_but<0>();
     }
 }
 

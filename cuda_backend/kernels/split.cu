@@ -3,8 +3,9 @@
 // In        q [T][H][D] float16 and the cache, keys and values [K][capacity][D] float16, the step's rows already in it
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     D, a multiple of 16 up to 256; BUFFERS: tiles of keys or values in shared memory, 2 or 4; CTAS of a multiprocessor
-// Work      rows are (t, query head of the group), 32 per CTA of eight warps. Of a tile's products with q a warp takes 16
+// Build     D, a multiple of 16 up to 256; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
+//           a multiprocessor
+// Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
 //           before this one have ended. A tree's row sees other rows than its neighbours: the tiles behind the committed
@@ -18,150 +19,139 @@
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE 64         // positions
-#define ROWS 32
+#define CTA (ROWS * 8)  // threads
+#define LINE (D / 8)    // copies of 16 bytes of a position
 #define PROBABILITIES (TILE + 8)
 #define NV ((D / 16 + 3) / 4)  // blocks of 16 columns of a warp
 #define MINUS_INFINITY (-__int_as_float(0x7f800000))
+#define NOWHERE (1 << 30)
 
-// A tile on its way: where it begins, where the sums of its piece lie, and whose it is.
-struct Tile {
-    int at, place, last;  // last: of its piece
-    int row, part, seen;  // row: of a tree, or -1 for all rows of the CTA; part of its group; rows of the step that it sees
-};
-
-extern "C" __global__ void __launch_bounds__(256, CTAS)
+extern "C" __global__ void __launch_bounds__(CTA, CTAS)
 split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int K, const StepState* step,
       const int* positions, int T, float scale, int window, int keep, int causal, int shares, int trunk, float* sums,
       float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ Tile coming[4];
-    __shared__ int item, job, stop;  // the next of the CTA's pieces, and of its tiles of rows of a tree; where a piece stops
-    __shared__ short lines[2][MOST_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
+    __shared__ int2 coming[4];  // tiles on their way: where each begins, + 1 if its piece ends with it, and what number that has
+    __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
+    __shared__ int group, block, share, parts;
+    __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
+    __shared__ short line[MOST_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + BUFFERS * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     const Mask mask(step, positions, window, keep, causal);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp % 2, c = warp / 2;
-    const int group = H / K, head = blockIdx.y, cta = blockIdx.x, ctas = gridDim.x;
-    const int blocks = ctas / shares;  // of rows, of which there may be fewer
-    if (threadIdx.x == 0) {
-        pieces.cut(6, mask.past, mask.rows, window, keep, mask.lowest(), shares, trunk);
-        item = cta % blocks * ROWS < mask.rows * group ? cta / blocks : 1 << 30, job = cta, stop = 0;
-        coming[3] = {0, 0, 1, -1, 0, 0};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4;
+    const int head = blockIdx.y, cta = blockIdx.x, ctas = gridDim.x;
+    if (warp == 0) {
+        const int lowest = mask.lowest();
+        if (lane == 0) {
+            const int blocks = ctas / shares;  // of rows, of which there may be fewer
+            const bool branches = step->branches;
+            group = H / K, block = cta % blocks, share = cta / blocks, parts = (group + ROWS - 1) / ROWS;
+            pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min(shares, MOST_SINGLE), trunk);
+            items = block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
+            jobs = branches ? mask.rows * pieces.tails * parts : 0;
+        }
     }
     __syncthreads();
 
-    // By one thread: the tile to be loaded after `last`, of which none is left where its place is -1.
-    auto next = [&](const Tile& last) {
-        const int tails = step->branches ? 0 : pieces.tails, items = tails + pieces.count;  // those that all rows share
-        Tile tile = last;
-        if (!last.last) {
-            tile.at += TILE;
-        } else if (item < items) {  // tails first, then pieces from the newest on
-            const int i = item < tails ? pieces.count + item : items - 1 - item;
-            tile.place = pieces.place(i);
-            tile.at = i < pieces.count ? pieces.begin(pieces[i]) : pieces.tail + (i - pieces.count) * TILE;
-            stop = i < pieces.count ? pieces.stop(pieces[i]) : tile.at + TILE;
-            item += shares;
-        } else {
-            const int parts = (group + ROWS - 1) / ROWS, jobs = step->branches ? mask.rows * pieces.tails * parts : 0;
-            for (tile.place = -1; job < jobs && tile.place < 0; job += ctas) {
-                const int n = job / parts % pieces.tails;
-                tile.part = job % parts, tile.row = job / parts / pieces.tails;
-                tile.seen = mask.seen(tile.row);
-                tile.at = pieces.tail + n * TILE, stop = tile.at + TILE;
-                if (tile.at < mask.past + tile.seen) tile.place = pieces.trunk + n;  // else it holds no row that this one sees
+    if ((block * ROWS >= mask.rows * group || share >= items) && ctas - 1 - cta >= jobs) return;
+    // first the pieces that all rows see, then tiles of the rows of a tree, one by one
+#pragma unroll 1
+    for (int job = -1; job < jobs; job = job < 0 ? ctas - 1 - cta : job + ctas) {
+        const int row_of_tree = job / parts / pieces.tails, part = job % parts;
+        const int first_row = job < 0 ? block * ROWS : row_of_tree * group + part * ROWS;
+        const int rows = min(ROWS, job < 0 ? mask.rows * group - first_row : group - part * ROWS);
+        const int seen = job < 0 ? 0 : mask.seen(row_of_tree);
+
+        // the tile that is fetched next, where its piece ends and what number that has, and the pieces of the CTA so far
+        int ahead = job < 0 ? 0 : pieces.tail + job / parts % pieces.tails * TILE, stop = ahead + TILE, number = 0, turn = 0;
+        if (job >= 0 && ahead >= mask.past + seen) continue;  // no row that this one sees
+        auto advance = [&] {
+            ahead += TILE;
+            if (ahead < stop) return;
+            const int item = turn * shares + (turn % 2 ? shares - 1 - share : share);  // forth and back, for equal shares
+            turn++, ahead = NOWHERE;
+            if (item >= items || job >= 0) return;
+            number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            ahead = pieces.from(number), stop = pieces.to(number);
+        };
+        if (job < 0) advance();
+        __syncthreads();
+        if (job >= 0 && warp == 0) {
+            int before = 0;
+#pragma unroll
+            for (int w = 0; w < MOST_ROWS / 32; w++) {
+                const u32 bits = step->seen[row_of_tree][w];
+                if (bits >> lane & 1) line[before + __popc(bits & ((1u << lane) - 1))] = w * 32 + lane;
+                before += __popc(bits);
             }
         }
-        tile.last = tile.at + TILE >= stop;
-        return tile;
-    };
-    // Positions of a tile, committed ones (1), those of the step (2) or both (3).
-    auto load = [&](u16* tile, bool of_keys, const Tile& of, const short* line, int which) {
-        const u16* plane = (of_keys ? keys : values) + head * capacity * D;
-        const int start = place_of(places, of.at);
-        const u32 to = shared_address(tile + warp * STRIDE + lane * 8);
-        if (of.at + TILE <= mask.past) {
-            const u16* from = plane + (s64)(start + warp) * D + lane * 8;
-#pragma unroll 4
-            for (int i = 0; i < TILE / 8; i++)
-#pragma unroll
-                for (int e = 0; e < D; e += 256)
-                    if (D % 256 == 0 || e + lane * 8 < D) copy16(to + (i * 8 * STRIDE + e) * 2, from + i * 8 * D + e);
-            return;
-        }
-        const int total = places.fixed + places.ring, begin_of_rows = place_of(places, mask.past);
-#pragma unroll 1
-        for (int i = 0; i < TILE; i += 8) {
-            const int row = of.at + warp + i - mask.past;
-            if (!(which & (row < 0 ? 1 : 2))) continue;
-            int place = row < 0 ? start + warp + i : begin_of_rows + (of.seen ? line[min(row, of.seen - 1)] : row);
-            if (row >= 0 && place >= total) place -= places.ring;
-            const u16* from = plane + (s64)place * D + lane * 8;
-#pragma unroll
-            for (int e = 0; e < D; e += 256)
-                if (D % 256 == 0 || e + lane * 8 < D) copy16(to + (i * STRIDE + e) * 2, from + e);
-        }
-    };
+        __syncthreads();
 
-    float o[2 * NV][4], l[2], top[2], best[2];  // of rows lane / 4 and that + 8 of a warp's 16
-    int low[2], high[2], place_of_row[2];       // positions that a row sees; -1 for rows that are none
-    auto clear = [&] {
-        l[0] = l[1] = 0.0f, top[0] = top[1] = MINUS_INFINITY;
-#pragma unroll
-        for (int n = 0; n < 2 * NV; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
-    };
-    clear();
-    const u32 q_at = shared_address(qs + (m * 16 + lane % 16) * STRIDE + lane / 16 * 8);
-    const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
-    bool active = false;  // does the warp have rows?
+        auto fetch = [&](int i) {  // load i of keys and values in turns
+            const bool of_values = i % 2;
+            if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), number);
+            if (ahead < NOWHERE) {
+                const int start = place_of(places, ahead);
+                const u16* plane = (of_values ? values : keys) + head * capacity * D;
+                u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
+                if (ahead + TILE <= mask.past) {
+                    const u16* from = plane + (s64)start * D + threadIdx.x * 8;
+                    const u32 to = shared_address(tile + threadIdx.x / LINE * STRIDE + threadIdx.x % LINE * 8);
+#pragma unroll 4
+                    for (int j = 0; j < TILE * LINE; j += CTA) {
+                        const int n = j + threadIdx.x;
+                        if (CTA % LINE == 0 && TILE * LINE % CTA == 0)
+                            copy16(to + j / LINE * STRIDE * 2, from + j * 8);
+                        else if (n < TILE * LINE)
+                            copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), from + j * 8);
+                    }
+                } else {  // those of the step as they come, or as a row of a tree sees them
+                    const int total = places.fixed + places.ring, begin = place_of(places, mask.past);
 #pragma unroll 1
-    for (int load_of = -BUFFERS;; load_of++) {  // one of keys or values after the other
-        u16* buffer = tiles + (load_of + BUFFERS) % BUFFERS * TILE * STRIDE;
-        const bool first = load_of % 2 == 0;
-        if (load_of == 0) {
-            depend();
-            __syncthreads();
-            bool waits = false;
-#pragma unroll 1
-            for (int i = 0; i < BUFFERS; i++) {  // what the step has written of the tiles that are on their way
-                const Tile& of = coming[i / 2];
-                if (of.place < 0 || of.at + TILE <= mask.past) continue;
-                load(tiles + i * TILE * STRIDE, i % 2 == 0, of, lines[i / 2 % 2], 2);
-                waits = true;
+                    for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
+                        const int row = ahead + n / LINE - mask.past;
+                        int place = row < 0 ? start + n / LINE : begin + (seen ? line[min(row, seen - 1)] : row);
+                        if (row >= 0 && place >= total) place -= places.ring;
+                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)place * D + n % LINE * 8);
+                    }
+                }
+                if (of_values) advance();
             }
             commit();
-            if (waits) wait_all_but(0);
-        }
-        if (load_of >= 0) {
-            wait_all_but(BUFFERS - 1);
-            if (coming[load_of / 2 % 4].place < 0) break;
-        }
-        const Tile& now = coming[max(load_of, 0) / 2 % 4];
-        if (load_of >= 0 && first) {
-            if (load_of == 0 || now.row >= 0) {  // other rows
-                const int first_row = now.row < 0 ? cta % blocks * ROWS : now.row * group + now.part * ROWS;
-                const int rows = min(ROWS, now.row < 0 ? mask.rows * group - first_row : group - now.part * ROWS);
-                active = m * 16 < rows;
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int r = m * 16 + lane / 4 + half * 8, t = min((first_row + r) / group, mask.rows - 1);
-                    place_of_row[half] = r < rows ? t * H + head * group + first_row + r - t * group : -1;
-                    low[half] = mask.low(t), high[half] = now.row < 0 ? mask.high(t) : mask.past + now.seen - 1;
-                }
+        };
+        bool waits = job < 0;
 #pragma unroll 1
-                for (int r = warp; r < ROWS; r += 8) {
-                    const int t = (first_row + r) / group;
-                    const u16* from = q + ((s64)t * H + head * group + first_row + r - t * group) * D;
-                    for (int e = lane * 8; e < D; e += 256)
-                        *(uint4*)(qs + r * STRIDE + e) = r < rows ? *(const uint4*)(from + e) : make_uint4(0, 0, 0, 0);
-                }
-                __syncthreads();
-            }
+        for (int i = 0; i <= BUFFERS; i++) {
+            if (waits && (i == BUFFERS || ahead + TILE > mask.past)) depend(), waits = false;
+            if (i < BUFFERS) fetch(i);
+        }
+        if (threadIdx.x < ROWS) {
+            const int t = min((first_row + (int)threadIdx.x) / group, mask.rows - 1);
+            spans[threadIdx.x] = make_int2(mask.low(t), job < 0 ? mask.high(t) : mask.past + seen - 1);
+        }
+#pragma unroll 1
+        for (int n = threadIdx.x; n < ROWS * LINE; n += CTA) {
+            const int r = n / LINE, t = (first_row + r) / group;
+            u16* to = qs + r * STRIDE + n % LINE * 8;
+            if (r < rows)
+                copy16(shared_address(to), q + ((s64)t * H + head * group + first_row + r - t * group) * D + n % LINE * 8);
+            else
+                *(uint4*)to = make_uint4(0, 0, 0, 0);
+        }
+        commit();
+        wait_all_but<0>();
+        const bool active = m * 16 < rows;
+        float o[2 * NV][4] = {}, l[2] = {0.0f, 0.0f}, top[2] = {MINUS_INFINITY, MINUS_INFINITY}, best[2];  // of rows lane / 4 and that + 8
+#pragma unroll 1
+        for (int tile = 0; coming[tile % 4].x < NOWHERE; tile++) {
+            const int at = coming[tile % 4].x / 2 * 2;
             float s[2][2][4] = {};
             if (active) {
-                const u32 k_at = shared_address(buffer + (c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
+                const u32 q_at = shared_address(qs + (m * 16 + lane % 16) * STRIDE + lane / 16 * 8);
+                const u32 k_at = shared_address(tiles + (2 * tile % BUFFERS * TILE + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
                 auto multiply = [&](float (&sum)[2][4], int d) {
                     u32 a[4], k[4];
                     ldmatrix(a, q_at + d * 32);
@@ -174,17 +164,18 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                     multiply(s[0], d);
                     if (D / 16 % 2 == 0 || d + 1 < D / 16) multiply(s[1], d + 1);
                 }
-                const bool all = now.at + TILE <= mask.past && !window;
+                const bool all = at + TILE <= mask.past && !window;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float most = MINUS_INFINITY;
+                    const int2 span = spans[m * 16 + lane / 4 + half * 8];
 #pragma unroll
                     for (int n = 0; n < 2; n++)
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             float& x = s[0][n][2 * half + e];
-                            const int at = now.at + c * 16 + n * 8 + lane % 4 * 2 + e;
-                            const bool see = all || (at <= high[half] && (at >= low[half] || at < keep));
+                            const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
+                            const bool see = all || (position <= span.y && (position >= span.x || position < keep));
                             x = see ? (x + s[1][n][2 * half + e]) * scale : MINUS_INFINITY;
                             most = fmaxf(most, x);
                         }
@@ -194,6 +185,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                 }
             }
             __syncthreads();
+            fetch(2 * tile + BUFFERS);
             if (active)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -208,82 +200,70 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                         *(u32*)(ps + r * PROBABILITIES + c * 16 + n * 8 + lane % 4 * 2) =
                             to_half2(exp2f(s[0][n][2 * half] - base), exp2f(s[0][n][2 * half + 1] - base));
                 }
-        }
-        if (load_of >= 0 && !first && active) {
-            u32 p[TILE / 16][4];
-            float before[2], after[2], ones[4] = {};  // factors; times ones
-#pragma unroll
-            for (int k = 0; k < TILE / 16; k++) {
-                ldmatrix(p[k], p_at + k * 32);
-                mma(ones, p[k], 0x3c003c00, 0x3c003c00);
-            }
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float both = fmaxf(top[half], best[half]);
-                before[half] = power(top[half] - both), after[half] = power(best[half] - both);
-                l[half] = l[half] * before[half] + ones[2 * half] * after[half];
-                top[half] = both;
-            }
-            const u32 v_at = shared_address(buffer + lane % 16 * STRIDE + c * 16 + lane / 16 * 8);
-#pragma unroll
-            for (int n = 0; n < NV; n++) {
-                if (D % 64 && (n * 4 + c) * 16 >= D) break;
-                float sum[2][4] = {};
+            wait_all_but<BUFFERS - 1>();
+            if (active) {
+                const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
+                u32 p[TILE / 16][4];
+                float before[2], after[2], ones[4] = {};  // factors; times ones
 #pragma unroll
                 for (int k = 0; k < TILE / 16; k++) {
-                    u32 v[4];
-                    ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 64) * 2);
-                    mma(sum[0], p[k], v[0], v[1]);
-                    mma(sum[1], p[k], v[2], v[3]);
+                    ldmatrix(p[k], p_at + k * 32);
+                    mma(ones, p[k], 0x3c003c00, 0x3c003c00);
                 }
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        float& x = o[2 * n + j][e];
-                        x = __fmaf_rn(sum[j][e], after[e / 2], x * before[e / 2]);  // both products are exact
-                    }
-            }
-            if (now.last) {  // of its piece
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    if (place_of_row[half] < 0) continue;
-                    const s64 to = (s64)now.place * T * H + place_of_row[half];
-                    if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[half], l[half]);
-                    float* out = sums + to * D + c * 16 + lane % 4 * 2;
-#pragma unroll
-                    for (int n = 0; n < NV; n++)
-#pragma unroll
-                        for (int j = 0; j < 2; j++)
-                            if (D % 64 == 0 || (n * 4 + c) * 16 < D)
-                                *(float2*)(out + n * 64 + j * 8) = make_float2(o[2 * n + j][2 * half], o[2 * n + j][2 * half + 1]);
+                    const float both = fmaxf(top[half], best[half]);
+                    before[half] = power(top[half] - both), after[half] = power(best[half] - both);
+                    l[half] = l[half] * before[half] + ones[2 * half] * after[half];
+                    top[half] = both;
                 }
-                clear();
-            }
-        }
-        const int ordinal = (load_of + BUFFERS) / 2;
-        Tile& ahead = coming[ordinal % 4];  // whose load takes this buffer
-        if (first && threadIdx.x == 224) {  // of a warp that has nothing to do in plain decoding
-            const Tile& last = coming[(ordinal + 3) % 4];
-            if (last.place < 0)
-                ahead.place = -1;
-            else
-                ahead = next(last);
-        }
-        __syncthreads();
-        if (first && ahead.place >= 0 && ahead.seen) {
-            if (warp == 0) {
-                int before = 0;
+                const u32 v_at = shared_address(tiles + ((2 * tile + 1) % BUFFERS * TILE + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
 #pragma unroll
-                for (int w = 0; w < MOST_ROWS / 32; w++) {
-                    const u32 bits = step->seen[ahead.row][w];
-                    if (bits >> lane & 1) lines[ordinal % 2][before + __popc(bits & ((1u << lane) - 1))] = w * 32 + lane;
-                    before += __popc(bits);
+                for (int n = 0; n < NV; n++) {
+                    if (D % 64 && (n * 4 + c) * 16 >= D) break;
+                    float sum[2][4] = {};
+#pragma unroll
+                    for (int k = 0; k < TILE / 16; k++) {
+                        u32 v[4];
+                        ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 64) * 2);
+                        mma(sum[0], p[k], v[0], v[1]);
+                        mma(sum[1], p[k], v[2], v[3]);
+                    }
+#pragma unroll
+                    for (int j = 0; j < 2; j++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            float& x = o[2 * n + j][e];
+                            x = __fmaf_rn(sum[j][e], after[e / 2], x * before[e / 2]);  // both products are exact
+                        }
+                }
+                if (coming[tile % 4].x % 2) {
+                    const int place = job < 0 ? pieces.place(coming[tile % 4].y) : trunk + job / parts % pieces.tails;
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const int r = m * 16 + lane / 4 + half * 8, row = first_row + r, t = row / group;
+                        if (r >= rows) continue;
+                        const s64 to = ((s64)place * T + t) * H + head * group + row - t * group;
+                        if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[half], l[half]);
+                        float* out = sums + to * D + c * 16 + lane % 4 * 2;
+#pragma unroll
+                        for (int n = 0; n < NV; n++)
+#pragma unroll
+                            for (int j = 0; j < 2; j++)
+                                if (D % 64 == 0 || (n * 4 + c) * 16 < D)
+                                    *(float2*)(out + n * 64 + j * 8) = make_float2(o[2 * n + j][2 * half], o[2 * n + j][2 * half + 1]);
+                    }
+                    l[0] = l[1] = 0.0f, top[0] = top[1] = MINUS_INFINITY;
+#pragma unroll
+                    for (int n = 0; n < 2 * NV; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
                 }
             }
-            __syncthreads();
+            if (BUFFERS == 2) {  // the values to come must not wait for the keys before them
+                __syncthreads();
+                fetch(2 * tile + 3);
+            }
+            wait_all_but<BUFFERS == 2 ? 1 : BUFFERS - 2>();
+            if (BUFFERS > 2) fetch(2 * tile + 1 + BUFFERS);
         }
-        if (ahead.place >= 0) load(buffer, first, ahead, lines[ordinal % 2], load_of < 0 ? 1 : 3);
-        commit();
     }
 }

@@ -35,6 +35,12 @@ struct float2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
+struct int2 {
+    int x, y;
+};
+struct double2 {
+    double x, y;
+};
 struct uint2 {
     unsigned x, y;
 };
@@ -47,6 +53,8 @@ struct alignas(16) int4 {
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 

@@ -30,6 +30,7 @@ from cuda_backend.layout import (
     padded,
     partition,
     ring,
+    run_count,
     source,
     split_tiles,
     tile_defines,
@@ -69,11 +70,6 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
     return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", f"NORM={norm}", f"ALONE={alone}"
 
 
-def split(card: Card, width: int) -> tuple[str, ...]:
-    buffers, _, ctas = split_tiles(card, width)
-    return f"D={width}", f"BUFFERS={buffers}", f"CTAS={ctas}"
-
-
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
@@ -85,7 +81,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
     plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
-    plain += [("split", split(card, d)) for d in (16, 64, 80, 128, 256)]
+    plain += [("split", split_tiles(card, d, rows)[0]) for d in (16, 64, 80, 128, 256) for rows in (16, 32)]
     plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
@@ -236,3 +232,25 @@ def test_group_count():
     begins += [32768 + i * 1024 for i in range(96)] + [131072 + i * 4096 for i in range(32)]
     for n in (1, 128, 129, 4096, 4097, 32768, 32769, 131072, 131073, 262144):
         assert group_count(n) == sum(begin < n for begin in begins)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_split_fits(card, rows):
+    for width in (16, 64, 80, 128, 256):
+        defines, shared, ctas = split_tiles(card, width, rows)
+        assert ctas >= 1, defines
+        assert shared <= card.block_shared
+        assert ctas * (shared + 2048) <= card.shared  # 1 KB is the system's, and the kernel declares some itself
+
+
+def test_run_count():
+    """A run for every eight groups that there are, wherever a window lies among them."""
+    for most in (64, 1024, 4160, 40000, 300000):
+        assert run_count(most, 0, 0) * 8 >= group_count(most)
+        for window, keep in ((512, 0), (512, 200), (4096, 64), (60000, 0)):
+            size = 128 if window + keep <= 4096 else 256
+            for past in range(0, most, max(1, most // 50)):
+                low = max(keep, past - window + 1)
+                seen = {i // size // 8 for i in (*range(min(keep, past)), *range(low, past + 64))}
+                assert run_count(most, window, keep) >= min(len(seen), -(-most // size // 8))

@@ -73,7 +73,6 @@ static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
 ATTENTION = r"""
 static void copy16(u32 to, const u16* from) { memcpy(block_memory + to, from, 16); }
 static void commit() {}
-static void wait_all_but(int) { __syncthreads(); }
 struct Load { u32 at; u32* to; };
 static void ldmatrix(u32 (&r)[4], u32 at) {
     Load load{at, r};
