@@ -258,8 +258,8 @@ def _heads_to_cache(
         norms = q_norm, q_weight, k_weight, q_eps, q_rope
         cache = np.uint64(keys), np.uint64(values), np.int64(capacity)
         kernel("to_cache", "to_cache", (f"D={D}",))(
-            (-(-T * (H + 2 * K) // 2),),
-            (64,),
+            (T * (H + 2 * K),),
+            (D,),
             (
                 *(view(x) for x in sources),
                 np.int32(H),

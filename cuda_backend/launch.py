@@ -266,9 +266,10 @@ class Array:
     """An activation: float32 or int32 on the device, perhaps not computed yet, perhaps partial sums to be added.
 
     Models see `shape`, reshape and slice. Strides are in elements; `slots` partial sums lie `slot` elements apart.
+    `needs` tells where columns of (T, n) end that have fewer, and how many: zeros follow, which a slice leaves out.
     """
 
-    __slots__ = ("_address", "dtype", "node", "owner", "shape", "slot", "slots", "strides")
+    __slots__ = ("_address", "dtype", "needs", "node", "owner", "shape", "slot", "slots", "strides")
 
     def __init__(
         self,
@@ -279,10 +280,12 @@ class Array:
         node: Node | None = None,
         slots: int = 1,
         slot: int = 0,
+        needs: Sequence[tuple[int, int]] = (),
         owner: Any = None,
         dtype: Any = np.float32,
     ):
         self.shape = tuple(shape)
+        self.needs = needs
         self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
         self._address, self.node, self.slots, self.slot, self.owner, self.dtype = (
             address,
@@ -336,14 +339,19 @@ class Array:
                 offset += at * stride
         if self.node and not self._address and offset == 0 and tuple(shape) == self.shape:
             return self
-        return self._view(shape, strides, offset)
+        slots = self.slots
+        if self.needs and len(index) == 2 and shape[1]:  # of the segments that the slice touches
+            first, last = offset % self.shape[1], offset % self.shape[1] + shape[1]
+            begins = (0, *(end for end, _ in self.needs))
+            slots = max(n for begin, (end, n) in zip(begins, self.needs, strict=False) if begin < last and end > first)
+        return self._view(shape, strides, offset, slots)
 
-    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> "Array":
+    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int, slots: int = 0) -> "Array":
         return Array(
             shape,
             self.address + 4 * offset,
             strides=strides,
-            slots=self.slots,
+            slots=slots or self.slots,
             slot=self.slot,
             owner=self.owner,
             dtype=self.dtype,

@@ -4,6 +4,7 @@ A `Weight` is a stack of segments by rows, one per stored type, so that parts of
 projection beside Q4_K queries) still make one output.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -243,7 +244,9 @@ def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stre
     cols = next(c for c in COLS if c >= T)
     grids = {s: partition(ring(card, s.type, cols)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
     slots = max((n for _, n in grids.values()), default=1)
-    out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N)
+    counts = (grids[s][1] if s in grids else 1 for s in w.segments)
+    needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
+    out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
     at, squares = out.address, 0
     if len(grids) == len(w.segments):
         packed, squares = node.as_unscaled(cols)
