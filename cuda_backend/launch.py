@@ -198,6 +198,7 @@ class Node:
     def __init__(self, arena: Arena, T: int, K: int, emit: Callable[[int, int, int, int], None]):
         self.arena, self.T, self.K, self.emit = arena, T, K, emit
         self.dense = self.bf16 = 0
+        self.reads: Array | None = None  # of which `emit` has the address alone
         self.packed: dict[int, int] = {}
         self.unscaled: Callable[[int, int, int, int], bool] | None = None  # (packed, cols, squares, dense): as_unscaled
         self.loose_dense = 0

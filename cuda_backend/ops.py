@@ -337,7 +337,8 @@ class CudaOps(Ops):
         """An op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
         T, H, D = x.shape
         address = weight.address if weight else 0
-        turn = self.rope_of(rope, positions)
+        places = None if rope is None else self.on_device(positions)
+        turn = self.rope_of(rope, places)
 
         def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
             if (packed or bf16) and D % 32:  # groups of 32 straddle heads
@@ -372,17 +373,18 @@ class CudaOps(Ops):
             )
 
         node = Node(self.arena, T, H * D, emit)
+        node.reads = places
         if gate is None:
             node.roping = x, (np.int32(norm), np.uint64(address), np.float32(eps), turn)
         return Array((T, H, D), node=node)
 
-    def rope_of(self, rope: Rope | None, positions: Any) -> np.ndarray:
-        if rope is None:
+    def rope_of(self, rope: Rope | None, places: Array | None) -> np.ndarray:
+        if rope is None or places is None:
             return np.zeros((), ROPE)
         if rope not in self.ropes:
             self.ropes[rope] = weights.upload(np.array(rope.frequencies, np.float64), self.stream)
             self.stream.synchronize()
-        table = self.ropes[rope].address, self.on_device(positions).address, len(rope.frequencies), rope.magnitude
+        table = self.ropes[rope].address, places.address, len(rope.frequencies), rope.magnitude
         return np.array(table, ROPE)
 
     def grouped(

@@ -342,7 +342,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float* others = (float*)(moves + MOST_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
     const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == TEAM) {  // which expects the first bytes, before any thread has waited for another
         for (int i = 0; i < 4; i++) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(arrivals + 8 * i) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
