@@ -32,6 +32,7 @@
 #define TEAM 256                                    // threads of the recurrence
 #define HELPERS (ALONE ? 6 : 4)                     // warps beside them
 #define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
+#define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
 #define RUN 4                                       // visits that a warp prepares: cuda_backend/visits.py
 #define FLIGHT (DK <= 128 && __CUDA_ARCH__ == 900 ? 3 : 2)  // partial sums of them read at once: as registers allow
 #if NORM
@@ -499,12 +500,24 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const int t = threadIdx.x;
     if (branches && t < MOST_ROWS) order[t] = step->order[t], moves[t] = step->moves[t];
 #pragma unroll 1
-    for (int i = 0; i < path; i++) {
-        const int r = step->path[i];
-        read_fours(key, old.k + ((s64)r * Hk + hk) * DK, part);
+    for (int first = 0; first < path; first += APPLIED) {
+        float4 k[APPLIED][NJ];
+        float change[APPLIED][4], factor[APPLIED];
 #pragma unroll
-        for (int c = 0; c < 4; c++)
-            apply(s[c], key, old.change[((s64)r * Hv + h) * DV + min(column + c, DV - 1)], old.factor[r * Hv + h]);
+        for (int i = 0; i < APPLIED; i++) {
+            if (first + i >= path) break;
+            const int r = step->path[first + i];
+            read_fours(k[i], old.k + ((s64)r * Hk + hk) * DK, part);
+#pragma unroll
+            for (int c = 0; c < 4; c++) change[i][c] = old.change[((s64)r * Hv + h) * DV + min(column + c, DV - 1)];
+            factor[i] = old.factor[r * Hv + h];
+        }
+#pragma unroll
+        for (int i = 0; i < APPLIED; i++) {
+            if (first + i >= path) break;
+#pragma unroll
+            for (int c = 0; c < 4; c++) apply(s[c], k[i], change[i][c], factor[i]);
+        }
     }
     if (kept) write_matrix(s, next, part, left);
 #if !ALONE
