@@ -404,7 +404,8 @@ def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     if len(x) > FEW_ROWS:
         return x @ w.T
     n = -(-CACHED // w.shape[1])
-    return np.concatenate([np.matmul(x[:, None], w[at : at + n].T)[:, 0] for at in range(0, len(w), n)], axis=-1)
+    pieces = [np.matmul(x[:, None], w[at : at + n].T)[:, 0] for at in range(0, len(w), n)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
 
 def peak_resident_bytes() -> int:
