@@ -12,6 +12,8 @@ from cuda_backend.layout import (
     LATENT_ROWS,
     LATENT_TILE,
     SPLIT_TILE,
+    UNPACKED,
+    Packing,
     latent_tiles,
     padded,
     piece_places,
@@ -162,7 +164,7 @@ def latent_attention(
         cut = LATENT_TILE.bit_length() - 1, 0, 0, shares, trunk
         pieces = Pieces(run_count(most, 0, 0), sums, stats, n, H, wide, first, *cut)
         if out:
-            _combine(ops, pieces, R, step, out_of(out, 0, 0, H * R, 0))
+            _combine(ops, pieces, R, step, out_of(out, 0, 0, H * R, UNPACKED))
     return Array((T, H, R), out) if out else _combined(ops, pieces, (T, H, R), step)
 
 
@@ -332,15 +334,15 @@ def _combined(ops: "CudaOps", pieces: Pieces, shape: tuple[int, int, int], step:
     """The pieces added up, when their consumer is known; a gate may come along."""
     T, H, D = shape
 
-    def launch(dense: int, packed: int, bf16: int, cols: int, op: int = 0, gate: Array | None = None) -> None:
-        out = out_of(dense, packed, bf16, H * D, cols)
+    def launch(dense: int, packed: int, bf16: int, packing: Packing, op: int = 0, gate: Array | None = None) -> None:
+        out = out_of(dense, packed, bf16, H * D, packing)
         _combine(ops, pieces, D, step, out, op, view(gate, wide=D) if gate else NOTHING)
 
-    def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-        if (packed or bf16) and D % 32:  # groups of 32 straddle heads
-            ops.pointwise(COPY, flat := Array((T, H * D), node.as_dense()), flat).emit(0, packed, bf16, cols)
+    def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
+        if (packed and packing.joins(D)) or (bf16 and D % 32):
+            ops.pointwise(COPY, flat := Array((T, H * D), node.as_dense()), flat).emit(0, packed, bf16, packing)
         else:
-            launch(dense, packed, bf16, cols)
+            launch(dense, packed, bf16, packing)
 
     node = Node(ops.arena, T, H * D, emit)
     node.pieces = launch

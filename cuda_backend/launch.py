@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from cuda_backend.layout import OPTIONS, groups_of, packed_bytes, source
+from cuda_backend.layout import OPTIONS, UNPACKED, Packing, packed_size, source
 
 ALIGN = 256
 
@@ -20,7 +20,11 @@ IN = np.dtype(
     align=True,
 )
 OUT = np.dtype(
-    [("dense", "u8"), ("packed", "u8"), ("bf16", "u8"), ("K", "i4"), ("cols", "i4"), ("groups", "i4")], align=True
+    [
+        *((name, "u8") for name in ("dense", "packed", "bf16")),
+        *((name, "i4") for name in ("K", "cols", "groups", "fine")),
+    ],
+    align=True,
 )
 ROPE = np.dtype([("frequencies", "u8"), ("positions", "u8"), ("pairs", "i4"), ("magnitude", "f4")], align=True)
 CHOICE = np.dtype(
@@ -192,18 +196,18 @@ class Arena:
 class Node:
     """A row-wise op that has not run: (T, K) float32 that its consumer may want dense, as bf16 or packed for `linear`.
 
-    emit(dense, packed, bf16, cols)  launches it, writing where an address is not 0
+    emit(dense, packed, bf16, packing)  launches it, writing where an address is not 0
     """
 
-    def __init__(self, arena: Arena, T: int, K: int, emit: Callable[[int, int, int, int], None]):
+    def __init__(self, arena: Arena, T: int, K: int, emit: Callable[[int, int, int, Packing], None]):
         self.arena, self.T, self.K, self.emit = arena, T, K, emit
         self.dense = self.bf16 = 0
         self.reads: Array | None = None  # of which `emit` has the address alone
-        self.packed: dict[int, int] = {}
-        self.unscaled: Callable[[int, int, int, int], bool] | None = None  # (packed, cols, squares, dense): as_unscaled
+        self.packed: dict[Packing, int] = {}
+        self.unscaled: Callable[[int, Packing, int, int], bool] | None = None  # (packed, packing, squares, dense)
         self.loose_dense = 0
         self.eps = 0.0  # of that norm
-        self.loose: dict[int, tuple[int, int]] = {}
+        self.loose: dict[Packing, tuple[int, int]] = {}
         self.parts: tuple[Array, Array] | None = None  # of an addition, which a norm may do on its way
         self.roping: tuple[Array, tuple[Any, ...]] | None = None  # of norm and rope, which attention may do on its way
         self.norm: tuple[Array, Array | None, float] | None = None  # of a norm, which a cache may do on its way
@@ -214,35 +218,35 @@ class Node:
     def as_dense(self) -> int:
         if not self.dense:
             self.dense = self.arena.take(self.T * self.K * 4)
-            self.emit(self.dense, 0, 0, 0)
+            self.emit(self.dense, 0, 0, UNPACKED)
         return self.dense
 
     def as_bf16(self) -> int:
         if not self.bf16:
             self.bf16 = self.arena.take(self.T * self.K * 2)
-            self.emit(0, 0, self.bf16, 0)
+            self.emit(0, 0, self.bf16, UNPACKED)
         return self.bf16
 
-    def as_packed(self, cols: int) -> int:
-        """int8 activations for a kernel of `cols` columns; 1: each row for itself."""
-        if cols not in self.packed:
-            self.packed[cols] = self.arena.take(groups_of(self.K) * packed_bytes(cols) * (self.T if cols == 1 else 1))
-            self.emit(0, self.packed[cols], 0, cols)
-        return self.packed[cols]
+    def as_packed(self, packing: Packing) -> int:
+        """int8 activations for a product."""
+        if packing not in self.packed:
+            self.packed[packing] = self.arena.take(packed_size(self.K, self.T, packing))
+            self.emit(0, self.packed[packing], 0, packing)
+        return self.packed[packing]
 
-    def as_unscaled(self, cols: int) -> tuple[int, int]:
+    def as_unscaled(self, packing: Packing) -> tuple[int, int]:
         """A norm's int8 rows without the factor of the whole row, and the squares (T, K / 128) that give it.
 
         Squares at 0: there is no such form, and these are the rows themselves.
         """
-        if cols not in self.loose and self.unscaled:
-            packed = self.arena.take(groups_of(self.K) * packed_bytes(cols) * (self.T if cols == 1 else 1))
+        if packing not in self.loose and self.unscaled:
+            packed = self.arena.take(packed_size(self.K, self.T, packing))
             squares = self.arena.take(self.T * -(-self.K // 128) * 4)
-            if self.unscaled(packed, cols, squares, 0):
-                self.loose[cols] = packed, squares
-        if cols in self.loose:
-            return self.loose[cols]
-        return self.as_packed(cols), 0
+            if self.unscaled(packed, packing, squares, 0):
+                self.loose[packing] = packed, squares
+        if packing in self.loose:
+            return self.loose[packing]
+        return self.as_packed(packing), 0
 
     def twin(self) -> "Node":
         """The same for another stream, which must not take what this one writes from now on."""
@@ -255,12 +259,13 @@ class Node:
         if not self.unscaled:
             return self.as_dense(), 0
         if not self.loose_dense:
-            packed = self.arena.take(groups_of(self.K) * packed_bytes(1) * self.T)
+            rows = Packing(1, False)  # of experts of types of which whole numbers are summed; others ask again
+            packed = self.arena.take(packed_size(self.K, self.T, rows))
             dense, squares = self.arena.take(self.T * self.K * 4), self.arena.take(self.T * -(-self.K // 128) * 4)
-            if not self.unscaled(packed, 1, squares, dense):
+            if not self.unscaled(packed, rows, squares, dense):
                 return self.as_dense(), 0
-            self.loose_dense, self.loose[1] = dense, (packed, squares)
-        return self.loose_dense, self.loose[1][1]
+            self.loose_dense, self.loose[rows] = dense, (packed, squares)
+        return self.loose_dense, self.loose[Packing(1, False)][1]
 
 
 class Array:

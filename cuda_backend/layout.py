@@ -6,6 +6,7 @@ Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budg
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,25 +21,24 @@ HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
 
-# columns of a unit, bytes of a tile of 16 rows, groups that share a scale, 2 if groups have a minimum: kernels/tile.cuh
+# columns of a unit, bytes of a tile of 16 rows: kernels/tile.cuh
 UNITS = {
-    "Q4_0": (256, 2304, 8, 1),
-    "Q4_1": (256, 2560, 8, 2),
-    "Q5_0": (256, 2816, 8, 1),
-    "Q5_1": (256, 3072, 8, 2),
-    "Q8_0": (128, 2176, 4, 1),
-    "Q2_K": (256, 1344, 16, 2),
-    "Q3_K": (256, 1824, 16, 1),
-    "Q4_K": (256, 2304, 8, 2),
-    "Q5_K": (256, 2816, 8, 2),
-    "Q6_K": (256, 3360, 16, 1),
-    "IQ4_NL": (256, 2304, 8, 1),
-    "IQ4_XS": (256, 2208, 8, 1),
-    "MXFP4": (256, 2176, 8, 1),
+    "Q4_0": (256, 2304),
+    "Q4_1": (256, 2560),
+    "Q5_0": (256, 2816),
+    "Q5_1": (256, 3072),
+    "Q8_0": (128, 2176),
+    "Q2_K": (256, 1344),
+    "Q3_K": (256, 1824),
+    "Q4_K": (256, 2304),
+    "Q5_K": (256, 2816),
+    "Q6_K": (256, 3360),
+    "IQ4_NL": (256, 2304),
+    "IQ4_XS": (256, 2208),
+    "MXFP4": (256, 2176),
 }
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-PACKED_ROW = 48  # bytes of 32 columns of one packed row for `linear` of one column, and per row for more: rows.cu
-PACKED_ROWS = 44
+WHOLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # groups have scales in whole numbers: kernels/tile.cuh
 COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
 MOST_COLS = COLS[-1]
 SPLIT_TILE, LATENT_TILE = 64, 32  # positions of a tile of kernels/split.cu and latent.cu
@@ -66,8 +66,8 @@ class Card:
 def source(stem: str) -> str:
     """The text that is compiled for kernels/<stem>.cu."""
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    parts += ["ring.cuh", "mma.cuh"] if stem in ("linear", "experts", "single") else []
-    parts += ["product.cuh"] if stem in ("linear", "single") else []
+    parts += ["ring.cuh", "product.cuh"] if stem in ("linear", "experts", "single") else []
+    parts += ["packed.cuh"] if stem in ("linear", "single") else []
     parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "single", "delta") else []
     parts += ["choose.cuh"] if stem in ("moe", "single") else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
@@ -79,41 +79,46 @@ def tile_defines(type_: str) -> tuple[str, ...]:
 
 @functools.cache
 def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
-    """CTAs per multiprocessor, stages of the ring and its bytes. The CTAs do not depend on `cols`: see linear.cu."""
+    """Stripes per multiprocessor, stages of the ring and its bytes. The stripes do not depend on `cols`: linear.cu."""
 
-    def stages(columns: int, room: int) -> int:
-        return min(6, (room - _scratch(type_) - 16) // (_stage(type_, columns) + 16))
+    def stages(columns: int, room: int) -> int:  # more would fetch weights in the way of what x waits for
+        return min(3, (room - 16) // (_stage(type_, columns) + 16))
 
     half = card.shared // 2 - 1024  # each block keeps 1 KB for the system
-    ctas = 2 if stages(1, half) >= 3 else 1
-    n = stages(cols, half) if ctas == 2 else 0
-    if n < 2:
-        n = stages(cols, card.block_shared)
+    stripes = 2 if stages(1, half) >= 3 else 1
+    n = stages(cols, half if stripes == 2 and cols <= 24 else card.block_shared)
     if n < 1:
         raise BimetalError(f"{card.name} has too little shared memory for {cols} rows of {type_}")
-    return ctas, n, n * (_stage(type_, cols) + 16) + _scratch(type_) + 16
+    return stripes, n, n * (_stage(type_, cols) + 16) + 16
 
 
-def linear_launch(card: Card, type_: str, cols: int) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/linear.cu, its threads and its shared memory, bytes.
+@dataclass(frozen=True)
+class LinearLaunch:
+    """How kernels/linear.cu is built and launched; `stripes` of a CTA, shared memory in bytes."""
 
-    Eight warps multiply and one feeds them; one more finds the factors of norms, where it is done in time.
-    """
-    _, stages, shared = ring(card, type_, cols)
-    ahead = cols <= 8
-    defines = *tile_defines(type_), f"COLS={cols}", f"STAGES={stages}", f"AHEAD={int(ahead)}"
-    return defines, 288 + 32 * ahead, shared
+    defines: tuple[str, ...]
+    threads: int
+    shared: int
+    stripes: int
+
+
+def linear_launch(card: Card, type_: str, cols: int) -> LinearLaunch:
+    """Warps that multiply, one that feeds them, and one that finds the factors of norms, where it is done in time."""
+    per_sm, stages, shared = ring(card, type_, cols)
+    ahead, stripes = cols <= 8, per_sm if cols > 24 else 1  # more rows take the registers of two CTAs
+    defines = f"COLS={cols}", f"STAGES={stages}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}"
+    return LinearLaunch((*tile_defines(type_), *defines), 288 + 32 * ahead, shared, stripes)
 
 
 @functools.cache
 def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     """The same for kernels/experts.cu, which gathers its rows; it leaves partial sums in no order of CTAs."""
-    k, tile, _, _ = UNITS[type_]
-    stage = 8 * tile + cols * (k // 32 * PACKED_ROW + 32) + 16
+    k, tile = UNITS[type_]
+    stage = 8 * tile + cols * (k // 32 * 40 + (32 if k == 128 else 0)) + 16
     half = card.shared // 2 - 1024
-    ctas = 2 if (half - _scratch(type_)) // stage >= 2 and card.shared > 128 << 10 else 1
-    n = min(6, ((half if ctas == 2 else card.block_shared) - _scratch(type_)) // stage)
-    return ctas, n, n * stage + _scratch(type_)
+    ctas = 2 if half // stage >= 2 and card.shared > 128 << 10 else 1
+    n = min(6, (half if ctas == 2 else card.block_shared) // stage)
+    return ctas, n, n * stage
 
 
 def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: int) -> int:
@@ -122,18 +127,37 @@ def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: in
 
 
 def _stage(type_: str, cols: int) -> int:
-    k, tile, _, _ = UNITS[type_]
-    return 8 * tile + k // 32 * packed_bytes(cols)
+    k, tile = UNITS[type_]
+    return 8 * tile + k // 32 * packed_bytes(packing(type_, cols))
 
 
-def _scratch(type_: str) -> int:
-    _, _, groups, minima = UNITS[type_]
-    return 8 * 16 * 4 * (20 if type_ in ("Q4_K", "Q5_K") else (groups + 4) * minima)
+class Packing(NamedTuple):
+    """How kernels/store.cuh packs rows: for products of `cols` rows (1: each alone); fine: a scale per 32 columns."""
+
+    cols: int
+    fine: bool
+
+    def joins(self, D: int) -> bool:
+        """Do columns of several heads D wide share a scale?"""
+        return D % (32 if self.fine else 128) != 0
 
 
-def packed_bytes(cols: int) -> int:
-    """Bytes of 32 columns of `cols` packed rows."""
-    return PACKED_ROW if cols == 1 else PACKED_ROWS * cols
+UNPACKED = Packing(0, False)
+
+
+def packing(type_: str, cols: int) -> Packing:
+    """What a product with a matrix of a type wants: sums of whole numbers need one scale for all that they add."""
+    return Packing(cols, type_ not in WHOLE)
+
+
+def packed_bytes(packing: Packing) -> int:
+    """Bytes of 32 columns of as many packed rows as a kernel takes."""
+    return packing.cols * (40 if packing.cols == 1 or packing.fine else 37)
+
+
+def packed_size(columns: int, rows: int, packing: Packing) -> int:
+    """Bytes of `rows` packed rows."""
+    return groups_of(columns) * packed_bytes(packing) * -(-rows // packing.cols)
 
 
 @functools.cache

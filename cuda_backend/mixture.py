@@ -8,7 +8,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.ops import Ops
 from cuda_backend.launch import CHOICE, Array, Kernel, Node, kernel
-from cuda_backend.layout import PREFILL_COLS
+from cuda_backend.layout import PREFILL_COLS, Packing
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.views import COPY, NOTHING, SWIGLU, in_fours, view
 from cuda_backend.weights import Groups, Weight, chosen_linear, heads_of_one, is_packed, joins, upload
@@ -116,7 +116,7 @@ def sum_of_experts(ops: "CudaOps", y: Array, chosen: Array, other: Array | None)
     more = view(other) if other else NOTHING
     args = (view(y), np.uint64(chosen.address), np.int32(k))
 
-    def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+    def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
         if not dense:
             raise ValueError("the sum over experts is computed dense")
         both = (*args, np.int32(C), more, np.int32(other is not None))
@@ -188,12 +188,12 @@ def heads_of_one_row(ops: "CudaOps", x: Array, w: Weight) -> Array | None:
         return None
     source = node if node and packs else rows
 
-    def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-        if bf16 or (packed and (cols > 1 or w.rows % 128 or H * w.rows % 256)):
+    def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
+        if bf16 or (packed and (packing.cols > 1 or w.rows % 128 or H * w.rows % 256)):
             flat = Array((1, H * w.rows), made.as_dense())
-            ops.pointwise(COPY, flat, flat).emit(0, packed, bf16, cols)
+            ops.pointwise(COPY, flat, flat).emit(0, packed, bf16, packing)
         else:
-            heads_of_one(source, w, dense, packed, ops.card, ops.stream)
+            heads_of_one(source, w, dense, packed, packing, ops.card, ops.stream)
 
     made = Node(ops.arena, 1, H * w.rows, emit)
     return Array((1, H, w.rows), node=made)

@@ -23,7 +23,7 @@ from cuda_backend import attention as attending
 from cuda_backend import choose, mixture, recurrent, weights
 from cuda_backend.card import available
 from cuda_backend.launch import ROPE, Arena, Array, Kernel, Memory, Node, kernel
-from cuda_backend.layout import FLOATS, UNITS, padded
+from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
 from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, out_of, view
@@ -100,7 +100,7 @@ class CudaOps(Ops):
         out = Array(shape, memory.address, owner=memory)
         if out.size:
             node = self.pointwise(COPY, x[:rows], x)
-            node.emit(memory.address, 0, 0, 0)
+            node.emit(memory.address, 0, 0, UNPACKED)
         return out
 
     def dense(self, x: Array) -> Array:
@@ -149,20 +149,20 @@ class CudaOps(Ops):
             node.dense = self.arena.take(T * K * 4)
             return view(first), view(second), np.int32(1), np.uint64(node.dense)
 
-        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
+        def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
             *inputs, keep = terms()
-            out = out_of(dense, packed, bf16, K, cols)
+            out = out_of(dense, packed, bf16, K, packing)
             args = (*inputs, np.uint64(weight.address if weight else 0), np.float32(eps), keep, out)
             kernel("rows", "add_norm")((T,), (256,), args, stream=self.stream)
 
-        def unscaled(packed: int, cols: int, squares: int, dense: int) -> bool:
+        def unscaled(packed: int, packing: Packing, squares: int, dense: int) -> bool:
             pending = sum_ if sum_ and not sum_[0].dense else None
             last = pending[2].whole_node() if pending else None
             joined = last.joined if last and not last.dense else ()
             inputs = (x,) if not pending else (pending[1],) if joined else pending[1:]
             if K % 128 or not in_fours(*inputs):
                 return False
-            out = out_of(dense, packed, 0, K, cols)
+            out = out_of(dense, packed, 0, K, packing)
             grid, scale = (-(-int(out["groups"]) // 8), T), np.uint64(weight.address if weight else 0)
             if pending and joined:
                 pending[0].dense = self.arena.take(T * K * 4)
@@ -208,7 +208,7 @@ class CudaOps(Ops):
 
     def _gated(self, op: int, x: Array, gate: Array) -> Array:
         node = x.whole_node()
-        if node and node.pieces and not node.dense and len(x.shape) == 3 and x.shape[2] % 32 == 0:
+        if node and node.pieces and not node.dense and len(x.shape) == 3 and x.shape[2] % 128 == 0:
             return Array(x.shape, node=Node(self.arena, node.T, node.K, partial(node.pieces, op=op, gate=gate)))
         return Array(x.shape, node=self.pointwise(op, x, gate))
 
@@ -234,10 +234,10 @@ class CudaOps(Ops):
         node = x.whole_node()
         if node and not node.dense:
             node.dense = self.arena.take(node.T * node.K * 4, lasting=True)
-            node.emit(node.dense, 0, 0, 0)
+            node.emit(node.dense, 0, 0, UNPACKED)
             return Array(x.shape, node.dense)  # what the node was computed from will be gone
         out = Array(x.shape, self.arena.take(4 * x.size, lasting=True))
-        self.pointwise(COPY, x, x).emit(out.address, 0, 0, 0)
+        self.pointwise(COPY, x, x).emit(out.address, 0, 0, UNPACKED)
         return out
 
     def read(self, x: Any) -> np.ndarray:
@@ -311,8 +311,8 @@ class CudaOps(Ops):
     def pointwise(self, op: int, x: Array, y: Array) -> Node:
         T, K = x.shape[0], math.prod(x.shape[1:])
 
-        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-            out = out_of(dense, packed, bf16, K, cols)
+        def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
+            out = out_of(dense, packed, bf16, K, packing)
             name = LIGHT.get(op)
             if name and T <= TREE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=op == SWIGLU):
                 args = (view(x), view(y), out)
@@ -340,16 +340,16 @@ class CudaOps(Ops):
         places = None if rope is None else self.on_device(positions)
         turn = self.rope_of(rope, places)
 
-        def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-            if (packed or bf16) and D % 32:  # groups of 32 straddle heads
+        def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
+            if (packed and packing.joins(D)) or (bf16 and D % 32):
                 source = view(Array((T, H * D), node.as_dense()))
-                out = out_of(0, packed, bf16, H * D, cols)
+                out = out_of(0, packed, bf16, H * D, packing)
                 grid = (T, -(-int(out["groups"]) // 32))
                 kernel("rows", "pointwise")(grid, (256,), (np.int32(COPY), source, source, out), stream=self.stream)
                 return
             if gate and norm and D == 128 and weight and T <= TREE_ROWS and in_fours(x, gate, flat=False):
                 args = (view(x), np.int32(H), np.int32(T), np.uint64(address), np.float32(eps), view(gate))
-                out = out_of(dense, packed, bf16, H * D, cols)
+                out = out_of(dense, packed, bf16, H * D, packing)
                 kernel("light", "gated_norm")((-(-T * H // 2),), (64,), (*args, out), stream=self.stream)
                 return
             kernel("rows", "heads")(
@@ -366,7 +366,7 @@ class CudaOps(Ops):
                     turn,
                     view(gate) if gate else NOTHING,
                     np.int32(gate is not None),
-                    out_of(dense, packed, bf16, H * D, cols),
+                    out_of(dense, packed, bf16, H * D, packing),
                 ),
                 shared_mem=32 * padded(D),
                 stream=self.stream,

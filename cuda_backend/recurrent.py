@@ -6,7 +6,7 @@ import numpy as np
 
 from common.step import Step
 from cuda_backend.launch import Array, Node, kernel
-from cuda_backend.layout import delta_slot, delta_slots, padded
+from cuda_backend.layout import UNPACKED, Packing, delta_slot, delta_slots, padded
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.states import Conv, Delta, Recurrent
 from cuda_backend.views import NOTHING, in_fours, out_of, view
@@ -41,7 +41,7 @@ def gated_delta(
     delta.key_heads = k.shape[1]
     inputs = tuple(view(x) for x in (*(ops.summed(x) for x in (q, k, v)), a, b))
     weights = decay.address, dt_bias.address
-    _delta(ops, inputs, *weights, delta, step.state, T, out_of(out.address, 0, 0, Hv * Dv, 0))
+    _delta(ops, inputs, *weights, delta, step.state, T, out_of(out.address, 0, 0, Hv * Dv, UNPACKED))
     return out
 
 
@@ -68,12 +68,12 @@ def delta_mixer(
     before = conv, taps.address
     if ops.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not in_fours(z, flat=False):
         o = Array((T, Hv, Dv), ops.arena.take(T * Hv * Dv * 4))
-        _delta(ops, inputs, *weights, delta, step.state, T, out_of(o.address, 0, 0, Hv * Dv, 0), before)
+        _delta(ops, inputs, *weights, delta, step.state, T, out_of(o.address, 0, 0, Hv * Dv, UNPACKED), before)
         return ops.gated_rms_norm(o, norm, z, eps)
     after = view(z), norm.address, eps
 
-    def emit(dense: int, packed: int, bf16: int, cols: int) -> None:
-        out = out_of(dense, packed, bf16, Hv * Dv, cols)
+    def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
+        out = out_of(dense, packed, bf16, Hv * Dv, packing)
         _delta(ops, inputs, *weights, delta, step.state, T, out, before, after)
 
     node = Node(ops.arena, T, Hv * Dv, emit)
@@ -90,7 +90,7 @@ def settle(ops: "CudaOps", recurrent: Recurrent) -> None:
         if isinstance(layer, Conv):
             _conv(ops, NOTHING, 0, layer, inputs.memory.address, 1, 0)
         else:
-            _delta(ops, (NOTHING,) * 5, 0, 0, layer, inputs.memory.address, 0, out_of(0, 0, 0, 0, 0))
+            _delta(ops, (NOTHING,) * 5, 0, 0, layer, inputs.memory.address, 0, out_of(0, 0, 0, 0, UNPACKED))
 
 
 def _conv(ops: "CudaOps", x: np.ndarray, taps: int, conv: Conv, step: int, T: int, out: int) -> None:

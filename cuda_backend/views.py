@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from cuda_backend.launch import IN, OUT, ROPE, Array
-from cuda_backend.layout import groups_of
+from cuda_backend.layout import Packing, groups_of
 
 NOTHING = np.zeros((), IN)
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
 
 
-def out_of(dense: int, packed: int, bf16: int, K: int, cols: int) -> np.ndarray:
+def out_of(dense: int, packed: int, bf16: int, K: int, packing: Packing) -> np.ndarray:
     """Where a kernel writes rows of K columns, in each form whose address is not 0: store.cuh Out."""
     groups = groups_of(K) if packed else -(-K // 32)
-    return np.array((dense, packed, bf16, K, cols, groups), OUT)
+    return np.array((dense, packed, bf16, K, packing.cols, groups, packing.fine), OUT)
 
 
 def view(x: Array, wide: int = 0) -> np.ndarray:

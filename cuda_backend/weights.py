@@ -20,12 +20,15 @@ from cuda_backend.layout import (
     COLS,
     FLOATS,
     MOST_COLS,
+    MOST_ROWS,
     UNITS,
+    UNPACKED,
     Card,
+    Packing,
     expert_ring,
-    groups_of,
     linear_launch,
-    packed_bytes,
+    packed_size,
+    packing,
     partition,
     parts_of,
     ring,
@@ -112,7 +115,7 @@ def held_bytes(part: Tensor) -> int:
     """Device bytes of a tensor by itself; rows of a neighbour of the same type may fill what pads it to 128 rows."""
     experts, rows = (part.shape[0], part.shape[1]) if len(part.shape) == 3 else (1, part.shape[0])
     if part.scales is None and part.type in UNITS:
-        k_size, tile, _, _ = UNITS[part.type]
+        k_size, tile = UNITS[part.type]
         return experts * -(-rows // 128) * -(-part.shape[-1] // k_size) * 8 * tile
     return experts * rows * part.shape[-1] * (2 if part.scales is not None else FLOATS.get(part.type, 2))
 
@@ -123,7 +126,7 @@ def _segment(parts: list[Tensor], stream: cupy.cuda.Stream, stage: Stage) -> Seg
     rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]
     if first.scales is not None or first.type not in UNITS:
         return _float_segment(parts, rows, columns, experts, stream)
-    k_size, tile, _, _ = UNITS[first.type]
+    k_size, tile = UNITS[first.type]
     k_blocks, row_blocks = -(-columns // k_size), -(-rows // 128)
     unit_row = 8 * tile * k_blocks  # bytes of 128 rows
     memory = Memory(experts * row_blocks * unit_row)
@@ -239,23 +242,20 @@ def copy_in(address: int, array: np.ndarray, stream: cupy.cuda.Stream) -> None:
 def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
     """x (T, columns), computed by `node` where anything still has to be, times each segment's rows."""
     T, N = x.shape[0], w.rows
-    if T > MOST_COLS:
+    if T > MOST_ROWS:
         return _product(T, w, arena, stream, node)
-    cols = next(c for c in COLS if c >= T)
-    grids = {s: partition(ring(card, s.type, cols)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
+    cols = next((c for c in COLS if c >= T), MOST_COLS)
+    grids = {s: partition(ring(card, s.type, 1)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
     slots = max((n for _, n in grids.values()), default=1)
     counts = (grids[s][1] if s in grids else 1 for s in w.segments)
     needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
     out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
-    at, squares = out.address, 0
-    if len(grids) == len(w.segments):
-        packed, squares = node.as_unscaled(cols)
-    elif grids:
-        packed = node.as_packed(cols)
-    norm = squares, node.eps
+    at = out.address
     for s in w.segments:
         if s in grids:
-            _quantized(s, packed, norm, at, T, cols, N, (grids[s][0],), card, stream, slots=slots)
+            how = packing(s.type, cols)
+            packed, squares = node.as_unscaled(how) if is_packed(w) else (node.as_packed(how), 0)
+            _quantized(s, packed, (squares, node.eps), at, T, how, N, grids[s][0], card, stream, slots=slots)
         else:
             x_dense, squares = (node.as_dense(), 0) if grids else node.as_unscaled_dense()
             _dense(s, x_dense, at, T, N, stream, slots=slots, norm=_norm(squares, s, node))
@@ -310,10 +310,10 @@ def grouped_linear(
     slots = _cuts(w, g.chosen, card) if g.chosen else 1
     out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
     at = out.address
-    if parts:
-        packed, squares = x.as_unscaled(1) if x.T <= MOST_COLS else (x.as_packed(1), 0)
     for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
+            how = packing(s.type, 1)
+            packed, squares = x.as_unscaled(how) if x.T <= MOST_ROWS else (x.as_packed(how), 0)
             ctas, stages, shared = expert_ring(card, s.type, g.cols)
             defines = (*tile_defines(s.type), f"COLS={g.cols}", f"STAGES={stages}")
             kernel("experts", "experts", defines, shared)(
@@ -336,7 +336,7 @@ def grouped_linear(
                     np.uint64(behind.memory.address),
                     np.int32(share),
                     np.int32(known),
-                    np.int64(groups_of(s.columns) * packed_bytes(1)),
+                    np.int64(packed_size(s.columns, 1, how)),
                     *_norm(squares, s, x),
                 ),
                 shared_mem=shared,
@@ -366,20 +366,23 @@ def chosen_linear(
     slots = _cuts(w, n, card)
     out = Array((n, N), arena.take(slots * n * N * 4), slots=slots, slot=n * N)
     at = out.address
-    packed, squares = (0, 0) if isinstance(x, Array) else x.as_unscaled(1)
     for s, behind in zip(w.segments, (last or w).segments, strict=True):
+        packed, squares = (0, 0) if isinstance(x, Array) else x.as_unscaled(packing(s.type, 1))
         norm = NO_NORM if isinstance(x, Array) else _norm(squares, s, x)
-        source, to = x if isinstance(x, Array) else packed, out_of(at, 0, 0, N, 1)
+        source, to = x if isinstance(x, Array) else packed, out_of(at, 0, 0, N, UNPACKED)
         _single(s, behind, choice, source, 0, SWIGLU, to, n, N, slots, norm, card, stream)
         at += 4 * s.rows
     return out
 
 
-def heads_of_one(x: Node | Array, w: Weight, dense: int, packed: int, card: Card, stream: cupy.cuda.Stream) -> None:
+def heads_of_one(
+    x: Node | Array, w: Weight, dense: int, packed: int, out: Packing, card: Card, stream: cupy.cuda.Stream
+) -> None:
     """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
     (s,) = w.segments
-    source = x if isinstance(x, Array) else x.as_packed(1)
-    x_bytes, to = groups_of(s.columns) * packed_bytes(1), out_of(dense, packed, 0, s.experts * s.rows, 1)
+    how = packing(s.type, 1)
+    source = x if isinstance(x, Array) else x.as_packed(how)
+    x_bytes, to = packed_size(s.columns, 1, how), out_of(dense, packed, 0, s.experts * s.rows, out)
     _single(s, s, None, source, x_bytes, SUM, to, s.experts, s.rows, 1, NO_NORM, card, stream)
 
 
@@ -455,36 +458,38 @@ def _quantized(
     norm: tuple[int, float],
     out: int,
     T: int,
-    cols: int,
+    how: Packing,
     row_stride: int,
-    grid: tuple[int],
+    stripes: int,
     card: Card,
     stream: cupy.cuda.Stream,
     slots: int = 1,
 ) -> None:
-    defines, threads, shared = linear_launch(card, s.type, cols)
-    kernel("linear", "linear", defines, shared)(
-        grid,
-        (threads,),
-        (
-            np.uint64(s.memory.address),
-            np.uint64(x),
-            np.uint64(out),
-            np.int32(s.rows),
-            np.int32(T),
-            np.int32(s.row_blocks),
-            np.int32(s.k_blocks),
-            np.int32(slots),
-            np.int64(T * row_stride),
-            np.int64(row_stride),
-            np.uint64(norm[0]),
-            np.int32(s.columns // 128 if norm[0] else 0),
-            np.float32(s.columns),
-            np.float32(norm[1]),
-        ),
-        shared_mem=shared,
-        stream=stream,
-    )
+    launch = linear_launch(card, s.type, how.cols)
+    for first in range(0, T, MOST_COLS):  # the matrix is read once for so many rows
+        kernel("linear", "linear", launch.defines, launch.shared)(
+            (stripes if stripes <= card.sms else -(-stripes // launch.stripes),),
+            (launch.threads,),
+            (
+                np.uint64(s.memory.address),
+                np.uint64(x + first // MOST_COLS * packed_size(s.columns, how.cols, how)),
+                np.uint64(out + first * row_stride * 4),
+                np.int32(s.rows),
+                np.int32(min(T - first, MOST_COLS)),
+                np.int32(s.row_blocks),
+                np.int32(s.k_blocks),
+                np.int32(stripes),
+                np.int32(slots),
+                np.int64(T * row_stride),
+                np.int64(row_stride),
+                np.uint64(norm[0] + 4 * first * (s.columns // 128) if norm[0] else 0),
+                np.int32(s.columns // 128 if norm[0] else 0),
+                np.float32(s.columns),
+                np.float32(norm[1]),
+            ),
+            shared_mem=launch.shared,
+            stream=stream,
+        )
 
 
 def _dense(

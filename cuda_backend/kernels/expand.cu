@@ -6,32 +6,36 @@
 // Numbers   float32, one rounding to bf16
 // Bound     bytes written
 
-__device__ __forceinline__ void values(const u8* tile, int j, int i, u32 word, const float* scratch, int row, float (&v)[4]) {
-    const int group = GROUP == 32 ? j : 2 * j + i / 2;
-    const float scale = scratch[row * SCRATCH_ROW + group];
-    const float offset = offset_of(scratch, row, group);
+// The four columns of word `i` of group `j`.
+__device__ __forceinline__ void values(const Scales& scales, int j, int i, u32 word, float (&v)[4]) {
+    const int group = GROUP == 32 ? j % 4 : j % 4 * 2 + i / 2;
+    const float scale = scales.d * scales.of(group);
+#if MINS
+    const float offset = scales.m * scales.minimum(group);
 #pragma unroll
-    for (int b = 0; b < 4; b++) v[b] = scale * (s8)(word >> (8 * b)) + offset;
+    for (int b = 0; b < 4; b++) v[b] = scale * byte_of(word, b) + offset;
+#else
+#pragma unroll
+    for (int b = 0; b < 4; b++) v[b] = scale * signed_byte_of(word, b);
+#endif
 }
 
 extern "C" __global__ void expand(const u8* units, int rows, int K, int k_blocks, int tiles, u16* out, float* dense) {
-    __shared__ float all[8 * SCRATCH];
     const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32;
     if (at >= tiles * k_blocks) return;
     const int t16 = at / k_blocks, k_block = at % k_blocks;
     const u8* tile = units + ((s64)(t16 / 8) * k_blocks + k_block) * UNIT_BYTES + t16 % 8 * TILE_BYTES;
-    float* scratch = all + threadIdx.x / 32 * SCRATCH;
-    decode_scales(tile, lane, scratch);
-    __syncwarp();
+#pragma unroll
     for (int j = 0; j < KBLOCK / 32; j++) {
+        const Scales low(tile, lane / 4, j / 4, SHIFT), high(tile, lane / 4 + 8, j / 4, SHIFT_HIGH);
         u32 a[4];
-        unpack(tile, j, lane, a);
+        unpack(tile + lane * 16, j, a);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int r = lane / 4 + i % 2 * 8, k = k_block * KBLOCK + j * 32 + i / 2 * 16 + lane % 4 * 4;
             if (t16 * 16 + r >= rows || k >= K) continue;
             float v[4];
-            values(tile, j, i, a[i], scratch, r, v);
+            values(i % 2 ? high : low, j, i, a[i], v);
             const s64 to = (s64)(t16 * 16 + r) * K + k;
             if (dense)
                 *(float4*)(dense + to) = make_float4(v[0], v[1], v[2], v[3]);
@@ -43,21 +47,20 @@ extern "C" __global__ void expand(const u8* units, int rows, int K, int k_blocks
 
 extern "C" __global__ void embed(const u8* units, int rows, int K, int k_blocks, const int* tokens, float* out) {
     begin();
-    __shared__ float scratch[SCRATCH];
     const int lane = threadIdx.x, t = blockIdx.y, k_block = blockIdx.x;
     const int token = min(max(tokens[t], 0), rows - 1), t16 = token / 16, row = token % 16;
     const u8* tile = units + ((s64)(t16 / 8) * k_blocks + k_block) * UNIT_BYTES + t16 % 8 * TILE_BYTES;
-    decode_scales(tile, lane, scratch);
-    __syncwarp();
+#pragma unroll
     for (int j = 0; j < KBLOCK / 32; j++) {
+        const Scales scales(tile, row, j / 4, row < 8 ? SHIFT : SHIFT_HIGH);
         u32 a[4];
-        unpack(tile, j, lane, a);
+        unpack(tile + lane * 16, j, a);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int k = k_block * KBLOCK + j * 32 + i / 2 * 16 + lane % 4 * 4;
             if (lane / 4 + i % 2 * 8 != row || k >= K) continue;
             float v[4];
-            values(tile, j, i, a[i], scratch, row, v);
+            values(scales, j, i, a[i], v);
             *(float4*)(out + (s64)t * K + k) = make_float4(v[0], v[1], v[2], v[3]);
         }
     }

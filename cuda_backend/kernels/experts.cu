@@ -13,82 +13,31 @@
 // Numbers   as linear.cu; the result of a row depends on its matrix alone: not on COLS, its group or its place there
 // Bound     bytes of the matrices that were chosen, each read once while groups hold all of its rows
 
-#define XROW (KBLOCK / 32 * 48 + 32)  // bytes of a gathered row: eight rows meet each bank once
-#define XBYTES (KBLOCK / 32 * 48)         // of which it fills
+#define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // bytes of a gathered row: two rows meet each bank once
+#define XBYTES (HALVES * 160)  // of which it fills
 #define STAGE (UNIT_BYTES + COLS * XROW)
 
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || (COLS > 8 && MINS && GROUP == 16)
-#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring; Q2_K would spill
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || (COLS > 8 && (MINS && !(WHOLE && P4) || P1 && P2))
+#define BLOCKS 1  // per multiprocessor: of 100 KB of shared memory, two would have too small a ring; these types would spill
 #else
 #define BLOCKS 2
 #endif
 
-__device__ __forceinline__ void read4(float (&v)[4], const float* from) {
-    const float4 e = *(const float4*)from;
-    v[0] = e.x, v[1] = e.y, v[2] = e.z, v[3] = e.w;
-}
-
-// One tile times one unit of the gathered rows, of which `tiles` eights are there.
-__device__ __forceinline__ void multiply(float (&acc)[NT][4], const u8* tile, const u8* x, float* scratch, int lane,
-                                         int tiles) {
-    const int row = lane / 4, t = lane % 4, bits = __float_as_int(MAGIC);
-    const int start[4] = {bits, bits, bits, bits};
-    constexpr int step = GROUP == 32 ? 4 : 2;  // groups of 32 columns that four scales cover
-    __syncwarp();
-    decode_scales(tile, lane, scratch);
-    __syncwarp();
-    const float* scales = scratch + row * SCRATCH_ROW;
-    float low[4], high[4];
-#pragma unroll(step)
-    for (int j = 0; j < KBLOCK / 32; j++) {  // by as many groups as four scales cover: their index is then known
-        const float* at = scales + j / step * 4;
-        if (j % step == 0) read4(low, at), read4(high, at + 8 * SCRATCH_ROW);
-#if MINS && !EXACT_MINS
-        float low_min[4], high_min[4];
-        read4(low_min, at + 16 * SCRATCH_ROW), read4(high_min, at + 24 * SCRATCH_ROW);
-#endif
-        u32 a[4];
-        unpack(tile, j, lane, a);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            if (NT > 1 && n >= tiles) break;
-            const u8 *mine = x + (n * 8 + row) * XROW + j * 48, *pair = x + (n * 8 + 2 * t) * XROW + j * 48;
-            const uint2 b = *(const uint2*)(mine + t * 8);
-            const float2 dx = make_float2(*(const float*)(pair + 32), *(const float*)(pair + XROW + 32));
-            int c[4];
-#if GROUP == 32
-            mma(c, a, b.x, b.y, start);
-            accumulate(acc[n], c, low[j % 4], high[j % 4], dx);
-#if MINS && !EXACT_MINS
-            const float2 sums = make_float2(*(const float*)(pair + 36), *(const float*)(pair + XROW + 36));
-            add_minima(acc[n], low_min[j % 4], high_min[j % 4], sums);
-#endif
-#else
-            const int g = j % 2 * 2;
-            mma_half(c, a[0], a[1], b.x, start);
-            accumulate(acc[n], c, low[g], high[g], dx);
-            mma_half(c, a[2], a[3], b.y, start);
-            accumulate(acc[n], c, low[g + 1], high[g + 1], dx);
-#if MINS
-            add_minima_of_half(acc[n], low_min[g], high_min[g], dx, b.x);
-            add_minima_of_half(acc[n], low_min[g + 1], high_min[g + 1], dx, b.y);
-#endif
-#endif
-        }
+// A unit of gathered rows, each packed for itself: store.cuh.
+struct GatheredRows {
+    const u8* from;
+    int row, t;  // of a lane
+    __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
+        return *(const uint4*)(from + (n * 8 + row) * XROW + half * 160 + pair * 64 + t * 16);
     }
-#if EXACT_MINS  // the sum over 8 groups as one product: minima times the high and the low half of sx
-    const u32 low_min = ((const u32*)(scales + 8))[t], high_min = ((const u32*)(scales + 8 + 8 * SCRATCH_ROW))[t];
-    const float low_factor = scales[12], high_factor = scales[12 + 8 * SCRATCH_ROW];
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-        const u8* mine = x + (n * 8 + row) * XROW + 40;
-        float m[4];
-        mma_bf16(m, low_min, high_min, *(const u32*)(mine + 2 * t * 48), *(const u32*)(mine + (2 * t + 1) * 48));
-        acc[n][0] = __fmaf_rn(low_factor, m[0], acc[n][0]), acc[n][1] = __fmaf_rn(low_factor, m[1], acc[n][1]);
-        acc[n][2] = __fmaf_rn(high_factor, m[2], acc[n][2]), acc[n][3] = __fmaf_rn(high_factor, m[3], acc[n][3]);
+    __device__ __forceinline__ float2 scales(int half, int group, int n) const {
+        const u8* first = from + (n * 8 + 2 * t) * XROW + half * 160 + 144 + group * 4;
+        return make_float2(*(const float*)first, *(const float*)(first + XROW));
     }
-#endif
-}
+    __device__ __forceinline__ u32 sums(int half, int n) const {
+        return *(const u32*)(from + (n * 8 + row) * XROW + half * 160 + 128 + t * 4);
+    }
+};
 
 // An item: `units` of k from first_k of row block `row_block` of matrix `group.x`.
 struct Item {
@@ -107,8 +56,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         int known, s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
-    float* scratch = (float*)(shared + STAGES * STAGE);
-    const u32 full = shared_address(scratch + 8 * SCRATCH), empty = full + 8 * STAGES;
+    const u32 full = shared_address(shared + STAGES * STAGE), empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -176,20 +124,13 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
     depend();
     for (; at < items; at += gridDim.x) {
         if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
-        int pairs[NT][2];
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int c = n * 8 + lane % 4 * 2 + e;
-                pairs[n][e] = c < item.group.z ? __ldcg(order + item.group.y + c) : -1;
-            }
+        const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : -1;  // of column `lane`
         float factor[2] = {1.0f, 1.0f};
 #if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
         if (norm_parts) {
             float sum = 0.0f;
-            const int pair = lane / 4 < item.group.z ? __ldcg(order + item.group.y + lane / 4) : -1;
-            for (int j = lane % 4; pair >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(pair / x_divisor) * norm_parts + j];
+            const int of = __shfl_sync(FULL, pair, lane / 4);
+            for (int j = lane % 4; of >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(of / x_divisor) * norm_parts + j];
             sum += __shfl_xor_sync(FULL, sum, 1);
             sum += __shfl_xor_sync(FULL, sum, 2);
             sum = 1.0f / sqrtf(sum / columns + eps);
@@ -200,8 +141,8 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         for (int k = 0; k < item.units; k++, i++) {
             const int s = i % STAGES;
             barrier_wait(full + 8 * s, (i / STAGES) % 2);
-            multiply(acc, ring + s * STAGE + warp * TILE_BYTES, ring + s * STAGE + UNIT_BYTES, scratch + warp * SCRATCH, lane,
-                     (item.group.z + 7) / 8);
+            const GatheredRows rows{ring + s * STAGE + UNIT_BYTES, lane / 4, lane % 4};
+            multiply<NT == 1 ? HALVES : 1, NT == 1 ? 1 : 2>(acc, ring + s * STAGE + warp * TILE_BYTES, rows, lane, (item.group.z + 7) / 8);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * s);
         }
@@ -211,8 +152,9 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if (pairs[n][e] < 0) continue;
-                float* of = to + pairs[n][e] * row_stride;
+                const int p = __shfl_sync(FULL, pair, n * 8 + lane % 4 * 2 + e);
+                if (p < 0) continue;
+                float* of = to + p * row_stride;
                 if (row < N) of[0] = acc[n][e] * factor[e];
                 if (row + 8 < N) of[8] = acc[n][2 + e] * factor[e];
             }

@@ -1,38 +1,35 @@
 // linear: y = x W' for a quantized W and 1 to 64 rows of x, as partial sums along k
 // Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/weights.py linear
 // In        w    units of tile.cuh                        Out       out [slot][T][N] float32, to be added in slot order
-//           x    int8 codes per 32 columns, with scale and scale * sum (store.cuh); where `parts` is not 0, rows that an
+//           x    int8 codes with a scale per 128 columns (store.cuh); where `parts` is not 0, rows that an
 //           RMS norm has still to divide by the root of their mean square, the sum of `squares` [T][parts] / columns
-// Build     one type of tile.cuh; COLS 1, 8, 16, 24, 32, 48, 64; STAGES; AHEAD: a warp of its own finds the factors, which for
+// Build     one type of tile.cuh; COLS as layout.py has them; STAGES; AHEAD: a warp of its own finds the factors, which for
 //           more than 8 rows would be late; CP_ASYNC to force the sm_80 ring
-// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units; where AHEAD, warp 9 finds the
-//           factors of a norm meanwhile. A CTA takes a stripe of the (row block, k block) list, so it may end a row block
-//           early; each CTA that touches a row block has a slot.
-// Assumes   rows padded to 128 and columns to KBLOCK in w and x; gridDim.x does not depend on the number of rows
-// Numbers   integer dots are exact, scales applied in float32 in a fixed order: the result of a row depends neither on
-//           the other rows nor on COLS
+// Work      8 warps multiply, a 16-row tile each; warp 8 feeds a ring of units; where AHEAD, warp 9 finds the factors of a norm
+//           meanwhile. The (row block, k block) list is cut into stripes, so that a stripe may end a row block early; each
+//           stripe that touches a row block has a slot. A CTA takes up to STRIPES of them
+// Assumes   rows padded to 128 and columns to KBLOCK in w and x; `stripes` does not depend on the number of rows
+// Numbers   product.cuh's, unit after unit: the result of a row depends neither on the other rows nor on COLS
 // Bound     bytes of w; Origin: the stripes of Marlin (Frantar et al., arXiv 2408.11743)
 
-// Blocks per multiprocessor. Of 100 KB of shared memory, two would have too small a ring; and two leave a thread 96
-// registers, which these products pass.
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-#define BLOCKS 1
-#elif COLS > (__CUDA_ARCH__ < 900 ? 32 : 48) || (COLS > (GROUP == 16 ? 8 : 16) && MINS && !EXACT_MINS) || \
-    (COLS > 24 && GROUP == 16 && (COLS > 32 || !P4))
+// Blocks per multiprocessor. Of 100 KB of shared memory, two would have too small a ring.
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || STRIPES > 1 || \
+    (COLS > 16 && MINS && !WHOLE)  // these would spill
 #define BLOCKS 1
 #else
 #define BLOCKS 2
 #endif
 
+// Fewer instructions in flight where they would take more registers than there are: product.cuh multiply.
+#define HALVES_AT_ONCE (__CUDA_ARCH__ >= 1000 && COLS > 24 || COLS == 16 && !WHOLE ? 1 : HALVES)
+#define EIGHTS_AT_ONCE (__CUDA_ARCH__ >= 1000 && COLS > 48 ? GROUP / 16 : MINS && !WHOLE ? 1 : NT)
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 
 extern "C" __global__ void __launch_bounds__(288 + 32 * AHEAD, BLOCKS)
-linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k_blocks, int slots, s64 slot_stride,
-       s64 row_stride, const float* squares, int parts, float columns, float eps) {
-    extern __shared__ __align__(128) u8 shared[];
-    u8* ring = shared;
-    float* scratch = (float*)(shared + STAGES * STAGE);
-    const u32 full = shared_address(scratch + 8 * SCRATCH), empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
+linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k_blocks, int stripes, int slots,
+       s64 slot_stride, s64 row_stride, const float* squares, int parts, float columns, float eps) {
+    extern __shared__ __align__(128) u8 ring[];
+    const u32 full = shared_address(ring + STAGES * STAGE), empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -46,32 +43,35 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
     }
     release_next();
     __syncthreads();
-    const u32 all = row_blocks * k_blocks, first = (u64)all * blockIdx.x / gridDim.x;
-    const int units = (int)((u64)all * (blockIdx.x + 1) / gridDim.x - first);
+    const int each = STRIPES > 1 && stripes > gridDim.x ? STRIPES : 1;
+    int stripe = blockIdx.x * each;
+    const u32 all = row_blocks * k_blocks, first = (u64)all * stripe / stripes;
+    const int units = (int)((u64)all * min(stripe + each, stripes) / stripes - first);
     int row_block = first / k_blocks, k_block = first % k_blocks;
 
     if (warp == 8) {  // producer
 #if !BULK
         depend();
 #endif
+        const auto copy_x = [&](int i) {  // for unit i
+            copy(shared_address(ring + i % STAGES * STAGE) + UNIT_BYTES, x + (s64)((k_block + i) % k_blocks) * XUNIT, XUNIT,
+                 full + 8 * (i % STAGES), lane);
+        };
         const u8* unit = w + (s64)first * UNIT_BYTES;
         for (int i = 0; i < units; i++, unit += UNIT_BYTES) {
             const int s = i % STAGES;
             if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
-            const u32 to = shared_address(ring + s * STAGE);
             if (lane == 0) barrier_expect(full + 8 * s, STAGE);
-            copy(to, unit, UNIT_BYTES, full + 8 * s, lane);
+            copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);
 #if BULK
             // weights depend on nothing: the ring fills while the kernel before this one ends, and x follows
             if (i == min(STAGES, units) - 1) {
                 depend();
-                for (int j = 0; j <= i; j++)
-                    copy(shared_address(ring + j * STAGE) + UNIT_BYTES, x + (s64)((k_block + j) % k_blocks) * XUNIT, XUNIT,
-                         full + 8 * j, lane);
+                for (int j = 0; j <= i; j++) copy_x(j);
             }
             if (i < STAGES) continue;
 #endif
-            copy(to + UNIT_BYTES, x + (s64)((k_block + i) % k_blocks) * XUNIT, XUNIT, full + 8 * s, lane);
+            copy_x(i);
 #if !BULK
             asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
 #endif
@@ -84,7 +84,7 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
 
     depend();  // the memory that the result takes may still be read
     __shared__ float factors[COLS];
-    if (!AHEAD || warp == 9) {
+    if (!AHEAD || warp == 8 + 1) {
         float sums[OF_EACH] = {};  // of rows that are read together
 #pragma unroll 1
         for (int i = lane; i - lane < parts; i += 32)
@@ -104,22 +104,30 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
         if (AHEAD) return;
     }
     float acc[NT][ACC] = {};
-    // the CTA that holds unit u is ((u + 1) * G - 1) / U
-    const auto slot_of = [&](int block) { return (int)(blockIdx.x - ((u64)((u32)block * k_blocks + 1) * gridDim.x - 1) / all); };
+    // the stripe that holds unit u is ((u + 1) * stripes - 1) / all
+    const auto slot_of = [&](int block) { return (int)(stripe - ((u64)((u32)block * k_blocks + 1) * stripes - 1) / all); };
     int slot = AHEAD ? slot_of(row_block) : 0;  // the division while x is on its way, where a register is left for it
-    for (int i = 0; i < units; i++) {
-        const int s = i % STAGES;
-        barrier_wait(full + 8 * s, (i / STAGES) % 2);
-        multiply(acc, ring + s * STAGE + warp * TILE_BYTES, ring + s * STAGE + UNIT_BYTES, scratch + warp * SCRATCH, lane);
+    int left = (int)((u64)all * min(stripe + 1, stripes) / stripes - first);  // units of this stripe, and of others
+    [[maybe_unused]] int more = units - left;
+    int s = 0;
+    u32 phase = 0;
+#pragma unroll 1
+    while (left) {
+        barrier_wait(full + 8 * s, phase);
+        const u8* unit = ring + s * STAGE;
+        multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, unit + warp * TILE_BYTES, PackedRows{unit + UNIT_BYTES, lane}, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * s);
+        if (++s == STAGES) s = 0, phase ^= 1;
         const bool done = ++k_block == k_blocks;
-        if (!done && i != units - 1) continue;
+        if (--left && !done) continue;
         barrier_wait(ready, 0);
         if (!AHEAD) slot = slot_of(row_block);
-        // the CTA that ends a row block clears the slots that nobody has
+        // the stripe that ends a row block clears the slots that nobody has
         put(acc, out, N, T, row_block * 128 + warp * 16, slot, done ? slots : slot + 1, slot_stride, row_stride, factors, lane);
-        row_block++, k_block = 0, slot = 0;  // of a row block that begins here
+        slot = 0;  // of a row block that begins here
+        if (done) row_block++, k_block = 0;
+        if (STRIPES > 1 && !left) stripe++, left = more, more = 0;
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll

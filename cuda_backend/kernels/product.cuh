@@ -1,153 +1,153 @@
-// product: a 16-row tile of a quantized matrix times a unit's columns of COLS rows of x, on the tensor cores
-// Build     one type of tile.cuh, and COLS as linear.cu
+// product: 16 rows of a quantized matrix times a unit's columns of COLS rows of x, on the tensor cores
+// In        x   int8 codes with a scale per 128 columns, or 32 (store.cuh), where a type X with these members finds them for a lane:
+//               codes(half, pair, n)    of two groups of 32 columns of rows 8 n to 8 n + 7: B fragments of two m16n8k32
+//               scales(half, group, n)  of rows 8 n + 2 t and the next, t = lane % 4
+//               sums(half, n)           of codes, a float16 per 16 columns: B fragment of m16n8k8
+// Build     one type of tile.cuh; COLS 1 or a multiple of 8
+// Numbers   WHOLE types: 128 columns, which share a scale of x, add up in whole numbers, so that what follows is all that
+//           rounds: one conversion, scale, minima, scale of x, in this order. Others: the dot of each group of 32 columns is exact
 
-#define XPAIR (COLS == 1 ? 96 : 704)  // bytes of two groups of a row, or of eight rows
-#define XUNIT (KBLOCK / 64 * XPAIR * NT)
-#define STAGE (UNIT_BYTES + XUNIT)
-
-// The scales of two groups of 32 columns.
-#define SCALES_OF_PAIR (64 / GROUP)
-__device__ __forceinline__ void read_scales(float (&v)[SCALES_OF_PAIR], const float* from) {
-#if GROUP == 32
-    const float2 e = *(const float2*)from;
-    v[0] = e.x, v[1] = e.y;
+#if COLS == 1
+#define NT 1
+#define ACC 2  // columns 1 to 7 are padding
 #else
-    const float4 e = *(const float4*)from;
-    v[0] = e.x, v[1] = e.y, v[2] = e.z, v[3] = e.w;
+#define NT (COLS / 8)
+#define ACC 4
 #endif
+#define MAGIC 12582912.0f  // 1.5 * 2^23: an int32 accumulator that starts at its bits reads as a float
+
+#if WHOLE
+#define START 0
+#else
+#define START 0x4b400000  // MAGIC
+#endif
+#if MINS
+#define CODES "u8"
+#else
+#define CODES "s8"
+#endif
+
+// c = START + a b
+__device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." CODES ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(START));
+}
+__device__ __forceinline__ void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32." CODES ".s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(START));
+}
+__device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
 }
 
-// Two groups of a row of x, or of this lane's share of eight: codes, scales and sums.
-struct Pair {
-    u32 b[4];
-    float2 dx[2], sx[2];
-    __device__ __forceinline__ Pair(const u8* pair, int lane) {
-        const int t = lane % 4;
-#if COLS == 1  // every column of the product is the one column of x
-        const uint2 first = *(const uint2*)(pair + t * 8), second = *(const uint2*)(pair + 48 + t * 8);
-        b[0] = first.x, b[1] = first.y, b[2] = second.x, b[3] = second.y;
+#if WHOLE
+// sum += scale * dot: of the four results of a lane, or of its two rows where all columns are one
+__device__ __forceinline__ void add(int (&sum)[ACC], const int (&c)[4], int low, int high) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float2 scale = *(const float2*)(pair + h * 48 + 32);
-            dx[h] = make_float2(scale.x, scale.x), sx[h] = make_float2(scale.y, scale.y);
-        }
+    for (int i = 0; i < ACC; i++)  // beside the tensor cores, which multiply-adds of floats would hold up
+        sum[i] += (i < ACC / 2 ? low : high) * c[i * 4 / ACC];
+}
 #else
-        const uint4 codes = *(const uint4*)(pair + lane * 16);
-        b[0] = codes.x, b[1] = codes.y, b[2] = codes.z, b[3] = codes.w;
-        const float4 scales = *(const float4*)(pair + 512 + t * 16);
-        dx[0] = make_float2(scales.x, scales.y), dx[1] = make_float2(scales.z, scales.w);
-#if MINS && !EXACT_MINS && GROUP == 32
-        const float4 sums = *(const float4*)(pair + 576 + t * 16);
-        sx[0] = make_float2(sums.x, sums.y), sx[1] = make_float2(sums.z, sums.w);
-#endif
-#endif
-    }
-};
-
-// One tile times one unit of x.
-__device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const u8* x, float* scratch, int lane) {
-    const int row = lane / 4, bits = __float_as_int(MAGIC);
-    const int start[4] = {bits, bits, bits, bits};
-    __syncwarp();
-    decode_scales(tile, lane, scratch);
-    __syncwarp();
-    const float* scales = scratch + row * SCRATCH_ROW;
-#ifdef TABLE
-    constexpr bool lookups = true;
-#else
-    constexpr bool lookups = false;
-#endif
-    // fewer turns at a time where instructions take more registers than there are
-    constexpr bool newer = __CUDA_ARCH__ >= 1000 && (GROUP == 16 || COLS > 32);
-    constexpr int unrolled = newer || (lookups && COLS > 32) ? 1 : GROUP == 16 && COLS == 32 ? 2 : KBLOCK / 64;
-    const int most = __CUDA_ARCH__ < 1000 ? NT : GROUP == 16 && MINS ? 2 : GROUP == 16 || COLS > 48 ? 4 : NT;  // tiles of x at a time
-#pragma unroll
-    for (int first = 0; first < NT; first += most) {
-#pragma unroll unrolled
-        for (int j = 0; j < KBLOCK / 64; j++) {
-            float low[SCALES_OF_PAIR], high[SCALES_OF_PAIR];
-            const float* at = scales + j * SCALES_OF_PAIR;
-            read_scales(low, at), read_scales(high, at + 8 * SCRATCH_ROW);
-#if MINS && !EXACT_MINS
-            float low_min[SCALES_OF_PAIR], high_min[SCALES_OF_PAIR];
-            read_scales(low_min, at + 16 * SCRATCH_ROW), read_scales(high_min, at + 24 * SCRATCH_ROW);
-#endif
-            u32 a[2][4];
-            unpack(tile, 2 * j, lane, a[0]), unpack(tile, 2 * j + 1, lane, a[1]);
-#pragma unroll
-            for (int n = first; n < NT && n < first + most; n++) {
-                const Pair pair(x + (j * NT + n) * XPAIR, lane);
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    int c[4];
-#if GROUP == 32
-                    mma(c, a[h], pair.b[2 * h], pair.b[2 * h + 1], start);
-                    accumulate(acc[n], c, low[h], high[h], pair.dx[h]);
-#if MINS && !EXACT_MINS
-                    add_minima(acc[n], low_min[h], high_min[h], pair.sx[h]);
-#endif
-#else
-                    mma_half(c, a[h][0], a[h][1], pair.b[2 * h], start);
-                    accumulate(acc[n], c, low[2 * h], high[2 * h], pair.dx[h]);
-                    mma_half(c, a[h][2], a[h][3], pair.b[2 * h + 1], start);
-                    accumulate(acc[n], c, low[2 * h + 1], high[2 * h + 1], pair.dx[h]);
+// acc += dx * (scale * dot + minimum * sum of codes), likewise
+__device__ __forceinline__ void add(float (&acc)[ACC], const int (&c)[4], const float (&scale)[2], const float (&minimum)[2],
+                                    float2 dx, u32 b0, u32 b1) {
 #if MINS
-                    add_minima_of_half(acc[n], low_min[2 * h], high_min[2 * h], pair.dx[h], pair.b[2 * h]);
-                    add_minima_of_half(acc[n], low_min[2 * h + 1], high_min[2 * h + 1], pair.dx[h], pair.b[2 * h + 1]);
+    const u32 ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+    int sum[4];
+    mma(sum, ones, b0, b1);
 #endif
+#pragma unroll
+    for (int i = 0; i < ACC; i++) {
+        const int e = i * 4 / ACC, high = i >= ACC / 2;
+        float v = scale[high] * (__int_as_float(c[e]) - MAGIC);
+#if MINS
+        v = __fmaf_rn(minimum[high], __int_as_float(sum[e]) - MAGIC, v);
+#endif
+        acc[i] = __fmaf_rn(v, e % 2 ? dx.y : dx.x, acc[i]);
+    }
+}
+#endif
+
+// acc += one tile times one unit of x, of which `tiles` eights of rows are there. AT_ONCE: halves whose instructions may be
+// in flight together, MOST: eights that are summed up together; fewer take fewer registers.
+template <int AT_ONCE, int MOST, class X>
+__device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles = NT) {
+    const u8* codes = tile + lane * 16;
+#pragma unroll AT_ONCE
+    for (int half = 0; half < HALVES; half++) {
+        if (AT_ONCE < HALVES) asm volatile("" ::: "memory");  // read scales here, not those of all halves before
+        const Scales low(tile, lane / 4, half, SHIFT), high(tile, lane / 4 + 8, half, SHIFT_HIGH);
+#if MINS && WHOLE
+        const u32 low_minima = low.minima_of(lane % 4), high_minima = high.minima_of(lane % 4);
+        const float low_m = low.m * (1.0f / MINIMA_UNIT), high_m = high.m * (1.0f / MINIMA_UNIT);
+#endif
+#pragma unroll
+        for (int first = 0; first < NT; first += MOST) {
+#if WHOLE
+            int sum[MOST][ACC] = {};
+#endif
+#pragma unroll
+            for (int pair = 0; pair < 2; pair++) {
+                const int j = half * 4 + pair * 2;
+                u32 a[2][4];
+                unpack(codes, j, a[0]), unpack(codes, j + 1, a[1]);
+#if WHOLE
+                int scales[2][64 / GROUP];
+#pragma unroll
+                for (int i = 0; i < 64 / GROUP; i++)
+                    scales[0][i] = low.of(pair * 64 / GROUP + i), scales[1][i] = high.of(pair * 64 / GROUP + i);
+#else
+                float scales[2][2], minima[2][2] = {};
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    scales[i][0] = low.d * low.of(pair * 2 + i), scales[i][1] = high.d * high.of(pair * 2 + i);
+#if MINS
+                    minima[i][0] = low.minimum(pair * 2 + i), minima[i][1] = high.minimum(pair * 2 + i);
+#endif
+                }
+#endif
+#pragma unroll
+                for (int n = first; n < min(first + MOST, NT); n++) {
+                    if (n >= tiles) break;
+                    const uint4 b = x.codes(half, pair, n);
+                    int c[4];
+#if !WHOLE
+                    mma(c, a[0], b.x, b.y), add(acc[n], c, scales[0], minima[0], x.scales(half, pair * 2, n), b.x, b.y);
+                    mma(c, a[1], b.z, b.w), add(acc[n], c, scales[1], minima[1], x.scales(half, pair * 2 + 1, n), b.z, b.w);
+#elif GROUP == 32
+                    mma(c, a[0], b.x, b.y), add(sum[n - first], c, scales[0][0], scales[1][0]);
+                    mma(c, a[1], b.z, b.w), add(sum[n - first], c, scales[0][1], scales[1][1]);
+#else
+                    mma_half(c, a[0][0], a[0][1], b.x), add(sum[n - first], c, scales[0][0], scales[1][0]);
+                    mma_half(c, a[0][2], a[0][3], b.y), add(sum[n - first], c, scales[0][1], scales[1][1]);
+                    mma_half(c, a[1][0], a[1][1], b.z), add(sum[n - first], c, scales[0][2], scales[1][2]);
+                    mma_half(c, a[1][2], a[1][3], b.w), add(sum[n - first], c, scales[0][3], scales[1][3]);
 #endif
                 }
             }
-        }
-    }
-#if EXACT_MINS  // the sum over 8 groups as one product: minima times the high and the low half of sx
-    const int t = lane % 4;
-    const u32 low_min = ((const u32*)(scales + 8))[t], high_min = ((const u32*)(scales + 8 + 8 * SCRATCH_ROW))[t];
-    const float low_factor = scales[12], high_factor = scales[12 + 8 * SCRATCH_ROW];
+#if WHOLE
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-        float m[4];
-#if COLS == 1
-        mma_bf16(m, low_min, high_min, *(const u32*)(x + t * XPAIR + 40), *(const u32*)(x + t * XPAIR + 88));
-        acc[n][0] = __fmaf_rn(low_factor, m[0], acc[n][0]), acc[n][1] = __fmaf_rn(high_factor, m[2], acc[n][1]);
-#else
-        const uint2 b = *(const uint2*)(x + (row / 2 * NT + n) * XPAIR + 640 + row % 2 * 32 + t * 8);
-        mma_bf16(m, low_min, high_min, b.x, b.y);
-        acc[n][0] = __fmaf_rn(low_factor, m[0], acc[n][0]), acc[n][1] = __fmaf_rn(low_factor, m[1], acc[n][1]);
-        acc[n][2] = __fmaf_rn(high_factor, m[2], acc[n][2]), acc[n][3] = __fmaf_rn(high_factor, m[3], acc[n][3]);
+            for (int n = first; n < min(first + MOST, NT); n++) {
+                if (n >= tiles) break;
+                const float2 dx = x.scales(half, 0, n);
+#if MINS
+                float minima[4];
+                mma_f16(minima, low_minima, high_minima, x.sums(half, n));
 #endif
-    }
-#endif
-}
-
-// A stripe's part of a row block, times a factor per row of x, to partial sum `slot`, and zeros to those up to `end`.
-// out [slot][T][N] from this matrix's first column on.
-__device__ __forceinline__ void put(const float (&acc)[NT][ACC], float* out, int N, int T, int row, int slot, int end,
-                                    s64 slot_stride, s64 row_stride, const float* factors, int lane) {
-    row += lane / 4;
-#pragma unroll 1
-    for (int to_slot = slot; to_slot < end; to_slot++) {
-        const bool keep = to_slot == slot;
-#if COLS == 1
-        float* to = out + to_slot * slot_stride + row;
-        const float factor = factors[0];
-        if (lane % 4 == 0) {
-            if (row < N) to[0] = keep ? acc[0][0] * factor : 0.0f;
-            if (row + 8 < N) to[8] = keep ? acc[0][1] * factor : 0.0f;
-        }
-#else
-        const int column = lane % 4 * 2;
-        float* to = out + to_slot * slot_stride + column * row_stride + row;
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const int left = T - column - 8 * n;
-            const float first = factors[column + 8 * n], second = factors[column + 8 * n + 1];
-            if (left > 0 && row < N) to[0] = keep ? acc[n][0] * first : 0.0f;
-            if (left > 1 && row < N) to[row_stride] = keep ? acc[n][1] * second : 0.0f;
-            if (left > 0 && row + 8 < N) to[8] = keep ? acc[n][2] * first : 0.0f;
-            if (left > 1 && row + 8 < N) to[row_stride + 8] = keep ? acc[n][3] * second : 0.0f;
-            to += 8 * row_stride;
-        }
+                for (int i = 0; i < ACC; i++) {
+                    float v = (i < ACC / 2 ? low.d : high.d) * (float)sum[n - first][i];
+#if MINS
+                    v = __fmaf_rn(i < ACC / 2 ? low_m : high_m, minima[i * 4 / ACC], v);
 #endif
+                    acc[n][i] = __fmaf_rn(v, i * 4 / ACC % 2 ? dx.y : dx.x, acc[n][i]);
+                }
+            }
+#endif
+        }
     }
 }

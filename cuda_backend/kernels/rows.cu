@@ -5,7 +5,7 @@
 // In        activations (T, ...) float32, strided, as partial sums (prelude.cuh In)
 // Out       what store.cuh says
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
-// Assumes   packed heads are a multiple of 32 wide
+// Assumes   packed heads are a multiple of 128 wide
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
 // Bound     launches: a few KB per row
 
@@ -56,7 +56,8 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
                 const float4 first = v[0], f = other[0];
                 float4 e = first;
                 if (stored) e = make_float4(e.x * scale * f.x, e.y * scale * f.y, e.z * scale * f.z, e.w * scale * f.w);
-                const Out now = {stored ? out.dense : sum, stored ? out.packed : 0, stored ? out.bf16 : 0, K, out.cols, out.groups};
+                Out now = out;
+                if (!stored) now.dense = sum, now.packed = 0, now.bf16 = 0;
                 if (to / 128 * 128 < end) store_four(now, t, to, e);
 #pragma unroll
                 for (int i = 0; i < TURNS - 1; i++) v[i] = v[i + 1], other[i] = other[i + 1];

@@ -27,10 +27,8 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
 #if KNOWN
     release_next();
 #endif
-    extern __shared__ __align__(128) u8 shared[];
-    u8* ring = shared;
-    float* scratch = (float*)(shared + STAGES * STAGE);
-    const u32 full = shared_address(scratch + 8 * SCRATCH), empty = full + 8 * STAGES, met = empty + 8 * STAGES;
+    extern __shared__ __align__(128) u8 ring[];
+    const u32 full = shared_address(ring + STAGES * STAGE), empty = full + 8 * STAGES, met = empty + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = blockIdx.x % parts, row_block = blockIdx.x / parts % row_blocks, j = blockIdx.x / parts / row_blocks;
     const int first_k = k_blocks * part / parts, units = k_blocks * (part + 1) / parts - first_k;
@@ -139,13 +137,13 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
                     v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
 #endif
                 }
-                store_four(Out{0, ring + c / KBLOCK * STAGE + UNIT_BYTES, 0, KBLOCK, 1, KBLOCK / 32}, 0, c % KBLOCK, v);
+                store_four(Out{0, ring + c / KBLOCK * STAGE + UNIT_BYTES, 0, KBLOCK, 1, KBLOCK / 32, !WHOLE}, 0, c % KBLOCK, v);
             }
             meet();
         }
 #endif
         barrier_wait(full + 8 * s, (i / STAGES) % 2);
-        multiply(acc, ring + s * STAGE + warp * TILE_BYTES, ring + s * STAGE + UNIT_BYTES, scratch + warp * SCRATCH, lane);
+        multiply<MINS && !WHOLE ? 1 : HALVES, NT>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * s);
     }

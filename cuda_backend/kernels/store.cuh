@@ -1,19 +1,22 @@
 // store: a row-wise result in each form that its consumers want
 // Out       dense (T, K) float32, bf16 (T, K), packed: each where the pointer is not null
-//           packed, per 64 columns and 8 rows: the B fragments of two mma.m16n8k32, 16 bytes per lane, the scales
-//           (64 bytes), scale * sum of codes (64 bytes), and a share of 8 groups' sums as B fragments of mma.m16n8k16:
-//           high and low halves in bf16 (64 bytes). With cols = 1 per 32 columns the one column of that (48 bytes), row
-//           after row
-//           code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
+//           packed, per 128 columns and 8 rows: the B fragments of four mma.m16n8k32, 16 bytes per lane and two of them; the
+//           scales, 8 or, where fine, 4 times 8; the sums of 16 codes in float16, which holds them, as the B fragment of
+//           m16n8k8. 64 rows, then the next 64. With cols = 1 the one column of that, row after row: 128 bytes of codes, 16 of
+//           sums, 16 of scales
+//           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
+//           result
 
 struct Out {
     float* dense;
     u8* packed;
     u16* bf16;
-    int K, cols, groups;  // groups: of 32 columns, padded to a whole unit of the widest weight
+    int K, cols, groups, fine;  // groups: of 32 columns, padded to a whole unit of the widest weight
 };
 
-// Columns k to k + 3 of row `t`, lane by lane: eight lanes hold a group of 32 columns. `ours`: are they to be stored?
+// Columns k to k + 3 of row `t`, lane by lane: where they are packed a warp holds 128 columns from a multiple of 128 on, or
+// eight lanes 32 where they are fine.
+// `ours`: are they to be stored?
 __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 four, bool ours = true) {
     const float v[4] = {four.x, four.y, four.z, four.w};
     const int left = ours ? out.K - k : 0;
@@ -42,6 +45,7 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
     for (int i = 0; i < 4; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7fffffffu);
 #pragma unroll
     for (int m = 1; m < 8; m <<= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, m));
+    if (!out.fine) bits = max(bits, __shfl_xor_sync(FULL, bits, 8)), bits = max(bits, __shfl_xor_sync(FULL, bits, 16));
     const float scale = __uint_as_float(bits) * (1.0f / 127.0f), inverse = 1.0f / scale;
     u32 codes = 0;
     int total = 0;
@@ -50,28 +54,16 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
         const int code = scale > 0.0f ? max(-127, min(127, __float2int_rn(v[i] * inverse))) : 0;
         codes |= (u32)(u8)code << (8 * i), total += code;
     }
-#pragma unroll
-    for (int m = 1; m < 8; m <<= 1) total += __shfl_xor_sync(FULL, total, m);
-    const int group = k / 32, in = k % 32;
-    if (!ours || group >= out.groups) return;
-    const float sum = scale * total;
-    const u16 high = to_bf16(sum), low = to_bf16(sum - from_bf16(high));
-    const int j = group % 8, odd = group % 2;
-    if (out.cols == 1) {
-        u8* to = out.packed + ((s64)t * out.groups + group) * 48;
-        *(u32*)(to + in % 16 / 4 * 8 + in / 16 * 4) = codes;
-        if (in) return;
-        *(float2*)(to + 32) = make_float2(scale, sum);
-        to += 40 - j * 48 + j / 2 * 96 + odd * 2;
-        *(u16*)to = high, *(u16*)(to + 48) = low;
-    } else {  // pairs of groups, each for the eights of rows: product.cuh Pair
-        const int column = t % 8, stride = out.cols / 8 * 704;
-        u8* to = out.packed + (s64)(group / 2) * stride + t / 8 * 704;
-        *(u32*)(to + (column * 4 + in % 16 / 4) * 16 + odd * 8 + in / 16 * 4) = codes;
-        if (in) return;
-        *(float*)(to + 512 + column / 2 * 16 + odd * 8 + column % 2 * 4) = scale;
-        *(float*)(to + 576 + column / 2 * 16 + odd * 8 + column % 2 * 4) = sum;
-        to += (column / 2 - j / 2) * stride + 640 + column % 2 * 32 + j / 2 * 8 + odd * 2;
-        *(u16*)to = high, *(u16*)(to + 4) = low;
-    }
+    total += __shfl_xor_sync(FULL, total, 1);
+    total += __shfl_xor_sync(FULL, total, 2);
+    if (!ours || k / 32 >= out.groups) return;
+    const int lane = k % 128 / 4, pair = lane / 16, word = lane % 4 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+    const bool one = out.cols == 1;
+    const int blocks = out.groups / 4, eight = out.fine ? 1280 : 1184;  // of 128 columns; bytes of eight rows of one
+    u8* to = out.packed;
+    to += one ? ((s64)t * blocks + k / 128) * 160 : ((s64)(t / 64 * blocks + k / 128) * (out.cols / 8) + t % 64 / 8) * eight;
+    const int column = one ? 0 : t % 8;
+    ((u32*)to)[pair * (one ? 16 : 128) + column * 16 + word] = codes;
+    if (lane % (out.fine ? 8 : 32) == 0) ((float*)(to + (one ? 144 : 1024)))[lane / 8 * (one ? 1 : 8) + column] = scale;
+    if (lane % 4 == 0) ((u16*)(to + (one ? 128 : eight - 128)))[column * 8 + lane / 4] = to_half((float)total);
 }

@@ -8,11 +8,13 @@
 //   2-bit plane   one word per group, a_i at bit 2 i of each byte; 16 bytes per lane and four groups
 //   1-bit plane   half a word per group: a_i at bit 4 (group % 2) + i of each byte; 16 bytes per lane and eight groups
 //   8-bit plane   four words per group
-// Codes of signed types are stored as two's complement and unpacked at the top of the byte, so that no offset is left:
-// UNIT is what a code is then multiplied by. Same bits per weight as the file, but for Q3_K (3.56 instead of 3.44) and
+// Codes of signed types are stored as two's complement and unpacked at the top of the byte, so that no offset is left.
+// Same bits per weight as the file, but for Q3_K (3.56 instead of 3.44) and
 // IQ4_XS (4.31 instead of 4.25), whose 6-bit group scales become bytes.
 //
-// Build  -D one type name (Q4_K, ...). GROUP: columns that share a scale. MINS: groups have a minimum to subtract.
+// Build  -D one type name (Q4_K, ...). GROUP: columns that share a scale. MINS: codes are unsigned, groups have a minimum.
+//        WHOLE: scales of groups are whole numbers, times a float of the row. SHIFT: unpacked codes are 2^SHIFT times
+//        those of the file, SHIFT_HIGH for rows 8 to 15.
 
 #if defined(Q4_K) || defined(Q4_1)
 #define P4 1
@@ -74,10 +76,15 @@
 #define MINS 0
 #endif
 
-#if defined(Q4_K) || defined(Q5_K)
-#define EXACT_MINS 1  // whole numbers times one factor per row: linear.cu multiplies them by tensor cores
+#if MINS && P4 && !P1
+#define SHIFT_HIGH 4  // spares a shift
 #else
-#define EXACT_MINS 0
+#define SHIFT_HIGH SHIFT
+#endif
+#if defined(Q2_K) || defined(Q3_K) || defined(Q4_K) || defined(Q5_K) || defined(Q6_K) || defined(IQ4_XS)
+#define WHOLE 1
+#else
+#define WHOLE 0
 #endif
 #define GROUPS (KBLOCK / GROUP)  // scales per row
 #define AT4 (P8 * 16 * KBLOCK)
@@ -130,22 +137,22 @@ __device__ __forceinline__ u32 word_of(const u8* from, int i) {  // one of four,
     return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
 }
 
-// The four words of group `j` (32 columns) of a tile, for this lane.
-__device__ __forceinline__ void unpack(const u8* tile, int j, int lane, u32 (&a)[4]) {
+// The four words of group `j` (32 columns) of a tile, for the lane whose first 16 bytes `codes` points to.
+__device__ __forceinline__ void unpack(const u8* codes, int j, u32 (&a)[4]) {
 #if P8
-    uint4 w = *(const uint4*)(tile + (j * 32 + lane) * 16);
+    uint4 w = *(const uint4*)(codes + j * 512);
     a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
 #elif P4
-    const uint4 both = *(const uint4*)(tile + AT4 + ((j / 2) * 32 + lane) * 16);
+    const uint4 both = *(const uint4*)(codes + AT4 + j / 2 * 512);
     const uint2 w = j % 2 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
 #if P2
-    const u32 h = word_of(tile + AT2 + ((j / 4) * 32 + lane) * 16, j % 4);
+    const u32 h = word_of(codes + AT2 + j / 4 * 512, j % 4);
     a[0] = ((w.x << 2) & 0x3c3c3c3cu) | ((h << 6) & 0xc0c0c0c0u);
     a[1] = ((w.x >> 2) & 0x3c3c3c3cu) | ((h << 4) & 0xc0c0c0c0u);
     a[2] = ((w.y << 2) & 0x3c3c3c3cu) | ((h << 2) & 0xc0c0c0c0u);
     a[3] = ((w.y >> 2) & 0x3c3c3c3cu) | (h & 0xc0c0c0c0u);
 #elif P1
-    const u32 h = word_of(tile + AT1 + lane * 16, j / 2) >> (4 * (j % 2));
+    const u32 h = word_of(codes + AT1, j / 2) >> (4 * (j % 2));
 #if SHIFT
     a[0] = ((w.x << 3) & 0x78787878u) | ((h << 7) & 0x80808080u);
     a[1] = ((w.x >> 1) & 0x78787878u) | ((h << 6) & 0x80808080u);
@@ -164,13 +171,13 @@ __device__ __forceinline__ void unpack(const u8* tile, int j, int lane, u32 (&a)
     a[0] = (w.x << 4) & 0xf0f0f0f0u, a[1] = w.x & 0xf0f0f0f0u;
     a[2] = (w.y << 4) & 0xf0f0f0f0u, a[3] = w.y & 0xf0f0f0f0u;
 #else
-    a[0] = w.x & 0x0f0f0f0fu, a[1] = (w.x >> 4) & 0x0f0f0f0fu;
-    a[2] = w.y & 0x0f0f0f0fu, a[3] = (w.y >> 4) & 0x0f0f0f0fu;
+    a[0] = w.x & 0x0f0f0f0fu, a[1] = w.x & 0xf0f0f0f0u;
+    a[2] = w.y & 0x0f0f0f0fu, a[3] = w.y & 0xf0f0f0f0u;
 #endif
 #else  // a 2-bit plane, with or without a 1-bit plane above it
-    const u32 l = word_of(tile + AT2 + ((j / 4) * 32 + lane) * 16, j % 4);
+    const u32 l = word_of(codes + AT2 + j / 4 * 512, j % 4);
 #if P1
-    const u32 h = word_of(tile + AT1 + lane * 16, j / 2) >> (4 * (j % 2));
+    const u32 h = word_of(codes + AT1, j / 2) >> (4 * (j % 2));
     a[0] = ((l << 5) & 0x60606060u) | ((h << 7) & 0x80808080u);
     a[1] = ((l << 3) & 0x60606060u) | ((h << 6) & 0x80808080u);
     a[2] = ((l << 1) & 0x60606060u) | ((h << 5) & 0x80808080u);
@@ -182,86 +189,93 @@ __device__ __forceinline__ void unpack(const u8* tile, int j, int lane, u32 (&a)
 #endif
 }
 
-// Scale of `row` (0..15) in `group`, divided by what `unpack` multiplied the codes by; and the minimum, negated. Of the
-// types whose scales `decode_scales` does not take apart itself.
-__device__ __forceinline__ void scale_of(const u8* scales, int row, int group, float& scale, float& offset) {
-    offset = 0.0f;
-#if defined(Q4_0) || defined(Q5_0) || defined(IQ4_NL) || defined(Q8_0)
-    scale = from_half(((const u16*)scales)[row * GROUPS + group]) * (1.0f / (1 << SHIFT));
-#elif defined(Q4_1) || defined(Q5_1)
-    u32 dm = ((const u32*)scales)[row * GROUPS + group];
-    scale = from_half((u16)dm), offset = from_half((u16)(dm >> 16));
-#elif defined(Q2_K)
-    u32 dd = ((const u32*)(scales + 256))[row];
-    int both = scales[row * 16 + group];
-    scale = from_half((u16)dd) * (both & 15), offset = -from_half((u16)(dd >> 16)) * (both >> 4);
-#elif defined(IQ4_XS)
-    scale = from_half(((const u16*)(scales + 128))[row]) * ((const s8*)scales)[row * 8 + group];
+#if WHOLE
+typedef int Scale;
+#else
+typedef float Scale;
+#endif
+#define HALVES (KBLOCK / 128)
+
+__device__ __forceinline__ int byte_of(u32 word, int i) { return __byte_perm(word, 0, 0x4440 | i); }
+__device__ __forceinline__ int signed_byte_of(u32 word, int i) { return (s8)(word >> (8 * i)); }
+
+// The scales of 128 columns of one row (0..15) of a tile: a weight is d * of(group) * its unpacked code + m * the minimum of
+// its group, groups counted from the first of the 128 columns.
+struct Scales {
+    float d, m;
+#if GROUP == 32 && WHOLE
+    u32 words[1];  // bytes
+#elif MINS && !WHOLE
+    u32 words[4];  // float16 scales, and minima above them
 #elif defined(MXFP4)
-    int e = scales[row * 8 + group];  // 2^(e - 128): subnormal below 2
-    scale = e >= 2 ? __uint_as_float((u32)(e - 1) << 23) : __uint_as_float(0x00200000u << e);
-#endif
-}
-
-#if EXACT_MINS
-#define SCRATCH_ROW 20  // floats: 8 scales, 8 minima as bf16, the factor of the minima, negated; the rest spreads rows over banks
-#define SCRATCH (16 * SCRATCH_ROW)
+    u32 words[1];  // bytes
 #else
-#define SCRATCH_ROW (GROUPS + 4)  // floats; the padding spreads rows over banks
-#define SCRATCH (16 * SCRATCH_ROW * (1 + MINS))
+    u32 words[2];  // bytes, or float16
 #endif
-
-// Byte i of a word as a float.
-__device__ __forceinline__ float byte_of(u32 word, int i) {
-    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7650u | i)) - 8388608.0f;  // 2^23 + byte
-}
-
-// All scales of a tile into `scratch` (floats), and with MINS the negated minima behind them. One warp.
-__device__ __forceinline__ void decode_scales(const u8* tile, int lane, float* scratch) {
-    const int row = lane / 2, half = lane % 2, first = half * (GROUPS / 2);
-    float* to = scratch + row * SCRATCH_ROW + first;
-    float scale[GROUPS / 2];
-#if EXACT_MINS
-    const uint4 w = *(const uint4*)(tile + SCALES + row * 16);
-    const float d = from_half((u16)w.x);
-    const u32 sc = half ? (w.w & 0x0f0f0f0fu) | ((w.y >> 2) & 0x30303030u) : w.y & 0x3f3f3f3fu;
-    const u32 mn = half ? ((w.w >> 4) & 0x0f0f0f0fu) | ((w.z >> 2) & 0x30303030u) : w.z & 0x3f3f3f3fu;
-#pragma unroll
-    for (int i = 0; i < 4; i++) scale[i] = d * byte_of(sc, i);
-    u32* mins = (u32*)(scratch + row * SCRATCH_ROW + 8);
-    mins[half * 2] = to_bf16x2(byte_of(mn, 0), byte_of(mn, 1));
-    mins[half * 2 + 1] = to_bf16x2(byte_of(mn, 2), byte_of(mn, 3));
-    if (!half) scratch[row * SCRATCH_ROW + 12] = -from_half((u16)(w.x >> 16));
-#elif defined(Q6_K) || defined(Q3_K)
-    const uint2 w = *(const uint2*)(tile + SCALES + row * 16 + half * 8);
-    const float d = from_half(((const u16*)(tile + SCALES + 256))[row]) * (1.0f / (1 << SHIFT));
-#pragma unroll
-    for (int i = 0; i < 8; i++) scale[i] = d * (byte_of((i < 4 ? w.x : w.y) ^ 0x80808080u, i % 4) - 128.0f);
-#else
-    float offset[GROUPS / 2];
-#pragma unroll
-    for (int i = 0; i < GROUPS / 2; i++) scale_of(tile + SCALES, row, first + i, scale[i], offset[i]);
-#if MINS
-#pragma unroll
-    for (int i = 0; i < GROUPS / 2; i += 2)
-        *(float2*)(to + 16 * SCRATCH_ROW + i) = make_float2(offset[i], offset[i + 1]);
+#if MINS && WHOLE
+    u32 minima[32 / GROUP];  // bytes
 #endif
-#endif
-#if GROUPS >= 8
-#pragma unroll
-    for (int i = 0; i < GROUPS / 2; i += 4) *(float4*)(to + i) = make_float4(scale[i], scale[i + 1], scale[i + 2], scale[i + 3]);
-#else
-    *(float2*)to = make_float2(scale[0], scale[1]);
-#endif
-}
-
-// The minimum of `group` of `row`, negated, after decode_scales.
-__device__ __forceinline__ float offset_of(const float* scratch, int row, int group) {
-#if EXACT_MINS
-    return scratch[row * SCRATCH_ROW + 12] * from_bf16(((const u16*)(scratch + row * SCRATCH_ROW + 8))[group]);
+    __device__ __forceinline__ Scales(const u8* tile, int row, int half, int shift) : d(1.0f / (1 << shift)), m(1.0f) {
+        const u8* from = tile + SCALES;
+#if defined(Q4_K) || defined(Q5_K)
+        const uint4 w = *(const uint4*)(from + row * 16);
+        d *= from_half((u16)w.x), m = -from_half((u16)(w.x >> 16));
+        words[0] = half ? (w.w & 0x0f0f0f0fu) | ((w.y >> 2) & 0x30303030u) : w.y & 0x3f3f3f3fu;
+        minima[0] = half ? ((w.w >> 4) & 0x0f0f0f0fu) | ((w.z >> 2) & 0x30303030u) : w.z & 0x3f3f3f3fu;
+#elif defined(Q2_K)
+        const u32 both = ((const u32*)(from + 256))[row];
+        const uint2 w = *(const uint2*)(from + row * 16 + half * 8);
+        d *= from_half((u16)both), m = -from_half((u16)(both >> 16));
+        words[0] = w.x & 0x0f0f0f0fu, words[1] = w.y & 0x0f0f0f0fu;
+        minima[0] = (w.x >> 4) & 0x0f0f0f0fu, minima[1] = (w.y >> 4) & 0x0f0f0f0fu;
+#elif WHOLE && GROUP == 16
+        const uint2 w = *(const uint2*)(from + row * 16 + half * 8);
+        d *= from_half(((const u16*)(from + 256))[row]), words[0] = w.x, words[1] = w.y;
+#elif WHOLE
+        d *= from_half(((const u16*)(from + 128))[row]), words[0] = ((const u32*)from)[row * 2 + half];
 #elif MINS
-    return scratch[16 * SCRATCH_ROW + row * SCRATCH_ROW + group];
+        const uint4 w = *(const uint4*)(from + row * 32 + half * 16);
+        words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
+#elif defined(MXFP4)
+        words[0] = ((const u32*)from)[row * 2 + half];
 #else
-    return 0.0f;
+        const uint2 w = *(const uint2*)(from + (row * HALVES + half) * 8);
+        words[0] = w.x, words[1] = w.y;
 #endif
-}
+    }
+    __device__ __forceinline__ Scale of(int group) const {
+#if WHOLE && MINS
+        return byte_of(words[group / 4], group % 4);
+#elif WHOLE
+        return signed_byte_of(words[group / 4], group % 4);
+#elif MINS
+        return from_half((u16)words[group]);
+#elif defined(MXFP4)
+        const int e = byte_of(words[0], group);  // 2^(e - 128): subnormal below 2
+        return e >= 2 ? __uint_as_float((u32)(e - 1) << 23) : __uint_as_float(0x00200000u << e);
+#else
+        return from_half((u16)(words[group / 2] >> (group % 2 * 16)));
+#endif
+    }
+#if MINS
+    __device__ __forceinline__ float minimum(int group) const {
+#if WHOLE
+        return (float)byte_of(minima[group / 4], group % 4);
+#else
+        return from_half((u16)(words[group] >> 16));
+#endif
+    }
+#if WHOLE
+    // The minima of columns 32 t to 32 t + 31 as two float16, one for 16 columns: their bits, which are MINIMA_UNIT times
+    // the number.
+    __device__ __forceinline__ u32 minima_of(int t) const {
+#if defined(Q2_K)
+        return __byte_perm(t / 2 ? minima[1] : minima[0], 0, t % 2 ? 0x4342 : 0x4140);
+#else
+        return __byte_perm(minima[0], 0, 0x4040 | t * 0x101);
+#endif
+    }
+#endif
+#endif
+};
+#define MINIMA_UNIT (1.0f / 16777216.0f)  // 2^-24, the least float16

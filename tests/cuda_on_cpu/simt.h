@@ -180,20 +180,20 @@ struct Fragments {
     const void *a, *b, *c;  // c may be null: zero
     void* d;
 };
-template <class T, class Sum, int K>
-void multiply_fragments(const void* a, const void* b, const void* c, void* d, float (*value)(T)) {
+template <class TA, class TB, class Sum, int K>
+void multiply_fragments(const void* a, const void* b, const void* c, void* d, float (*value_a)(TA), float (*value_b)(TB)) {
     Fragments mine{a, b, c, d};
-    together(&mine, [value](void** lanes) {
-        const int per = 4 / sizeof(T);  // elements of a register
+    together(&mine, [value_a, value_b](void** lanes) {
+        const int per = 4 / sizeof(TA);  // elements of a register
         double A[16][K], B[K][8];
         for (int lane = 0; lane < 32; lane++) {
             const Fragments* f = (Fragments*)lanes[lane];
             const int g = lane / 4, t = lane % 4;
             for (int r = 0; r < K / per / 2; r++)
                 for (int e = 0; e < per; e++)
-                    A[g + r % 2 * 8][r / 2 * 4 * per + t * per + e] = value(((const T*)f->a)[r * per + e]);
+                    A[g + r % 2 * 8][r / 2 * 4 * per + t * per + e] = value_a(((const TA*)f->a)[r * per + e]);
             for (int r = 0; r < K / per / 4; r++)
-                for (int e = 0; e < per; e++) B[r * 4 * per + t * per + e][g] = value(((const T*)f->b)[r * per + e]);
+                for (int e = 0; e < per; e++) B[r * 4 * per + t * per + e][g] = value_b(((const TB*)f->b)[r * per + e]);
         }
         for (int lane = 0; lane < 32; lane++) {
             const Fragments* f = (Fragments*)lanes[lane];

@@ -50,7 +50,7 @@ def heads() -> list[tuple[str, ...]]:
 
 
 def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
-    return linear_launch(card, type_, cols)[0]
+    return linear_launch(card, type_, cols).defines
 
 
 def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:

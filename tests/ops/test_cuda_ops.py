@@ -16,7 +16,7 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import weights  # noqa: E402
-from cuda_backend.layout import UNITS  # noqa: E402
+from cuda_backend.layout import UNITS, WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -75,11 +75,12 @@ def random_matrix(type_: str, rows: int, columns: int, experts: int = 0) -> Tens
     return Tensor("w", type_, shape, blocks.reshape(*shape[:-1], -1))
 
 
-def quantized_rows(x: np.ndarray) -> np.ndarray:
-    """What the kernels make of activations: int8 per 32 columns, in float64."""
-    padded = np.zeros((len(x), -(-x.shape[1] // 32) * 32), np.float32)
+def quantized_rows(x: np.ndarray, type_: str) -> np.ndarray:
+    """What the kernels make of activations for a matrix: int8 with a scale per 32 or 128 columns, in float64."""
+    n = 128 if type_ in WHOLE else 32
+    padded = np.zeros((len(x), -(-x.shape[1] // n) * n), np.float32)
     padded[:, : x.shape[1]] = x
-    groups = padded.reshape(len(x), -1, 32)
+    groups = padded.reshape(len(x), -1, n)
     scale = np.abs(groups).max(axis=-1, keepdims=True) * np.float32(1 / 127)
     codes = np.rint(groups * (np.float32(1) / np.maximum(scale, np.float32(1e-30))))
     return (codes.astype(np.float64) * scale).reshape(len(x), -1)[:, : x.shape[1]]
@@ -109,9 +110,25 @@ def test_quantized_linear(type_, shape, ops):
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
     x = np.random.default_rng(3).normal(size=(64, shape[1])).astype(np.float32)
     x[:, 7] *= 30
-    want = quantized_rows(x) @ values.T
+    want = quantized_rows(x, type_) @ values.T
     alone = None
     for T in (64, 1, 2, 7, 8, 9, 16, 22, 33, 48):
+        ops.arena.reset()
+        out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
+        assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
+        alone = out if alone is None else alone
+        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 64"
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
+def test_stripes(type_, ops, monkeypatch):
+    """A block of threads that multiplies many units, of several row blocks, in each of its rings and for any rows."""
+    monkeypatch.setattr(ops, "card", replace(ops.card, sms=4))
+    tensor = random_matrix(type_, 300, 2560)
+    w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
+    x = np.random.default_rng(3).normal(size=(64, 2560)).astype(np.float32)
+    want, alone = quantized_rows(x, type_) @ values.T, None
+    for T in (64, 1, 7, 22, 32):
         ops.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
@@ -138,6 +155,7 @@ def test_prefill(type_, ops):
 def test_mixed_types(ops):
     """Parts of different types make one matrix."""
     parts = [random_matrix("Q6_K", 200, 512), random_matrix("Q4_K", 130, 512), random_matrix("Q4_K", 3, 512)]
+    parts.append(random_matrix("Q8_0", 7, 512))  # whose rows of x are packed otherwise
     half = np.random.default_rng(2).normal(size=(9, 512)).astype(np.float16)
     parts.append(Tensor("h", "F16", (9, 512), half.view(np.uint8)))
     x = np.random.default_rng(3).normal(size=(3, 512)).astype(np.float32)

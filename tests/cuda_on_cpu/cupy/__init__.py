@@ -57,17 +57,24 @@ static void barrier_wait(u32 at, u32 parity) { while (barrier_at(at).phase % 2 =
 static void copy(u32 to, const u8* from, int bytes, u32, int lane) {
     for (int i = lane * 16; i < bytes; i += 512) memcpy(block_memory + to + i, from + i, 16);
 }
-static void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&start)[4]) {
+#if MINS
+typedef unsigned char Code;
+#else
+typedef signed char Code;
+#endif
+static float of_code(Code code) { return code; }
+static const int start[4] = {START, START, START, START};
+static void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 b[2] = {b0, b1};
-    multiply_fragments<signed char, int, 32>(a, b, start, c, of_int8);
+    multiply_fragments<Code, signed char, int, 32>(a, b, start, c, of_code, of_int8);
 }
-static void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b, const int (&start)[4]) {
+static void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b) {
     const u32 a[2] = {a0, a1};
-    multiply_fragments<signed char, int, 16>(a, &b, start, c, of_int8);
+    multiply_fragments<Code, signed char, int, 16>(a, &b, start, c, of_code, of_int8);
 }
-static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 b0, u32 b1) {
-    const u32 a[4] = {a0, a1, a0, a1}, b[2] = {b0, b1};
-    multiply_fragments<unsigned short, float, 16>(a, b, nullptr, c, from_bf16_bits);
+static void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 b) {
+    const u32 a[2] = {a0, a1};
+    multiply_fragments<u16, u16, float, 8>(a, &b, nullptr, c, from_half, from_half);
 }
 """
 ATTENTION = r"""
@@ -95,7 +102,7 @@ static void ldmatrix_transposed(u32 (&r)[4], u32 at) {
 }
 static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 b[2] = {b0, b1};
-    multiply_fragments<unsigned short, float, 16>(a, b, c, c, from_half);
+    multiply_fragments<u16, u16, float, 16>(a, b, c, c, from_half, from_half);
 }
 """
 recording: list[Callable[[], None]] | None = None  # the launches of a graph that is being captured
@@ -121,11 +128,11 @@ def _closing(code: str, at: int, pair: str) -> int:
 
 def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
     extra = LINEAR if "barrier_init(" in code else ATTENTION if "ldmatrix(" in code else ""
+    code = code.replace("__device__ __forceinline__ void mma(", extra + "__device__ __forceinline__ void mma(", 1)
     code = without(code, IN_SIMT + re.findall(r"^static void (\w+)\(", extra, re.MULTILINE))
     code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)block_memory;", code)
     code = re.sub(r'asm volatile\("cp\.async\.mbarrier[^"]*"[^;]*;', "barrier_arrive(full + 8 * s);", code)
     code = re.sub(r'asm volatile\("cp\.async\.wait_[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
-    code = code.replace("#define FULL 0xffffffffu\n", "#define FULL 0xffffffffu\n" + extra, 1)
     code = f"namespace {{\n{code}\n}}\n"  # GCC puts shared variables of functions with external names elsewhere
     for name, params in kernels.items():
         types = [re.sub(r"\w+$", "", p).strip() for p in params]

@@ -1,0 +1,65 @@
+// packed: rows of x as store.cuh packs them for a step, and where their products go
+// Build     one type of tile.cuh, and COLS as layout.py has them
+
+#define XPART (COLS == 1 ? 160 : WHOLE ? 1184 : 1280)  // bytes of 128 columns of a row, or of eight rows
+#define XBYTES (XPART * NT)  // of 128 columns of all rows
+#define XUNIT (HALVES * XBYTES)
+#define STAGE (UNIT_BYTES + XUNIT)
+
+// A unit of packed rows: store.cuh.
+struct PackedRows {
+    const u8* from;
+    int lane;
+#if COLS == 1  // every column of the product is the one row of x
+    __device__ __forceinline__ uint4 codes(int half, int pair, int) const {
+        return *(const uint4*)(from + half * XPART + pair * 64 + lane % 4 * 16);
+    }
+    __device__ __forceinline__ float2 scales(int half, int group, int) const {
+        const float scale = ((const float*)(from + half * XPART + 144))[group];
+        return make_float2(scale, scale);
+    }
+    __device__ __forceinline__ u32 sums(int half, int) const { return *(const u32*)(from + half * XPART + 128 + lane % 4 * 4); }
+#else
+    __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
+        return *(const uint4*)(from + half * XBYTES + n * XPART + pair * 512 + lane * 16);
+    }
+    __device__ __forceinline__ float2 scales(int half, int group, int n) const {
+        return *(const float2*)(from + half * XBYTES + n * XPART + 1024 + group * 32 + lane % 4 * 8);
+    }
+    __device__ __forceinline__ u32 sums(int half, int n) const {
+        return *(const u32*)(from + half * XBYTES + n * XPART + 1056 + lane * 4);
+    }
+#endif
+};
+
+// A stripe's part of a row block, times a factor per row of x, to partial sum `slot`, and zeros to those up to `end`.
+// out [slot][T][N] from this matrix's first column on.
+__device__ __forceinline__ void put(const float (&acc)[NT][ACC], float* out, int N, int T, int row, int slot, int end,
+                                    s64 slot_stride, s64 row_stride, const float* factors, int lane) {
+    row += lane / 4;
+#pragma unroll 1
+    for (int to_slot = slot; to_slot < end; to_slot++) {
+        const bool keep = to_slot == slot;
+#if COLS == 1
+        float* to = out + to_slot * slot_stride + row;
+        const float factor = factors[0];
+        if (lane % 4 == 0) {
+            if (row < N) to[0] = keep ? acc[0][0] * factor : 0.0f;
+            if (row + 8 < N) to[8] = keep ? acc[0][1] * factor : 0.0f;
+        }
+#else
+        const int column = lane % 4 * 2;
+        float* to = out + to_slot * slot_stride + column * row_stride + row;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            const int left = T - column - 8 * n;
+            const float first = factors[column + 8 * n], second = factors[column + 8 * n + 1];
+            if (left > 0 && row < N) to[0] = keep ? acc[n][0] * first : 0.0f;
+            if (left > 1 && row < N) to[row_stride] = keep ? acc[n][1] * second : 0.0f;
+            if (left > 0 && row + 8 < N) to[8] = keep ? acc[n][2] * first : 0.0f;
+            if (left > 1 && row + 8 < N) to[row_stride + 8] = keep ? acc[n][3] * second : 0.0f;
+            to += 8 * row_stride;
+        }
+#endif
+    }
+}
