@@ -78,7 +78,6 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         sum = times(sum, before), total *= before, part = times(part, before), part_total *= before, top = both;
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            if (i + n >= end) break;
             if (starts >> n & 1) sum = plus(sum, part), total += part_total, part = zero, part_total = 0.0f;
             part = plus(part, times(e[n], __shfl_sync(FULL, factor, n))), part_total += __shfl_sync(FULL, whole, n);
         }
@@ -99,8 +98,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         sum = plus(sum, times(parts[r * 32 + lane], factor)), total += tops[r].y * factor;
     }
     const float4 by = op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-    const float inverse = 1.0f / total;
-    sum = make_float4(sum.x * inverse * by.x, sum.y * inverse * by.y, sum.z * inverse * by.z, sum.w * inverse * by.w);
+    sum = make_float4(sum.x / total * by.x, sum.y / total * by.y, sum.z / total * by.z, sum.w / total * by.w);
     if (DIM % 32) {  // dense alone, of a width that fours may not divide
         const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll

@@ -90,33 +90,15 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
         }
         __syncthreads();
 
-        // The part of a tile behind the last committed tile: 1: committed rows, and zeros where nobody sees anything; 2: those of
-        // the step, as they come or as a row of a tree sees them; 3: both.
-        auto gather = [&](u16* tile, const u16* plane, int at, int which) {
-            const int first = max(0, mask.past - at), last = min(TILE, mask.past + (seen ? seen : mask.rows) - at);
-            const int start = place_of(places, at), begin = place_of(places, mask.past), total = places.fixed + places.ring;
-#pragma unroll 1
-            for (int n = threadIdx.x + (which == 2 ? first * LINE : 0); n < (which == 2 ? last : TILE) * LINE; n += CTA) {
-                const int r = n / LINE, row = at + r - mask.past;
-                u16* to = tile + r * STRIDE + n % LINE * 8;
-                if (r >= last) {
-                    *(uint4*)to = make_uint4(0, 0, 0, 0);
-                } else if (which & (row < 0 ? 1 : 2)) {
-                    int place = row < 0 ? start + r : begin + (seen ? line[row] : row);
-                    if (row >= 0 && place >= total) place -= places.ring;
-                    copy16(shared_address(to), plane + (s64)place * D + n % LINE * 8);
-                }
-            }
-        };
-        const u16 *own_keys = keys + head * capacity * D, *own_values = values + head * capacity * D;
-        auto fetch = [&](int i, int which) {  // load i of keys and values in turns
+        auto fetch = [&](int i) {  // load i of keys and values in turns
             const bool of_values = i % 2;
             if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), number);
             if (ahead < NOWHERE) {
-                const u16* plane = of_values ? own_values : own_keys;
+                const int start = place_of(places, ahead);
+                const u16* plane = (of_values ? values : keys) + head * capacity * D;
                 u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
                 if (ahead + TILE <= mask.past) {
-                    const u16* from = plane + (s64)place_of(places, ahead) * D + threadIdx.x * 8;
+                    const u16* from = plane + (s64)start * D + threadIdx.x * 8;
                     const u32 to = shared_address(tile + threadIdx.x / LINE * STRIDE + threadIdx.x % LINE * 8);
 #pragma unroll 4
                     for (int j = 0; j < TILE * LINE; j += CTA) {
@@ -126,32 +108,38 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                         else if (n < TILE * LINE)
                             copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), from + j * 8);
                     }
-                } else {
-                    gather(tile, plane, ahead, which);
+                } else {  // those of the step as they come, or as a row of a tree sees them
+                    const int total = places.fixed + places.ring, begin = place_of(places, mask.past);
+#pragma unroll 1
+                    for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
+                        const int row = ahead + n / LINE - mask.past;
+                        int place = row < 0 ? start + n / LINE : begin + (seen ? line[min(row, seen - 1)] : row);
+                        if (row >= 0 && place >= total) place -= places.ring;
+                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)place * D + n % LINE * 8);
+                    }
                 }
                 if (of_values) advance();
             }
             commit();
         };
+        bool waits = job < 0;
 #pragma unroll 1
-        for (int i = 0; i < BUFFERS; i++) fetch(i, 1);
+        for (int i = 0; i <= BUFFERS; i++) {
+            if (waits && (i == BUFFERS || ahead + TILE > mask.past)) depend(), waits = false;
+            if (i < BUFFERS) fetch(i);
+        }
         if (threadIdx.x < ROWS) {
             const int t = min((first_row + (int)threadIdx.x) / group, mask.rows - 1);
             spans[threadIdx.x] = make_int2(mask.low(t), job < 0 ? mask.high(t) : mask.past + seen - 1);
         }
-        for (int n = rows * LINE + threadIdx.x; n < ROWS * LINE; n += CTA)
-            *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = make_uint4(0, 0, 0, 0);
-        __syncthreads();
-        if (job < 0) depend();
 #pragma unroll 1
-        for (int i = 0; i < BUFFERS; i++) {
-            const int at = coming[i / 2].x / 2 * 2;
-            if (at < NOWHERE && at + TILE > mask.past) gather(tiles + i * TILE * STRIDE, i % 2 ? own_values : own_keys, at, 2);
-        }
-#pragma unroll 1
-        for (int n = threadIdx.x; n < rows * LINE; n += CTA) {
-            const int row = first_row + n / LINE, place = row / group * (H - group) + head * group + row;
-            copy16(shared_address(qs + n / LINE * STRIDE + n % LINE * 8), q + (s64)place * D + n % LINE * 8);
+        for (int n = threadIdx.x; n < ROWS * LINE; n += CTA) {
+            const int r = n / LINE, t = (first_row + r) / group;
+            u16* to = qs + r * STRIDE + n % LINE * 8;
+            if (r < rows)
+                copy16(shared_address(to), q + ((s64)t * H + head * group + first_row + r - t * group) * D + n % LINE * 8);
+            else
+                *(uint4*)to = make_uint4(0, 0, 0, 0);
         }
         commit();
         wait_all_but<0>();
@@ -197,7 +185,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                 }
             }
             __syncthreads();
-            fetch(2 * tile + BUFFERS, 3);
+            fetch(2 * tile + BUFFERS);
             if (active)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -272,10 +260,10 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             }
             if (BUFFERS == 2) {  // the values to come must not wait for the keys before them
                 __syncthreads();
-                fetch(2 * tile + 3, 3);
+                fetch(2 * tile + 3);
             }
             wait_all_but<BUFFERS == 2 ? 1 : BUFFERS - 2>();
-            if (BUFFERS > 2) fetch(2 * tile + 1 + BUFFERS, 3);
+            if (BUFFERS > 2) fetch(2 * tile + 1 + BUFFERS);
         }
     }
 }
