@@ -1,8 +1,8 @@
 // linear: y = x W' for a quantized W and 1 to 64 rows of x, as partial sums along k
 // Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/weights.py linear
 // In        w    units of tile.cuh                        Out       out [slot][T][N] float32, to be added in slot order
-//           x    int8 codes with a scale per 128 columns (store.cuh); where `parts` is not 0, rows that an
-//           RMS norm has still to divide by the root of their mean square, the sum of `squares` [T][parts] / columns
+//           x    packed rows (store.cuh); where `parts` is not 0, rows that an RMS norm has still to divide by the root
+//           of their mean square, the sum of `squares` [T][parts] / columns
 // Build     one type of tile.cuh; COLS as layout.py has them; STAGES; AHEAD: a warp of its own finds the factors, which for
 //           more than 8 rows would be late; CP_ASYNC to force the sm_80 ring
 // Work      8 warps multiply, a 16-row tile each; warp 8 feeds a ring of units; where AHEAD, warp 9 finds the factors of a norm
