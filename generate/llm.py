@@ -384,11 +384,14 @@ class LLM:
 
     def _speculation(self, options: dict[str, Any]) -> Speculation:
         kind = options.pop("spec", None) or ("tree" if self.draft_path else "off")
-        budget, top_k = options.pop("tree_budget", None), options.pop("tree_topk", 8)
+        budget, top_k = options.pop("tree_budget", None), options.pop("tree_topk", Speculation.top_k)
         seed_chain = options.pop("chain_seed", False)
-        if kind == "off" and (budget is not None or seed_chain):
-            name = "tree_budget" if budget is not None else "chain_seed"
-            raise UsageError(f"{name} is for guessing ahead, which is off; give a draft or choose spec lookup")
+        given = {"tree_budget": budget is not None, "chain_seed": seed_chain, "tree_topk": top_k != Speculation.top_k}
+        for name in (name for name, asked in given.items() if asked):
+            if kind == "off":
+                raise UsageError(f"{name} is for guessing ahead, which is off; give a draft or choose spec lookup")
+            if name != "tree_budget" and "tree" not in kind:
+                raise UsageError(f"{name} is for trees, and spec is {kind}")
         return Speculation(kind, budget, top_k, seed_chain)
 
     def _starter(

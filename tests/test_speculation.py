@@ -234,11 +234,18 @@ def test_a_bounded_cache_sees_its_first_rows_and_its_last(name, ops):
     assert np.abs(logits[10][20:] - without_first[20:]).max() > 0.05
 
 
-@pytest.mark.parametrize("option", [{"tree_budget": 5}, {"chain_seed": True}])
+@pytest.mark.parametrize("option", [{"tree_budget": 5}, {"chain_seed": True}, {"tree_topk": 4}])
 def test_options_of_guessing_without_guessing(folder, option):
     refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for guessing ahead, which is off")
     with generate.load(str(folder), backend="numpy") as llm, refusal:
         llm.generate("hello", **option)
+
+
+@pytest.mark.parametrize("option", [{"chain_seed": True}, {"tree_topk": 4}])
+def test_options_of_trees_without_trees(folder, option):
+    refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for trees, and spec is lookup")
+    with generate.load(str(folder), backend="numpy") as llm, refusal:
+        llm.generate("hello", spec="lookup", **option)
 
 
 def test_windows_that_cannot_be(folder):
