@@ -27,7 +27,7 @@ struct PackedRows {
         return *(const float2*)(from + half * XBYTES + n * XPART + 1024 + group * 32 + lane % 4 * 8);
     }
     __device__ __forceinline__ u32 sums(int half, int n) const {
-        return *(const u32*)(from + half * XBYTES + n * XPART + 1056 + lane * 4);
+        return *(const u32*)(from + half * XBYTES + n * XPART + XPART - 128 + lane * 4);
     }
 #endif
 };
