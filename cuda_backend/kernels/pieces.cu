@@ -48,7 +48,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     advance();
     depend();
     if ((int)blockIdx.y >= mask.rows) return;
-    const float* from = sums + mine;
+    const float* from = sums + min(mine, D - 4);
     float4 sum = zero, part = zero;  // of all groups of a run, of one
     float top = lowest, total = 0.0f, part_total = 0.0f;
     bool gates_here = op && warp == blockDim.x / 32 - 1;  // a warp with no run, if there is one
@@ -56,13 +56,9 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     do {
         float2 stat = make_float2(lowest, 0.0f);
         if (lane < 8 && i + lane < end) stat = stats[at];
-        float4 e[8];
+        float4 e[8];  // behind the last piece that again, times 0: a conditional read would wait for the one before it
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const u32 place = __shfl_sync(FULL, at, n);
-            e[n] = zero;
-            if (i + n < end && mine < D) e[n] = *(const float4*)(from + (u64)place * D);  // D is a multiple of 4
-        }
+        for (int n = 0; n < 8; n++) e[n] = *(const float4*)(from + (u64)__shfl_sync(FULL, at, n) * D);
         if (gates_here) {
             float g[4];
             float4 by;
@@ -98,7 +94,8 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         sum = plus(sum, times(parts[r * 32 + lane], factor)), total += tops[r].y * factor;
     }
     const float4 by = op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-    sum = make_float4(sum.x / total * by.x, sum.y / total * by.y, sum.z / total * by.z, sum.w / total * by.w);
+    const float inverse = mine < DIM ? 1.0f / total : 0.0f;
+    sum = make_float4(sum.x * inverse * by.x, sum.y * inverse * by.y, sum.z * inverse * by.z, sum.w * inverse * by.w);
     if (DIM % 32) {  // dense alone, of a width that fours may not divide
         const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
