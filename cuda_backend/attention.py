@@ -79,7 +79,6 @@ def attention(
         np.int64(capacity),
         places,
         np.int32(H),
-        np.int32(K),
     )
     at = (np.uint64(step.state), np.uint64(step.positions.address), np.int32(T))
     seen = (np.float32(scale * LOG2_E), np.int32(window or 0), np.int32(keep))
@@ -89,7 +88,7 @@ def attention(
         kernel("attention", "whole", (f"D={wide}", f"DIM={D}"), shared)(
             (-(-T * (H // K) // 64), K),
             (128,),
-            (*head, *at, *seen, np.uint64(out.address)),
+            (*head, np.int32(K), *at, *seen, np.uint64(out.address)),
             shared_mem=shared,
             stream=ops.stream,
         )
@@ -104,9 +103,9 @@ def attention(
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = ops.arena.take(count * T * H * wide * 4), ops.arena.take(count * T * H * 8)
     kernel("split", "split", defines, shared)(
-        (shares * blocks, K),
+        (blocks, shares, K),
         (8 * rows,),
-        (*head, *at, *seen, np.int32(causal), np.int32(shares), np.int32(trunk), np.uint64(sums), np.uint64(stats)),
+        (*head, np.int32(H // K), *at, *seen, np.int32(causal), np.int32(trunk), np.uint64(sums), np.uint64(stats)),
         shared_mem=shared,
         stream=ops.stream,
     )

@@ -27,28 +27,27 @@
 #define NOWHERE (1 << 30)
 
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
-split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int K, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, int causal, int shares, int trunk, float* sums,
-      float2* stats) {
+split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int group, const StepState* step,
+      const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ int2 coming[4];  // tiles on their way: where each begins, + 1 if its piece ends with it, and what number that has
+    __shared__ int2 coming[4];  // tiles on their way: where each begins, + 1 if its piece ends with it, and that one's place
+    __shared__ int place;  // of the piece that is fetched next; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
-    __shared__ int group, block, share, parts;
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
-    __shared__ short line[MOST_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
+    __shared__ int heads[ROWS];   // where a row lies in (T, H)
+    __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + BUFFERS * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     const Mask mask(step, positions, window, keep, causal);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4;
-    const int head = blockIdx.y, cta = blockIdx.x, ctas = gridDim.x;
+    const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.y, share = blockIdx.y, head = blockIdx.z;  // blocks of rows
+    const int cta = share * blocks + block, ctas = shares * blocks, parts = (group + ROWS - 1) / ROWS;
     if (warp == 0) {
         const int lowest = mask.lowest();
         if (lane == 0) {
-            const int blocks = ctas / shares;  // of rows, of which there may be fewer
             const bool branches = step->branches;
-            group = H / K, block = cta % blocks, share = cta / blocks, parts = (group + ROWS - 1) / ROWS;
             pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min(shares, MOST_SINGLE), trunk);
             items = block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
             jobs = branches ? mask.rows * pieces.tails * parts : 0;
@@ -60,13 +59,14 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
     // first the pieces that all rows see, then tiles of the rows of a tree, one by one
 #pragma unroll 1
     for (int job = -1; job < jobs; job = job < 0 ? ctas - 1 - cta : job + ctas) {
-        const int row_of_tree = job / parts / pieces.tails, part = job % parts;
+        const int row_of_tree = job < 0 ? 0 : job / parts / pieces.tails, part = job < 0 ? 0 : job % parts;
         const int first_row = job < 0 ? block * ROWS : row_of_tree * group + part * ROWS;
         const int rows = min(ROWS, job < 0 ? mask.rows * group - first_row : group - part * ROWS);
         const int seen = job < 0 ? 0 : mask.seen(row_of_tree);
 
-        // the tile that is fetched next, where its piece ends and what number that has, and the pieces of the CTA so far
-        int ahead = job < 0 ? 0 : pieces.tail + job / parts % pieces.tails * TILE, stop = ahead + TILE, number = 0, turn = 0;
+        // the tile that is fetched next, where its piece ends and where that one's sums lie, and the pieces of the CTA so far
+        int ahead = job < 0 ? 0 : pieces.tail + job / parts % pieces.tails * TILE, stop = ahead + TILE, turn = 0;
+        if (job >= 0 && threadIdx.x == 0) place = trunk + job / parts % pieces.tails;
         if (job >= 0 && ahead >= mask.past + seen) continue;  // no row that this one sees
         auto advance = [&] {
             ahead += TILE;
@@ -74,49 +74,53 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             const int item = turn * shares + (turn % 2 ? shares - 1 - share : share);  // forth and back, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
-            number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
             ahead = pieces.from(number), stop = pieces.to(number);
+            if (threadIdx.x == 0) place = pieces.place(number);
         };
         if (job < 0) advance();
         __syncthreads();
+        if (threadIdx.x < ROWS) {
+            const int row = first_row + (int)threadIdx.x, t = min(row / group, mask.rows - 1);
+            spans[threadIdx.x] = make_int2(mask.low(t), job < 0 ? mask.high(t) : mask.past + seen - 1);
+            heads[threadIdx.x] = t * H + head * group + row - t * group;
+        }
         if (job >= 0 && warp == 0) {
-            int before = 0;
+            const int start = place_of(places, ahead);
+            int r = mask.past - ahead;  // of the first that the row sees
+            from[lane] = start + lane, from[lane + 32] = start + lane + 32;
+            __syncwarp();
 #pragma unroll
             for (int w = 0; w < MOST_ROWS / 32; w++) {
                 const u32 bits = step->seen[row_of_tree][w];
-                if (bits >> lane & 1) line[before + __popc(bits & ((1u << lane) - 1))] = w * 32 + lane;
-                before += __popc(bits);
+                const int mine = r + __popc(bits & ((1u << lane) - 1));
+                if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = place_of(places, mask.past + w * 32 + lane);
+                r += __popc(bits);
             }
         }
         __syncthreads();
 
         auto fetch = [&](int i) {  // load i of keys and values in turns
             const bool of_values = i % 2;
-            if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), number);
+            if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), place);
             if (ahead < NOWHERE) {
-                const int start = place_of(places, ahead);
                 const u16* plane = (of_values ? values : keys) + head * capacity * D;
                 u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
-                if (ahead + TILE <= mask.past) {
-                    const u16* from = plane + (s64)start * D + threadIdx.x * 8;
+                if (ahead + TILE <= mask.past || !seen) {  // a tile lies in one run of the cache
+                    const u16* begin = plane + (s64)place_of(places, ahead) * D + threadIdx.x * 8;
                     const u32 to = shared_address(tile + threadIdx.x / LINE * STRIDE + threadIdx.x % LINE * 8);
 #pragma unroll 4
                     for (int j = 0; j < TILE * LINE; j += CTA) {
                         const int n = j + threadIdx.x;
                         if (CTA % LINE == 0 && TILE * LINE % CTA == 0)
-                            copy16(to + j / LINE * STRIDE * 2, from + j * 8);
+                            copy16(to + j / LINE * STRIDE * 2, begin + j * 8);
                         else if (n < TILE * LINE)
-                            copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), from + j * 8);
+                            copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), begin + j * 8);
                     }
-                } else {  // those of the step as they come, or as a row of a tree sees them
-                    const int total = places.fixed + places.ring, begin = place_of(places, mask.past);
+                } else {
 #pragma unroll 1
-                    for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
-                        const int row = ahead + n / LINE - mask.past;
-                        int place = row < 0 ? start + n / LINE : begin + (seen ? line[min(row, seen - 1)] : row);
-                        if (row >= 0 && place >= total) place -= places.ring;
-                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)place * D + n % LINE * 8);
-                    }
+                    for (int n = threadIdx.x; n < TILE * LINE; n += CTA)
+                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)from[n / LINE] * D + n % LINE * 8);
                 }
                 if (of_values) advance();
             }
@@ -128,16 +132,12 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             if (waits && (i == BUFFERS || ahead + TILE > mask.past)) depend(), waits = false;
             if (i < BUFFERS) fetch(i);
         }
-        if (threadIdx.x < ROWS) {
-            const int t = min((first_row + (int)threadIdx.x) / group, mask.rows - 1);
-            spans[threadIdx.x] = make_int2(mask.low(t), job < 0 ? mask.high(t) : mask.past + seen - 1);
-        }
 #pragma unroll 1
         for (int n = threadIdx.x; n < ROWS * LINE; n += CTA) {
-            const int r = n / LINE, t = (first_row + r) / group;
+            const int r = n / LINE;
             u16* to = qs + r * STRIDE + n % LINE * 8;
             if (r < rows)
-                copy16(shared_address(to), q + ((s64)t * H + head * group + first_row + r - t * group) * D + n % LINE * 8);
+                copy16(shared_address(to), q + (s64)heads[r] * D + n % LINE * 8);
             else
                 *(uint4*)to = make_uint4(0, 0, 0, 0);
         }
@@ -159,7 +159,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                     mma(sum[0], a, k[0], k[1]);
                     mma(sum[1], a, k[2], k[3]);
                 };
-#pragma unroll 2
+#pragma unroll 4
                 for (int d = 0; d < D / 16; d += 2) {  // two sums, since one would wait for itself
                     multiply(s[0], d);
                     if (D / 16 % 2 == 0 || d + 1 < D / 16) multiply(s[1], d + 1);
@@ -238,12 +238,11 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                         }
                 }
                 if (coming[tile % 4].x % 2) {
-                    const int place = job < 0 ? pieces.place(coming[tile % 4].y) : trunk + job / parts % pieces.tails;
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const int r = m * 16 + lane / 4 + half * 8, row = first_row + r, t = row / group;
+                        const int r = m * 16 + lane / 4 + half * 8;
                         if (r >= rows) continue;
-                        const s64 to = ((s64)place * T + t) * H + head * group + row - t * group;
+                        const s64 to = (s64)coming[tile % 4].y * T * H + heads[r];
                         if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[half], l[half]);
                         float* out = sums + to * D + c * 16 + lane % 4 * 2;
 #pragma unroll
