@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
 MOST_BEST = 64  # tokens of a row that kernels/top_k.cu finds
+CTA_KEYS = 4096  # and what one of its CTAs chooses from
 
 
 def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
@@ -38,8 +39,8 @@ def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
 
 def top_k(ops: "CudaOps", logits: Array, k: int) -> tuple[Array, Array]:
     T, V = logits.shape
-    k, pieces = min(k, V), min(64, -(-V // 256))
-    if k > MOST_BEST or 64 * 256 * pieces < V:
+    k, pieces = min(k, V), max(-(-V // CTA_KEYS), min(64, -(-V // 256)))
+    if k > MOST_BEST or pieces * k > CTA_KEYS:
         return Ops.top_k(ops, logits, k)
     memory = Memory(T * (pieces * (8 * k + 8) + 8 * k))
     sums = memory.address + T * pieces * 8 * k

@@ -8,6 +8,7 @@ extern "C" __global__ void partial(const float* logits, int V, u64* keys) {
     __shared__ u64 warps[32];
     const float* row = logits + (s64)blockIdx.y * V;
     u64 key = 0;
+#pragma unroll 8
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < V; i += gridDim.x * blockDim.x) key = max(key, key_of(row[i], i));
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = key;

@@ -2,78 +2,110 @@
 // Meaning   common/sampling.py top_k; of equal logits the smaller id comes first   Launcher  cuda_backend/choose.py
 // In        logits [T][V] float32; k up to 64
 // Out       ids [T][k] int32, logp [T][k] float32
-// Work      partial: PIECES CTAs per row, each the best k of its piece, and its maximum and sum of exponentials
-//           final: a CTA per row, the best k of all pieces'. A thread holds the best of its own values, and looks again
-//           when that is taken
-// Assumes   at most 64 values per thread: V up to a million
-// Bound     bytes of logits; below a few hundred thousand of them, k rounds of a reduction
+// Work      partial: `pieces` CTAs per row, each the best k of its piece, and its maximum and sum of exponentials
+//           final: a CTA per row, the best k of all pieces'. A thread holds OWN values. Of the threads' best values a warp finds
+//           the kth: k threads at most hold values that are as good, and each of those finds its rank among them
+// Assumes   at most THREADS * OWN values of a CTA
+// Bound     bytes of logits; then the k rounds of a warp
 
 #define THREADS 256
+#define OWN 16   // values of a thread
+#define MOST 64  // of k
 
-__device__ __forceinline__ u64 largest(u64 key, u64* warps) {  // of the CTA, in every thread
-    for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = key;
+struct Best {
+    u64 of_thread[THREADS], good[MOST * OWN], limit;
+    int count;
+};
+
+// The k largest of key(0), key(1), ... of all threads to best[0], best[1], ..., 0 where there are no more. They are different,
+// but for 0 and that of a NaN, which is then the first and the only one.
+template <class Key>
+__device__ __forceinline__ void best_of(Key key, int k, Best& s, u64* best) {
+    const int t = threadIdx.x;
+    u64 mine = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) mine = max(mine, key(i));
+    s.of_thread[t] = mine;
+    if (t < k) best[t] = 0;
+    if (t == 0) s.count = 0;
     __syncthreads();
-    key = warps[threadIdx.x % (THREADS / 32)];
-    for (int m = THREADS / 64; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
+    if (t < 32) {
+        u64 left[THREADS / 32], top = 0, limit = 0;
+#pragma unroll
+        for (int i = 0; i < THREADS / 32; i++) left[i] = s.of_thread[i * 32 + t], top = max(top, left[i]);
+#pragma unroll 1
+        for (int j = 0; j < k; j++) {
+            limit = top;
+            for (int m = 16; m; m >>= 1) limit = max(limit, __shfl_xor_sync(FULL, limit, m));
+            if (limit == ~0ull) break;
+            if (top != limit) continue;
+            top = 0;
+#pragma unroll
+            for (int i = 0; i < THREADS / 32; i++) {
+                if (left[i] == limit) left[i] = 0;
+                top = max(top, left[i]);
+            }
+        }
+        if (t == 0) s.limit = max(limit, 1ull);
+    }
     __syncthreads();
-    return key;
+    if (mine >= s.limit)
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            if (key(i) >= s.limit) {
+                const int at = atomicAdd(&s.count, 1);
+                if (at < MOST * OWN) s.good[at] = key(i);
+            }
+    __syncthreads();
+    const int count = min(s.count, MOST * OWN);
+#pragma unroll 1
+    for (int i = t; i < count; i += THREADS) {
+        const u64 one = s.good[i];
+        int rank = 0;
+#pragma unroll 1
+        for (int j = 0; j < count; j++) rank += s.good[j] > one;
+        if (rank < k) best[rank] = one;
+    }
 }
 
-extern "C" __global__ void partial(const float* logits, int V, int k, u64* keys, float2* sums) {
-    __shared__ u64 warps[THREADS / 32];
-    __shared__ float total;
-    const int pieces = gridDim.x, size = (V + pieces - 1) / pieces, first = blockIdx.x * size;
+extern "C" __global__ void __launch_bounds__(THREADS)
+partial(const float* logits, int V, int k, u64* keys, float2* sums) {
+    __shared__ Best scratch;
+    __shared__ float by_warp[THREADS / 32];
+    const int pieces = gridDim.x, size = (V + pieces - 1) / pieces, first = blockIdx.x * size, t = threadIdx.x;
     const int end = min(first + size, V), at = blockIdx.y * pieces + blockIdx.x;
     const float* row = logits + (s64)blockIdx.y * V;
-    u64 taken = 0, mine = 0;
-    for (int i = first + threadIdx.x; i < end; i += THREADS) mine = max(mine, key_of(row[i], i));
-    float top = 0.0f;
-    for (int j = 0; j < k; j++) {
-        const u64 best = largest(mine, warps);
-        if (j == 0) top = value_of(best);
-        if (threadIdx.x == 0) keys[(s64)at * k + j] = best;
-        if (best != mine || !best || best == ~0ull) continue;
-        taken |= 1ull << (((int)~(u32)best - first) / THREADS);
-        mine = 0;
-        for (int i = first + threadIdx.x, e = 0; i < end; i += THREADS, e++)
-            if (!(taken >> e & 1)) mine = max(mine, key_of(row[i], i));
-    }
     const float low = -__int_as_float(0x7f800000);
-    float sum = 0.0f;
-    for (int i = first + threadIdx.x; i < end && top > low; i += THREADS) sum += expf(row[i] - top);
-    for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(FULL, sum, m);
-    float* by_warp = (float*)warps;
-    if (threadIdx.x % 32 == 0) by_warp[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        total = 0.0f;
-        for (int i = 0; i < THREADS / 32; i++) total += by_warp[i];
-        sums[at] = make_float2(first < end ? top : low, total);
-    }
+    float v[OWN], top = low, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) v[i] = first + i * THREADS + t < end ? row[first + i * THREADS + t] : low;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) top = fmaxf(top, v[i]);
+    top = warp_max(top);
+    if (t % 32 == 0) by_warp[t / 32] = top;
+    const auto key = [&](int i) { return first + i * THREADS + t < end ? key_of(v[i], first + i * THREADS + t) : 0; };
+    best_of(key, k, scratch, keys + (s64)at * k);
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) top = fmaxf(top, by_warp[i]);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) sum += top > low ? expf(v[i] - top) : 0.0f;
+    sum = block_sum(sum, by_warp, THREADS / 32);
+    if (t == 0) sums[at] = make_float2(top, sum);
 }
 
-extern "C" __global__ void final(const u64* keys, const float2* sums, int pieces, int k, int* ids, float* logp) {
-    __shared__ u64 warps[THREADS / 32];
+extern "C" __global__ void __launch_bounds__(THREADS)
+final(const u64* keys, const float2* sums, int pieces, int k, int* ids, float* logp) {
+    __shared__ Best scratch;
+    __shared__ u64 best[MOST];
+    __shared__ float by_warp[THREADS / 32];
     keys += (s64)blockIdx.x * pieces * k, sums += blockIdx.x * pieces;
-    u64 taken = 0, mine = 0;
-    for (int i = threadIdx.x; i < pieces * k; i += THREADS) mine = max(mine, keys[i]);
-    float top = 0.0f, total = 0.0f;
-    for (int j = 0; j < k; j++) {
-        const u64 best = largest(mine, warps);
-        if (j == 0) {
-            top = value_of(best);
-            for (int i = 0; i < pieces; i++) total += sums[i].y > 0.0f ? sums[i].y * expf(sums[i].x - top) : 0.0f;
-        }
-        if (threadIdx.x == 0) {
-            ids[blockIdx.x * k + j] = best == ~0ull ? -1 : (int)~(u32)best;
-            logp[blockIdx.x * k + j] = value_of(best) - top - logf(total);
-        }
-        if (best != mine || !best || best == ~0ull) continue;
-        for (int i = threadIdx.x, e = 0; i < pieces * k; i += THREADS, e++)
-            if (keys[i] == best) taken |= 1ull << e;
-        mine = 0;
-        for (int i = threadIdx.x, e = 0; i < pieces * k; i += THREADS, e++)
-            if (!(taken >> e & 1)) mine = max(mine, keys[i]);
-    }
+    const int t = threadIdx.x;
+    const float2 piece = t < pieces ? sums[t] : make_float2(0.0f, 0.0f);
+    best_of([&](int i) { return i * THREADS + t < pieces * k ? keys[i * THREADS + t] : 0; }, k, scratch, best);
+    __syncthreads();
+    const float top = value_of(best[0]);
+    const float sum = block_sum(piece.y > 0.0f ? piece.y * expf(piece.x - top) : 0.0f, by_warp, THREADS / 32);
+    if (t >= k) return;
+    ids[blockIdx.x * k + t] = best[t] == ~0ull ? -1 : (int)~(u32)best[t];
+    logp[blockIdx.x * k + t] = value_of(best[t]) - top - logf(sum);
 }
