@@ -243,7 +243,7 @@ class CudaOps(Ops):
     def read(self, x: Any) -> np.ndarray:
         if isinstance(x, np.ndarray):
             return x
-        if x.dtype == np.float32:
+        if x.dtype == np.float32 and not x.is_dense:
             x = self.kept(x, x.shape[0])
         out = np.empty(x.shape, x.dtype)
         if out.size:
