@@ -48,14 +48,13 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int) -> None:
     tokens, costs = ids.tolist(), (-logp.astype(np.float64)).tolist()
     if not tokens:
         return
-    # -log of a prefix's probability, the ranks of its tokens, its parent node
-    heap: list[tuple[float, tuple[int, ...], int]] = [(costs[0][0], (0,), 0)]
+    # -log of a prefix's probability, its last token's depth and rank, its parent node
+    heap: list[tuple[float, int, int, int]] = [(costs[0][0], 0, 0, 0)]
     while heap and len(tree) <= budget:
-        cost, ranks, parent = heapq.heappop(heap)
-        depth, rank = len(ranks) - 1, ranks[-1]
+        cost, depth, rank, parent = heapq.heappop(heap)
         node = tree.add(parent, tokens[depth][rank])
-        if rank + 1 < len(tokens[depth]):
-            sibling = cost - costs[depth][rank] + costs[depth][rank + 1]
-            heapq.heappush(heap, (sibling, (*ranks[:-1], rank + 1), parent))
+        here = costs[depth]
+        if rank + 1 < len(here):
+            heapq.heappush(heap, (cost - here[rank] + here[rank + 1], depth, rank + 1, parent))
         if depth + 1 < len(tokens):
-            heapq.heappush(heap, (cost + costs[depth + 1][0], (*ranks, 0), node))
+            heapq.heappush(heap, (cost + costs[depth + 1][0], depth + 1, 0, node))
