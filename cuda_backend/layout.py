@@ -205,8 +205,8 @@ def delta_slots(card: Card, key_width: int, rows: int, norm: bool) -> tuple[int,
 
     One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
     """
-    slots = most_slots(rows) - (key_width <= 128) if 1 < rows <= MOST_ROWS else 0
-    shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 2) + 2 * MOST_ROWS
+    slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MOST_ROWS else 0
+    shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 4) + 2 * MOST_ROWS
     shared += 4 * (2 * 16 * 64 + 16 * 128 + 8) if norm else 0
     slot = delta_slot(key_width)
     shared_slots = int(slots > 0 and shared + slot <= card.block_shared)

@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.ops import Ops
 from common.step import Step
 from cuda_backend.launch import Array, Node, kernel
 from cuda_backend.layout import UNPACKED, Packing, delta_slot, delta_slots, padded
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.states import Conv, Delta, Recurrent
 from cuda_backend.views import NOTHING, in_fours, out_of, view
+from cuda_backend.visits import BEFORE
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -62,6 +64,9 @@ def delta_mixer(
     step: Any,
 ) -> Array:
     T, Hv, Dv = z.shape
+    if conv.spec.taps > BEFORE + 1:
+        states = conv, delta, step
+        return Ops.delta_mixer(ops, qkv, z, a, b, taps, decay, dt_bias, norm, eps, key_heads, *states)
     step = ops.step_of(step, delta.store, recurrent=True)
     delta.key_heads = key_heads
     inputs, weights = (view(qkv), NOTHING, NOTHING, view(a), view(b)), (decay.address, dt_bias.address)

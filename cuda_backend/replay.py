@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import Step
+from common.step import PAST, Step
 from cuda_backend.launch import Arena, Array, Kernel, Memory
 from cuda_backend.layout import MOST_ROWS
 from cuda_backend.visits import runs, visits
@@ -33,10 +33,10 @@ STATE = np.dtype(  # kernels/prelude.cuh StepState
         ("unused", "i4", 9),
         ("path", "i4", TREE_ROWS),
         ("seen", "u1", (TREE_ROWS, TREE_ROWS // 8)),
+        ("run", "i1", (TREE_ROWS, 16)),
         ("order", "u1", TREE_ROWS),
         ("moves", "u1", TREE_ROWS),
         ("parents", "i1", TREE_ROWS),
-        ("run", "u1", TREE_ROWS),
     ]
 )
 
@@ -63,6 +63,18 @@ class DeviceStep:
         return self.T
 
 
+def seen(step: Step) -> np.ndarray:
+    """(T, TREE_ROWS / 8) uint8: of each row a bit per row that it sees, as `step.visible`."""
+    T, rows = len(step), list[int]()
+    if step.parents is None:
+        rows = [(1 << T) - 1] * T
+    else:
+        for row, parent in enumerate(step.parents.tolist()):
+            rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
+    size = TREE_ROWS // 8
+    return np.frombuffer(b"".join(row.to_bytes(size, "little") for row in rows), np.uint8).reshape(T, size)
+
+
 class Inputs:
     """Device memory for a StepState, `rows` positions and `rows` tokens."""
 
@@ -81,11 +93,11 @@ class Inputs:
         if T <= TREE_ROWS:
             if step.parents is not None and not step.is_chain:
                 order, moves, parents = visits(step.parents.tolist())
-                begins = runs(parents)
-                state["branches"], state["runs"], state["run"][: len(begins)] = 1, len(begins), begins
+                stretches = runs(order, parents)
+                state["branches"], state["runs"] = 1, len(stretches)
+                state["run"][: len(stretches), : len(stretches[0])] = stretches
                 state["order"][:T], state["moves"][:T], state["parents"][:T] = order, moves, parents
-            seen = np.packbits(step.visible, axis=1, bitorder="little")
-            state["seen"][:T, : seen.shape[1]] = seen
+            state["seen"][:T] = seen(step)
         positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]
         positions[:T] = step.positions
         on_host = not isinstance(step.tokens, Array)

@@ -7,50 +7,70 @@ from collections.abc import Sequence
 
 from common.step import PAST
 
-RUN = 4  # visits that a warp of kernels/delta.cu prepares
+RUN, BEFORE = 4, 3  # visits that a warp of kernels/delta.cu prepares, and rows before them that a convolution reads
 WAITS = 8  # of a move: what the row before left waits in the slot; else the row goes on from what waits there
+LEAF = 16  # a move: no row goes on from this one, which leaves the matrix as it is
 
 
 def visits(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Rows depth first; a move per visit, 0 or a slot from 1 on, with WAITS for the first of several children; and the
+    """Rows depth first; a move per visit, LEAF, 0, or a slot from 1 on, with WAITS for the first that takes it; and the
     visit that each visit goes on from, or PAST.
 
-    The child whose rows need the most slots comes last, when its parent's slot is free again: `most_slots` are enough.
+    Leaves come first. The child whose rows need the most slots comes last, when its parent's slot is free again:
+    `most_slots` are enough.
     """
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # of PAST, of row 0, ...
     for row, parent in enumerate(parents):
         children[parent + 1].append(row)
     slots, needs = [0] * len(children), [0] * len(children)
     for node in reversed(range(len(children))):
-        rows = children[node]
-        if len(rows) > 1:
-            rows.sort(key=lambda row: needs[row + 1])
-            slots[node] = needs[rows[-2] + 1] + 1
-        if rows:
-            needs[node] = max(slots[node], needs[rows[-1] + 1])
+        inner = [row for row in children[node] if children[row + 1]]
+        if not inner:
+            continue
+        if len(inner) > 1:
+            inner.sort(key=lambda row: needs[row + 1])
+            slots[node] = needs[inner[-2] + 1] + 1
+        needs[node] = max(slots[node], needs[inner[-1] + 1])
+        children[node] = [row for row in children[node] if not children[row + 1]] + inner
+    moves_of = [slot and slot | WAITS for slot in slots]  # of a node's next child that is no leaf
     order: list[int] = []
     moves: list[int] = []
     after: list[int] = []
     left = [(row, PAST) for row in reversed(children[0])]
     while left:
         row, visit = left.pop()
-        slot = slots[parents[row] + 1]
-        moves.append(slot and slot | (WAITS if visit == len(order) - 1 else 0))
+        if children[row + 1]:
+            node = parents[row] + 1
+            moves.append(moves_of[node])
+            moves_of[node] = slots[node]
+            left += [(child, len(order)) for child in reversed(children[row + 1])]
+        else:
+            moves.append(LEAF)
         after.append(visit)
-        left += [(child, len(order)) for child in reversed(children[row + 1])]
         order.append(row)
     return order, moves, after
 
 
-def runs(after: Sequence[int]) -> list[int]:
-    """Where stretches of at most RUN visits begin, each of which goes on from the one before it."""
+def runs(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
+    """Stretches of at most RUN visits, each of which goes on from the one before it, as StepState has them: the first
+    visit, how many, BEFORE rows before them, newest first, where -1 is the newest committed one, and RUN rows.
+    """
     begins: list[int] = []
     for visit, before in enumerate(after):
         if before != visit - 1 or not begins or visit == begins[-1] + RUN:
             begins.append(visit)
-    return begins
+    out = []
+    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
+        up, rows = after[begin], []
+        for _ in range(BEFORE):
+            rows.append(order[up] if up >= 0 else up)
+            up = after[up] if up >= 0 else up - 1
+        out.append((begin, end - begin, *rows, *order[begin:end], *(0,) * (begin + RUN - end)))
+    return out
 
 
 def most_slots(rows: int) -> int:
-    """Slots that any tree of so many rows gets by with; a binary tree below PAST, of 2, 6, 14, ... rows, needs them."""
-    return (rows + 2).bit_length() - 2
+    """Slots that any tree of so many rows gets by with; a binary tree below PAST that ends in leaves without a sibling,
+    of 4, 10, 22, ... rows, needs them.
+    """
+    return ((rows + 2) // 3).bit_length() - 1

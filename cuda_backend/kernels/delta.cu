@@ -15,9 +15,10 @@
 //           64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share four columns of the
 //           matrix, in registers for all rows. The other warps read the next 16 rows meanwhile, and finish the last ones.
 //           The committed path is applied on the way in, and its result written beside the old matrix; this step's
-//           rows are kept as (k, change, factor) for the next. A tree is visited depth first, as the step's `order` says. A
-//           matrix that several rows go on from waits for them: the innermost in registers, one in shared memory, and more,
-//           which few trees have, in `spill`
+//           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
+//           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is visited depth first, leaves first, as the
+//           step's `order` says. A matrix that several rows with children go on from waits for them: the innermost in
+//           registers, one in shared memory, and more, which few trees have, in `spill`
 // Assumes   a step of more than MOST_ROWS rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
 //           tree equals the row that plain decoding computes, bit for bit
@@ -32,7 +33,9 @@
 #define TEAM 256                                    // threads of the recurrence
 #define HELPERS (ALONE ? 6 : 4)                     // warps beside them
 #define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
+#define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
+#define LEAF 16                                     // a move: cuda_backend/visits.py
 #define RUN 4                                       // visits that a warp prepares: cuda_backend/visits.py
 #define FLIGHT (DK <= 128 && __CUDA_ARCH__ == 900 ? 3 : 2)  // partial sums of them read at once: as registers allow
 #if NORM
@@ -52,19 +55,30 @@ __device__ __forceinline__ void read_fours(float4 (&v)[NJ], const float* from, i
         if (DK % 64 == 0 || j * 64 + part * 4 < DK) v[j] = *(const float4*)(from + j * 64 + part * 4);
     }
 }
+__device__ __forceinline__ void write_fours(const float4 (&v)[NJ], float* to, int part) {
+#pragma unroll
+    for (int j = 0; j < NJ; j++)
+        if (DK % 64 == 0 || j * 64 + part * 4 < DK) *(float4*)(to + j * 64 + part * 4) = v[j];
+}
 __device__ __forceinline__ void copy(float4 (&to)[4][NJ], const float4 (&from)[4][NJ]) {
 #pragma unroll
     for (int c = 0; c < 4; c++)
 #pragma unroll
         for (int j = 0; j < NJ; j++) to[c][j] = from[c][j];
 }
-__device__ __forceinline__ void apply(float4 (&s)[NJ], const float4 (&k)[NJ], float change, float factor) {
+// A row's change of a column, in two parts.
+__device__ __forceinline__ void fade(float4 (&s)[NJ], float factor) {
 #pragma unroll
     for (int j = 0; j < NJ; j++) {
-        s[j].x = __fmaf_rn(k[j].x, change, __fmul_rn(factor, s[j].x));
-        s[j].y = __fmaf_rn(k[j].y, change, __fmul_rn(factor, s[j].y));
-        s[j].z = __fmaf_rn(k[j].z, change, __fmul_rn(factor, s[j].z));
-        s[j].w = __fmaf_rn(k[j].w, change, __fmul_rn(factor, s[j].w));
+        s[j].x = __fmul_rn(factor, s[j].x), s[j].y = __fmul_rn(factor, s[j].y);
+        s[j].z = __fmul_rn(factor, s[j].z), s[j].w = __fmul_rn(factor, s[j].w);
+    }
+}
+__device__ __forceinline__ void add(float4 (&s)[NJ], const float4 (&k)[NJ], float change) {
+#pragma unroll
+    for (int j = 0; j < NJ; j++) {
+        s[j].x = __fmaf_rn(k[j].x, change, s[j].x), s[j].y = __fmaf_rn(k[j].y, change, s[j].y);
+        s[j].z = __fmaf_rn(k[j].z, change, s[j].z), s[j].w = __fmaf_rn(k[j].w, change, s[j].w);
     }
 }
 __device__ __forceinline__ float part_of_dot(const float4 (&s)[NJ], const float4 (&k)[NJ]) {
@@ -76,15 +90,18 @@ __device__ __forceinline__ float part_of_dot(const float4 (&s)[NJ], const float4
     }
     return sum;
 }
-// Sums over 16 lanes of the parts of four columns, twice; an even lane gets a's, an odd one b's of column part / 2 % 4.
-__device__ __forceinline__ float sum_of_sixteen(const float (&a)[4], const float (&b)[4], int part) {
-    const bool odd = part & 1, second = part & 2, third = part & 4;
-    float v[4];
+__device__ __forceinline__ float sum_of_sixteen(float v) {
 #pragma unroll
-    for (int c = 0; c < 4; c++) v[c] = (odd ? b[c] : a[c]) + __shfl_xor_sync(FULL, odd ? a[c] : b[c], 1);
-    const float x = (second ? v[1] : v[0]) + __shfl_xor_sync(FULL, second ? v[0] : v[1], 2);
-    const float y = (second ? v[3] : v[2]) + __shfl_xor_sync(FULL, second ? v[2] : v[3], 2);
-    const float sum = (third ? y : x) + __shfl_xor_sync(FULL, third ? x : y, 4);
+    for (int m = 8; m; m >>= 1) v += __shfl_xor_sync(FULL, v, m);
+    return v;
+}
+// Sums over 16 lanes of the parts of four columns; a lane gets that of column part % 4.
+__device__ __forceinline__ float sum_of_sixteen(const float (&v)[4], int part) {
+    const bool odd = part & 1, second = part & 2;
+    const float x = (odd ? v[1] : v[0]) + __shfl_xor_sync(FULL, odd ? v[0] : v[1], 1);
+    const float y = (odd ? v[3] : v[2]) + __shfl_xor_sync(FULL, odd ? v[2] : v[3], 1);
+    float sum = (second ? y : x) + __shfl_xor_sync(FULL, second ? x : y, 2);
+    sum += __shfl_xor_sync(FULL, sum, 4);
     return sum + __shfl_xor_sync(FULL, sum, 8);
 }
 // The matrix's four columns of a lane, `DK` apart; those beyond the last repeat it.
@@ -95,9 +112,7 @@ __device__ __forceinline__ void read_matrix(float4 (&s)[4][NJ], const float* col
 __device__ __forceinline__ void write_matrix(const float4 (&s)[4][NJ], float* columns, int part, int left) {
 #pragma unroll
     for (int c = 0; c < 4; c++)
-#pragma unroll
-        for (int j = 0; j < NJ; j++)
-            if (c < left && (DK % 64 == 0 || j * 64 + part * 4 < DK)) *(float4*)(columns + c * DK + j * 64 + part * 4) = s[c][j];
+        if (c < left) write_fours(s[c], columns + c * DK, part);
 }
 
 // What a step keeps of a convolution, and what it finds.
@@ -254,15 +269,12 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
     for (int run = blockIdx.y * 4 + threadIdx.x / 32; run < runs; run += gridDim.y * 4) {
         int begin = run * RUN, n = min(RUN, visits - begin), rows[BEFORE + RUN];
         if (branches) {
-            begin = step->run[run], n = (run + 1 < runs ? step->run[run + 1] : visits) - begin;
+            const Run of_tree = step->run[run];
+            begin = of_tree.begin, n = of_tree.visits;
 #pragma unroll
-            for (int r = 0; r < RUN; r++) rows[BEFORE + r] = step->order[min(begin + r, visits - 1)];
-            int up = step->parents[begin];
+            for (int j = 0; j < BEFORE; j++) rows[j] = of_tree.before[BEFORE - 1 - j];
 #pragma unroll
-            for (int j = BEFORE - 1; j >= 0; j--) {
-                rows[j] = up < 0 ? up : step->order[up];
-                up = up < 0 ? up - 1 : step->parents[up];
-            }
+            for (int r = 0; r < RUN; r++) rows[BEFORE + r] = of_tree.rows[r];
         } else {
 #pragma unroll
             for (int j = 0; j < BEFORE + RUN; j++) rows[j] = begin + j - BEFORE;
@@ -327,8 +339,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float* vs = qs + 2 * CHUNK * DK;         // [2][CHUNK][WIDE]
     float* changes = vs + 2 * CHUNK * WIDE;  // [2][CHUNK][WIDE]
     float* outs = changes + 2 * CHUNK * WIDE;            // [2][CHUNK][WIDE]
-    float2* pairs = (float2*)(outs + 2 * CHUNK * WIDE);  // [2][CHUNK]: factor, weight of the change
-    u8* order = (u8*)(pairs + 2 * CHUNK);                // [MOST_ROWS] as in StepState
+    float4* scalars = (float4*)(outs + 2 * CHUNK * WIDE);  // [2][CHUNK]: factor, weight of the change, k times q
+    u8* order = (u8*)(scalars + 2 * CHUNK);              // [MOST_ROWS] as in StepState
     u8* moves = order + MOST_ROWS;                       // [MOST_ROWS]
     const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
     const int current = step->current, rows = ALONE ? 1 : step->rows, path = step->path_length, kept = ALONE || !step->kind;
@@ -361,23 +373,22 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             const int first = c * CHUNK, half = c % 2, n = min(CHUNK, rows - first);  // of the chunk that is read
             const int last = first - 2 * CHUNK, last_n = c > 1 ? min(CHUNK, rows - last) : 0;  // of the chunk before the last
 #if !ALONE
-            const int column = thread % WIDE;
-            const int fours = (CHUNK * DK / 4 + HELPERS * 32 - 1) / (HELPERS * 32), per_row = HELPERS * 32 / WIDE;
-            float4 key[fours], query[fours];
+            const int column = thread % WIDE, per_row = HELPERS * 32 / WIDE, part = lane % 16;
+            float4 key[SHARE][NJ] = {}, query[SHARE][NJ] = {};
             float value[CHUNK / per_row];
             depend();
             const float* values_at = values + ((s64)(first + thread / WIDE) * Hv + h) * DV + c0 + column;
 #pragma unroll
-            for (int j = 0; j < fours; j++) {
-                const int i = (j * HELPERS * 32 + thread) * 4;
-                if (i >= n * DK) continue;
-                const s64 from = ((s64)(first + i / DK) * Hk + hk) * DK + i % DK;
-                key[j] = *(const float4*)(keys + from), query[j] = *(const float4*)(queries + from);
+            for (int j = 0; j < SHARE; j++) {
+                const int row = j * HELPERS * 2 + thread / 16;
+                const s64 from = ((s64)(first + row) * Hk + hk) * DK;
+                if (row < n) read_fours(key[j], keys + from, part), read_fours(query[j], queries + from, part);
             }
 #pragma unroll
             for (int j = 0; j < CHUNK / per_row; j++)
                 value[j] = j * per_row + thread / WIDE < n && c0 + column < DV ? values_at[j * per_row * Hv * DV] : 0.0f;
-            if (thread < n) pairs[half * CHUNK + thread] = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
+            if (thread < n)
+                *(float2*)(scalars + half * CHUNK + thread) = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
 #endif
 #if NORM
             if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
@@ -463,15 +474,26 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             if (c == 0 && warp == 3 && lane == 0) {
                 const float d = decay[h], bias = dt_bias[h];
                 depend();
-                pairs[0] = gates_of(load_one(a, a.p + h), load_one(b, b.p + h), d, bias);
-                if ((int)blockIdx.y == 0) now.factor[h] = pairs[0].x;
+                *(float2*)scalars = gates_of(load_one(a, a.p + h), load_one(b, b.p + h), d, bias);
+                if ((int)blockIdx.y == 0) now.factor[h] = scalars->x;
             }
 #else
 #pragma unroll
-            for (int j = 0; j < fours; j++) {
-                const int i = (j * HELPERS * 32 + thread) * 4;
-                if (i >= n * DK) continue;
-                *(float4*)(ks + half * CHUNK * DK + i) = key[j], *(float4*)(qs + half * CHUNK * DK + i) = query[j];
+            for (int j = 0; j < SHARE; j++) {
+                const int row = j * HELPERS * 2 + thread / 16, place = half * CHUNK + row;
+                if (row < n) write_fours(key[j], ks + place * DK, part), write_fours(query[j], qs + place * DK, part);
+            }
+            if (n > 0) {
+                float both[SHARE];
+#pragma unroll
+                for (int j = 0; j < SHARE; j++) both[j] = part_of_dot(key[j], query[j]);
+#pragma unroll
+                for (int m = 8; m; m >>= 1)
+#pragma unroll
+                    for (int j = 0; j < SHARE; j++) both[j] += __shfl_xor_sync(FULL, both[j], m);
+#pragma unroll
+                for (int j = 0; j < SHARE; j++)  // beyond n nobody reads them
+                    if (part == 0) scalars[half * CHUNK + j * HELPERS * 2 + thread / 16].z = both[j];
             }
 #pragma unroll
             for (int j = 0; j < CHUNK / per_row; j++)
@@ -487,8 +509,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const int warp = threadIdx.x / 32, part = lane % 16;
     // a lane's four columns, those of them that exist, and the one whose sums it gets
     const int local = warp * 8 + lane / 16 * 4, column = c0 + local, left = min(4, DV - column);
-    const int own = local + part / 2 % 4;
-    const bool stores = part < 8;  // an even lane a row's change, an odd one the row before's result
+    const int own = local + part % 4;
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
     const DeltaRows old = {row_k + (s64)current * MOST_ROWS * Hk * DK, row_change + (s64)current * MOST_ROWS * Hv * DV,
                            row_factor + current * MOST_ROWS * Hv};
@@ -516,7 +537,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
         for (int i = 0; i < APPLIED; i++) {
             if (first + i >= path) break;
 #pragma unroll
-            for (int c = 0; c < 4; c++) apply(s[c], k[i], change[i][c], factor[i]);
+            for (int c = 0; c < 4; c++) fade(s[c], factor[i]), add(s[c], k[i], change[i][c]);
         }
     }
     if (kept) write_matrix(s, next, part, left);
@@ -557,37 +578,42 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
         const int first = c * CHUNK, half = c % 2, place = half * CHUNK;
         const int n = ALONE ? 1 : min(CHUNK, rows - first);
 #if !ALONE
-        const u32 marks = __ballot_sync(FULL, branches && lane < n && moves[first + lane]);
+        const int move = branches && lane < n ? moves[first + lane] : 0;
+        const u32 moved = __ballot_sync(FULL, move & ~LEAF), leaves = __ballot_sync(FULL, move & LEAF);
+#else
+        const u32 leaves = 0;
 #endif
         const float *k_at = ks + place * DK, *q_at = qs + place * DK, *v_at = vs + place * WIDE + own;
-        const float2* pair_at = pairs + place;
-        float* to = part % 2 ? outs + (place - 1) * WIDE + own : changes + place * WIDE + own;
-        float o[4] = {};  // parts of the row before, whose sums are taken beside the next row's
-        read_fours(key, k_at, part);
+        const float4* scalars_at = scalars + place;
+        float* to = (part < 4 ? changes : outs) + place * WIDE + own;
+        float4 query[NJ];
+        read_fours(key, k_at, part), read_fours(query, q_at, part);
 #pragma unroll 1
         for (int i = 0; i < n; i++) {
 #if !ALONE
-            if (marks >> i & 1) move_matrix(moves[first + i]);
+            if (moved >> i & 1) move_matrix(moves[first + i]);
 #endif
-            const float2 pair = *pair_at;
-            const float value = *v_at;
-            float4 query[NJ];
-            read_fours(query, q_at, part);
-            float dots[4];
+            const float4 now = *scalars_at;
+            const float value = *v_at, both = ALONE ? sum_of_sixteen(part_of_dot(key, query)) : now.z;
+            const bool leaf = leaves >> i & 1;
+            float with_key[4], with_query[4];
 #pragma unroll
-            for (int c = 0; c < 4; c++) dots[c] = part_of_dot(s[c], key);
-            const float sum = sum_of_sixteen(dots, o, part), change = pair.y * (value - pair.x * sum);
+            for (int c = 0; c < 4; c++) with_key[c] = part_of_dot(s[c], key);
+            const float change = now.y * (value - now.x * sum_of_sixteen(with_key, part));
 #pragma unroll
-            for (int c = 0; c < 4; c++) apply(s[c], key, __shfl_sync(FULL, change, lane / 16 * 16 + c * 2), pair.x);
-            k_at += DK;
+            for (int c = 0; c < 4; c++) with_query[c] = part_of_dot(s[c], query);
+#pragma unroll
+            for (int c = 0; c < 4; c++) fade(s[c], leaf ? 1.0f : now.x);  // while the sums are on their way
+            q_at += DK;
+            if (i + 1 < n) read_fours(query, q_at, part);
+            const float out_of_row = __fmaf_rn(both, change, now.x * sum_of_sixteen(with_query, part));
+            if (part < 8) *to = part < 4 ? change : out_of_row;
+            if (!leaf)
+#pragma unroll
+                for (int c = 0; c < 4; c++) add(s[c], key, __shfl_sync(FULL, change, lane / 16 * 16 + c));
+            k_at += DK, v_at += WIDE, scalars_at++, to += WIDE;
             if (i + 1 < n) read_fours(key, k_at, part);
-#pragma unroll
-            for (int c = 0; c < 4; c++) o[c] = part_of_dot(s[c], query);
-            if (stores && (i || part % 2 == 0)) *to = part % 2 ? sum : change;
-            q_at += DK, v_at += WIDE, pair_at++, to += WIDE;
         }
-        const float last = sum_of_sixteen(o, o, part);
-        if (stores && part % 2) *to = last;
         __syncthreads();
     }
     if (!kept) write_matrix(s, next, part, left);

@@ -147,13 +147,16 @@ struct Rope {
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 #define MOST_ROWS 64  // of a step that may be a tree
+struct __align__(16) Run {  // stretches of branches, by visit: cuda_backend/visits.py
+    s8 begin, visits, before[3], rows[4], unused[7];
+};
 struct StepState {
     int past, rows, current, path_length, kind, branches, runs, unused[9];  // kind: 0 tree, 1 chain of any length, 2 block
     int path[MOST_ROWS];
     u32 seen[MOST_ROWS][MOST_ROWS / 32];  // bit j: this row of a tree sees row j of the step
-    u8 order[MOST_ROWS], moves[MOST_ROWS];  // of branches, by visit: cuda_backend/visits.py
+    Run run[MOST_ROWS];
+    u8 order[MOST_ROWS], moves[MOST_ROWS];  // of branches, by visit
     s8 parents[MOST_ROWS];
-    u8 run[MOST_ROWS];  // where each begins
 };
 
 __device__ __forceinline__ float from_half(u16 h) {

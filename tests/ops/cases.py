@@ -290,7 +290,7 @@ def recurrent_cases() -> Iterator[Case]:
     for past in (0, 2, 65):
         for kind in ("chain", "tree"):
             for T in ROWS:
-                for Hk, Hv, Dk, Dv, taps in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4)):
+                for Hk, Hv, Dk, Dv, taps in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4), (1, 2, 16, 16, 6)):
                     layer: LayerSpec = {"conv": ConvSpec(2 * Hk * Dk + Hv * Dv, taps), "delta": DeltaSpec(Hv, Dk, Dv)}
                     run = stateful(layer, past, kind, T, mixer(Hk, Hv, Dk, Dv, taps))
                     yield Case(f"delta_mixer-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)

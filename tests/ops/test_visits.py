@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.step import PAST
-from cuda_backend.visits import RUN, WAITS, most_slots, runs, visits
+from cuda_backend.visits import LEAF, WAITS, most_slots, runs, visits
 
 
 def slots_of(parents):
@@ -12,12 +12,14 @@ def slots_of(parents):
     order, moves, after = visits(parents)
     waiting, current = {}, PAST
     for row, move, before in zip(order, moves, after, strict=True):
+        assert (move == LEAF) == (row not in parents)
         if move & WAITS:
             waiting[move - WAITS] = current
-        elif move:
+        elif move != LEAF and move:
             current = waiting[move]
         assert current == parents[row] == (PAST if before == PAST else order[before])
-        current = row
+        if move != LEAF:  # which leaves the matrix as it is
+            current = row
     assert sorted(order) == list(range(len(parents)))
     return max(waiting, default=0)
 
@@ -32,16 +34,24 @@ def test_every_row_goes_on_from_its_parent(T):
     assert visits(list(range(-1, T - 1)))[0] == list(range(T))
 
 
-@pytest.mark.parametrize("T", [2, 6, 14, 30, 62, 126])
+@pytest.mark.parametrize("T", [4, 10, 22, 46, 94])
 def test_a_binary_tree_needs_the_most_slots(T):
-    assert slots_of([PAST, PAST, *((t - 2) // 2 for t in range(2, T))]) == most_slots(T) == most_slots(T - 1) + 1
+    inner = (T + 2) // 3 * 2 - 2
+    parents = [PAST, PAST, *((t - 2) // 2 for t in range(2, inner)), *range(inner // 2 - 1, inner)]
+    assert slots_of(parents) == most_slots(T) == most_slots(T - 1) + 1
 
 
-def test_leaves_wait_in_the_first_slot():
-    """Which is in registers: of a node with one child that has children, whatever comes before it."""
-    assert slots_of([PAST, 0, 0, 0, 1, 4, 4, 4, 5]) == 1
+def test_leaves_need_no_slot():
+    assert slots_of([PAST, 0, 0, 0, 1, 4, 4, 4, 5]) == 0
+    assert slots_of([PAST, 0, 0, 1, 2]) == 1
 
 
 def test_runs():
-    after = [PAST, 0, 1, 2, 3, 4, 1, 6, 1, PAST]
-    assert runs(after) == [0, RUN, 6, 8, 9]
+    order, after = [5, 9, 8, 7, 6, 4, 3, 2, 1, 0], [PAST, 0, 1, 2, 3, 4, 1, 6, 1, PAST]
+    assert runs(order, after) == [
+        (0, 4, -1, -2, -3, 5, 9, 8, 7),
+        (4, 2, 7, 8, 9, 6, 4, 0, 0),
+        (6, 2, 9, 5, -1, 3, 2, 0, 0),
+        (8, 1, 9, 5, -1, 1, 0, 0, 0),
+        (9, 1, -1, -2, -3, 0, 0, 0, 0),
+    ]
