@@ -10,7 +10,6 @@ from cuda_backend import weights
 from cuda_backend.launch import PLACES, Array, Node, kernel
 from cuda_backend.layout import (
     LATENT_ROWS,
-    LATENT_TILE,
     SPLIT_TILE,
     UNPACKED,
     Packing,
@@ -132,16 +131,16 @@ def latent_attention(
     q16 = ops.arena.take(T * H * kv.width * 2)
     _gather(ops, q_latent, q_rope, latent, k_rope, kv, step, wide, kv.width, q16)
     rows, most = min(T, TREE_ROWS), kv.store.past + T if step.prefill else kv.capacity
-    blocks, (buffers, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(ops.card, kv.width)
+    blocks, (tile, _, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(ops.card, kv.width)
     shares = max(1, ops.card.shared // (shared + 2048) * ops.card.sms // blocks)
-    trunk = piece_places(most, LATENT_TILE, 0, 0, shares)
-    count = trunk + tail_places(LATENT_TILE, rows)
+    trunk = piece_places(most, tile, 0, 0, shares)
+    count = trunk + tail_places(tile, rows)
     sums, stats = ops.arena.take(count * rows * H * wide * 4), ops.arena.take(count * rows * H * 8)
     out = 0 if rows == T else ops.arena.take(T * H * R * 4)
     for first in range(0, T, TREE_ROWS):
         n = min(rows, T - first)
-        kernel("latent", "split", (*_latent(ops, kv), f"BUFFERS={buffers}"), shared)(
-            (shares * blocks,),
+        kernel("latent", "split", _latent(ops, kv), shared)(
+            (blocks, shares),
             (256,),
             (
                 np.uint64(q16),
@@ -152,7 +151,6 @@ def latent_attention(
                 np.int32(n),
                 np.int32(first),
                 np.float32(scale * LOG2_E),
-                np.int32(shares),
                 np.int32(trunk),
                 np.uint64(sums),
                 np.uint64(stats),
@@ -160,7 +158,7 @@ def latent_attention(
             shared_mem=shared,
             stream=ops.stream,
         )
-        cut = LATENT_TILE.bit_length() - 1, 0, 0, shares, trunk
+        cut = tile.bit_length() - 1, 0, 0, shares, trunk
         pieces = Pieces(run_count(most, 0, 0), sums, stats, n, H, wide, first, *cut)
         if out:
             _combine(ops, pieces, R, step, out_of(out, 0, 0, H * R, UNPACKED))
@@ -195,7 +193,7 @@ def expanded_attention(
     cupy.cuda.runtime.memsetAsync(keys, 0, 2 * H * plane, ops.stream.ptr)
     weights.expand_heads(k_up, False, kv.rows, kv.width, n, keys, plane, wide, ops.arena, ops.stream)
     weights.expand_heads(v_up, True, kv.rows, kv.width, n, values, plane, wide, ops.arena, ops.stream)
-    kernel("latent", "spread", (*_latent(ops, kv), "BUFFERS=2"))(
+    kernel("latent", "spread", _latent(ops, kv))(
         (-(-n * (wide - N) // 256), H),
         (256,),
         (
@@ -396,7 +394,7 @@ def _gather(
     node = latent.whole_node()
     norm = node.norm if node and not node.dense else None
     plain, weight, eps = norm or (latent, None, 0.0)
-    kernel("latent", "gather", (*_latent(ops, kv), "BUFFERS=2"))(
+    kernel("latent", "gather", _latent(ops, kv))(
         (T * (H + 1),),
         (-(-max(wide, kv.width) // 32) * 32,),
         (
@@ -421,5 +419,6 @@ def _gather(
     )
 
 
-def _latent(ops: "CudaOps", kv: Latent) -> tuple[str, str]:
-    return f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}"
+def _latent(ops: "CudaOps", kv: Latent) -> tuple[str, ...]:
+    tile, buffers, _ = latent_tiles(ops.card, kv.width)
+    return f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}", f"TILE={tile}", f"BUFFERS={buffers}"

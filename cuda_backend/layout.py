@@ -41,7 +41,7 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 WHOLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # groups have scales in whole numbers: kernels/tile.cuh
 COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
 MOST_COLS = COLS[-1]
-SPLIT_TILE, LATENT_TILE = 64, 32  # positions of a tile of kernels/split.cu and latent.cu
+SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
 MOST_ROWS = 64  # of a step that may be a tree: prelude.cuh
@@ -172,15 +172,18 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
     return ctas, int(spread.max()) + 1
 
 
-def latent_tiles(card: Card, width: int) -> tuple[int, int]:
-    """Tiles of kernels/latent.cu in shared memory, as many as fit up to 4, and its bytes."""
-    tile, rows = LATENT_TILE, LATENT_ROWS
-    fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4 + 2 * rows * 4
-    room = card.block_shared - 1024  # the kernel declares some itself
-    buffers = min(4, (room - fixed) // (tile * (width + 8) * 2))
-    if buffers < 2 or width > 1024:  # gather has a thread per channel
-        raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
-    return buffers, fixed + buffers * tile * (width + 8) * 2
+def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
+    """Positions of a tile of kernels/latent.cu, buffers of 32 in shared memory, and its bytes.
+
+    A tile of 64 waits half as often, and wants more than a tile on its way.
+    """
+    buffer, rows = 32 * (width + 8) * 2, LATENT_ROWS
+    for tile, least, most in ((64, 5, 5), (32, 2, 4)):
+        fixed = rows * (tile + 8) * 2 + 4 * rows * (tile + 8) * 4
+        buffers = min(most, (card.block_shared - 1024 - fixed) // buffer)  # the kernel declares some itself
+        if buffers >= least and width <= 1024:  # gather has a thread per channel
+            return tile, buffers, fixed + buffers * buffer
+    raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
 
 
 def split_tiles(card: Card, width: int, rows: int) -> tuple[tuple[str, ...], int, int]:

@@ -623,7 +623,7 @@ def expand_heads(
         _expand(s, 0, padded_rows, 0, stream, dense)
     else:
         dense, stride, kind = s.memory.address, size, ("F32", "F16", "BF16").index(s.type)
-    kernel("latent", "halves", ("R=16", "W=16", "BUFFERS=2"))(
+    kernel("latent", "halves", ("R=16", "W=16", "TILE=32", "BUFFERS=2"))(
         (min(-(-size // 256), 1024), s.experts),
         (256,),
         (np.uint64(dense), np.int32(kind), np.int64(stride), np.int64(size), np.uint64(matrices)),

@@ -113,8 +113,9 @@ struct Mask {
     __device__ int low(int t) const { return window ? positions[kind == 2 ? 0 : t] - window + 1 : 0; }
     // The first that any row may; by a whole warp.
     __device__ int lowest() const {
-        int l = window ? low(min((int)threadIdx.x % 32, rows - 1)) : 0;
-        if (window && rows > 32) l = min(l, low(min((int)threadIdx.x % 32 + 32, rows - 1)));
+        if (!window) return 0;
+        int l = low(min((int)threadIdx.x % 32, rows - 1));
+        if (rows > 32) l = min(l, low(min((int)threadIdx.x % 32 + 32, rows - 1)));
         for (int m = 16; m; m >>= 1) l = min(l, __shfl_xor_sync(FULL, l, m));
         return l;
     }

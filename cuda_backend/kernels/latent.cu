@@ -2,9 +2,9 @@
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/attention.py
 // In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
 //           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [place][T][H][R]
-// Build     R, W: multiples of 16; BUFFERS: tiles in shared memory, 2 to 4
+// Build     R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5
 // Work      split: 32 rows (t, head) per CTA of 8 warps, pieces of the past in shares of equal length. Of a tile's products with
-//           q, which stays in registers, a warp adds a quarter of the channels for 16 positions; eight lanes then share
+//           q, which stays in registers, a warp adds a quarter of the channels for half of the positions; eight lanes then share
 //           a row's softmax, and a warp adds an eighth of the latent's columns for all rows. Tiles that hold rows of the step
 //           follow one by one, for the heads of each row where the step is a tree that branches
 //           expand: keys and values of every head, which prefill attends to as they are (attention.cu whole)
@@ -13,15 +13,16 @@
 // Origin    DeepSeek-V2 (arXiv 2405.04434), FlashAttention-2 (arXiv 2307.08691)
 
 #define STRIDE (W + 8)  // halves
-#define TILE 32  // positions
+#define LOAD 32  // positions of a buffer
+#define LOADS (TILE / LOAD)
 #define ROWS 32
 #define STEPS ((W / 16 + 3) / 4)  // of 16 channels, per warp
 #define COLUMNS ((R / 8 + 15) / 16 * 16)  // of the latent per warp
 #define SCORES (TILE + 8)
 
 // A row of W by eight threads, a line of it at a time.
-__device__ __forceinline__ void load_row(u16* tile, const u16* from) {
-    const u32 to = shared_address(tile + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
+__device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
+    const u32 to = shared_address(buffer + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
     from += threadIdx.x % 8 * 8;
 #pragma unroll
     for (int i = 0; i < W; i += 64)
@@ -30,38 +31,44 @@ __device__ __forceinline__ void load_row(u16* tile, const u16* from) {
 
 extern "C" __global__ void __launch_bounds__(256, 1)
 split(const u16* q, const u16* cache, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
-      int shares, int trunk, float* sums, float2* stats) {
+      int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
     __shared__ short line[MOST_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
-    u16 *tiles = shared, *ps = tiles + BUFFERS * TILE * STRIDE;  // ps: the probabilities
-    float *scores = (float*)(ps + ROWS * (TILE + 8)), *keeps = scores + 4 * ROWS * SCORES, *takes = keeps + ROWS;
+    __shared__ Pieces pieces;
+    __shared__ int tails;
+    __shared__ volatile float2 factors[ROWS];  // of what a row has so far and of a tile; read as they are used, for registers
+    u16 *buffers = shared, *ps = buffers + BUFFERS * LOAD * STRIDE;  // ps: the probabilities
+    float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
-    const Mask mask(step, positions, 0, 0, 0, first_t, T);
-    Pieces pieces;
-    pieces.cut(5, mask.past, mask.rows, 0, 0, 0, shares, trunk);
+    const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.y, share = blockIdx.y, cta = share * blocks + block;
+    const int parts = (H + ROWS - 1) / ROWS;
+    if (threadIdx.x == 0) {
+        const Mask mask(step, positions, 0, 0, 0, first_t, T);
+        pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, shares, trunk);
+        tails = pieces.tails * (step->branches ? mask.rows * parts : blocks);
+    }
+    __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
-    const int rows = max(0, mask.rows) * H, blocks = gridDim.x / shares, block = blockIdx.x % blocks, share = blockIdx.x / blocks;
-    const int parts = (H + ROWS - 1) / ROWS, tails = pieces.tails * (step->branches ? mask.rows * parts : blocks);
     // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
-    for (int job = -1; job < tails; job = job < 0 ? gridDim.x - 1 - blockIdx.x : job + gridDim.x) {
-        const int who = job < 0 ? block : job / pieces.tails, tree = job >= 0 && step->branches, t_of_tree = who / parts;
+    for (int job = -1; job < tails; job = job < 0 ? blocks * shares - 1 - cta : job + blocks * shares) {
+        const Mask mask(step, positions, 0, 0, 0, first_t, T);  // read again, for registers
+        const int rows = max(0, mask.rows) * H;
+        const int who = job < 0 ? block : job / pieces.tails, tree = job >= 0 && step->branches, t_of_tree = tree ? who / parts : 0;
         const int first_row = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
         const int end_row = min(first_row + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
-        const int low = (s64)pieces.tail * share / shares, high = (s64)pieces.tail * (share + 1) / shares;
+        const int low = pieces.tail * share / shares, high = pieces.tail * (share + 1) / shares;  // the last has the least: it takes tails
         int piece = low ? pieces.of(low - 1) + 1 : 0;
         const int after = high ? pieces.of(high - 1) + 1 : 0, tail = job < 0 ? 0 : job % pieces.tails;
         const int begin = job < 0 ? pieces.begin(piece) : pieces.tail + tail * TILE;
         const int stop = job >= 0 ? begin + TILE : after > piece ? pieces.stop(after - 1) : begin;
         if (begin >= stop || first_row >= end_row || (tree && begin >= mask.past + seen)) continue;
         __syncthreads();
-        auto load = [&](u16* to, int at) {  // committed rows lie at their positions, those of the step as they come or are seen
-            const int row = at + mine - mask.past;
-            load_row(to, cache + (s64)(row < 0 ? at + mine : mask.past + (tree ? line[min(row, seen - 1)] : row)) * W);
-        };
-        const int ahead = job < 0 ? min(begin + (BUFFERS - 1) * TILE, stop) : begin;
+        auto load = [&](int buffer, int place) { load_row(buffers + buffer * LOAD * STRIDE, cache + (s64)place * W); };
+        if (job < 0)  // before this step's rows are there
 #pragma unroll 1
-        for (int at = begin; at < ahead; at += TILE) load(tiles + (at - begin) * STRIDE, at);  // before this step's rows are there
+            for (int i = 0; i < BUFFERS - LOADS; i++)
+                if (begin + i * LOAD < stop) load(i, begin + i * LOAD + mine);
         if (tree && warp == 0) {
             int before = 0;
 #pragma unroll
@@ -73,8 +80,13 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
         }
         depend();
         __syncthreads();
-        if (job >= 0) load(tiles, begin);
-        u16* qs = tiles + (BUFFERS - 1) * TILE * STRIDE;  // until a tile comes there
+        if (job >= 0)
+#pragma unroll 1
+            for (int i = 0; i < LOADS; i++) {
+                const int at = begin + i * LOAD + mine, n = at - mask.past;  // number n of the step's rows, or of those seen
+                load(i, tree && n >= 0 ? mask.past + line[min(n, seen - 1)] : at);
+            }
+        u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until a tile comes there
         if (first_row + mine < end_row)
             load_row(qs, q + ((s64)first_t * H + first_row + mine) * W);
         else
@@ -94,39 +106,48 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
         int buffer = 0;
 #pragma unroll 1
         for (int at = begin; at < stop; at += TILE) {
-            const u16* tile = tiles + buffer * TILE * STRIDE;
-            wait_all_but<BUFFERS - 2>();
-            const int next = at + (BUFFERS - 1) * TILE;  // to where the tile before this one was
-            if (next < stop) load(tiles + (buffer + BUFFERS - 1) % BUFFERS * TILE * STRIDE, next);
-            commit();
-            buffer = (buffer + 1) % BUFFERS;
-            float s[2][2][4] = {};
-            const u32 k_at = shared_address(tile + (half * 16 + lane % 8 + lane / 16 * 8) * STRIDE + quarter * STEPS * 16 + lane / 8 % 2 * 8);
+            wait_all_but<BUFFERS - 2 * LOADS>();
+#pragma unroll 1
+            for (int i = 0; i < LOADS; i++) {  // to where the tile before this one was
+                const int next = at + (BUFFERS - LOADS + i) * LOAD;
+                if (next < stop) load((buffer + BUFFERS - LOADS + i) % BUFFERS, next + mine);
+                commit();
+            }
+            auto tile_of = [&](int i) { return buffers + (buffer + i < BUFFERS ? buffer + i : buffer + i - BUFFERS) * LOAD * STRIDE; };
+            float s[2][2 * LOADS][4] = {};
+            const u16* keys = LOADS == 1 ? tile_of(0) + half * 16 * STRIDE : tile_of(half);
+            const u32 k_at = shared_address(keys + (lane % 8 + lane / 16 * 8) * STRIDE + quarter * STEPS * 16 + lane / 8 % 2 * 8);
 #pragma unroll
             for (int d = 0; d < STEPS; d++)
-                if (W / 16 % 4 == 0 || quarter * STEPS + d < W / 16) {
-                    u32 b[4];
-                    ldmatrix(b, k_at + d * 32);
+                if (W / 16 % 4 == 0 || quarter * STEPS + d < W / 16)
 #pragma unroll
-                    for (int m = 0; m < 2; m++) mma(s[m][0], a[m][d], b[0], b[1]), mma(s[m][1], a[m][d], b[2], b[3]);
-                }
-            float* score = scores + (quarter * ROWS + lane / 4) * SCORES + half * 16 + lane % 4 * 2;
+                    for (int n = 0; n < LOADS; n++) {
+                        u32 b[4];
+                        ldmatrix(b, k_at + (n * 16 * STRIDE + d * 16) * 2);
+#pragma unroll
+                        for (int m = 0; m < 2; m++) mma(s[m][2 * n], a[m][d], b[0], b[1]), mma(s[m][2 * n + 1], a[m][d], b[2], b[3]);
+                    }
+            float* score = scores + (quarter * ROWS + lane / 4) * SCORES + half * TILE / 2 + lane % 4 * 2;
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
+                for (int n = 0; n < 2 * LOADS; n++) {
                     *(float2*)(score + m * 16 * SCORES + n * 8) = make_float2(s[m][n][0], s[m][n][1]);
                     *(float2*)(score + (m * 16 + 8) * SCORES + n * 8) = make_float2(s[m][n][2], s[m][n][3]);
                 }
             __syncthreads();
-            const float4* scored = (const float4*)(scores + mine * SCORES) + threadIdx.x % 8;
-            float4 four = scored[0];
+            float x[LOADS][4], best = lowest, more = 0.0f;
 #pragma unroll
-            for (int w = 1; w < 4; w++) four = plus(four, scored[w * ROWS * SCORES / 4]);
-            float x[4] = {four.x * scale, four.y * scale, four.z * scale, four.w * scale}, best = lowest;
-            const int position = at + threadIdx.x % 8 * 4;
+            for (int i = 0; i < LOADS; i++) {
+                const float4* scored = (const float4*)(scores + mine * SCORES + i * LOAD) + threadIdx.x % 8;
+                float4 four = scored[0];
 #pragma unroll
-            for (int e = 0; e < 4; e++) best = fmaxf(best, x[e] = position + e <= last ? x[e] : lowest);
+                for (int w = 1; w < 4; w++) four = plus(four, scored[w * ROWS * SCORES / 4]);
+                const int position = at + i * LOAD + threadIdx.x % 8 * 4;
+                x[i][0] = four.x * scale, x[i][1] = four.y * scale, x[i][2] = four.z * scale, x[i][3] = four.w * scale;
+#pragma unroll
+                for (int e = 0; e < 4; e++) best = fmaxf(best, x[i][e] = position + e <= last ? x[i][e] : lowest);
+            }
 #pragma unroll
             for (int i = 1; i < 8; i <<= 1) best = fmaxf(best, __shfl_xor_sync(FULL, best, i));
             best = ceilf(best);
@@ -134,13 +155,16 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
             const float keep = power(top - both), take = power(best - both);
             top = both;
 #pragma unroll
-            for (int e = 0; e < 4; e++) x[e] = exp2f(x[e] - base);
-            float more = (x[0] + x[1]) + (x[2] + x[3]);
+            for (int i = 0; i < LOADS; i++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[i][e] = exp2f(x[i][e] - base);
+                more += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
+                *(uint2*)(ps + mine * (TILE + 8) + i * LOAD + threadIdx.x % 8 * 4) = make_uint2(to_half2(x[i][0], x[i][1]), to_half2(x[i][2], x[i][3]));
+            }
 #pragma unroll
             for (int i = 1; i < 8; i <<= 1) more += __shfl_xor_sync(FULL, more, i);
             sum = sum * keep + more * take;
-            *(uint2*)(ps + mine * (TILE + 8) + threadIdx.x % 8 * 4) = make_uint2(to_half2(x[0], x[1]), to_half2(x[2], x[3]));
-            if (threadIdx.x % 8 == 0) keeps[mine] = keep, takes[mine] = take;
+            if (threadIdx.x % 8 == 0) factors[mine].x = keep, factors[mine].y = take;
             __syncthreads();
             u32 p[TILE / 16][2][4];
 #pragma unroll
@@ -148,7 +172,9 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
 #pragma unroll
                 for (int k = 0; k < TILE / 16; k++)
                     ldmatrix(p[k][h], shared_address(ps + (h * 16 + lane % 16) * (TILE + 8) + k * 16 + lane / 16 * 8));
-            const u32 v_at = shared_address(tile + lane % 16 * STRIDE + warp * COLUMNS + lane / 16 * 8);
+            u32 v_at[LOADS];
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) v_at[i] = shared_address(tile_of(i) + lane % 16 * STRIDE + warp * COLUMNS + lane / 16 * 8);
 #pragma unroll
             for (int n = 0; n < COLUMNS / 16; n++) {
                 if (R % (8 * COLUMNS) && warp * COLUMNS + n * 16 >= R) break;
@@ -156,7 +182,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
 #pragma unroll
                 for (int k = 0; k < TILE / 16; k++) {
                     u32 b[4];
-                    ldmatrix_transposed(b, v_at + (k * 16 * STRIDE + n * 16) * 2);
+                    ldmatrix_transposed(b, v_at[k / 2] + (k % 2 * 16 * STRIDE + n * 16) * 2);
 #pragma unroll
                     for (int h = 0; h < 2; h++) mma(tiles_sum[h][0], p[k][h], b[0], b[1]), mma(tiles_sum[h][1], p[k][h], b[2], b[3]);
                 }
@@ -164,7 +190,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
                 for (int h = 0; h < 2; h++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const float before = keeps[h * 16 + lane / 4 + i * 8], here = takes[h * 16 + lane / 4 + i * 8];
+                        const float before = factors[h * 16 + lane / 4 + i * 8].x, here = factors[h * 16 + lane / 4 + i * 8].y;
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
                             float& y = o[h][2 * n + j / 2][2 * i + j % 2];
@@ -172,6 +198,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
                         }
                     }
             }
+            buffer = (buffer + LOADS) % BUFFERS;
             if (job < 0 && at + TILE < pieces.stop(piece)) continue;
             const s64 place = (s64)(job < 0 ? piece++ : trunk + tail) * T * H + first_row;
             if (threadIdx.x % 8 == 0 && row < end_row) stats[place + mine] = make_float2(top, sum);

@@ -78,8 +78,10 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             ahead = pieces.from(number), stop = pieces.to(number);
             if (threadIdx.x == 0) place = pieces.place(number);
         };
-        if (job < 0) advance();
-        __syncthreads();
+        if (job < 0)
+            advance();
+        else
+            __syncthreads();
         if (threadIdx.x < ROWS) {
             const int row = first_row + (int)threadIdx.x, t = min(row / group, mask.rows - 1);
             spans[threadIdx.x] = make_int2(mask.low(t), job < 0 ? mask.high(t) : mask.past + seen - 1);

@@ -63,7 +63,8 @@ def single(card: Card, type_: str, per: int, choice: int, made: int, pack: int) 
 
 
 def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
-    return f"R={latent_width}", f"W={width}", f"BUFFERS={latent_tiles(card, width)[0]}"
+    tile, buffers, _ = latent_tiles(card, width)
+    return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}"
 
 
 def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
