@@ -48,13 +48,14 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int) -> None:
     tokens, costs = ids.tolist(), (-logp.astype(np.float64)).tolist()
     if not tokens:
         return
-    # -log of a prefix's probability, its last token's depth and rank, its parent node
+    # -log of a prefix's probability, minus its depth (of equal ones the deepest comes first), its last token's rank,
+    # its parent node
     heap: list[tuple[float, int, int, int]] = [(costs[0][0], 0, 0, 0)]
     while heap and len(tree) <= budget:
-        cost, depth, rank, parent = heapq.heappop(heap)
-        node = tree.add(parent, tokens[depth][rank])
-        here = costs[depth]
+        cost, above, rank, parent = heapq.heappop(heap)
+        depth = -above
+        node, here = tree.add(parent, tokens[depth][rank]), costs[depth]
         if rank + 1 < len(here):
-            heapq.heappush(heap, (cost - here[rank] + here[rank + 1], depth, rank + 1, parent))
+            heapq.heappush(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent))
         if depth + 1 < len(tokens):
-            heapq.heappush(heap, (cost + costs[depth + 1][0], depth + 1, 0, node))
+            heapq.heappush(heap, (cost + costs[depth + 1][0], above - 1, 0, node))
