@@ -46,12 +46,13 @@ class Step:
     def tree(cls, tokens: Any, parents: Sequence[int] | np.ndarray, start: int, slot: int = 0) -> "Step":
         """Rows of a token tree; a row's position is `start` plus its depth."""
         parents = np.asarray(parents, np.int32)
-        T = len(parents)
-        if len(tokens) != T or not np.all((parents >= PAST) & (parents < np.arange(T))):
-            raise ValueError(f"parents must list, for each of {len(tokens)} rows, PAST or an earlier row: {parents}")
-        depth: list[int] = []
-        for parent in parents.tolist():
+        T, depth = len(parents), list[int]()
+        for row, parent in enumerate(parents.tolist()):
+            if not PAST <= parent < row:
+                break
             depth.append(0 if parent == PAST else depth[parent] + 1)
+        if not len(tokens) == T == len(depth):
+            raise ValueError(f"parents must list, for each of {len(tokens)} rows, PAST or an earlier row: {parents}")
         return cls(tokens, start + np.array(depth, np.int32), parents, np.full(T, slot, np.int32))
 
     @classmethod

@@ -6,7 +6,7 @@ each run; kernels read it there, so that a graph captured once stays valid.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -63,15 +63,11 @@ class DeviceStep:
         return self.T
 
 
-def seen(step: Step) -> np.ndarray:
-    """(T, TREE_ROWS / 8) uint8: of each row a bit per row that it sees, as `step.visible`."""
-    T, rows = len(step), list[int]()
-    if step.parents is None:
-        rows = [(1 << T) - 1] * T
-    else:
-        for row, parent in enumerate(step.parents.tolist()):
-            rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
-    size = TREE_ROWS // 8
+def seen(parents: list[int] | None, T: int) -> np.ndarray:
+    """(T, TREE_ROWS / 8) uint8: of each row a bit per row that it sees, as Step.visible."""
+    rows, size = [(1 << T) - 1] * T if parents is None else [], TREE_ROWS // 8
+    for row, parent in enumerate(parents or ()):
+        rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
     return np.frombuffer(b"".join(row.to_bytes(size, "little") for row in rows), np.uint8).reshape(T, size)
 
 
@@ -81,6 +77,7 @@ class Inputs:
     def __init__(self, rows: int, stream: cupy.cuda.Stream):
         self.rows, self.stream = rows, stream
         self.memory = Memory(STATE.itemsize + 8 * rows)
+        self.steps: dict[tuple[int, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def upload(self, step: Step, past: int, current: int, path: np.ndarray) -> None:
@@ -91,13 +88,14 @@ class Inputs:
         state["path"][: len(path)] = path
         state["kind"] = 1 if T > TREE_ROWS else 2 if step.parents is None else 0
         if T <= TREE_ROWS:
-            if step.parents is not None and not step.is_chain:
-                order, moves, parents = visits(step.parents.tolist())
-                stretches = runs(order, parents)
+            parents = None if step.parents is None else step.parents.tolist()
+            if parents is not None and parents != list(range(PAST, T - 1)):
+                order, moves, after = visits(parents)
+                stretches = runs(parents, order, after)
                 state["branches"], state["runs"] = 1, len(stretches)
                 state["run"][: len(stretches), : len(stretches[0])] = stretches
-                state["order"][:T], state["moves"][:T], state["parents"][:T] = order, moves, parents
-            state["seen"][:T] = seen(step)
+                state["order"][:T], state["moves"][:T], state["parents"][:T] = order, moves, after
+            state["seen"][:T] = seen(parents, T)
         positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]
         positions[:T] = step.positions
         on_host = not isinstance(step.tokens, Array)
@@ -110,15 +108,18 @@ class Inputs:
             tokens = self.memory.address + STATE.itemsize + 4 * self.rows
             runtime.memcpyAsync(tokens, step.tokens.address, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
-    def step(self, T: int) -> DeviceStep:
-        positions = self.memory.address + STATE.itemsize
-        return DeviceStep(
-            Array((T,), positions + 4 * self.rows, dtype=np.int32),
-            Array((T,), positions, dtype=np.int32),
-            self.memory.address,
-            T,
-            self,
-        )
+    def step(self, T: int, is_block: bool = False) -> DeviceStep:
+        if (T, is_block) not in self.steps:
+            positions = self.memory.address + STATE.itemsize
+            self.steps[T, is_block] = DeviceStep(
+                Array((T,), positions + 4 * self.rows, dtype=np.int32),
+                Array((T,), positions, dtype=np.int32),
+                self.memory.address,
+                T,
+                self.memory,
+                is_block,
+            )
+        return self.steps[T, is_block]
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Replay:
         current, path = (recurrent.current, recurrent.path) if recurrent else (0, np.empty(0, np.int32))
         inputs = self.inputs_for(step)
         inputs.upload(step, state.length, current, path)
-        return replace(inputs.step(bucket(len(step))), is_block=step.parents is None)
+        return inputs.step(bucket(len(step)), step.parents is None)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""

@@ -22,36 +22,40 @@ def visits(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # of PAST, of row 0, ...
     for row, parent in enumerate(parents):
         children[parent + 1].append(row)
+    inner: list[list[int]] = [[]] * len(children)  # those that have children
     slots, needs = [0] * len(children), [0] * len(children)
     for node in reversed(range(len(children))):
-        inner = [row for row in children[node] if children[row + 1]]
-        if not inner:
+        rows = [row for row in children[node] if children[row + 1]]
+        if not rows:
             continue
-        if len(inner) > 1:
-            inner.sort(key=lambda row: needs[row + 1])
-            slots[node] = needs[inner[-2] + 1] + 1
-        needs[node] = max(slots[node], needs[inner[-1] + 1])
-        children[node] = [row for row in children[node] if not children[row + 1]] + inner
+        if len(rows) > 1:
+            rows.sort(key=lambda row: needs[row + 1])
+            slots[node] = needs[rows[-2] + 1] + 1
+        needs[node], inner[node] = max(slots[node], needs[rows[-1] + 1]), rows
     moves_of = [slot and slot | WAITS for slot in slots]  # of a node's next child that is no leaf
     order: list[int] = []
     moves: list[int] = []
     after: list[int] = []
-    left = [(row, PAST) for row in reversed(children[0])]
-    while left:
-        row, visit = left.pop()
-        if children[row + 1]:
-            node = parents[row] + 1
-            moves.append(moves_of[node])
-            moves_of[node] = slots[node]
-            left += [(child, len(order)) for child in reversed(children[row + 1])]
-        else:
-            moves.append(LEAF)
-        after.append(visit)
+    left: list[tuple[int, int]] = []
+    row = visit = PAST
+    while True:
+        for child in children[row + 1]:
+            if not children[child + 1]:
+                order.append(child)
+                moves.append(LEAF)
+                after.append(visit)
+        left += [(child, visit) for child in reversed(inner[row + 1])]
+        if not left:
+            return order, moves, after
+        row, before = left.pop()
+        node, visit = parents[row] + 1, len(order)
         order.append(row)
-    return order, moves, after
+        moves.append(moves_of[node])
+        after.append(before)
+        moves_of[node] = slots[node]
 
 
-def runs(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
+def runs(parents: Sequence[int], order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
     """Stretches of at most RUN visits, each of which goes on from the one before it, as StepState has them: the first
     visit, how many, BEFORE rows before them, newest first, where -1 is the newest committed one, and RUN rows.
     """
@@ -61,10 +65,10 @@ def runs(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
             begins.append(visit)
     out = []
     for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
-        up, rows = after[begin], []
+        up, rows = order[begin], []
         for _ in range(BEFORE):
-            rows.append(order[up] if up >= 0 else up)
-            up = after[up] if up >= 0 else up - 1
+            up = parents[up] if up >= 0 else up - 1
+            rows.append(up)
         out.append((begin, end - begin, *rows, *order[begin:end], *(0,) * (begin + RUN - end)))
     return out
 

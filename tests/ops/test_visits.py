@@ -47,8 +47,9 @@ def test_leaves_need_no_slot():
 
 
 def test_runs():
+    parents = [PAST, 9, 3, 9, 6, PAST, 7, 8, 9, 5]
     order, after = [5, 9, 8, 7, 6, 4, 3, 2, 1, 0], [PAST, 0, 1, 2, 3, 4, 1, 6, 1, PAST]
-    assert runs(order, after) == [
+    assert runs(parents, order, after) == [
         (0, 4, -1, -2, -3, 5, 9, 8, 7),
         (4, 2, 7, 8, 9, 6, 4, 0, 0),
         (6, 2, 9, 5, -1, 3, 2, 0, 0),
