@@ -113,7 +113,7 @@ def check_scales(tensor: Tensor) -> None:
         size = BLOCKS[tensor.type].bytes
         blocks = tensor.data.reshape(-1, size)
         for start in range(0, len(blocks), CHUNK):
-            _refuse(tensor, _bad_blocks(blocks[start : start + CHUNK], tensor.type), start)
+            _refuse(tensor, bad_blocks(blocks[start : start + CHUNK], tensor.type), start)
     elif len(tensor.shape) == 1 and tensor.type in ("F64", "F32", "F16", "BF16"):
         _refuse(tensor, _not_finite(tensor.data, tensor.type))
 
@@ -137,17 +137,19 @@ def _not_finite(data: np.ndarray, type_: str) -> np.ndarray:
     return ~np.isfinite(data.view(PLAIN[type_]))
 
 
-def _bad_blocks(blocks: np.ndarray, type_: str) -> np.ndarray:
+def bad_blocks(blocks: np.ndarray, type_: str) -> np.ndarray:
+    """Which blocks of a GGUF type, uint8 (n, bytes), have a scale that is NaN or infinite: bool (n,)"""
     if type_ == "MXFP4":
         return blocks[:, 0] == 0xFF
     if type_ == "NVFP4":
         return ((blocks[:, :4] & 0x7F) == 0x7F).any(axis=1)
     if type_ == "IQ1_M":
         return ~np.isfinite(_iq1_m_scale(blocks)[:, 0])
-    bad = np.zeros(len(blocks), bool)
-    for at in BLOCKS[type_].halves:
-        bad |= (blocks[:, at : at + 2].view("<u2")[:, 0] & 0x7C00) == 0x7C00
-    return bad
+    halves = BLOCKS[type_].halves  # which lie together: taken out at once, so that what follows reads them in a row
+    at, size = halves[0], 2 * len(halves)
+    scales = blocks[:, at : at + size].view(f"<u{size}")[:, 0].copy().view("<u2").reshape(len(blocks), -1)
+    bad = (scales & 0x7C00) == 0x7C00
+    return bad.view(f"u{len(halves)}")[:, 0] != 0
 
 
 def _decode_blocks(tensor: Tensor, out: np.ndarray) -> None:

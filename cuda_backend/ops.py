@@ -7,7 +7,7 @@ quantization in the same launch. Products leave partial sums that the next kerne
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import cupy
@@ -26,6 +26,7 @@ from cuda_backend.launch import ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
+from cuda_backend.upload import Uploader
 from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, out_of, view
 from cuda_backend.weights import Groups, Weight
 
@@ -36,7 +37,7 @@ NO_PATH = np.empty(0, np.int32)
 class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
-    runs_ahead = draws = True
+    runs_ahead = draws = checks_scales = True
     tree_rows = TREE_ROWS
 
     def __init__(self) -> None:
@@ -52,10 +53,14 @@ class CudaOps(Ops):
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
         self.heads: dict[tuple[int, int], Groups] = {}  # for head_linear, by rows and heads
 
+    @cached_property
+    def uploader(self) -> Uploader:
+        return Uploader(self.stream)
+
     # -- weights and states --------------------------------------------------------------------------------------------
 
     def weight(self, *parts: Tensor) -> Weight:
-        weight, expanded = weights.load(parts, self.stream)
+        weight, expanded = weights.load(parts, self.uploader)
         for type_ in expanded:
             if type_ not in self.expanded:
                 print(f"{type_} has no CUDA kernel yet: its tensors are held as float16", file=sys.stderr)
@@ -65,7 +70,6 @@ class CudaOps(Ops):
     def vector(self, tensor: Tensor) -> Array:
         values = dequantize(tensor)
         memory = weights.upload(values, self.stream)
-        self.stream.synchronize()
         return Array(values.shape, memory.address, owner=memory)
 
     def weight_bytes(self, weight: Weight) -> int:

@@ -8,22 +8,22 @@ import numpy as np
 from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
 from cuda_backend import weights
-from cuda_backend.launch import Memory, kernel
+from cuda_backend.launch import kernel
 from cuda_backend.ops import CudaOps
 from cuda_backend.weights import Weight
 
 
 class RandomOps(CudaOps):
     def weight(self, *parts: Tensor) -> Weight:
-        return weights.load(parts, self.stream, self._random_rows)[0]
+        return weights.load(parts, self.uploader, self._random_rows)[0]
 
-    def _random_rows(self, tensor: Tensor, _: Any, rows: slice) -> Memory:
+    def _random_rows(self, tensor: Tensor, _: Any, rows: slice) -> int:
         """Random blocks for as many rows."""
         block = BLOCKS[tensor.type]
         nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
-        memory = Memory(nbytes + 4)
+        address = self.uploader.room(nbytes + 4)
         args = (
-            np.uint64(memory.address),
+            np.uint64(address),
             np.int64(-(-nbytes // 4)),
             np.uint32(zlib.crc32(tensor.name.encode()) + rows.start),
         )
@@ -31,11 +31,11 @@ class RandomOps(CudaOps):
         n = nbytes // block.bytes
         for at, value in zip(block.halves, RANDOM_HALVES[tensor.type], strict=True):
             block_args = (
-                np.uint64(memory.address),
+                np.uint64(address),
                 np.int64(n),
                 np.int32(block.bytes),
                 np.int32(at),
                 np.float32(value),
             )
             kernel("random", "set_halves")((-(-n // 256),), (256,), block_args, stream=self.stream)
-        return memory
+        return address

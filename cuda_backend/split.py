@@ -322,6 +322,7 @@ class SplitOps(Ops):
     runs_ahead = CudaOps.runs_ahead
     draws = CudaOps.draws
     tree_rows = CudaOps.tree_rows
+    checks_scales = CudaOps.checks_scales
 
     def __init__(self, parts: Sequence[Part], layers: Sequence[int], draft: Part):
         self.parts, self.layers, self.draft = parts, [parts[i] for i in layers], draft

@@ -5,15 +5,16 @@ projection beside Q4_K queries) still make one output.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import cublas
 
-from common.quants import dequantize
+from common.quants import BLOCKS, bad_blocks, check_scales, dequantize
 from common.tensors import Tensor
 from cuda_backend.launch import CHOICE, Arena, Array, Memory, Node, kernel
 from cuda_backend.layout import (
@@ -34,6 +35,7 @@ from cuda_backend.layout import (
     ring,
     tile_defines,
 )
+from cuda_backend.upload import Uploader
 from cuda_backend.views import NOTHING, out_of, view
 
 UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
@@ -86,15 +88,27 @@ class Weight:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-Stage = Callable[[Tensor, Any, slice], Memory]  # a slice of stored rows -> their bytes on the device
+Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored rows -> where they lie on the device
 
 
-def load(parts: Sequence[Tensor], stream: cupy.cuda.Stream, stage: Stage | None = None) -> tuple[Weight, list[str]]:
-    """The parts stacked by rows, and the types that had to be expanded to float16."""
+def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None) -> tuple[Weight, list[str]]:
+    """The parts stacked by rows, and the types that had to be expanded to float16.
 
-    def upload_rows(_: Tensor, stored: Any, rows: slice) -> Memory:
-        return upload(np.ascontiguousarray(stored[rows]), stream)
+    Raises BimetalError for a scale that is not finite.
+    """
 
+    def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
+        blocks = [piece.reshape(-1, BLOCKS[tensor.type].bytes) for piece in _rows_of(stored, rows)]
+        address = uploader.room(sum(piece.nbytes for piece in blocks))
+        if uploader.copy(address, blocks, partial(bad_blocks, type_=tensor.type)):
+            uploader.stream.synchronize()  # memory is given back
+            for part in parts:
+                check_scales(part)  # which says where
+        return address
+
+    for part in parts:
+        if part.type not in UNITS:
+            check_scales(part)
     expanded = [p.type for p in parts if p.scales is not None or p.type not in UNITS.keys() | FLOATS.keys()]
     groups: list[list[Tensor]] = []
     for part in parts:  # neighbours of one type become one segment
@@ -108,7 +122,7 @@ def load(parts: Sequence[Tensor], stream: cupy.cuda.Stream, stage: Stage | None 
         else:
             groups.append([part])
     nbytes = sum(part.nbytes for part in parts)
-    return Weight(tuple(_segment(group, stream, stage or upload_rows) for group in groups), nbytes), expanded
+    return Weight(tuple(_segment(group, uploader, stage or upload_rows) for group in groups), nbytes), expanded
 
 
 def held_bytes(part: Tensor) -> int:
@@ -120,31 +134,33 @@ def held_bytes(part: Tensor) -> int:
     return experts * rows * part.shape[-1] * (2 if part.scales is not None else FLOATS.get(part.type, 2))
 
 
-def _segment(parts: list[Tensor], stream: cupy.cuda.Stream, stage: Stage) -> Segment:
+def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
     first = parts[0]
     experts = first.shape[0] if len(first.shape) == 3 else 1
     rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]
     if first.scales is not None or first.type not in UNITS:
-        return _float_segment(parts, rows, columns, experts, stream)
+        return _float_segment(parts, rows, columns, experts, uploader)
     k_size, tile = UNITS[first.type]
     k_blocks, row_blocks = -(-columns // k_size), -(-rows // 128)
     unit_row = 8 * tile * k_blocks  # bytes of 128 rows
     memory = Memory(experts * row_blocks * unit_row)
     row_bytes = first.data.shape[-1]
     data = [p.data if p.data.ndim == 3 else p.data.reshape(experts, -1, row_bytes) for p in parts]
+    matrices = [[d[expert] for d in data] for expert in range(experts)]
+    if rows % 128 == 0:  # then no padding comes between them
+        matrices = [[data[0].reshape(-1, row_bytes)] if len(data) == 1 else list(itertools.chain(*matrices))]
+    each, to = rows * experts // len(matrices), memory.address
     chunk = max(128, UPLOAD // row_bytes // 128 * 128)
-    for expert in range(experts):
-        source = data[0][expert] if len(data) == 1 else _Rows([d[expert] for d in data])
-        for at in range(0, rows, chunk):
-            n = min(chunk, rows - at)
-            staged = stage(first, source, slice(at, at + n))
+    for stored in matrices:
+        for at in range(0, each, chunk):
+            n = min(chunk, each - at)
+            staged = stage(first, stored, slice(at, at + n))
             tiles = -(-n // 128) * 8
-            to = memory.address + (expert * row_blocks + at // 128) * unit_row
             kernel("repack", "repack", tile_defines(first.type))(
                 (-(-tiles * k_blocks // 8),),
                 (256,),
                 (
-                    np.uint64(staged.address),
+                    np.uint64(staged),
                     np.int64(row_bytes),
                     np.int32(n),
                     np.int32(columns),
@@ -153,29 +169,23 @@ def _segment(parts: list[Tensor], stream: cupy.cuda.Stream, stage: Stage) -> Seg
                     np.int32(k_blocks),
                     np.uint64(to),
                 ),
-                stream=stream,
+                stream=uploader.stream,
             )
-            stream.synchronize()  # `staged` is reused
+            to += tiles // 8 * unit_row
     return Segment(first.type, rows, columns, experts, memory)
 
 
-class _Rows:
-    """Several (n, bytes) arrays, sliced as if they were stacked."""
-
-    def __init__(self, parts: list[np.ndarray]):
-        self.parts = parts
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        out, at = [], 0
-        for part in self.parts:
-            first, last = max(rows.start - at, 0), min(rows.stop - at, len(part))
-            if first < last:
-                out.append(part[first:last])
-            at += len(part)
-        return np.concatenate(out)
+def _rows_of(arrays: list[np.ndarray], rows: slice) -> Iterator[np.ndarray]:
+    """Rows of (n, bytes) arrays as if they were stacked."""
+    at = 0
+    for array in arrays:
+        first, last = max(rows.start - at, 0), min(rows.stop - at, len(array))
+        if first < last:
+            yield array[first:last]
+        at += len(array)
 
 
-def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, stream: cupy.cuda.Stream) -> Segment:
+def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, uploader: Uploader) -> Segment:
     first = parts[0]
     type_ = first.type if first.scales is None and first.type in FLOATS else "F16"
     size = FLOATS[type_]
@@ -189,8 +199,7 @@ def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, s
                 chunk = np.ascontiguousarray(flat[row : row + step])
             else:
                 chunk = _decoded(part, row, step).astype("<f2").view(np.uint8)
-            copy_in(at, chunk, stream)
-            stream.synchronize()
+            uploader.copy(at, [chunk.reshape(-1, size)])
             at += chunk.nbytes
     return Segment(type_, rows, columns, experts, memory)
 

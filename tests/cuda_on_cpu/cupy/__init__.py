@@ -293,6 +293,9 @@ class Event:
         belongs("an event", self.device, stream.device)
         self.captured = recording is not None
 
+    def synchronize(self) -> None:
+        pass
+
 
 def gemm(*args: Any) -> None:
     """cublasGemmEx as cuda_backend/weights.py calls it, row by row: C (n, m) = B (n, k) op(A), op(A) being (k, m)."""
@@ -368,6 +371,8 @@ runtime = SimpleNamespace(
 cuda = ModuleType("cupy.cuda")
 cuda.__dict__.update(
     alloc=Memory,
+    alloc_pinned_memory=bytearray,
+    set_allocator=lambda allocator: None,
     Device=Device,
     Event=Event,
     Stream=Stream,

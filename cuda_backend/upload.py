@@ -1,0 +1,81 @@
+"""Bytes of the host to the device by way of pinned memory: threads fill one buffer while the device fetches the others.
+
+One thread reads a memory-mapped file at a third of what the page cache delivers, and so does the driver where memory is
+not pinned. NumPy copies without the interpreter's lock.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import cupy
+import numpy as np
+
+from cuda_backend.launch import Memory
+
+BUFFER, BUFFERS = 64 << 20, 2  # bytes of one, and how many
+READERS = min(4, os.cpu_count() or 1)  # more wait for memory, and for each other
+LEAST = 1 << 20  # bytes that are not worth sharing
+
+Bad = Callable[[np.ndarray], np.ndarray]  # units (n, bytes) -> which of them are refused, (n,)
+
+
+class Uploader:
+    """Copies to the device in the order of `stream`. It keeps BUFFERS * BUFFER bytes of pinned memory."""
+
+    def __init__(self, stream: cupy.cuda.Stream):
+        self.stream = stream
+        self.memory = Memory(0)
+        self.readers = ThreadPoolExecutor(READERS, "bimetal reader")
+        buffers = [np.frombuffer(cupy.cuda.alloc_pinned_memory(BUFFER), np.uint8, BUFFER) for _ in range(BUFFERS)]
+        self.buffers = itertools.cycle([(buffer, cupy.cuda.Event(disable_timing=True)) for buffer in buffers])
+
+    def room(self, nbytes: int) -> int:
+        """Device memory for what is on its way, in the order of the stream; the next call gives the same."""
+        if nbytes > self.memory.nbytes:
+            self.stream.synchronize()
+            self.memory = Memory(nbytes)
+        return self.memory.address
+
+    def copy(self, address: int, arrays: Sequence[np.ndarray], bad: Bad | None = None) -> bool:
+        """Copy arrays (n, bytes), one behind the other, to device memory; the host's may change when this returns.
+
+        True if `bad` refuses any of their units.
+        """
+
+        def read(place: np.ndarray, piece: np.ndarray) -> bool:
+            place = place.reshape(piece.shape)
+            np.copyto(place, piece)
+            return bad is not None and bool(bad(place).any())
+
+        refused = False
+        for pieces in _filling(arrays):
+            buffer, fetched = next(self.buffers)
+            fetched.synchronize()
+            ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
+            places = [buffer[end - piece.nbytes : end] for piece, end in zip(pieces, ends, strict=True)]
+            refused = any(list(self.readers.map(read, places, pieces))) or refused
+            kind = cupy.cuda.runtime.memcpyHostToDevice
+            cupy.cuda.runtime.memcpyAsync(address, buffer.ctypes.data, ends[-1], kind, self.stream.ptr)
+            fetched.record(self.stream)
+            address += ends[-1]
+        return refused
+
+
+def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """The arrays in pieces of whole units, a list for each buffer that they fill: one or more for each reader."""
+    pieces: list[np.ndarray] = []
+    room = BUFFER
+    for array in arrays:
+        shares = READERS * -(-array.nbytes // BUFFER)
+        step = max(-(-len(array) // shares), LEAST // array.shape[1])
+        for at in range(0, len(array), step):
+            piece = array[at : at + step]
+            if piece.nbytes > room:
+                yield pieces
+                pieces, room = [], BUFFER
+            pieces.append(piece)
+            room -= piece.nbytes
+    if pieces:
+        yield pieces

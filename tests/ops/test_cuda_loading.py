@@ -1,0 +1,92 @@
+"""Weights on their way to the device: every byte, scales that are refused, and what the host holds meanwhile."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import BimetalError
+from common.quants import BLOCKS
+from common.tensors import Tensor, map_file
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend import upload  # noqa: E402
+from cuda_backend.launch import Array, Memory  # noqa: E402
+from cuda_backend.layout import UNITS  # noqa: E402
+from cuda_backend.ops import CudaOps  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def ops():
+    return CudaOps()
+
+
+def zeros(type_: str, *shape: int) -> Tensor:
+    block = BLOCKS[type_]
+    return Tensor("w", type_, shape, np.zeros((*shape[:-1], shape[-1] // block.elements * block.bytes), np.uint8))
+
+
+def test_buffers_are_filled_one_after_the_other(ops, monkeypatch):
+    """Far more than they hold, in arrays of any length: none is filled before the device has fetched it."""
+    monkeypatch.setattr(upload, "BUFFER", 1 << 20)
+    monkeypatch.setattr(upload, "LEAST", 1 << 12)
+    random = np.random.default_rng(0)
+    for lengths in ([1], [3_000_001], [262_144, 262_144, 1], list(random.integers(1, 300_000, 40))):
+        arrays = [random.normal(size=n).astype(np.float32).view(np.uint8).reshape(-1, 4) for n in lengths]
+        memory = Memory(4 * sum(lengths))
+        copies = [array.copy() for array in arrays]
+        ops.uploader.copy(memory.address, copies)
+        for copy in copies:
+            copy[:] = 0xFF  # the host's may change
+        read = ops.read(Array((sum(lengths),), memory.address, owner=memory))
+        np.testing.assert_array_equal(read, np.concatenate(arrays).view(np.float32).ravel())
+
+
+@pytest.mark.parametrize("type_", UNITS)
+def test_scale_that_is_not_finite(type_, ops):
+    first, bad = zeros(type_, 3, 512), zeros(type_, 300, 512)
+    ops.weight(first, bad)
+    size = BLOCKS[type_].bytes
+    at = BLOCKS[type_].halves[-1] if BLOCKS[type_].halves else 0
+    bad.data.reshape(-1, size)[-2, at : at + 2] = (0xFF, 0) if type_ == "MXFP4" else (0, 0xFC)
+    with pytest.raises(BimetalError, match=rf"'w' \({type_}\) is not finite at block {bad.data.size // size - 2}"):
+        ops.weight(first, bad)
+
+
+def anonymous() -> int:
+    """Bytes of host memory of this process that are no file's pages."""
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not hasattr(cupy, "ndarray"), reason="the stand-in's device memory is the host's")
+def test_host_memory(ops, tmp_path: Path):
+    """A file is not held beside its map: more than the buffers and 64 MB would be a copy of half of it."""
+    path, columns = tmp_path / "weights", 8192
+    rows = zeros("Q4_K", 1 << 14, columns).data
+    with path.open("wb") as file:
+        for _ in range(6):
+            file.write(rows)
+    data = map_file(path).reshape(6, *rows.shape)
+    ops.weight(zeros("Q4_K", 128, columns))  # what comes first takes its own: a context, kernels, buffers
+    before, peak, over = anonymous(), 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not over.is_set():
+            peak = max(peak, anonymous())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        held = [ops.weight(Tensor(f"w{i}", "Q4_K", (len(rows), columns), part)) for i, part in enumerate(data)]
+    finally:
+        over.set()
+        watcher.join()
+    assert sum(weight.nbytes for weight in held) == data.nbytes
+    assert peak - before < upload.BUFFERS * upload.BUFFER + (64 << 20) < data.nbytes / 2
