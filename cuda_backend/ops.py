@@ -27,7 +27,7 @@ from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
 from cuda_backend.upload import Uploader
-from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, out_of, view
+from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, only, out_of, view
 from cuda_backend.weights import Groups, Weight
 
 LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/light.cu has
@@ -172,12 +172,13 @@ class CudaOps(Ops):
                 pending[0].dense = self.arena.take(T * K * 4)
                 defines, summed = joined
                 args = (*summed, view(pending[1]), scale, np.uint64(pending[0].dense), np.uint64(squares), out)
-                kernel("moe", "combine_scale", defines)(grid, (64,), args, stream=self.stream)
+                kernel("moe", "combine_scale", (*defines, *only(out)))(grid, (64,), args, stream=self.stream)
                 return True
-            *views, keep = terms()
-            args = (*views, scale, keep, np.uint64(squares), out)
-            slots = (f"SLOTS={pending[2].slots}",) if pending else ()
-            kernel("light", "add_scale", slots)(grid, (64,), args, stream=self.stream)
+            first, second, _, keep = terms()
+            args = (first, second, scale, keep, np.uint64(squares), out)
+            slots = (pending[1].slots, pending[2].slots) if pending else (x.slots, 0)
+            defines = (f"SLOTS={slots[0]}", f"OTHERS={slots[1]}", *only(out))
+            kernel("light", "add_scale", defines)(grid, (64,), args, stream=self.stream)
             return True
 
         node = Node(self.arena, T, K, emit)
@@ -320,7 +321,8 @@ class CudaOps(Ops):
             name = LIGHT.get(op)
             if name and T <= TREE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=op == SWIGLU):
                 args = (view(x), view(y), out)
-                kernel("light", name)((-(-int(out["groups"]) // 8), T), (64,), args, stream=self.stream)
+                defines = (f"SLOTS={x.slots}", f"OTHERS={y.slots}", *only(out))
+                kernel("light", name, defines)((-(-int(out["groups"]) // 8), T), (64,), args, stream=self.stream)
                 return
             grid = (T, -(-int(out["groups"]) // 32))
             both = view(x), view(y, wide=x.shape[-1])

@@ -17,6 +17,12 @@ def out_of(dense: int, packed: int, bf16: int, K: int, packing: Packing) -> np.n
     return np.array((dense, packed, bf16, K, packing.cols, groups, packing.fine), OUT)
 
 
+def only(out: np.ndarray) -> tuple[str, ...]:
+    """The build of store.cuh for rows that go to a product with scales per 128 columns, and nowhere else."""
+    packed = out["packed"] and not (out["dense"] or out["bf16"] or out["fine"])
+    return (f"ONLY={1 if out['cols'] == 1 else 8}",) if packed else ()
+
+
 def view(x: Array, wide: int = 0) -> np.ndarray:
     """How a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
     address, strides, shape = x.address, x.strides, x.shape

@@ -3,73 +3,83 @@
 // Launcher  cuda_backend/ops.py
 // In        activations (T, ...) float32 as partial sums (prelude.cuh In), all in fours at multiples of 16 bytes
 // Out       as rows.cu (store.cuh)
+// Build     SLOTS: partial sums of x; OTHERS: of y, 0 where there is none; what store.cuh says
 // Work      a lane per four columns, so that many multiprocessors add partial sums. What no step writes is read before
 //           the wait for the kernel before. Code is short: a kernel that runs for 2 us waits most of it for its code
 // Bound     launches
 
 #ifndef SLOTS
 #define SLOTS 1
+#define OTHERS 1
 #endif
-#define AT_ONCE (SLOTS < 24 ? SLOTS : 24)  // partial sums in registers
+#define AT_ONCE 32  // partial sums in registers: for more than one block at a time the compiler would read five
+
+// Four columns of x and of y from p and q on, their partial sums added in order.
+__device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const float* p, s64 x_slot, const float* q, s64 y_slot) {
+    x_sum = y_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int first = 0; first < SLOTS + OTHERS; first += AT_ONCE) {
+        if (first) asm volatile("" ::: "memory");  // else the compiler reads more, and spills
+        float4 e[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int s = first + i - SLOTS;
+            if (s < OTHERS) e[i] = *(const float4*)(s < 0 ? p + (s + SLOTS) * x_slot : q + s * y_slot);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i < SLOTS)
+                x_sum = plus(x_sum, e[i]);
+            else if (first + i < SLOTS + OTHERS)
+                y_sum = plus(y_sum, e[i]);
+        }
+    }
+}
 
 // The sum x + y, and of it what a norm hands to a product but for the factor that depends on the whole row: linear.cu
 // takes that from `squares` [T][K / 128].
-extern "C" __global__ void __launch_bounds__(64)
-add_scale(In x, In y, int has_y, const float* weight, float* sum, float* squares, Out out) {
+extern "C" __global__ void __launch_bounds__(64, 1)
+add_scale(In x, In y, const float* weight, float* sum, float* squares, Out out) {
     release_next();
-    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y;
+    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
     const bool in = k < out.K;
-    float4 w = make_float4(1.0f, 1.0f, 1.0f, 1.0f), v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (weight && in) w = *(const float4*)(weight + k);
-    depend();
-    if (in) {
-        v = *(const float4*)(row_of(x, t) + k);
-        if (has_y) {
-            const float* from = row_of(y, t) + k;
-            float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 w = make_float4(1.0f, 1.0f, 1.0f, 1.0f), v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), other = v;
+    if (weight) w = *(const float4*)(weight + at);
+    // the first blocks of a multiprocessor go through it before the wait, too, for nothing: then the code is there
 #pragma unroll 1
-            for (int first = 0; first < SLOTS; first += AT_ONCE) {
-                float4 e[AT_ONCE];
-#pragma unroll
-                for (int s = 0; s < AT_ONCE; s++)
-                    if (first + s < SLOTS) e[s] = *(const float4*)(from + (first + s) * y.slot);
-#pragma unroll
-                for (int s = 0; s < AT_ONCE; s++)
-                    if (first + s < SLOTS) all = plus(all, e[s]);
-            }
-            v = plus(v, all);
+    for (int real = t >= 2; real < 2; real++) {
+        if (real) {
+            depend();
+            load_sums(v, other, row_of(x, t) + at, x.slot, row_of(y, t) + at, y.slot);
+            v = in ? plus(v, other) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
-        if (sum) *(float4*)(sum + (s64)t * out.K + k) = v;
+        if (sum && in && real) *(float4*)(sum + (s64)t * out.K + k) = v;
+        const float total = warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w));
+        if (threadIdx.x % 32 == 0 && in && real) squares[t * (out.K / 128) + k / 128] = total;
+        store_four(out, t, k, make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w), real);
     }
-    const float total = warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w));
-    if (threadIdx.x % 32 == 0 && in) squares[t * (out.K / 128) + k / 128] = total;
-    store_four(out, t, k, make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w));
 }
 
 // Two rows joined; y may lie in heads.
-extern "C" __global__ void __launch_bounds__(64) swiglu(In x, In y, Out out) {
+extern "C" __global__ void __launch_bounds__(64, 1) swiglu(In x, In y, Out out) {
     begin();
-    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y;
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (k < out.K) {
-        const float4 gate = slots_of(row_of(x, t) + k, x), up = slots_of(row_of(y, t) + k, y);
-        v = make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w);
-    }
+    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
+    float4 g, u, v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    load_sums(g, u, row_of(x, t) + at, x.slot, row_of(y, t) + at, y.slot);
+    if (k < out.K) v = make_float4(silu(g.x) * u.x, silu(g.y) * u.y, silu(g.z) * u.z, silu(g.w) * u.w);
     store_four(out, t, k, v);
 }
-extern "C" __global__ void __launch_bounds__(64) mul_sigmoid(In x, In y, Out out) {
+extern "C" __global__ void __launch_bounds__(64, 1) mul_sigmoid(In x, In y, Out out) {
     begin();
-    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y;
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (k < out.K) {
-        const float4 e = slots_of(row_of(x, t) + k, x), g = slots_of(place(y, t, k), y);
-        v = make_float4(e.x * sigmoid(g.x), e.y * sigmoid(g.y), e.z * sigmoid(g.z), e.w * sigmoid(g.w));
-    }
+    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
+    float4 e, g, v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    load_sums(e, g, row_of(x, t) + at, x.slot, place(y, t, at), y.slot);
+    if (k < out.K) v = make_float4(e.x * sigmoid(g.x), e.y * sigmoid(g.y), e.z * sigmoid(g.z), e.w * sigmoid(g.w));
     store_four(out, t, k, v);
 }
 
 // gated_rms_norm of heads of 128, a warp each.
-extern "C" __global__ void __launch_bounds__(64) gated_norm(In x, int H, int T, const float* weight, float eps, In z, Out out) {
+extern "C" __global__ void __launch_bounds__(64, 1) gated_norm(In x, int H, int T, const float* weight, float eps, In z, Out out) {
     release_next();
     const int at = blockIdx.x * 2 + threadIdx.x / 32, t = at / H, head = at % H, d = threadIdx.x % 32 * 4;
     const float4 w = *(const float4*)(weight + d);

@@ -6,6 +6,12 @@
 //           sums, 16 of scales
 //           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
 //           result
+// Build     ONLY: rows are packed, with a scale per 128 columns, and nothing else: each alone (1) or in eights (8). A kernel
+//           that runs for 2 us waits for its code, of which that is the larger part
+
+#ifndef ONLY
+#define ONLY 0
+#endif
 
 struct Out {
     float* dense;
@@ -20,8 +26,8 @@ struct Out {
 __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 four, bool ours = true) {
     const float v[4] = {four.x, four.y, four.z, four.w};
     const int left = ours ? out.K - k : 0;
-    const bool whole = left >= 4 && out.K % 4 == 0;
-    if (out.dense) {
+    const bool whole = left >= 4 && out.K % 4 == 0, fine = !ONLY && out.fine, one = ONLY ? ONLY == 1 : out.cols == 1;
+    if (!ONLY && out.dense) {
         float* to = out.dense + (s64)t * out.K + k;
         if (whole)
             *(float4*)to = four;
@@ -30,7 +36,7 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
             for (int i = 0; i < 4; i++)
                 if (i < left) to[i] = v[i];
     }
-    if (out.bf16) {
+    if (!ONLY && out.bf16) {
         u16* to = out.bf16 + (s64)t * out.K + k;
         if (whole)
             *(uint2*)to = make_uint2(to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]));
@@ -39,13 +45,13 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
             for (int i = 0; i < 4; i++)
                 if (i < left) to[i] = to_bf16(v[i]);
     }
-    if (!out.packed) return;
+    if (!ONLY && !out.packed) return;
     u32 bits = 0;  // magnitudes compare as integers, so that NaN wins
 #pragma unroll
     for (int i = 0; i < 4; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7fffffffu);
 #pragma unroll
     for (int m = 1; m < 8; m <<= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, m));
-    if (!out.fine) bits = max(bits, __shfl_xor_sync(FULL, bits, 8)), bits = max(bits, __shfl_xor_sync(FULL, bits, 16));
+    if (!fine) bits = max(bits, __shfl_xor_sync(FULL, bits, 8)), bits = max(bits, __shfl_xor_sync(FULL, bits, 16));
     const float scale = __uint_as_float(bits) * (1.0f / 127.0f), inverse = 1.0f / scale;
     u32 codes = 0;
     int total = 0;
@@ -58,12 +64,11 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
     total += __shfl_xor_sync(FULL, total, 2);
     if (!ours || k / 32 >= out.groups) return;
     const int lane = k % 128 / 4, pair = lane / 16, word = lane % 4 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
-    const bool one = out.cols == 1;
-    const int blocks = out.groups / 4, eight = out.fine ? 1280 : 1184;  // of 128 columns; bytes of eight rows of one
+    const int blocks = out.groups / 4, eight = fine ? 1280 : 1184;  // of 128 columns; bytes of eight rows of one
     u8* to = out.packed;
     to += one ? ((s64)t * blocks + k / 128) * 160 : ((s64)(t / 64 * blocks + k / 128) * (out.cols / 8) + t % 64 / 8) * eight;
     const int column = one ? 0 : t % 8;
     ((u32*)to)[pair * (one ? 16 : 128) + column * 16 + word] = codes;
-    if (lane % (out.fine ? 8 : 32) == 0) ((float*)(to + (one ? 144 : 1024)))[lane / 8 * (one ? 1 : 8) + column] = scale;
+    if ((lane & (fine ? 7 : 31)) == 0) ((float*)(to + (one ? 144 : 1024)))[lane / 8 * (one ? 1 : 8) + column] = scale;
     if (lane % 4 == 0) ((u16*)(to + (one ? 128 : eight - 128)))[column * 8 + lane / 4] = to_half((float)total);
 }

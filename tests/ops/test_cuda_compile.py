@@ -74,10 +74,14 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
-    plain += [("light", (f"SLOTS={n}",)) for n in (9, 18, 40)]
+    sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
+    plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
-    plain += [("moe", (f"CHOSEN={k}", f"SLOTS={n}")) for k, n in ((1, 8), (5, 3), (9, 2), (30, 1))]
+    plain += [
+        ("moe", (f"CHOSEN={k}", f"SLOTS={n}", f"ONLY={form}"))
+        for k, n, form in ((1, 8, 0), (5, 3, 1), (9, 2, 8), (30, 1, 0))
+    ]
     plain += [
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
