@@ -61,7 +61,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, BULK ? 1 : 32);
-            barrier_init(empty + 8 * s, 8);
+            barrier_init(empty + 8 * s, 256);
         }
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -143,8 +143,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
             barrier_wait(full + 8 * s, (i / STAGES) % 2);
             const GatheredRows rows{ring + s * STAGE + UNIT_BYTES, lane / 4, lane % 4};
             multiply<NT == 1 ? HALVES : 1, NT == 1 ? 1 : 2>(acc, ring + s * STAGE + warp * TILE_BYTES, rows, lane, (item.group.z + 7) / 8);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * s);
+            barrier_arrive(empty + 8 * s);
         }
         const int row = item.row_block * 128 + warp * 16 + lane / 4;
         float* to = out + item.part * part_stride + row;

@@ -21,8 +21,9 @@
 #endif
 
 // Fewer instructions in flight where they would take more registers than there are: product.cuh multiply.
-#define HALVES_AT_ONCE (__CUDA_ARCH__ >= 1000 && COLS > 24 || COLS == 16 && !WHOLE ? 1 : HALVES)
-#define EIGHTS_AT_ONCE (__CUDA_ARCH__ >= 1000 && COLS > 48 ? GROUP / 16 : MINS && !WHOLE ? 1 : NT)
+#define HALVES_AT_ONCE \
+    (__CUDA_ARCH__ >= 1000 && COLS > 24 || __CUDA_ARCH__ == 800 && COLS == 24 && MINS || COLS == 16 && !WHOLE ? 1 : HALVES)
+#define EIGHTS_AT_ONCE (__CUDA_ARCH__ != 900 && COLS > 32 ? GROUP / 16 : MINS && !WHOLE ? 1 : NT)
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 
 extern "C" __global__ void __launch_bounds__(288 + 32 * AHEAD, BLOCKS)
@@ -34,7 +35,7 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, BULK ? 1 : 32);
-            barrier_init(empty + 8 * s, 8);
+            barrier_init(empty + 8 * s, 256);
         }
         barrier_init(ready, AHEAD ? 1 : 8);
 #if BULK
@@ -114,10 +115,8 @@ linear(const u8* w, const u8* x, float* out, int N, int T, int row_blocks, int k
 #pragma unroll 1
     while (left) {
         barrier_wait(full + 8 * s, phase);
-        const u8* unit = ring + s * STAGE;
-        multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, unit + warp * TILE_BYTES, PackedRows{unit + UNIT_BYTES, lane}, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * s);
+        multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
+        barrier_arrive(empty + 8 * s);
         if (++s == STAGES) s = 0, phase ^= 1;
         const bool done = ++k_block == k_blocks;
         if (--left && !done) continue;

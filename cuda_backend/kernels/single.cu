@@ -35,7 +35,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, BULK ? 1 : 32);
-            barrier_init(empty + 8 * s, 8);
+            barrier_init(empty + 8 * s, 256);
         }
         barrier_init(met, 256);
 #if BULK
@@ -144,8 +144,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
 #endif
         barrier_wait(full + 8 * s, (i / STAGES) % 2);
         multiply<MINS && !WHOLE ? 1 : HALVES, NT>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * s);
+        barrier_arrive(empty + 8 * s);
     }
 #if PACK
     __align__(16) __shared__ float columns_of[128];
