@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import BimetalError
 
 PAST = -1  # the parent of a row that continues the committed past
-FEW_ROWS = 64  # of a step that decodes or checks guesses, at most: no choice of how to compute depends on their number
+FEW_ROWS = 128  # of a step that decodes or checks guesses, at most: no choice of how to compute depends on their number
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +134,9 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer."""
+    """The float32 matrix per head, (heads, key_dim, value_dim), of one Gated DeltaNet layer with so many key heads."""
 
+    key_heads: int
     heads: int
     key_dim: int
     value_dim: int

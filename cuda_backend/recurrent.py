@@ -40,7 +40,6 @@ def gated_delta(
     T, Hv, Dv = v.shape
     out = Array((T, Hv, Dv), ops.arena.take(T * Hv * Dv * 4))
     step = ops.step_of(step, delta.store, recurrent=True)
-    delta.key_heads = k.shape[1]
     inputs = tuple(view(x) for x in (*(ops.summed(x) for x in (q, k, v)), a, b))
     weights = decay.address, dt_bias.address
     _delta(ops, inputs, *weights, delta, step.state, T, out_of(out.address, 0, 0, Hv * Dv, UNPACKED))
@@ -68,7 +67,6 @@ def delta_mixer(
         states = conv, delta, step
         return Ops.delta_mixer(ops, qkv, z, a, b, taps, decay, dt_bias, norm, eps, key_heads, *states)
     step = ops.step_of(step, delta.store, recurrent=True)
-    delta.key_heads = key_heads
     inputs, weights = (view(qkv), NOTHING, NOTHING, view(a), view(b)), (decay.address, dt_bias.address)
     before = conv, taps.address
     if ops.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not in_fours(z, flat=False):
@@ -134,8 +132,8 @@ def _delta(
 
     after  z, weight and eps of the norm behind it
     """
-    Hk, Hv, Dk, Dv = delta.key_heads, delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
-    changes = delta.rows + 2 * TREE_ROWS * Hv * Dk * 4
+    Hk, Hv, Dk, Dv = delta.spec.key_heads, delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
+    changes = delta.rows + 2 * TREE_ROWS * Hk * Dk * 4
     factors = changes + 2 * TREE_ROWS * Hv * Dv * 4
     conv, taps = before or (None, 0)
     z, norm, eps = after or (NOTHING, 0, 0.0)

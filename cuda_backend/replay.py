@@ -19,7 +19,7 @@ from cuda_backend.layout import MOST_ROWS
 from cuda_backend.visits import runs, visits
 
 TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
-BUCKETS = (1, 8, 16, 24, 32, 48, 64)
+BUCKETS = (1, 8, 16, 24, 32, 48, 64, 128)
 
 STATE = np.dtype(  # kernels/prelude.cuh StepState
     [

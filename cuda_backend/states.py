@@ -230,7 +230,7 @@ def move(
 
 @dataclass(frozen=True)
 class Conv:
-    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (2, 64, C)."""
+    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (2, TREE_ROWS, C)."""
 
     tail: int
     flip: int
@@ -239,11 +239,10 @@ class Conv:
     store: "Recurrent"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Delta:
-    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart, and rows (2, 64, ...) of k, change, factor.
-
-    key_heads  as the layer's first step told
+    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart, and rows (2, TREE_ROWS, ...) of k, change and
+    factor.
     """
 
     matrix: int
@@ -251,7 +250,6 @@ class Delta:
     rows: int
     spec: DeltaSpec
     store: "Recurrent"
-    key_heads: int = 1
 
 
 class Recurrent:
@@ -329,10 +327,10 @@ def _state_size(spec: ConvSpec | DeltaSpec) -> int:
 
 
 def _row_size(spec: ConvSpec | DeltaSpec) -> int:
-    """Elements that one row of a step leaves; for a delta state as if every value head had its own key."""
+    """Elements that one row of a step leaves."""
     if isinstance(spec, ConvSpec):
         return spec.channels
-    return spec.heads * (padded(spec.key_dim) + spec.value_dim + 1)
+    return spec.key_heads * padded(spec.key_dim) + spec.heads * (spec.value_dim + 1)
 
 
 class CudaState(State):

@@ -217,7 +217,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
     print(f"{context} tokens of context, {steps} steps each, ms per step; tok/s at {PUBLISHED_LENGTH} tokens per step")
     print(f"{'budget':>7} {'rows':>6} " + " ".join(f"{phase:>8}" for phase in (*PHASES, "total")) + f" {'tok/s':>8}")
     rows = []
-    for budget in args.budgets or (15, 22, 31, 47, 63):
+    for budget in args.budgets or (15, 22, 31, 63, 127):
         state, accepted = pair.new_state(context + 2 * steps + 40), Accepted()
         ids = np.random.default_rng(0).integers(0, pair.config.vocab, context).astype(np.int32)
         for at in range(0, context, ops.prefill_rows):

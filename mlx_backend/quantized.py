@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 
 from common.quants import BLOCKS, codebook
-from common.step import FEW_ROWS
 from common.tensors import Tensor
 from mlx_backend import kernels
 
@@ -31,7 +30,7 @@ HALVES = {
     "IQ4_XS": (0, 2),
     **dict.fromkeys(CODEBOOKS, (0,)),
 }
-VECTORS = 8  # rows of x that qmv.metal serves at once; more are matrices
+VECTORS, MATRICES = 8, 64  # rows of x that qmv.metal serves at once, and that qmm.metal does
 DECODED = 2**23  # weights decoded at a time for products of a prompt
 ROWS_PER_GROUP, ROWS_PER_MATRIX_GROUP = 4, 16  # of the matrix, per SIMD group of qmv.metal and of qmm.metal
 
@@ -89,7 +88,7 @@ def matmul(x: mx.array, w: Blocks) -> mx.array:
     T, N = len(x), w.shape[-2]
     if T <= VECTORS:
         return _qmv(x, w, None, T)
-    if T <= FEW_ROWS:
+    if T <= MATRICES:
         return _qmm(x, w)
     step = max(1, DECODED // x.shape[-1])
     out = [x @ dequantize(w.take(slice(at, at + step)), x.dtype).T for at in range(0, N, step)]

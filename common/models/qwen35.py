@@ -333,7 +333,7 @@ def state_spec(c: Config) -> list[LayerSpec]:
     attention: LayerSpec = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
     delta: LayerSpec = {
         "conv": ConvSpec(2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim, c.taps),
-        "delta": DeltaSpec(c.value_heads, c.key_dim, c.value_dim),
+        "delta": DeltaSpec(c.key_heads, c.value_heads, c.key_dim, c.value_dim),
     }
     return [attention if is_attention else delta for is_attention in c.is_attention]
 

@@ -146,7 +146,7 @@ struct Rope {
 };
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
-#define MOST_ROWS 64  // of a step that may be a tree
+#define MOST_ROWS 128  // of a step that may be a tree
 struct __align__(16) Run {  // stretches of branches, by visit: cuda_backend/visits.py
     s8 begin, visits, before[3], rows[4], unused[7];
 };

@@ -79,8 +79,8 @@ def test_rows_do_not_depend_on_their_number(model, ids):
     """A chain of any length gives what one row at a time gives, bit for bit, and leaves the same state."""
     start = model.new_state(tiny.CAPACITY)
     tiny.run(model, start, ids[:5])
-    alone = one_by_one(model, start, ids[5:73])
-    for T in (1, 2, 3, 8, 16, 22, 64):
+    alone = one_by_one(model, start, ids[5:137])
+    for T in (1, 2, 3, 8, 16, 22, 64, 90, 128):
         state = model.new_state(tiny.CAPACITY)
         tiny.run(model, state, ids[:5])
         out = forward(model, state, Step.chain(ids[5 : 5 + T], 5))
@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_their_number(model, ids):
         kept = max(1, T // 2)
         state.commit(range(kept))
         out = forward(model, state, Step.chain(ids[5 + kept : 9 + kept], 5 + kept))
-        n = min(4, 68 - kept)
+        n = min(4, 132 - kept)
         assert np.array_equal(out[:n], alone[kept : kept + n]), f"after {kept} of {T} rows"
 
 
@@ -134,6 +134,22 @@ def test_tree(model, ids, past):
         assert np.array_equal(follow, want), f"after row {row}"
 
 
+def test_large_trees(model, ids):
+    """Among small ones: of more rows than the state first had memory for, whatever was committed before."""
+    random, state, alone = np.random.default_rng(0), *(model.new_state(tiny.CAPACITY) for _ in range(2))
+    for n in (1, 8, 100, 3, 128, 20, 1):
+        parents = [PAST, *(int(random.integers(max(0, t - 9), t)) for t in range(1, n))]
+        tree = Step.tree(random.choice(ids, n), parents, state.length)
+        before = state.snapshot()
+        logits = forward(model, state, tree)
+        path = np.flatnonzero(tree.visible[-1])
+        assert np.array_equal(logits[path], one_by_one(model, alone, tree.tokens[path])), f"{n} rows"
+        if n == 128:
+            state.restore(before)
+            assert np.array_equal(forward(model, state, tree), logits)
+        state.commit(path)
+
+
 def test_snapshot(model, ids):
     state = model.new_state(tiny.CAPACITY)
     tiny.run(model, state, ids[:9], [4, 5])
@@ -149,12 +165,12 @@ def test_snapshot(model, ids):
 
 def test_prefill_commits_whole(model, ids):
     state = model.new_state(tiny.CAPACITY)
-    forward(model, state, Step.chain(ids[:100], 0))
+    forward(model, state, Step.chain(ids[:200], 0))
     if state.recurrent:
         with pytest.raises(ValueError, match="whole or not at all"):
-            state.commit(range(50))
-    with pytest.raises(BimetalError, match="at most 64"):
-        model.forward(state, Step.tree(ids[:70], [PAST] * 70, 0))
+            state.commit(range(100))
+    with pytest.raises(BimetalError, match="at most 128"):
+        model.forward(state, Step.tree(ids[:130], [PAST] * 130, 0))
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -164,13 +180,13 @@ def test_rows_of_real_widths(name, monkeypatch):
     model = synthetic(f"{name}:q4_k_m", RandomOps())
     ids = np.random.default_rng(1).integers(0, 512, 160).astype(np.int32)
     alone = model.new_state(320)
-    want = np.concatenate([tiny.run(model, alone, ids[:100], [100]), one_by_one(model, alone, ids[100:110])])
+    want = np.concatenate([tiny.run(model, alone, ids[:140], [140]), one_by_one(model, alone, ids[140:150])])
     for T in (2, 7, 10):
         state = model.new_state(320)
-        tiny.run(model, state, ids[:100], [100])
-        out = forward(model, state, Step.chain(ids[100 : 100 + T], 100))
+        tiny.run(model, state, ids[:140], [140])
+        out = forward(model, state, Step.chain(ids[140 : 140 + T], 140))
         assert np.isfinite(out).all()
-        assert np.array_equal(out, want[100 : 100 + T]), f"{T} rows"
+        assert np.array_equal(out, want[140 : 140 + T]), f"{T} rows"
 
 
 class Int8Numpy(NumpyOps):

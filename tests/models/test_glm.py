@@ -194,7 +194,7 @@ def test_released_gguf():
     c = glm.read_config(checkpoint)
     assert (c.vocab, c.nope_dim, c.value_dim, c.experts.shared_ffn) == (glm.GLM_VOCAB, 192, 256, 1536)
     assert state_bytes(glm.state_spec(c), 1, 2) == 54144  # 576 values in each of 47 layers
-    assert [c.expands(*step) for step in ((64, 0), (65, 0), (398, 10**6), (399, 10**6))] == [False, True, False, True]
+    assert [c.expands(*step) for step in ((128, 0), (129, 0), (398, 10**6), (399, 10**6))] == [False, True, False, True]
     assert_layout(glm.layout(c, checkpoint), shapes)
 
 
@@ -366,7 +366,7 @@ def test_forms_agree(ops, step, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("past", "rows", "form"), [(0, 64, "latent"), (0, 65, "expanded"), (60, 64, "latent"), (60, 65, "expanded")]
+    ("past", "rows", "form"), [(0, 128, "latent"), (0, 129, "expanded"), (60, 128, "latent"), (60, 129, "expanded")]
 )
 def test_form_that_is_taken(monkeypatch, past, rows, form):
     """Of 32 latent, 16 and 24 other channels: rows * (past + rows) * 24 products against past * 32 * 40."""

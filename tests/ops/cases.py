@@ -14,7 +14,7 @@ from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, Step
 from common.tensors import Tensor
 from common.weights import dense
 
-ROWS = (1, 7, 33, 65)
+ROWS = (1, 7, 33, 130)
 PASTS = (0, 1, 255, 256, 257)
 
 # Largest error of an output relative to its largest value, in float32, float16 and bfloat16 activations: a few units
@@ -291,14 +291,15 @@ def recurrent_cases() -> Iterator[Case]:
         for kind in ("chain", "tree"):
             for T in ROWS:
                 for Hk, Hv, Dk, Dv, taps in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4), (1, 2, 16, 16, 6)):
-                    layer: LayerSpec = {"conv": ConvSpec(2 * Hk * Dk + Hv * Dv, taps), "delta": DeltaSpec(Hv, Dk, Dv)}
+                    C = 2 * Hk * Dk + Hv * Dv
+                    layer: LayerSpec = {"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hk, Hv, Dk, Dv)}
                     run = stateful(layer, past, kind, T, mixer(Hk, Hv, Dk, Dv, taps))
                     yield Case(f"delta_mixer-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
                 for taps in (2, 4):
                     run = stateful({"state": ConvSpec(10, taps)}, past, kind, T, conv(10, taps))
                     yield Case(f"short_conv-{taps}-past{past}-{kind}{T}", "short_conv", run)
                 for Hk, Hv, Dk, Dv in ((2, 4, 32, 32), (1, 3, 64, 32)):
-                    run = stateful({"state": DeltaSpec(Hv, Dk, Dv)}, past, kind, T, delta(Hk, Hv, Dk, Dv))
+                    run = stateful({"state": DeltaSpec(Hk, Hv, Dk, Dv)}, past, kind, T, delta(Hk, Hv, Dk, Dv))
                     yield Case(f"gated_delta-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
 
 

@@ -22,7 +22,7 @@ from cuda_backend.ops import CudaOps  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 REFUSED = (  # what the kernels do not take yet, and say so
-    "a tree or block has 65 rows",
+    "a tree or block has 130 rows",
     "attention keys are 24 and values 8 wide",
 )
 # keys, values and queries are float16, quantized matrices meet int8 activations, prefill multiplies in bfloat16
@@ -108,16 +108,16 @@ def test_quantized_linear(type_, shape, ops):
     """The product is that of the file's values with the int8 activations, and a row's never depends on the others."""
     tensor = random_matrix(type_, *shape)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
-    x = np.random.default_rng(3).normal(size=(64, shape[1])).astype(np.float32)
+    x = np.random.default_rng(3).normal(size=(128, shape[1])).astype(np.float32)
     x[:, 7] *= 30
     want = quantized_rows(x, type_) @ values.T
     alone = None
-    for T in (64, 1, 2, 7, 8, 9, 16, 22, 33, 48):
+    for T in (128, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 90):
         ops.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
-        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 64"
+        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 128"
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
@@ -138,7 +138,7 @@ def test_stripes(type_, ops, monkeypatch):
 
 @pytest.mark.parametrize("type_", [*UNITS, "BF16", "F16"])
 def test_prefill(type_, ops):
-    """More than 64 rows multiply in bfloat16."""
+    """More than 128 rows multiply in bfloat16."""
     if type_ in UNITS:
         tensor = random_matrix(type_, 300, 1280)
     else:
@@ -146,7 +146,7 @@ def test_prefill(type_, ops):
         bits = (halves.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) if type_ == "BF16" else halves
         tensor = Tensor("w", type_, (300, 1280), bits.view(np.uint8))
     ops.arena.reset()
-    x = np.random.default_rng(3).normal(size=(100, 1280)).astype(np.float32)
+    x = np.random.default_rng(3).normal(size=(140, 1280)).astype(np.float32)
     want = x.astype(np.float64) @ dequantize(tensor).astype(np.float64).T
     out = ops.read(ops.linear(rows_on(ops, x), ops.weight(tensor)))
     assert np.abs(out - want).max() <= 1e-2 * np.abs(want).max()
@@ -354,7 +354,7 @@ def mixer_on(ops: CudaOps, T: int, D: int = 128):
     y = random.normal(size=(T, C + V + 2 * Hv)).astype(np.float32)
     w, decay = ops.vector(f32(random.normal(size=(C, taps)))), ops.vector(f32(-np.exp(random.normal(size=Hv))))
     bias, norm = (ops.vector(f32(np.ones(n))) for n in (Hv, D))
-    state = ops.new_state([{"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hv, D, D)}], 1000)
+    state = ops.new_state([{"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hk, Hv, D, D)}], 1000)
 
     def run(rows: list[int], step: Step) -> np.ndarray:
         ops.arena.reset()
@@ -407,11 +407,11 @@ def test_mixer_rows_are_alone(ops):
     assert np.array_equal(run([2, 3], Step.chain(np.zeros(2, np.int32), 2)), alone[2:4])
 
 
-TREES = {  # of 64 rows
-    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, 64))],
-    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, 64))],
-    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(64)],
-    "leaves": [PAST] * 64,
+TREES = {  # of 128 rows
+    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, 128))],
+    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, 128))],
+    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(128)],
+    "leaves": [PAST] * 128,
 }
 
 
@@ -419,28 +419,28 @@ TREES = {  # of 64 rows
 @pytest.mark.parametrize("tree", TREES)
 def test_mixer_trees_are_plain(tree, D, ops):
     """Every row of a tree has the bits of the chain that leads to it, and leaves its state."""
-    parents = TREES[tree]
-    state, run = mixer_on(ops, 128, D)
-    run(list(range(64, 70)), Step.chain(np.zeros(6, np.int32), 0))
+    parents, rows = TREES[tree], list(range(128))
+    state, run = mixer_on(ops, 140, D)
+    run(list(range(128, 134)), Step.chain(np.zeros(6, np.int32), 0))
     state.commit([0, 1, 2])
-    step = Step.tree(np.zeros(64, np.int32), parents, 3)
-    out = run(list(range(64)), step)
+    step = Step.tree(np.zeros(128, np.int32), parents, 3)
+    out = run(rows, step)
     before = state.snapshot()
-    for leaf in sorted(set(range(64)) - set(parents)):
+    for leaf in sorted(set(rows) - set(parents)):
         path = np.flatnonzero(step.visible[leaf])
         assert np.array_equal(run(path.tolist(), Step.chain(np.zeros(len(path), np.int32), 3)), out[path]), leaf
-    for row in (0, 29, 62, 63):
+    for row in (0, 29, 126, 127):
         path, after = np.flatnonzero(step.visible[row]), []
         for whole in (True, False):
             state.restore(before)
             if whole:
-                run(list(range(64)), step)
+                run(rows, step)
                 state.commit(path)
             else:
                 for at, one in enumerate(path):
                     run([int(one)], Step.chain(np.zeros(1, np.int32), 3 + at))
                     state.commit([0])
-            after.append(run([70, 71], Step.chain(np.zeros(2, np.int32), 3 + len(path))))
+            after.append(run([134, 135], Step.chain(np.zeros(2, np.int32), 3 + len(path))))
         assert np.array_equal(*after), row
 
 
@@ -453,7 +453,7 @@ class Attention:
         self.past = [self.random.normal(size=(320, *shape)).astype(np.float32) for shape in self.widths]
 
     def state(self, past: int):
-        state = self.ops.new_state([{"kv": self.spec}], past + 100)
+        state = self.ops.new_state([{"kv": self.spec}], past + 200)
         for start in range(0, past, 64):
             n = min(64, past - start)
             self(state, [x[start % 320 : start % 320 + n] for x in self.past], Step.chain(np.zeros(n, np.int32), start))

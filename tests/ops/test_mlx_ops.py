@@ -90,7 +90,7 @@ def pending(array: mx.array) -> int:
 def test_a_prefill_chunk_is_computed_when_it_is_committed():
     ops = MlxOps()
     i = Inputs(ops)
-    state = ops.new_state([{"kv": KVSpec(1, 8, 8), "conv": ConvSpec(6, 4), "delta": DeltaSpec(2, 32, 32)}], 1000)
+    state = ops.new_state([{"kv": KVSpec(1, 8, 8), "conv": ConvSpec(6, 4), "delta": DeltaSpec(1, 2, 32, 32)}], 1000)
     for start in (0, 40):
         step = Step.chain(np.zeros(40, np.int32), start)
         out = ops.attention(i.rows(40, 2, 8), i.rows(40, 1, 8), i.rows(40, 1, 8), state[0].kv, step, 0.3)

@@ -64,7 +64,7 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS)
 def test_gated_delta(steps, dtype):
     shape = {mx.float32: (2, 4, 64, 3), mx.float16: (1, 3, 32, 5), mx.bfloat16: (1, 1, 40, 2)}[dtype]
-    spec = DeltaSpec(shape[1], shape[2], shape[3])
+    spec = DeltaSpec(*shape)
     with metal.on_metal():
         ours = delta_run(MlxOps(dtype), 1, spec, dtype, shape[0], STEPS[steps])
     wants = delta_run(NumpyOps(), 0, spec, dtype, shape[0], STEPS[steps])
