@@ -256,9 +256,10 @@ def _heads_to_cache(
     if alike and D in (128, 256) and T <= TREE_ROWS and in_fours(*sources, flat=False) and turns(q_rope):
         norms = q_norm, q_weight, k_weight, q_eps, q_rope
         cache = np.uint64(keys), np.uint64(values), np.int64(capacity)
+        ctas = sum(n if x.slots > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
         kernel("to_cache", "to_cache", (f"D={D}",))(
-            (T * (H + 2 * K),),
-            (D,),
+            (T * ctas,),
+            (128,),
             (
                 *(view(x) for x in sources),
                 np.int32(H),

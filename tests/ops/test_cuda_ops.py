@@ -7,6 +7,7 @@ import pytest
 from cases import CASES, TOLERANCE, Case
 
 from common.errors import BimetalError, NotFiniteError
+from common.ops import Rope
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.step import PAST, ConvSpec, DeltaSpec, KVSpec, LatentSpec, Step, WindowSpec
@@ -16,6 +17,7 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import weights  # noqa: E402
+from cuda_backend.launch import Array  # noqa: E402
 from cuda_backend.layout import UNITS, WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
@@ -504,6 +506,42 @@ class Attention:
 def test_rows_of_trees_are_plain(layer, past, n, ops):
     """Bit for bit, whatever branches beside them and wherever in the cache they lie."""
     Attention(ops, *layer).check(past, n)
+
+
+@pytest.mark.parametrize("slots", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])
+@pytest.mark.parametrize(("H", "K", "D", "pairs"), [(6, 2, 128, 64), (10, 5, 256, 32)])
+def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
+    """Heads normed and turned on their way to the cache, however many warps add them up."""
+    random, eps = np.random.default_rng(3), 1e-6
+    sums = [random.normal(size=(n, 5, heads, D)).astype(np.float32) for n, heads in zip(slots, (H, K, K), strict=True)]
+    weights_, rope = [f32(random.normal(size=D)) for _ in range(2)], Rope(tuple(0.3**i for i in range(pairs)))
+
+    def run(on, inputs, past, state):
+        step = Step.chain(np.zeros(len(inputs[0]), np.int32), past)
+        positions = ops.on_device(step.positions) if on is ops else step.positions  # q and k turn by the same
+        norms = [on.vector(w) for w in weights_]
+        q, k = (on.norm_rope(x, w, positions, rope, eps) for x, w in zip(inputs[:2], norms, strict=True))
+        out = on.read(on.attention(q, k, inputs[2], state[0].kv, step, D**-0.5))
+        state.commit(range(len(out)))
+        return out
+
+    def on_device(rows):
+        ops.arena.reset()
+        flat = [rows_on(ops, np.ascontiguousarray(x[:, rows]).reshape(-1, x[0, 0].size)) for x in sums]
+        shapes = [x[0, rows].shape for x in sums]
+        return [
+            Array(shape, f.address, slots=n, slot=int(np.prod(shape)), owner=f)
+            for f, shape, n in zip(flat, shapes, slots, strict=True)
+        ]
+
+    spec = [{"kv": KVSpec(K, D, D)}]
+    numpy = NumpyOps()
+    want = run(numpy, [x.sum(0) for x in sums], 0, numpy.new_state(spec, 100))
+    out = run(ops, on_device(slice(5)), 0, ops.new_state(spec, 100))
+    assert np.abs(out - want).max() <= TOLERANCE["attention"][1] * np.abs(want).max()
+    state = ops.new_state(spec, 100)
+    alone = [run(ops, on_device(slice(t, t + 1)), t, state) for t in range(5)]
+    assert np.array_equal(np.concatenate(alone), out)
 
 
 def test_rows_of_trees_are_plain_behind_a_long_past(ops):
