@@ -89,6 +89,16 @@ def test_mlx():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_tokens_on_cuda(kind):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuda_backend.ops import CudaOps
+
+    assert differences(CudaOps(), PROMPTS[:1], 16, [kind], 0.9, with_margins=False) == {kind: []}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lookup", *KINDS, "lookup+chain"])
 def test_cuda(kind):
     pytest.importorskip("cupy", reason="CuPy is not installed")

@@ -234,6 +234,7 @@ def attention_cases() -> Iterator[Case]:
             )
     yield case(7, "chain", 7, 3, 3, 24, 8, None, "kv")
     yield case(7, "tree", 7, 8, 1, 64, 64, None, "kv")
+    yield case(7, "chain", 130, 4, 2, 64, 64, None, "kv")
 
 
 def latent_cases() -> Iterator[Case]:
@@ -287,14 +288,18 @@ def recurrent_cases() -> Iterator[Case]:
 
         return call
 
+    def case(past: int, kind: str, T: int, Hk: int, Hv: int, Dk: int, Dv: int, taps: int) -> Case:
+        layer: LayerSpec = {"conv": ConvSpec(2 * Hk * Dk + Hv * Dv, taps), "delta": DeltaSpec(Hk, Hv, Dk, Dv)}
+        run = stateful(layer, past, kind, T, mixer(Hk, Hv, Dk, Dv, taps))
+        return Case(f"delta_mixer-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
+
+    for T in (1, 7, 33):
+        yield case(5, "chain", T, 1, 2, 64, 64, 4)
     for past in (0, 2, 65):
         for kind in ("chain", "tree"):
             for T in ROWS:
-                for Hk, Hv, Dk, Dv, taps in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4), (1, 2, 16, 16, 6)):
-                    C = 2 * Hk * Dk + Hv * Dv
-                    layer: LayerSpec = {"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hk, Hv, Dk, Dv)}
-                    run = stateful(layer, past, kind, T, mixer(Hk, Hv, Dk, Dv, taps))
-                    yield Case(f"delta_mixer-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)
+                for sizes in ((1, 2, 12, 16, 2), (2, 4, 128, 128, 4), (1, 2, 16, 16, 6)):
+                    yield case(past, kind, T, *sizes)
                 for taps in (2, 4):
                     run = stateful({"state": ConvSpec(10, taps)}, past, kind, T, conv(10, taps))
                     yield Case(f"short_conv-{taps}-past{past}-{kind}{T}", "short_conv", run)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import CASES, TOLERANCE, Case
+from cases import CASES, TOLERANCE, Case, Inputs, stateful
 
 from common.errors import BimetalError, NotFiniteError
 from common.ops import Rope
@@ -62,6 +62,25 @@ def test_op(case: Case, ops):
     for out, want in zip(outputs, case(NumpyOps()), strict=True):
         assert out.shape == want.shape
         assert np.abs(out - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("H", "K", "D", "turning"), [(4, 1, 128, 128), (6, 2, 256, 64)])
+@pytest.mark.parametrize(("kind", "T"), [("chain", 1), ("tree", 7), ("tree", 33), ("chain", 130)])
+def test_norm_and_rope_on_the_way_to_the_cache(kind, T, H, K, D, turning, ops):
+    """Attention applies both where it stores queries and keys: their positions are the same memory, as in a model."""
+    rope = Rope(tuple(1e4 ** (-2 * j / turning) for j in range(turning // 2)), 1.0)
+
+    def outputs(ops, memory):
+        def attend(i, kv, step):
+            positions = memory(step.positions)
+            q, k = (i.ops.norm_rope(i.rows(len(step), n, D), i.vector(D), positions, rope, 1e-6) for n in (H, K))
+            return i.ops.attention(q, k, i.rows(len(step), K, D), kv, step, scale=D**-0.5)
+
+        return [ops.read(out) for out in stateful({"state": KVSpec(K, D, D)}, 7, kind, T, attend)(Inputs(ops))]
+
+    ops.arena.reset()
+    for out, want in zip(outputs(ops, ops.on_device), outputs(NumpyOps(), np.asarray), strict=True):
+        assert np.abs(out - want).max() <= TOLERANCE["attention"][1] * np.abs(want).max()
 
 
 def random_matrix(type_: str, rows: int, columns: int, experts: int = 0) -> Tensor:
