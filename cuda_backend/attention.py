@@ -102,7 +102,7 @@ def attention(
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = ops.arena.take(count * T * H * wide * 4), ops.arena.take(count * T * H * 8)
     kernel("split", "split", defines, shared)(
-        (blocks, shares, K),
+        (blocks, K, shares),  # those that have work first: one to a multiprocessor
         (8 * rows,),
         (*head, np.int32(H // K), *at, *seen, np.int32(causal), np.int32(trunk), np.uint64(sums), np.uint64(stats)),
         shared_mem=shared,

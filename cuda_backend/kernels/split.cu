@@ -42,7 +42,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     const Mask mask(step, positions, window, keep, causal);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4;
-    const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.y, share = blockIdx.y, head = blockIdx.z;  // blocks of rows
+    const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.z, share = blockIdx.z, head = blockIdx.y;  // blocks of rows
     const int cta = share * blocks + block, ctas = shares * blocks, parts = (group + ROWS - 1) / ROWS;
     if (warp == 0) {
         const int lowest = mask.lowest();
