@@ -353,8 +353,10 @@ def _combine(
     """The pieces added up, D columns of a head."""
     runs, sums, stats, T, H, wide, first, *cut = pieces
     blocks = H, T, -(-D // 128)
-    warps = max(1, min(runs + bool(op), 16, 16 * ops.card.sms // math.prod(blocks)))
-    kernel("pieces", "combine")(
+    room = 16 * ops.card.sms // math.prod(blocks)  # warps of a CTA where all run at once
+    of_run = 2 if room >= 4 else 1
+    warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
+    kernel("pieces", "combine", (f"WARPS={of_run}",))(
         blocks,
         (32 * warps,),
         (

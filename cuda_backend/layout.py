@@ -17,7 +17,7 @@ KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("linear", "experts", "single", "repack", "expand"), "tile.cuh"),
-    **dict.fromkeys(("attention", "split", "latent", "pieces"), "flash.cuh"),
+    **dict.fromkeys(("attention", "split", "latent", "pieces", "keep"), "flash.cuh"),
     **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
 

@@ -208,7 +208,7 @@ def move(
     path: int = 0,
 ) -> None:
     """n rows of every plane from one cache to another, at positions base + path[j] (or j) to to_base + j."""
-    kernel("pieces", "keep")(
+    kernel("keep", "keep")(
         (planes, 1 if source == to else min(n, 64)),
         (width // 8,),
         (

@@ -2,24 +2,28 @@
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each form that is wanted (store.cuh), dense alone where groups of 32 straddle heads
-// Work      a CTA per row, head and 128 columns; a warp adds up a run of eight groups of positions at a time, then the runs
+// Build     WARPS: of a run, 1 or 2
+// Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
+//           at a time, 8 or 16 pieces of it together, then the first adds up the runs
 // Numbers   float32; what is added first are the tiles of a group, by split.cu or here, then the groups of a run, then runs: an
 //           order that depends on positions alone. Pieces that a row does not see add nothing; scaling is exact
 // Bound     latency: a few hundred KB
 
 #define MUL_SIGMOID 3  // rows.cu
 #define RUN 8          // groups; cuda_backend/layout.py run_count
+#define AT_ONCE (8 * WARPS)
+#define EACH (4 / WARPS)  // columns of a lane
 
 __device__ __forceinline__ float4 times(float4 a, float b) { return make_float4(a.x * b, a.y * b, a.z * b, a.w * b); }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(384)
 combine(const float* sums, const float2* stats, int H, int D, int DIM, const StepState* step, const int* positions, int T,
         int first_t, int tile_bits, int window, int keep, int shares, int trunk, int op, In gate, Out out) {
     release_next();
     extern __shared__ __align__(16) float4 parts[];  // of each run: [32], behind all of them (power, sum)
     __shared__ float4 gates[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int mine = column + lane * 4;
+    const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
     const Mask mask(step, positions, window, keep, 0, first_t, T);
     Pieces pieces;
     const int rows = step->branches ? mask.seen(blockIdx.y) : mask.rows;  // tiles behind what a tree's row sees do not exist
@@ -28,15 +32,14 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);
     const float lowest = -__int_as_float(0x7f800000);
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const u32 row = blockIdx.y * H + head, stride = T * H;
-    int run = warp - blockDim.x / 32, i = 0, end = 0;  // pieces from i on, of which a lane knows one
-    u32 at = 0, starts = 0;                            // where its sums lie; bit n: number i + n is another group than the one before
+    int run = warp / WARPS - teams, i = 0, end = 0;  // pieces from i on, of which a lane knows one
+    u32 at = 0, starts = 0;                          // where its sums lie; bit n: number i + n is another group than the one before
     auto advance = [&] {
-        i += 8;
+        i += AT_ONCE;
         int before = -1;  // the group of the last piece
         if (i >= end) {
-            run += blockDim.x / 32;
+            run += teams;
             const int group = (run < kept ? run : run - kept + next) * RUN;
             i = pieces.before(group), end = run < runs ? pieces.before(group + RUN) : 0;
         } else {
@@ -48,17 +51,28 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     advance();
     depend();
     if ((int)blockIdx.y >= mask.rows) return;
-    const float* from = sums + min(mine, D - 4);
-    float4 sum = zero, part = zero;  // of all groups of a run, of one
+    const float* from = sums + min(column + (warp % WARPS * 32 + lane) * EACH, D - EACH);
+    float sum[EACH] = {}, part[EACH] = {};  // of all groups of a run, of one
     float top = lowest, total = 0.0f, part_total = 0.0f;
     bool gates_here = op && warp == blockDim.x / 32 - 1;  // a warp with no run, if there is one
 #pragma unroll 1
     do {
         float2 stat = make_float2(lowest, 0.0f);
-        if (lane < 8 && i + lane < end) stat = stats[at];
-        float4 e[8];  // behind the last piece that again, times 0: a conditional read would wait for the one before it
+        if (lane < AT_ONCE && i + lane < end) stat = stats[at];
+        float e[AT_ONCE][EACH];
+        auto read = [&](int n) {  // behind the last piece that again, times 0: a conditional read would wait for the one before it
+            const float* p = from + (u64)__shfl_sync(FULL, at, n) * D;
+            if (EACH == 4)
+                *(float4*)e[n] = *(const float4*)p;
+            else
+                *(float2*)e[n] = *(const float2*)p;
+        };
+        const bool more = AT_ONCE > 8 && i + 8 < end;
 #pragma unroll
-        for (int n = 0; n < 8; n++) e[n] = *(const float4*)(from + (u64)__shfl_sync(FULL, at, n) * D);
+        for (int n = 0; n < 8; n++) read(n);
+        if (more)
+#pragma unroll
+            for (int n = 8; n < AT_ONCE; n++) read(n);
         if (gates_here) {
             float g[4];
             float4 by;
@@ -71,33 +85,49 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
             gates[lane] = by, gates_here = false;
         }
         const float both = fmaxf(top, warp_max(stat.x)), before = power(top - both), factor = power(stat.x - both), whole = stat.y * factor;
-        sum = times(sum, before), total *= before, part = times(part, before), part_total *= before, top = both;
+        total *= before, part_total *= before, top = both;
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            if (starts >> n & 1) sum = plus(sum, part), total += part_total, part = zero, part_total = 0.0f;
-            part = plus(part, times(e[n], __shfl_sync(FULL, factor, n))), part_total += __shfl_sync(FULL, whole, n);
-        }
+        for (int c = 0; c < EACH; c++) sum[c] *= before, part[c] *= before;
+        auto add = [&](int n) {
+            const float by = __shfl_sync(FULL, factor, n), more_total = __shfl_sync(FULL, whole, n);
+            const bool starts_here = starts >> n & 1;
+            if (starts_here) total += part_total, part_total = 0.0f;
+            part_total += more_total;
+#pragma unroll
+            for (int c = 0; c < EACH; c++) {
+                if (starts_here) sum[c] += part[c], part[c] = 0.0f;
+                part[c] += e[n][c] * by;
+            }
+        };
+#pragma unroll
+        for (int n = 0; n < 8; n++) add(n);
+        if (more)
+#pragma unroll
+            for (int n = 8; n < AT_ONCE; n++) add(n);
         const int done = run;
         advance();
         if (run == done || done >= runs) continue;
-        parts[done * 32 + lane] = plus(sum, part);
+        float* to = (float*)(parts + done * 32) + (warp % WARPS * 32 + lane) * EACH;
+#pragma unroll
+        for (int c = 0; c < EACH; c++) to[c] = sum[c] + part[c], sum[c] = part[c] = 0.0f;
         if (lane == 0) tops[done] = make_float2(top, total + part_total);
-        sum = part = zero, top = lowest, total = part_total = 0.0f;
+        top = lowest, total = part_total = 0.0f;
     } while (run < runs);
     __syncthreads();
     if (warp) return;
+    float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int r = lane; r < runs; r += 32) top = fmaxf(top, tops[r].x);
     top = warp_max(top);
 #pragma unroll 4
     for (int r = 0; r < runs; r++) {
         const float factor = power(tops[r].x - top);
-        sum = plus(sum, times(parts[r * 32 + lane], factor)), total += tops[r].y * factor;
+        all = plus(all, times(parts[r * 32 + lane], factor)), total += tops[r].y * factor;
     }
     const float4 by = op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     const float inverse = mine < DIM ? 1.0f / total : 0.0f;
-    sum = make_float4(sum.x * inverse * by.x, sum.y * inverse * by.y, sum.z * inverse * by.z, sum.w * inverse * by.w);
+    all = make_float4(all.x * inverse * by.x, all.y * inverse * by.y, all.z * inverse * by.z, all.w * inverse * by.w);
     if (DIM % 32) {  // dense alone, of a width that fours may not divide
-        const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+        const float v[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (mine + i < DIM) out.dense[((s64)t * H + head) * DIM + mine + i] = v[i];
@@ -107,19 +137,8 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     bool ours = mine < DIM;
 #pragma unroll 1
     for (const bool pads = out.packed && head == 0 && column == 0;; pad += 128) {
-        store_four(out, t, k, sum, ours);
+        store_four(out, t, k, all, ours);
         if (!pads || pad - lane * 4 >= out.groups * 32) return;
-        k = pad, ours = true, sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        k = pad, ours = true, all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-}
-
-// Rows of [capacity][D] planes from one cache to another: positions base + path[j], or base + j without a
-// path, to to_base + j. A thread moves 8 values of every row, so that an ascending path may be kept in place.
-extern "C" __global__ void keep(const u16* from, s64 from_capacity, Places from_places, int base, u16* to, s64 to_capacity,
-                                Places to_places, int to_base, const int* path, int n, int D) {
-    const int i = threadIdx.x * 8;
-    from += blockIdx.x * from_capacity * D + i, to += blockIdx.x * to_capacity * D + i;
-    for (int j = blockIdx.y; j < n; j += gridDim.y)
-        *(uint4*)(to + (s64)place_of(to_places, to_base + j) * D) =
-            *(const uint4*)(from + (s64)place_of(from_places, base + (path ? path[j] : j)) * D);
 }

@@ -73,9 +73,10 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All that the launchers may build for a card."""
-    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "pieces", "sample", "draw", "random", "top_k")]
+    plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "keep", "sample", "draw", "random", "top_k")]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
     plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
+    plain += [("pieces", (f"WARPS={n}",)) for n in (1, 2)]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
     plain += [

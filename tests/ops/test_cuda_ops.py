@@ -563,8 +563,11 @@ def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
     assert np.array_equal(np.concatenate(alone), out)
 
 
-def test_rows_of_trees_are_plain_behind_a_long_past(ops):
-    """Where a single row's pieces are no longer tiles."""
+def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
+    """Where a single row's pieces are tiles, more than a warp reads together, and where they no longer are."""
     layer = Attention(ops, 6, 2, 16, KVSpec(2, 16, 16))
     for past in (4090, 4100):
         layer.check(past, 9)
+    monkeypatch.setattr(ops, "card", replace(ops.card, sms=64))
+    for n in (9, 64):
+        layer.check(1000, n)
