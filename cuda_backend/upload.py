@@ -7,7 +7,7 @@ not pinned. NumPy copies without the interpreter's lock.
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import cupy
 import numpy as np
@@ -55,7 +55,11 @@ class Uploader:
             fetched.synchronize()
             ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
             places = [buffer[end - piece.nbytes : end] for piece, end in zip(pieces, ends, strict=True)]
-            refused = any(list(self.readers.map(read, places, pieces))) or refused
+            reads = [self.readers.submit(read, place, piece) for place, piece in zip(places, pieces, strict=True)]
+            try:
+                refused = any([done.result() for done in reads]) or refused
+            finally:
+                wait(reads)  # interrupted or not: what comes next fills the buffers from other arrays
             kind = cupy.cuda.runtime.memcpyHostToDevice
             cupy.cuda.runtime.memcpyAsync(address, buffer.ctypes.data, ends[-1], kind, self.stream.ptr)
             fetched.record(self.stream)

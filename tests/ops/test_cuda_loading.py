@@ -1,5 +1,6 @@
 """Weights on their way to the device: every byte, scales that are refused, and what the host holds meanwhile."""
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -56,6 +57,32 @@ def test_scale_that_is_not_finite(type_, ops):
     bad.data.reshape(-1, size)[-2, at : at + 2] = (0xFF, 0) if type_ == "MXFP4" else (0, 0xFC)
     with pytest.raises(BimetalError, match=rf"'w' \({type_}\) is not finite at block {bad.data.size // size - 2}"):
         ops.weight(first, bad)
+
+
+def test_load_that_is_interrupted():
+    """No reader is left when the interrupt arrives, the next load is right, and with its owner the threads end."""
+    ops, (first, second) = CudaOps(), (np.full((1 << 20, 1), n, np.uint8) for n in range(2))
+    memory, read = Memory(2 << 20), []
+
+    def interrupted(units: np.ndarray) -> np.ndarray:
+        if units[0, 0] == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.3)
+        read.append(units[0, 0])
+        return units[:, 0] == 0xFF
+
+    with pytest.raises(KeyboardInterrupt):
+        ops.uploader.copy(memory.address, [first, second], interrupted)
+    assert read == [1]
+    assert not ops.uploader.copy(memory.address, [second, first], lambda units: units[:, 0] == 0xFF)
+    held = ops.read(Array((1 << 19,), memory.address, owner=memory)).view(np.uint8)
+    np.testing.assert_array_equal(held, np.concatenate([second, first]).ravel())
+    threads = ops.uploader.readers._threads
+    del ops
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def anonymous() -> int:
