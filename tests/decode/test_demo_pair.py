@@ -94,7 +94,7 @@ def test_a_few_tokens_on_cuda(kind):
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuda_backend.ops import CudaOps
 
-    assert differences(CudaOps(), PROMPTS[:1], 16, [kind], 0.9, with_margins=False) == {kind: []}
+    assert differences(CudaOps(), PROMPTS[:1], 8, [kind], 0.9, with_margins=False) == {kind: []}
 
 
 @pytest.mark.gpu
