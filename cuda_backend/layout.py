@@ -68,6 +68,7 @@ def source(stem: str) -> str:
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
     parts += ["ring.cuh", "product.cuh"] if stem in ("linear", "experts", "single") else []
     parts += ["packed.cuh"] if stem in ("linear", "single") else []
+    parts += ["convolve.cuh"] if stem in ("delta", "prepare") else []
     parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "single", "delta") else []
     parts += ["choose.cuh"] if stem in ("moe", "single") else []
     return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))

@@ -10,7 +10,7 @@ from cuda_backend.launch import Array, Node, kernel
 from cuda_backend.layout import UNPACKED, Packing, delta_slot, delta_slots, padded
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.states import Conv, Delta, Recurrent
-from cuda_backend.views import NOTHING, in_fours, out_of, view
+from cuda_backend.views import NOTHING, in_fours, only, out_of, view
 from cuda_backend.visits import BEFORE
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def gated_delta(
     T, Hv, Dv = v.shape
     out = Array((T, Hv, Dv), ops.arena.take(T * Hv * Dv * 4))
     step = ops.step_of(step, delta.store, recurrent=True)
-    inputs = tuple(view(x) for x in (*(ops.summed(x) for x in (q, k, v)), a, b))
+    inputs = tuple(view(x) for x in (*(_in_fours(ops, ops.summed(x)) for x in (q, k, v)), a, b))
     weights = decay.address, dt_bias.address
     _delta(ops, inputs, *weights, delta, step.state, T, out_of(out.address, 0, 0, Hv * Dv, UNPACKED))
     return out
@@ -67,7 +67,7 @@ def delta_mixer(
         states = conv, delta, step
         return Ops.delta_mixer(ops, qkv, z, a, b, taps, decay, dt_bias, norm, eps, key_heads, *states)
     step = ops.step_of(step, delta.store, recurrent=True)
-    inputs, weights = (view(qkv), NOTHING, NOTHING, view(a), view(b)), (decay.address, dt_bias.address)
+    inputs, weights = (view(_in_fours(ops, qkv)), NOTHING, NOTHING, view(a), view(b)), (decay.address, dt_bias.address)
     before = conv, taps.address
     if ops.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not in_fours(z, flat=False):
         o = Array((T, Hv, Dv), ops.arena.take(T * Hv * Dv * 4))
@@ -83,6 +83,10 @@ def delta_mixer(
     if ops.replay.active:
         return Array((T, Hv, Dv), node=node)
     return Array((T, Hv, Dv), node.as_dense())  # a commit may come before the result is read
+
+
+def _in_fours(ops: "CudaOps", x: Array) -> Array:
+    return x if in_fours(x, flat=False) else ops.dense(x)
 
 
 def settle(ops: "CudaOps", recurrent: Recurrent) -> None:
@@ -142,7 +146,9 @@ def _delta(
     most = delta_slots(ops.card, Dk, TREE_ROWS, after is not None)[2]
     spill = ops.arena.take(Hv * -(-Dv // 64) * spilled * delta_slot(Dk)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={delta.spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
-    defines = *widths, f"NORM={int(after is not None)}", f"ALONE={int(alone)}"
+    sums = {"SLOTS": inputs[0], "A_SLOTS": inputs[3], "B_SLOTS": inputs[4]}
+    slots = tuple(f"{name}={x['slots']}" for name, x in sums.items())
+    defines = *widths, f"NORM={int(after is not None)}", f"ALONE={int(alone)}", *(slots if alone else ()), *only(out)
     head = (*inputs, np.uint64(decay), np.uint64(bias), np.uint64(step), np.int32(Hk), np.int32(Hv), np.int32(Dv))
     tail = (
         np.uint64(taps),
@@ -154,9 +160,8 @@ def _delta(
     if T and not alone:
         sizes = T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2  # queries, keys, values, gates
         prepared = tuple(np.uint64(ops.arena.take(4 * n)) for n in sizes)
-        blocks = max(-(-T // 16), min(-(-T // 4), 8))  # of four runs: a tree has more of them than a chain
-        kernel("delta", "prepare", defines)(
-            (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), blocks),
+        kernel("prepare", "prepare", (*widths, *slots))(
+            (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), min(-(-T // 4), 64)),
             (128,),
             (*head, np.uint64(delta.rows), np.uint64(factors), *tail, *prepared),
             stream=ops.stream,

@@ -16,7 +16,7 @@ from common.errors import BimetalError
 from common.step import PAST, Step
 from cuda_backend.launch import Arena, Array, Kernel, Memory
 from cuda_backend.layout import MOST_ROWS
-from cuda_backend.visits import runs, visits
+from cuda_backend.visits import lines, visits
 
 TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
 BUCKETS = (1, 8, 16, 24, 32, 48, 64, 128)
@@ -29,12 +29,10 @@ STATE = np.dtype(  # kernels/prelude.cuh StepState
         ("path_length", "i4"),
         ("kind", "i4"),
         ("branches", "i4"),
-        ("runs", "i4"),
-        ("unused", "i4", 9),
+        ("unused", "i4", 10),
         ("path", "i4", TREE_ROWS),
         ("seen", "u1", (TREE_ROWS, TREE_ROWS // 8)),
-        ("run", "i1", (TREE_ROWS, 16)),
-        ("order", "u1", TREE_ROWS),
+        ("line", "i1", (TREE_ROWS, 4)),
         ("moves", "u1", TREE_ROWS),
         ("parents", "i1", TREE_ROWS),
     ]
@@ -91,10 +89,8 @@ class Inputs:
             parents = None if step.parents is None else step.parents.tolist()
             if parents is not None and parents != list(range(PAST, T - 1)):
                 order, moves, after = visits(parents)
-                stretches = runs(parents, order, after)
-                state["branches"], state["runs"] = 1, len(stretches)
-                state["run"][: len(stretches), : len(stretches[0])] = stretches
-                state["order"][:T], state["moves"][:T], state["parents"][:T] = order, moves, after
+                state["branches"], state["line"][:T] = 1, lines(order, after)
+                state["moves"][:T], state["parents"][:T] = moves, after
             state["seen"][:T] = seen(parents, T)
         positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]
         positions[:T] = step.positions

@@ -321,8 +321,11 @@ class Recurrent:
 def _state_size(spec: ConvSpec | DeltaSpec) -> int:
     if isinstance(spec, ConvSpec):
         return -(-(spec.taps - 1) * spec.channels // 64) * 64
-    if spec.key_dim > 256:
-        raise BimetalError(f"Gated DeltaNet keys are {spec.key_dim} wide; the CUDA kernels take widths up to 256")
+    if spec.key_dim > 256 or spec.key_dim % 4 or spec.value_dim % 4:
+        raise BimetalError(
+            f"Gated DeltaNet keys are {spec.key_dim} and values {spec.value_dim} wide; "
+            "the CUDA kernels take multiples of 4, keys up to 256"
+        )
     return -(-spec.heads * padded(spec.key_dim) * spec.value_dim // 64) * 64
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from common.step import PAST
 
-RUN, BEFORE = 4, 3  # visits that a warp of kernels/delta.cu prepares, and rows before them that a convolution reads
+BEFORE = 3  # rows before one that its convolution may read: kernels/prepare.cu
 WAITS = 8  # of a move: what the row before left waits in the slot; else the row goes on from what waits there
 LEAF = 16  # a move: no row goes on from this one, which leaves the matrix as it is
 
@@ -55,21 +55,11 @@ def visits(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         moves_of[node] = slots[node]
 
 
-def runs(parents: Sequence[int], order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
-    """Stretches of at most RUN visits, each of which goes on from the one before it, as StepState has them: the first
-    visit, how many, BEFORE rows before them, newest first, where -1 is the newest committed one, and RUN rows.
-    """
-    begins: list[int] = []
-    for visit, before in enumerate(after):
-        if before != visit - 1 or not begins or visit == begins[-1] + RUN:
-            begins.append(visit)
-    out = []
-    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
-        up, rows = order[begin], []
-        for _ in range(BEFORE):
-            up = parents[up] if up >= 0 else up - 1
-            rows.append(up)
-        out.append((begin, end - begin, *rows, *order[begin:end], *(0,) * (begin + RUN - end)))
+def lines(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of each visit its row and BEFORE rows before it, newest first, where -1 is the newest committed one."""
+    out: list[tuple[int, ...]] = []
+    for row, before in zip(order, after, strict=True):
+        out.append((row, *(out[before][:BEFORE] if before >= 0 else (-1, -2, -3))))
     return out
 
 

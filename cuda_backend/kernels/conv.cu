@@ -13,7 +13,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     if (c >= C) return;
     const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * MOST_ROWS * C + c;
     const bool branches = step->branches;
-    auto row_at = [&](int i) { return branches ? step->order[i] : i; };
+    auto row_at = [&](int i) { return branches ? step->line[i] & 0xff : i; };
     auto place_of = [&](int row) {  // a visit of the step, or counted back from the newest committed row, -1
         if (row >= 0) return row_of(x, row_at(row)) + c;
         const int from_path = path + row;

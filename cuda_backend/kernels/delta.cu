@@ -9,15 +9,15 @@
 // Out       NORM: what store.cuh says of (T, Hv * 128); else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
-//           ALONE: for a step of one row, which needs no `prepare`: what three value heads share of a key head is computed
-//           by each then, which costs less than a launch
-// Work      prepare: a warp per run of four rows, of a tree up to four, of a head of q, k or v. delta: a CTA per value head and
-//           64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share four columns of the
-//           matrix, in registers for all rows. The other warps read the next 16 rows meanwhile, and finish the last ones.
+//           ALONE: for a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed
+//           by each then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; what store.cuh says
+// Work      a CTA per value head and 64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share
+//           four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
+//           last one; chunks are as long as each other, so that neither waits for a short one.
 //           The committed path is applied on the way in, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
 //           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is visited depth first, leaves first, as the
-//           step's `order` says. A matrix that several rows with children go on from waits for them: the innermost in
+//           step's `line` says. A matrix that several rows with children go on from waits for them: the innermost in
 //           registers, one in shared memory, and more, which few trees have, in `spill`
 // Assumes   a step of more than MOST_ROWS rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
@@ -25,19 +25,15 @@
 // Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
 
 #define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
-#define CHUNK 16             // rows that are read together
+#define CHUNK 16             // rows that are read together, at most
 #define WIDE 64              // columns of a CTA
-#define PIECE 128            // columns of v that a warp prepares
-#define NL (((DK > PIECE ? DK : PIECE) + 31) / 32)  // elements of them, or of a key, per lane
-#define BEFORE (TAPS > 1 ? TAPS - 1 : 0)            // rows before one that its convolution reads
 #define TEAM 256                                    // threads of the recurrence
 #define HELPERS (ALONE ? 6 : 4)                     // warps beside them
 #define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
+#define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads
 #define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
 #define LEAF 16                                     // a move: cuda_backend/visits.py
-#define RUN 4                                       // visits that a warp prepares: cuda_backend/visits.py
-#define FLIGHT (DK <= 128 && __CUDA_ARCH__ == 900 ? 3 : 2)  // partial sums of them read at once: as registers allow
 #if NORM
 #define CLUSTER __cluster_dims__(1, 2, 1)
 #else
@@ -115,183 +111,6 @@ __device__ __forceinline__ void write_matrix(const float4 (&s)[4][NJ], float* co
         if (c < left) write_fours(s[c], columns + c * DK, part);
 }
 
-// What a step keeps of a convolution, and what it finds.
-struct Conv {
-    const float* taps;
-    float* tail;
-    s64 flip;
-    float* rows;
-    int C;
-};
-
-// Channels of a head that a warp prepares, 32 apart from the lane's first on.
-struct Channels {
-    const float* p;   // of row 0 of the input
-    int first, wide;  // of the convolution's; how many there are
-    int width;        // zeros follow up to here
-    float norm;       // 0, or what a row of length 1 is multiplied by
-};
-
-__device__ __forceinline__ void write_row(float* to, const float (&x)[NL], const Channels& of) {
-#pragma unroll
-    for (int i = 0; i < NL; i++)
-        if (i * 32 < of.wide) to[of.first + i * 32] = x[i];
-}
-
-// n visits, at most R, each of which goes on from the one before it, convolved, divided by their length and times `norm`
-// where that is not 0, to `to`. rows: the ancestors of the first, the oldest first, then theirs; ours: does this warp keep what
-// the step leaves of these channels? first: and the tails?
-template <int R>
-__device__ __forceinline__ void prepare_rows(const In& in, const Channels& of, const Conv& conv, const StepState* step,
-                                             const int (&rows)[BEFORE + R], int n, bool ours, bool first, float* to, s64 to_row,
-                                             float* keep, s64 keep_row) {
-    const int current = step->current;
-    const bool kept = !step->kind && ours;
-    float x[BEFORE + R][NL], tap[TAPS + 1][NL], squares[R];
-#pragma unroll
-    for (int j = 0; j < BEFORE + R; j++)
-#pragma unroll
-        for (int i = 0; i < NL; i++) x[j][i] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < TAPS; j++)
-#pragma unroll
-        for (int i = 0; i < NL; i++) tap[j][i] = i * 32 < of.wide ? conv.taps[(of.first + i * 32) * TAPS + j] : 0.0f;
-#pragma unroll
-    for (int j = 0; j < BEFORE; j++) {
-        if (rows[j] >= 0) continue;
-        const int of_path = step->path_length + rows[j];  // committed: no kernel of the step writes it
-        const float* at = of_path >= 0 ? conv.rows + ((s64)current * MOST_ROWS + step->path[of_path]) * conv.C
-                                       : conv.tail + current * conv.flip + (s64)(BEFORE + of_path) * conv.C;
-#pragma unroll
-        for (int i = 0; i < NL; i++)
-            if (i * 32 < of.wide) x[j][i] = at[of.first + i * 32];
-        if (first && kept) write_row(conv.tail + (1 - current) * conv.flip + (s64)j * conv.C, x[j], of);
-    }
-    depend();
-    const float* p = of.p;
-#pragma unroll 1
-    for (int s = 0; s < in.slots; s += FLIGHT, p += FLIGHT * in.slot) {
-        float e[FLIGHT][BEFORE + R][NL];
-#pragma unroll
-        for (int k = 0; k < FLIGHT; k++)
-#pragma unroll
-            for (int j = 0; j < BEFORE + R; j++)
-#pragma unroll
-                for (int i = 0; i < NL; i++) {
-                    const bool is = rows[j] >= 0 && j < BEFORE + n && s + k < in.slots && i * 32 < of.wide;
-                    e[k][j][i] = is ? p[rows[j] * in.row + k * in.slot + i * 32] : 0.0f;
-                }
-#pragma unroll
-        for (int k = 0; k < FLIGHT; k++)
-#pragma unroll
-            for (int j = 0; j < BEFORE + R; j++)
-#pragma unroll
-                for (int i = 0; i < NL; i++) x[j][i] += e[k][j][i];
-    }
-#pragma unroll
-    for (int r = R - 1; r >= 0; r--) {
-        if (TAPS && kept && r < n)
-            write_row(conv.rows + ((s64)(1 - current) * MOST_ROWS + rows[BEFORE + r]) * conv.C, x[BEFORE + r], of);
-        squares[r] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < NL; i++) {
-            float& y = x[BEFORE + r][i];
-            if (TAPS) {
-                y *= tap[BEFORE][i];
-#pragma unroll
-                for (int j = BEFORE - 1; j >= 0; j--) y = __fmaf_rn(tap[j][i], x[r + j][i], y);
-                y = silu(y);
-            }
-            squares[r] = __fmaf_rn(y, y, squares[r]);
-        }
-    }
-    if (of.norm != 0.0f) {
-#pragma unroll
-        for (int m = 16; m; m >>= 1)
-#pragma unroll
-            for (int r = 0; r < R; r++) squares[r] += __shfl_xor_sync(FULL, squares[r], m);
-    }
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-        const float scale = of.norm != 0.0f ? rsqrtf(squares[r] + 1e-6f) * of.norm : 1.0f;
-#pragma unroll
-        for (int i = 0; i < NL; i++) {
-            if (r >= n || i * 32 >= of.width) continue;
-            to[r * to_row + i * 32] = x[BEFORE + r][i] * scale;
-            if (keep) keep[rows[BEFORE + r] * keep_row + i * 32] = x[BEFORE + r][i] * scale;
-        }
-    }
-}
-
-// The factor of the matrix and the weight of the change.
-__device__ __forceinline__ float2 gates_of(float a, float b, float decay, float dt_bias) {
-    const float x = a + dt_bias;
-    return make_float2(expf(decay * (x > 20.0f ? x : log1pf(expf(x)))), sigmoid(b));
-}
-
-extern "C" __global__ void __launch_bounds__(128, FLIGHT == 3 ? 3 : 1)
-prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
-        float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
-        float* keys, float* values, float* gates) {
-    release_next();
-    const int visits = step->rows, kept = !step->kind, branches = step->branches;
-    const int lane = threadIdx.x % 32, pieces = (DV + PIECE - 1) / PIECE, unit = blockIdx.x - 2 * Hk;
-    if (unit >= Hv * pieces) {  // a and b of 16 heads
-        const int h = (unit - Hv * pieces) * 16 + threadIdx.x % 16;
-        if (h >= Hv) return;
-        const float d = decay[h], bias = dt_bias[h];
-        depend();
-#pragma unroll 1
-        for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < visits; i += gridDim.y * 8) {
-            const int t = branches ? step->order[i] : i;
-            const float2 g = gates_of(load_one(a, row_of(a, t) + h), load_one(b, row_of(b, t) + h), d, bias);
-            *(float2*)(gates + ((s64)i * Hv + h) * 2) = g;
-            if (kept) row_factor[((1 - step->current) * MOST_ROWS + t) * Hv + h] = g.x;
-        }
-        return;
-    }
-    const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
-    const bool is_v = unit >= 0, is_k = !is_v && unit >= -Hk;
-    const int h = is_v ? unit / pieces : is_k ? unit + Hk : unit + 2 * Hk, c0 = is_v ? unit % pieces * PIECE : 0;
-    const int wide = is_v ? min(PIECE, DV - c0) : DIM, channel = is_v ? 2 * Hk * DIM + h * DV + c0 : (is_k * Hk + h) * DIM;
-#if TAPS
-    const In& in = q;
-    const float* p = q.p + channel;
-#else
-    const In in = is_v ? v : is_k ? k : q;
-    const float* p = head_of(in, 0, h, is_v ? DV : DIM) + c0;
-#endif
-    const float norm = is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM);
-    const Channels of = {p + lane, channel + lane, wide - lane, (is_v ? wide : DK) - lane, norm};
-    float* keep = is_k && kept ? row_k + ((s64)(1 - step->current) * MOST_ROWS * Hk + h) * DK + lane : 0;
-    const int runs = branches ? step->runs : (visits + RUN - 1) / RUN;
-#pragma unroll 1
-    for (int run = blockIdx.y * 4 + threadIdx.x / 32; run < runs; run += gridDim.y * 4) {
-        int begin = run * RUN, n = min(RUN, visits - begin), rows[BEFORE + RUN];
-        if (branches) {
-            const Run of_tree = step->run[run];
-            begin = of_tree.begin, n = of_tree.visits;
-#pragma unroll
-            for (int j = 0; j < BEFORE; j++) rows[j] = of_tree.before[BEFORE - 1 - j];
-#pragma unroll
-            for (int r = 0; r < RUN; r++) rows[BEFORE + r] = of_tree.rows[r];
-        } else {
-#pragma unroll
-            for (int j = 0; j < BEFORE + RUN; j++) rows[j] = begin + j - BEFORE;
-        }
-        const s64 at = begin;
-        float* to = is_v ? values + (at * Hv + h) * DV + c0 : (is_k ? keys : queries) + (at * Hk + h) * DK;
-        prepare_rows<RUN>(in, of, conv, step, rows, n, true, begin == 0, to + lane, is_v ? Hv * DV : Hk * DK, keep, Hk * DK);
-    }
-    if (TAPS > 1 && !kept && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
-#pragma unroll 1
-        for (int j = 0; j < BEFORE; j++) {
-            float x[NL];
-            load_some(x, in, p + (s64)(visits - BEFORE + j) * in.row, lane, 32, wide);
-            write_row(tail + (1 - step->current) * tail_flip + (s64)j * conv.C, x, of);
-        }
-}
-
 #if NORM
 __device__ __forceinline__ u32 rank_in_cluster() {
     u32 r;
@@ -347,6 +166,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const bool branches = !ALONE && step->branches;
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
+    const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows of each
     const DeltaRows now = {row_k + (s64)(1 - current) * MOST_ROWS * Hk * DK,
                            row_change + (s64)(1 - current) * MOST_ROWS * Hv * DV,
                            row_factor + (1 - current) * MOST_ROWS * Hv};
@@ -370,25 +190,22 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #endif
 #pragma unroll 1
         for (int c = 0; c < phases; c++) {
-            const int first = c * CHUNK, half = c % 2, n = min(CHUNK, rows - first);  // of the chunk that is read
-            const int last = first - 2 * CHUNK, last_n = c > 1 ? min(CHUNK, rows - last) : 0;  // of the chunk before the last
+            const int first = c * chunk, half = c % 2, n = min(chunk, rows - first);  // of the chunk that is read
+            const int last = first - 2 * chunk, last_n = c > 1 ? min(chunk, rows - last) : 0;  // of the chunk before the last
 #if !ALONE
-            const int column = thread % WIDE, per_row = HELPERS * 32 / WIDE, part = lane % 16;
-            float4 key[SHARE][NJ] = {}, query[SHARE][NJ] = {};
-            float value[CHUNK / per_row];
+            const int part = lane % 16;
+            float4 key[SHARE][NJ], query[SHARE][NJ], value[SHARE];
             depend();
-            const float* values_at = values + ((s64)(first + thread / WIDE) * Hv + h) * DV + c0 + column;
+            if (n > 0) {  // rows behind the last are it once more, and nobody reads them
 #pragma unroll
-            for (int j = 0; j < SHARE; j++) {
-                const int row = j * HELPERS * 2 + thread / 16;
-                const s64 from = ((s64)(first + row) * Hk + hk) * DK;
-                if (row < n) read_fours(key[j], keys + from, part), read_fours(query[j], queries + from, part);
+                for (int j = 0; j < SHARE; j++) {
+                    const s64 row = first + min(j * HELPERS * 2 + thread / 16, n - 1), from = (row * Hk + hk) * DK;
+                    read_fours(key[j], keys + from, part), read_fours(query[j], queries + from, part);
+                    value[j] = *(const float4*)(values + (row * Hv + h) * DV + min(c0 + part * 4, DV - 4));
+                }
+                if (thread < n)
+                    *(float2*)(scalars + half * CHUNK + thread) = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
             }
-#pragma unroll
-            for (int j = 0; j < CHUNK / per_row; j++)
-                value[j] = j * per_row + thread / WIDE < n && c0 + column < DV ? values_at[j * per_row * Hv * DV] : 0.0f;
-            if (thread < n)
-                *(float2*)(scalars + half * CHUNK + thread) = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
 #endif
 #if NORM
             if (thread == 0 && (int)rank < n) expect(arrivals + c % 4 * 8, (n + 1 - (int)rank) / 2 * WIDE * 4);
@@ -401,15 +218,16 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             }
 #endif
 #pragma unroll 1
-            for (int row = thread / WIDE; row < last_n; row += HELPERS * 32 / WIDE)
-                if (c0 + thread % WIDE < DV) {
-                    const s64 at = ((s64)row_at(last + row) * Hv + h) * DV + c0 + thread % WIDE;
-                    if (kept) now.change[at] = changes[(half * CHUNK + row) * WIDE + thread % WIDE];
-                    if (!NORM) out.dense[at] = outs[(half * CHUNK + row) * WIDE + thread % WIDE];
-                }
+            for (int i = thread; i < last_n * WIDE / 4; i += HELPERS * 32) {
+                const int row = i / (WIDE / 4), column = i % (WIDE / 4) * 4, from = (half * CHUNK + row) * WIDE + column;
+                const s64 at = ((s64)row_at(last + row) * Hv + h) * DV + c0 + column;
+                if (c0 + column >= DV) continue;
+                if (kept) *(float4*)(now.change + at) = *(const float4*)(changes + from);
+                if (!NORM) *(float4*)(out.dense + at) = *(const float4*)(outs + from);
+            }
 #if NORM
 #pragma unroll 1
-            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // of the CTA's eight rows of a chunk
+            for (int j = HELPERS - 1 - warp; 2 * j + (int)rank < last_n; j += HELPERS) {  // of the CTA's half of the rows
                 const float* from = others + (buffer + j) * WIDE;
                 if (lane / 16 == (int)rank) from = outs + (half * CHUNK + 2 * j + (int)rank) * WIDE;
                 wait_for(arrivals + (c + 2) % 4 * 8, (c - 2) / 4 % 2);
@@ -424,32 +242,31 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 }
             }
             const int gated = ALONE ? c : c - 1;  // of the chunk where the recurrence is, or will be
-            const int gated_n = gated < 0 ? 0 : min(CHUNK, rows - gated * CHUNK);
-            if (2 * (HELPERS - 1 - warp) + (int)rank < gated_n) {
+            const int gated_n = gated < 0 ? 0 : min(chunk, rows - gated * chunk), own = HELPERS - 1 - warp;
+            if (2 * own + (int)rank < gated_n) {
                 const float4 w = *(const float4*)(norm + lane * 4);
-                float4 g[2] = {};
+                const float* p[GATED];
+                float4 g[GATED] = {};
+#pragma unroll
+                for (int i = 0; i < GATED; i++)
+                    p[i] = head_of(z, row_at(gated * chunk + min(2 * (own + i * HELPERS) + (int)rank, gated_n - 1)), h, 128) + lane * 4;
                 depend();
 #pragma unroll 1
                 for (int s = 0; s < z.slots; s += 4) {
-                    float4 e[2][4];
+                    float4 e[GATED][4];
 #pragma unroll
-                    for (int i = 0; i < 2; i++)
+                    for (int k = 0; k < 4; k++)
 #pragma unroll
-                        for (int k = 0; k < 4; k++) {
-                            const int row = 2 * (HELPERS - 1 - warp + i * HELPERS) + (int)rank;
-                            e[i][k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                            if (row < gated_n && s + k < z.slots)
-                                e[i][k] = *(const float4*)(head_of(z, row_at(gated * CHUNK + row), h, 128) +
-                                                           (s + k) * z.slot + lane * 4);
-                        }
+                        for (int i = 0; i < GATED; i++) e[i][k] = *(const float4*)(p[i] + min(s + k, z.slots - 1) * z.slot);
 #pragma unroll
-                    for (int i = 0; i < 2; i++)
+                    for (int k = 0; k < 4; k++)
 #pragma unroll
-                        for (int k = 0; k < 4; k++) g[i] = plus(g[i], e[i][k]);
+                        for (int i = 0; i < GATED; i++)
+                            if (s + k < z.slots) g[i] = plus(g[i], e[i][k]);
                 }
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int j = HELPERS - 1 - warp + i * HELPERS;
+                for (int i = 0; i < GATED; i++) {
+                    const int j = own + i * HELPERS;
                     if (j < CHUNK / 2)
                         *(float4*)(weights + (gated % 2 * CHUNK / 2 + j) * 128 + lane * 4) =
                             make_float4(w.x * silu(g[i].x), w.y * silu(g[i].y), w.z * silu(g[i].z), w.w * silu(g[i].w));
@@ -463,42 +280,37 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 const int wide = warp == 2 ? min(WIDE, DV - c0) : DIM;
                 const int channel = warp == 2 ? 2 * Hk * DIM + h * DV + c0 : (warp * Hk + hk) * DIM;
                 const float length = warp == 2 ? 0.0f : warp ? 1.0f : rsqrtf((float)DIM);
-                const Channels of = {q.p + channel + lane, channel + lane, wide - lane, (warp == 2 ? WIDE : DK) - lane, length};
+                const Head head = {q.p + channel, channel, wide, warp == 2 ? WIDE : DK, length};
                 int rows[BEFORE + 1];
 #pragma unroll
-                for (int j = 0; j <= BEFORE; j++) rows[j] = j - BEFORE;
-                float* keep = warp == 1 && first_of_key ? now.k + h * DK + lane : 0;
-                prepare_rows<1>(q, of, conv, step, rows, 1, warp == 2 || first_of_key, true,
-                                (warp == 2 ? vs : warp ? ks : qs) + lane, 0, keep, 0);
+                for (int j = 0; j <= BEFORE; j++) rows[j] = -j;
+                float* keep = warp == 1 && first_of_key ? now.k + h * DK : 0;
+                convolve(q, head, conv, step, rows, warp == 2 || first_of_key, true, warp == 2 ? vs : warp ? ks : qs, keep);
             }
             if (c == 0 && warp == 3 && lane == 0) {
                 const float d = decay[h], bias = dt_bias[h];
                 depend();
-                *(float2*)scalars = gates_of(load_one(a, a.p + h), load_one(b, b.p + h), d, bias);
+                *(float2*)scalars = gates_of(a, b, 0, h, d, bias);
                 if ((int)blockIdx.y == 0) now.factor[h] = scalars->x;
             }
 #else
-#pragma unroll
-            for (int j = 0; j < SHARE; j++) {
-                const int row = j * HELPERS * 2 + thread / 16, place = half * CHUNK + row;
-                if (row < n) write_fours(key[j], ks + place * DK, part), write_fours(query[j], qs + place * DK, part);
-            }
             if (n > 0) {
                 float both[SHARE];
 #pragma unroll
-                for (int j = 0; j < SHARE; j++) both[j] = part_of_dot(key[j], query[j]);
+                for (int j = 0; j < SHARE; j++) {
+                    const int place = half * CHUNK + j * HELPERS * 2 + thread / 16;
+                    write_fours(key[j], ks + place * DK, part), write_fours(query[j], qs + place * DK, part);
+                    *(float4*)(vs + place * WIDE + part * 4) = value[j];
+                    both[j] = part_of_dot(key[j], query[j]);
+                }
 #pragma unroll
                 for (int m = 8; m; m >>= 1)
 #pragma unroll
                     for (int j = 0; j < SHARE; j++) both[j] += __shfl_xor_sync(FULL, both[j], m);
 #pragma unroll
-                for (int j = 0; j < SHARE; j++)  // beyond n nobody reads them
+                for (int j = 0; j < SHARE; j++)
                     if (part == 0) scalars[half * CHUNK + j * HELPERS * 2 + thread / 16].z = both[j];
             }
-#pragma unroll
-            for (int j = 0; j < CHUNK / per_row; j++)
-                if (j * per_row + thread / WIDE < n)
-                    vs[(half * CHUNK + j * per_row + thread / WIDE) * WIDE + column] = value[j];
 #endif
             if (!c) both_have_begun();
             if (c + 1 < phases) __syncthreads();
@@ -519,7 +331,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
     const int t = threadIdx.x;
-    if (branches && t < MOST_ROWS) order[t] = step->order[t], moves[t] = step->moves[t];
+    if (branches && t < MOST_ROWS) order[t] = step->line[t], moves[t] = step->moves[t];
 #pragma unroll 1
     for (int first = 0; first < path; first += APPLIED) {
         float4 k[APPLIED][NJ];
@@ -575,8 +387,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     if (chunks) __syncthreads();
 #pragma unroll 1
     for (int c = 0; c < chunks; c++) {
-        const int first = c * CHUNK, half = c % 2, place = half * CHUNK;
-        const int n = ALONE ? 1 : min(CHUNK, rows - first);
+        const int first = c * chunk, half = c % 2, place = half * CHUNK;
+        const int n = ALONE ? 1 : min(chunk, rows - first);
 #if !ALONE
         const int move = branches && lane < n ? moves[first + lane] : 0;
         const u32 moved = __ballot_sync(FULL, move & ~LEAF), leaves = __ballot_sync(FULL, move & LEAF);

@@ -147,15 +147,12 @@ struct Rope {
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 #define MOST_ROWS 128  // of a step that may be a tree
-struct __align__(16) Run {  // stretches of branches, by visit: cuda_backend/visits.py
-    s8 begin, visits, before[3], rows[4], unused[7];
-};
 struct StepState {
-    int past, rows, current, path_length, kind, branches, runs, unused[9];  // kind: 0 tree, 1 chain of any length, 2 block
+    int past, rows, current, path_length, kind, branches, unused[10];  // kind: 0 tree, 1 chain of any length, 2 block
     int path[MOST_ROWS];
     u32 seen[MOST_ROWS][MOST_ROWS / 32];  // bit j: this row of a tree sees row j of the step
-    Run run[MOST_ROWS];
-    u8 order[MOST_ROWS], moves[MOST_ROWS];  // of branches, by visit
+    u32 line[MOST_ROWS];  // of branches, by visit, a byte each: the row and three before it, newest first; -1 is the newest committed
+    u8 moves[MOST_ROWS];  // of branches, by visit, like the next: cuda_backend/visits.py
     s8 parents[MOST_ROWS];
 };
 

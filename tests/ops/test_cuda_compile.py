@@ -67,8 +67,16 @@ def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
     return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}"
 
 
+def prepare(width: int, taps: int, slots: tuple[int, int, int]) -> tuple[str, ...]:
+    sums = (f"{name}={n}" for name, n in zip(("SLOTS", "A_SLOTS", "B_SLOTS"), slots, strict=True))
+    return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", *sums
+
+
 def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
-    return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", f"NORM={norm}", f"ALONE={alone}"
+    ways = f"NORM={norm}", f"ALONE={alone}"
+    if alone:
+        return *prepare(width, taps, (5, 7, 7)), *ways, *(("ONLY=1",) if norm else ())
+    return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", *ways, *(("ONLY=8",) if norm else ())
 
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
@@ -88,6 +96,12 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     ]
     plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
     plain += [("split", split_tiles(card, d, rows)[0]) for d in (16, 64, 80, 128, 256) for rows in (16, 32)]
+    plain += [
+        ("prepare", prepare(d, 4, e))
+        for d in (12, 64, 128, 256)
+        for e in ((1, 1, 1), (3, 3, 3), (5, 7, 7), (20, 40, 20))
+    ]
+    plain += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
     plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.step import PAST
-from cuda_backend.visits import LEAF, WAITS, most_slots, runs, visits
+from cuda_backend.visits import LEAF, WAITS, lines, most_slots, visits
 
 
 def slots_of(parents):
@@ -46,13 +46,13 @@ def test_leaves_need_no_slot():
     assert slots_of([PAST, 0, 0, 1, 2]) == 1
 
 
-def test_runs():
-    parents = [PAST, 9, 3, 9, 6, PAST, 7, 8, 9, 5]
-    order, after = [5, 9, 8, 7, 6, 4, 3, 2, 1, 0], [PAST, 0, 1, 2, 3, 4, 1, 6, 1, PAST]
-    assert runs(parents, order, after) == [
-        (0, 4, -1, -2, -3, 5, 9, 8, 7),
-        (4, 2, 7, 8, 9, 6, 4, 0, 0),
-        (6, 2, 9, 5, -1, 3, 2, 0, 0),
-        (8, 1, 9, 5, -1, 1, 0, 0, 0),
-        (9, 1, -1, -2, -3, 0, 0, 0, 0),
-    ]
+@pytest.mark.parametrize("T", [1, 2, 22, 128])
+def test_lines(T):
+    random = np.random.default_rng(T)
+    parents = [int(random.integers(PAST, t)) for t in range(T)]
+    order, _, after = visits(parents)
+    for row, line in zip(order, lines(order, after), strict=True):
+        want = [row]
+        for _ in range(3):
+            want.append(parents[want[-1]] if want[-1] >= 0 else want[-1] - 1)
+        assert list(line) == want

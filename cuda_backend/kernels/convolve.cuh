@@ -1,0 +1,124 @@
+// convolve: a row of a head of q, k or v, for prepare.cu and for delta.cu's step of one row
+//
+// Build     as prepare.cu
+// Work      all that a lane reads is asked for at once, from another place where it is not wanted: the compiler lets a conditional
+//           read wait for the one before it
+
+#ifndef SLOTS
+#define SLOTS 1
+#define A_SLOTS 1
+#define B_SLOTS 1
+#endif
+#define PIECE 128                         // columns of v that a warp takes
+#define FOURS ((DK + 127) / 128)          // fours of channels per lane, 128 apart
+#define BEFORE (TAPS > 1 ? TAPS - 1 : 0)  // rows before one that its convolution reads
+
+// What a step keeps of a convolution, and what it finds.
+struct Conv {
+    const float* taps;
+    float* tail;
+    s64 flip;
+    float* rows;
+    int C;
+};
+
+// Channels of a head.
+struct Head {
+    const float* p;   // of row 0 of the input
+    int first, wide;  // of the convolution's; how many there are
+    int width;        // zeros follow up to here
+    float norm;       // 0, or what a row of length 1 is multiplied by
+};
+
+__device__ __forceinline__ float plus(float a, float b) { return a + b; }
+
+// The next N partial sums of what lies at p[0], p[1], ..., in order, all reads in flight.
+template <int N, int R, class V>
+__device__ __forceinline__ void add_some(V (&sum)[R], const float* (&p)[R], s64 slot) {
+    V e[N + 1][R];
+#pragma unroll
+    for (int s = 0; s < N; s++)
+#pragma unroll
+        for (int j = 0; j < R; j++, p[j - 1] += slot) e[s][j] = *(const V*)p[j];
+#pragma unroll
+    for (int s = 0; s < N; s++)
+#pragma unroll
+        for (int j = 0; j < R; j++) sum[j] = plus(sum[j], e[s][j]);
+}
+
+// All N of them, M in flight.
+template <int N, int M, int R, class V>
+__device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 slot) {
+#pragma unroll 1
+    for (int s = M; s <= N; s += M) add_some<M>(sum, p, slot);
+    add_some<N % M>(sum, p, slot);
+}
+
+// rows[0] of the input: convolved with the rows before it, rows[1] and on, newest first, where -1 is the newest committed one;
+// divided by its length and times `norm` where that is not 0; to `to`, and to `keep` if it is there. ours: does this warp
+// keep what the step leaves of these channels? first: and the tails?
+__device__ __forceinline__ void convolve(const In& in, const Head& head, const Conv& conv, const StepState* step,
+                                         const int (&rows)[BEFORE + 1], bool ours, bool first, float* to, float* keep) {
+    const int lane = threadIdx.x % 32, current = step->current;
+    const bool kept = TAPS && !step->kind && ours;
+    float y[FOURS][4], squares = 0.0f;
+#pragma unroll
+    for (int f = 0; f < FOURS; f++) {
+        const bool real = f * 128 + lane * 4 < head.wide;
+        const int at = min(f * 128 + lane * 4, head.wide - 4), channel = head.first + at;
+        float4 x[BEFORE + 1], sum[BEFORE + 1] = {};
+        const float* p[BEFORE + 1];
+        float tap[4 * TAPS + 1];
+#pragma unroll
+        for (int j = 0; j < TAPS; j++) {
+            const float4 e = *(const float4*)(conv.taps + channel * TAPS + 4 * j);
+            tap[4 * j] = e.x, tap[4 * j + 1] = e.y, tap[4 * j + 2] = e.z, tap[4 * j + 3] = e.w;
+        }
+#pragma unroll
+        for (int j = 1; j <= BEFORE; j++) {
+            if (rows[j] >= 0) continue;
+            const int of_path = step->path_length + rows[j];  // committed: no kernel of the step writes it
+            x[j] = *(const float4*)(channel + (of_path >= 0 ? conv.rows + ((s64)current * MOST_ROWS + step->path[of_path]) * conv.C
+                                                            : conv.tail + current * conv.flip + (s64)(BEFORE + of_path) * conv.C));
+            if (first && kept && real) *(float4*)(conv.tail + (1 - current) * conv.flip + (s64)(BEFORE - j) * conv.C + channel) = x[j];
+        }
+#pragma unroll
+        for (int j = 0; j <= BEFORE; j++) p[j] = head.p + max(rows[j], 0) * in.row + at;
+        depend();
+        add_all<SLOTS, FOURS == 1 ? 5 : 2>(sum, p, in.slot);
+#pragma unroll
+        for (int j = 0; j <= BEFORE; j++)
+            if (j == 0 || rows[j] >= 0) x[j] = sum[j];
+        if (kept && real) *(float4*)(conv.rows + ((s64)(1 - current) * MOST_ROWS + rows[0]) * conv.C + channel) = x[0];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            y[f][i] = (&x[0].x)[i];
+            if (TAPS) {
+                y[f][i] *= tap[i * TAPS + BEFORE];
+#pragma unroll
+                for (int j = 1; j <= BEFORE; j++) y[f][i] = __fmaf_rn(tap[i * TAPS + BEFORE - j], (&x[j].x)[i], y[f][i]);
+                y[f][i] = silu(y[f][i]);
+            }
+            if (!real) y[f][i] = 0.0f;
+            squares = __fmaf_rn(y[f][i], y[f][i], squares);
+        }
+    }
+    const float scale = head.norm != 0.0f ? rsqrtf(warp_sum(squares) + 1e-6f) * head.norm : 1.0f;
+#pragma unroll
+    for (int f = 0; f < FOURS; f++) {
+        const int i = f * 128 + lane * 4;
+        if (i >= head.width) continue;
+        const float4 e = make_float4(y[f][0] * scale, y[f][1] * scale, y[f][2] * scale, y[f][3] * scale);
+        *(float4*)(to + i) = e;
+        if (keep) *(float4*)(keep + i) = e;
+    }
+}
+
+// The factor of the matrix and the weight of the change.
+__device__ __forceinline__ float2 gates_of(const In& a, const In& b, int t, int h, float decay, float dt_bias) {
+    const float *of_a[1] = {row_of(a, t) + h}, *of_b[1] = {row_of(b, t) + h};
+    float x[1] = {}, y[1] = {};
+    add_all<A_SLOTS, 8>(x, of_a, a.slot), add_all<B_SLOTS, 8>(y, of_b, b.slot);
+    x[0] += dt_bias;
+    return make_float2(expf(decay * (x[0] > 20.0f ? x[0] : log1pf(expf(x[0])))), sigmoid(y[0]));
+}

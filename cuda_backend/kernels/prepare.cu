@@ -1,0 +1,61 @@
+// prepare: what delta.cu takes of a step: queries, keys and values, convolved and divided by their length, and gates
+// Meaning   cuda_backend/kernels/delta.cu                  Launcher  cuda_backend/recurrent.py
+// In        as delta.cu, in fours at multiples of 16 bytes
+// Out       by visit: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be
+//           committed: row_k, row_factor, and of the convolution the rows and the tails that the last path leaves
+// Build     DK, DIM, TAPS as delta.cu; SLOTS: partial sums of q, k and v; A_SLOTS, B_SLOTS: of a and of b
+// Work      a warp per row and head of q, k or v, in the order of visits: a row reads those before it again, which neighbours have
+//           in their cache. Code is short: a kernel that runs for 3 us waits most of it for its code
+// Bound     launches
+
+extern "C" __global__ void __launch_bounds__(128, FOURS == 1 && SLOTS <= 8 ? 4 : 1)
+prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
+        float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
+        float* keys, float* values, float* gates) {
+    release_next();
+    const int visits = step->rows, kept = !step->kind, branches = step->branches, other = 1 - step->current;
+    const int lane = threadIdx.x % 32, pieces = (DV + PIECE - 1) / PIECE, unit = (int)blockIdx.x - 2 * Hk;
+    if (unit >= Hv * pieces) {  // a and b of 16 heads
+        const int h = (unit - Hv * pieces) * 16 + threadIdx.x % 16;
+        if (h >= Hv) return;
+        const float d = decay[h], bias = dt_bias[h];
+#pragma unroll 1
+        for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < visits; i += gridDim.y * 8) {
+            const int t = branches ? step->line[i] & 0xff : i;
+            depend();
+            const float2 g = gates_of(a, b, t, h, d, bias);
+            *(float2*)(gates + ((s64)i * Hv + h) * 2) = g;
+            if (kept) row_factor[(other * MOST_ROWS + t) * Hv + h] = g.x;
+        }
+        return;
+    }
+    const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
+    const bool is_v = unit >= 0, is_k = !is_v && unit >= -Hk;
+    const int h = is_v ? unit / pieces : is_k ? unit + Hk : unit + 2 * Hk, c0 = is_v ? unit % pieces * PIECE : 0;
+    const int wide = is_v ? min(PIECE, DV - c0) : DIM, channel = is_v ? 2 * Hk * DIM + h * DV + c0 : (is_k * Hk + h) * DIM;
+#if TAPS
+    const In& in = q;
+    const float* p = q.p + channel;
+#else
+    const In in = is_v ? v : is_k ? k : q;
+    const float* p = head_of(in, 0, h, is_v ? DV : DIM) + c0;
+#endif
+    const Head head = {p, channel, wide, is_v ? wide : DK, is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM)};
+    float* keep = is_k && kept ? row_k + ((s64)other * MOST_ROWS * Hk + h) * DK : 0;
+    float* out = is_v ? values + h * DV + c0 : (is_k ? keys : queries) + h * DK;
+    const int stride = is_v ? Hv * DV : Hk * DK;
+#pragma unroll 1
+    for (int i = blockIdx.y * 4 + threadIdx.x / 32; i < visits; i += gridDim.y * 4) {
+        const u32 line = branches ? step->line[i] : 0;
+        int rows[BEFORE + 1];
+#pragma unroll
+        for (int j = 0; j <= BEFORE; j++) rows[j] = branches ? (s8)(line >> 8 * j) : i - j;
+        convolve(in, head, conv, step, rows, true, i == 0, out + (s64)i * stride, keep ? keep + (s64)rows[0] * Hk * DK : 0);
+    }
+    if (TAPS > 1 && !kept && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
+#pragma unroll 1
+        for (int j = 0; j < BEFORE; j++)
+#pragma unroll 1
+            for (int i = lane; i < wide; i += 32)
+                tail[other * tail_flip + (s64)j * conv.C + channel + i] = load_one(in, p + (s64)(visits - BEFORE + j) * in.row + i);
+}
