@@ -4,9 +4,13 @@ What changes between steps (lengths, positions, tokens, masks, the committed pat
 each run; kernels read it there, so that a graph captured once stays valid.
 """
 
+import ctypes
+import struct
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import cupy
@@ -21,22 +25,14 @@ from cuda_backend.visits import lines, visits
 TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
 BUCKETS = (1, 8, 16, 24, 32, 48, 64, 128)
 
-STATE = np.dtype(  # kernels/prelude.cuh StepState
-    [
-        ("past", "i4"),
-        ("rows", "i4"),
-        ("current", "i4"),
-        ("path_length", "i4"),
-        ("kind", "i4"),
-        ("branches", "i4"),
-        ("unused", "i4", 10),
-        ("path", "i4", TREE_ROWS),
-        ("seen", "u1", (TREE_ROWS, TREE_ROWS // 8)),
-        ("line", "i1", (TREE_ROWS, 4)),
-        ("moves", "u1", TREE_ROWS),
-        ("parents", "i1", TREE_ROWS),
-    ]
-)
+# kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
+HEAD = struct.Struct("6i")  # past, rows, current, path_length, kind, branches
+PATH = 64
+SEEN = PATH + 4 * TREE_ROWS
+LINE = SEEN + TREE_ROWS * TREE_ROWS // 8
+MOVES = LINE + 4 * TREE_ROWS
+PARENTS = MOVES + TREE_ROWS
+END = PARENTS + TREE_ROWS
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,12 @@ class DeviceStep:
         return self.T
 
 
-def seen(parents: list[int] | None, T: int) -> np.ndarray:
-    """(T, TREE_ROWS / 8) uint8: of each row a bit per row that it sees, as Step.visible."""
+def seen(parents: list[int] | None, T: int) -> bytes:
+    """Of each of T rows TREE_ROWS bits, one per row that it sees, as Step.visible."""
     rows, size = [(1 << T) - 1] * T if parents is None else [], TREE_ROWS // 8
     for row, parent in enumerate(parents or ()):
         rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
-    return np.frombuffer(b"".join(row.to_bytes(size, "little") for row in rows), np.uint8).reshape(T, size)
+    return b"".join([row.to_bytes(size, "little") for row in rows])
 
 
 class Inputs:
@@ -74,39 +70,44 @@ class Inputs:
 
     def __init__(self, rows: int, stream: cupy.cuda.Stream):
         self.rows, self.stream = rows, stream
-        self.memory = Memory(STATE.itemsize + 8 * rows)
+        self.memory = Memory(END + 8 * rows)
         self.steps: dict[tuple[int, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def upload(self, step: Step, past: int, current: int, path: np.ndarray) -> None:
         T = len(step)
-        host = np.zeros(STATE.itemsize // 4 + 2 * self.rows, np.int32)
-        state = host[: STATE.itemsize // 4].view(STATE)[0]
-        state["past"], state["rows"], state["current"], state["path_length"] = past, T, current, len(path)
-        state["path"][: len(path)] = path
-        state["kind"] = 1 if T > TREE_ROWS else 2 if step.parents is None else 0
+        host = bytearray(self.memory.nbytes)  # the device waits for it, and NumPy's records take twice as long
+
+        def put(at: int, data: bytes) -> None:
+            host[at : at + len(data)] = data
+
+        kind, branches = 1 if T > TREE_ROWS else 2 if step.parents is None else 0, 0
         if T <= TREE_ROWS:
             parents = None if step.parents is None else step.parents.tolist()
+            put(SEEN, seen(parents, T))
             if parents is not None and parents != list(range(PAST, T - 1)):
                 order, moves, after = visits(parents)
-                state["branches"], state["line"][:T] = 1, lines(order, after)
-                state["moves"][:T], state["parents"][:T] = moves, after
-            state["seen"][:T] = seen(parents, T)
-        positions = host[STATE.itemsize // 4 : STATE.itemsize // 4 + self.rows]
-        positions[:T] = step.positions
+                branches = 1
+                put(LINE, array("b", chain.from_iterable(lines(order, after))).tobytes())
+                put(MOVES, bytes(moves))
+                put(PARENTS, array("b", after).tobytes())
+        put(0, HEAD.pack(past, T, current, len(path), kind, branches))
+        put(PATH, path.tobytes())
+        put(END, np.asarray(step.positions, np.int32).tobytes())
         on_host = not isinstance(step.tokens, Array)
         if on_host:
-            host[STATE.itemsize // 4 + self.rows :][:T] = step.tokens
+            put(END + 4 * self.rows, np.asarray(step.tokens, np.int32).tobytes())
         runtime = cupy.cuda.runtime
-        size = host.nbytes if on_host else STATE.itemsize + 4 * self.rows
-        runtime.memcpyAsync(self.memory.address, host.ctypes.data, size, runtime.memcpyHostToDevice, self.stream.ptr)
+        size = len(host) if on_host else END + 4 * self.rows
+        source = ctypes.addressof(ctypes.c_char.from_buffer(host))
+        runtime.memcpyAsync(self.memory.address, source, size, runtime.memcpyHostToDevice, self.stream.ptr)
         if not on_host:
-            tokens = self.memory.address + STATE.itemsize + 4 * self.rows
+            tokens = self.memory.address + END + 4 * self.rows
             runtime.memcpyAsync(tokens, step.tokens.address, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def step(self, T: int, is_block: bool = False) -> DeviceStep:
         if (T, is_block) not in self.steps:
-            positions = self.memory.address + STATE.itemsize
+            positions = self.memory.address + END
             self.steps[T, is_block] = DeviceStep(
                 Array((T,), positions + 4 * self.rows, dtype=np.int32),
                 Array((T,), positions, dtype=np.int32),
