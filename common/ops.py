@@ -249,6 +249,10 @@ class Ops(ABC):
     def read(self, x: Array) -> np.ndarray:
         """x on the host, floats as float32. Decoders call this, models never."""
 
+    def read_all(self, *xs: Array) -> tuple[np.ndarray, ...]:
+        """Each of them, after one wait for the device where that takes time."""
+        return tuple(self.read(x) for x in xs)
+
     @abstractmethod
     def peak_bytes(self) -> int:
         """Most memory that this process has held, in bytes: on the device, or resident where memory is shared."""

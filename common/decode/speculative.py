@@ -129,10 +129,10 @@ class Guesser:
         self.accepted.seconds["tree"] += time.perf_counter() - drafted
         return tree
 
-    def _draft(self, state: State, token: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draft(self, state: State, token: int, k: int) -> tuple[np.ndarray, ...]:
         assert isinstance(self.model, Pair)
         ids, logp = self.model.ops.top_k(self.model.propose(state, token), k)
-        return self.model.ops.read(ids), self.model.ops.read(logp)
+        return self.model.ops.read_all(ids, logp)
 
 
 def check(speculation: Speculation, model: Model) -> None:
