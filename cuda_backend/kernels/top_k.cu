@@ -78,9 +78,9 @@ partial(const float* logits, int V, int k, u64* keys, float2* sums) {
     const float low = -__int_as_float(0x7f800000);
     float v[OWN], top = low, sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) v[i] = first + i * THREADS + t < end ? row[first + i * THREADS + t] : low;
+    for (int i = 0; i < OWN; i++) v[i] = row[min(first + i * THREADS + t, V - 1)];  // a conditional read waits for the one before it
 #pragma unroll
-    for (int i = 0; i < OWN; i++) top = fmaxf(top, v[i]);
+    for (int i = 0; i < OWN; i++) top = fmaxf(top, v[i] = first + i * THREADS + t < end ? v[i] : low);
     top = warp_max(top);
     if (t % 32 == 0) by_warp[t / 32] = top;
     const auto key = [&](int i) { return first + i * THREADS + t < end ? key_of(v[i], first + i * THREADS + t) : 0; };
@@ -101,7 +101,10 @@ final(const u64* keys, const float2* sums, int pieces, int k, int* ids, float* l
     keys += (s64)blockIdx.x * pieces * k, sums += blockIdx.x * pieces;
     const int t = threadIdx.x;
     const float2 piece = t < pieces ? sums[t] : make_float2(0.0f, 0.0f);
-    best_of([&](int i) { return i * THREADS + t < pieces * k ? keys[i * THREADS + t] : 0; }, k, scratch, best);
+    u64 own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) own[i] = keys[min(i * THREADS + t, pieces * k - 1)];
+    best_of([&](int i) { return i * THREADS + t < pieces * k ? own[i] : 0; }, k, scratch, best);
     __syncthreads();
     const float top = value_of(best[0]);
     const float sum = block_sum(piece.y > 0.0f ? piece.y * expf(piece.x - top) : 0.0f, by_warp, THREADS / 32);
