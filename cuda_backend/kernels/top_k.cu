@@ -101,10 +101,7 @@ final(const u64* keys, const float2* sums, int pieces, int k, int* ids, float* l
     keys += (s64)blockIdx.x * pieces * k, sums += blockIdx.x * pieces;
     const int t = threadIdx.x;
     const float2 piece = t < pieces ? sums[t] : make_float2(0.0f, 0.0f);
-    u64 own[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; i++) own[i] = keys[min(i * THREADS + t, pieces * k - 1)];
-    best_of([&](int i) { return i * THREADS + t < pieces * k ? own[i] : 0; }, k, scratch, best);
+    best_of([&](int i) { return i * THREADS + t < pieces * k ? keys[i * THREADS + t] : 0; }, k, scratch, best);
     __syncthreads();
     const float top = value_of(best[0]);
     const float sum = block_sum(piece.y > 0.0f ? piece.y * expf(piece.x - top) : 0.0f, by_warp, THREADS / 32);
