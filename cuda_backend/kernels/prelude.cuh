@@ -147,7 +147,7 @@ struct Rope {
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 #define MOST_ROWS 128  // of a step that may be a tree
-struct StepState {
+struct __align__(16) StepState {
     int past, rows, current, path_length, kind, branches, unused[10];  // kind: 0 tree, 1 chain of any length, 2 block
     int path[MOST_ROWS];
     u32 seen[MOST_ROWS][MOST_ROWS / 32];  // bit j: this row of a tree sees row j of the step
