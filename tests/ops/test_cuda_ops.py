@@ -428,6 +428,12 @@ def test_mixer_rows_are_alone(ops):
     assert np.array_equal(run([2, 3], Step.chain(np.zeros(2, np.int32), 2)), alone[2:4])
 
 
+@pytest.mark.parametrize("widths", [(10, 16), (16, 10), (260, 16)])
+def test_widths_of_the_delta_rule(widths, ops):
+    with pytest.raises(BimetalError, match=f"keys are {widths[0]} and values {widths[1]} wide; .* multiples of 4"):
+        ops.new_state([{"delta": DeltaSpec(1, 2, *widths)}], 10)
+
+
 TREES = {  # of 128 rows
     "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, 128))],
     "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, 128))],
