@@ -67,12 +67,8 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
             else
                 *(float2*)e[n] = *(const float2*)p;
         };
-        const bool more = AT_ONCE > 8 && i + 8 < end;
 #pragma unroll
-        for (int n = 0; n < 8; n++) read(n);
-        if (more)
-#pragma unroll
-            for (int n = 8; n < AT_ONCE; n++) read(n);
+        for (int n = 0; n < AT_ONCE; n++) read(n);
         if (gates_here) {
             float g[4];
             float4 by;
@@ -100,13 +96,14 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
             }
         };
 #pragma unroll
-        for (int n = 0; n < 8; n++) add(n);
-        if (more)
-#pragma unroll
-            for (int n = 8; n < AT_ONCE; n++) add(n);
+        for (int n = 0; n < AT_ONCE; n++) add(n);
         const int done = run;
-        advance();
-        if (run == done || done >= runs) continue;
+        const bool goes_on = i + AT_ONCE < end;
+        if (goes_on || run + teams < runs)
+            advance();
+        else  // which takes long
+            run += teams;
+        if (goes_on || done >= runs) continue;
         float* to = (float*)(parts + done * 32) + (warp % WARPS * 32 + lane) * EACH;
 #pragma unroll
         for (int c = 0; c < EACH; c++) to[c] = sum[c] + part[c], sum[c] = part[c] = 0.0f;
