@@ -101,7 +101,7 @@ def attention(
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = ops.arena.take(count * T * H * wide * 4), ops.arena.take(count * T * H * 8)
-    kernel("split", "split", defines, shared)(
+    kernel("split", "split", (*defines, _windowed(window or 0)), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
         (8 * rows,),
         (*head, np.int32(H // K), *at, *seen, np.int32(causal), np.int32(trunk), np.uint64(sums), np.uint64(stats)),
@@ -356,7 +356,7 @@ def _combine(
     room = 16 * ops.card.sms // math.prod(blocks)  # warps of a CTA where all run at once
     of_run = 2 if room >= 4 else 1
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
-    kernel("pieces", "combine", (f"WARPS={of_run}",))(
+    kernel("pieces", "combine", (f"WARPS={of_run}", _windowed(pieces.window)))(
         blocks,
         (32 * warps,),
         (
@@ -424,4 +424,10 @@ def _gather(
 
 def _latent(ops: "CudaOps", kv: Latent) -> tuple[str, ...]:
     tile, buffers, _ = latent_tiles(ops.card, kv.width)
-    return f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}", f"TILE={tile}", f"BUFFERS={buffers}"
+    sizes = f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}", f"TILE={tile}", f"BUFFERS={buffers}"
+    return *sizes, _windowed(0)
+
+
+def _windowed(window: int) -> str:
+    """The build of kernels/flash.cuh."""
+    return f"WINDOWED={int(window > 0)}"

@@ -1,6 +1,9 @@
 // flash: what attention.cu, split.cu and pieces.cu share: tiles of the cache on their way to the tensor cores, the pieces
 // into which a past is cut, and who sees whom. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
 
+#ifndef WINDOWED
+#define WINDOWED 1  // 0: there is no window, which leaves half of the code that finds pieces; it comes from memory in every launch
+#endif
 #define TILE_POSITIONS 64  // fixed and ring are multiples of it
 
 __device__ __forceinline__ void copy16(u32 to, const u16* from) {
@@ -61,17 +64,29 @@ __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(
 // `low` on and up to `keep` are seen; the sums of one up to 65536 lie in turn in the same places, and its groups have 128
 // or 256 positions wherever it is.
 struct Pieces {
-    bool single, even;
-    int bits, group_bits;  // of a tile; of a group where `even`
-    int tail, tails, kept, first, count, turns, trunk;  // tail: where the tails begin; count: without them
+    bool single;
+    int bits, tail, tails, count, trunk;  // bits: of a tile; tail: where the tails begin; count: without them
+#if WINDOWED
+    bool even;
+    int group_bits, kept, first, turns;  // group_bits: of a group where `even`
+#else
+    static constexpr bool even = false;
+    static constexpr int group_bits = 0, kept = 0, first = 0, turns = 0;
+#endif
     __device__ void cut(int tile_bits, int past, int rows, int window, int keep, int low, int shares, int trunk_places) {
         bits = tile_bits, tail = past >> bits << bits, tails = (past + rows - tail + (1 << bits) - 1) >> bits;
+        trunk = trunk_places;
+#if WINDOWED
         even = window && window + keep <= 65536, group_bits = window + keep <= 4096 ? 7 : 8;
+#endif
         single = ((even ? window + keep : past) >> bits) + 4 <= shares;
         const int n = tail ? of(tail - 1) + 1 : 0;
+#if WINDOWED
         kept = window && keep ? min(n, of(keep - 1) + 1) : 0;
         first = max(kept, window && low > 0 ? min(n, of(low)) : 0);
-        count = kept + n - first, turns = even ? piece_turns(window >> (single ? bits : group_bits)) : 0, trunk = trunk_places;
+        turns = even ? piece_turns(window >> (single ? bits : group_bits)) : 0;
+#endif
+        count = kept + n - first;
     }
     __device__ int of(int position) const { return single ? position >> bits : even ? position >> group_bits : group_of(position); }
     __device__ int begin(int piece) const { return single ? piece << bits : even ? piece << group_bits : group_begin(piece); }

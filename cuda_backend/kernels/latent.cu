@@ -2,7 +2,8 @@
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/attention.py
 // In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
 //           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [place][T][H][R]
-// Build     R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5
+// Build     R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
+//           WINDOWED, 0: flash.cuh
 // Work      split: 32 rows (t, head) per CTA of 8 warps, pieces of the past in shares of equal length. Of a tile's products with
 //           q, which stays in registers, a warp adds a quarter of the channels for half of the positions; eight lanes then share
 //           a row's softmax, and a warp adds an eighth of the latent's columns for all rows. Tiles that hold rows of the step

@@ -2,7 +2,7 @@
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each form that is wanted (store.cuh), dense alone where groups of 32 straddle heads
-// Build     WARPS: of a run, 1 or 2
+// Build     WARPS: of a run, 1 or 2; WINDOWED: flash.cuh
 // Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
 //           at a time, 8 or 16 pieces of it together, then the first adds up the runs
 // Numbers   float32; what is added first are the tiles of a group, by split.cu or here, then the groups of a run, then runs: an
@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(384)
 combine(const float* sums, const float2* stats, int H, int D, int DIM, const StepState* step, const int* positions, int T,
         int first_t, int tile_bits, int window, int keep, int shares, int trunk, int op, In gate, Out out) {
     release_next();
+    if (!WINDOWED) window = keep = 0;
     extern __shared__ __align__(16) float4 parts[];  // of each run: [32], behind all of them (power, sum)
     __shared__ float4 gates[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;

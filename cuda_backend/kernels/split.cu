@@ -4,7 +4,7 @@
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     D, a multiple of 16 up to 256; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
-//           a multiprocessor
+//           a multiprocessor; WINDOWED: flash.cuh
 // Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(CTA, CTAS)
 split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int group, const StepState* step,
       const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats) {
     release_next();
+    if (!WINDOWED) window = keep = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
     __shared__ int2 coming[4];  // tiles on their way: where each begins, + 1 if its piece ends with it, and that one's place

@@ -64,7 +64,7 @@ def single(card: Card, type_: str, per: int, choice: int, made: int, pack: int) 
 
 def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
     tile, buffers, _ = latent_tiles(card, width)
-    return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}"
+    return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}", "WINDOWED=0"
 
 
 def prepare(width: int, taps: int, slots: tuple[int, int, int]) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "keep", "sample", "draw", "random", "top_k")]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
     plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
-    plain += [("pieces", (f"WARPS={n}",)) for n in (1, 2)]
+    plain += [("pieces", (f"WARPS={n}", f"WINDOWED={w}")) for n in (1, 2) for w in (0, 1)]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
     plain += [
@@ -95,13 +95,14 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
     plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
-    plain += [("split", split_tiles(card, d, rows)[0]) for d in (16, 64, 80, 128, 256) for rows in (16, 32)]
     plain += [
         ("prepare", prepare(d, 4, e))
         for d in (12, 64, 128, 256)
         for e in ((1, 1, 1), (3, 3, 3), (5, 7, 7), (20, 40, 20))
     ]
     plain += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
+    tiles = [split_tiles(card, d, rows)[0] for d in (16, 64, 80, 128, 256) for rows in (16, 32)]
+    plain += [("split", (*t, f"WINDOWED={w}")) for t in tiles for w in (0, 1)]
     plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
