@@ -157,6 +157,27 @@ def test_stripes(type_, ops, monkeypatch):
         assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 64"
 
 
+@pytest.mark.parametrize("type_", WHOLE)
+def test_largest_sums(type_, ops):
+    """Codes and scales as large as they get: sums of 128 columns stay whole numbers, in whichever unit adds them up."""
+    block, random = BLOCKS[type_], np.random.default_rng(9)
+    blocks = np.full((130 * 4, block.bytes), 255, np.uint8)
+    blocks[390:] = random.integers(0, 256, blocks[390:].shape)
+    for at in block.halves:
+        blocks[:, at : at + 2] = np.full(1, 0.01, "<f2").view(np.uint8)
+    w = ops.weight(Tensor("w", type_, (130, 1024), blocks.reshape(130, -1)))
+    x = random.choice(np.float32([-1, 1, 126 / 127]), (64, 1024))
+    x[0], x[1] = 1, -1
+    x[2, 1:] *= random.random(1023, dtype=np.float32)
+    one = []
+    for t in range(64):
+        ops.arena.reset()
+        one.append(ops.read(ops.linear(rows_on(ops, x[t : t + 1]), w))[0])
+    for T in (8, 24, 32, 48, 64):
+        ops.arena.reset()
+        assert np.array_equal(ops.read(ops.linear(rows_on(ops, x[:T]), w)), one[:T]), f"{T} rows"
+
+
 @pytest.mark.parametrize("type_", [*UNITS, "BF16", "F16"])
 def test_prefill(type_, ops):
     """More than 128 rows multiply in bfloat16."""
