@@ -63,13 +63,20 @@ class Ops(ABC):
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
-    checks_scales = False  # does `weight` refuse scales that are not finite? Reading them once more takes its time
+    checks_scales = False  # are scales that are not finite refused here? Reading them once more takes its time
 
     # -- weights and states ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def weight(self, *parts: Tensor) -> Weight:
         """A matrix (rows, columns) or experts (E, rows, columns), quantized as stored; parts are stacked by rows."""
+
+    def check_weights(self) -> None:
+        """All weights were given: raise BimetalError for one with a scale that is not finite, where `checks_scales`.
+
+        `weight` need not wait for the device to see it.
+        """
+        return None
 
     @abstractmethod
     def vector(self, tensor: Tensor) -> Array:

@@ -148,6 +148,7 @@ def make_weights(
 
         weights = handles(layout.top)
         weights.layers = [handles(table, layer) for layer, table in enumerate(layout.layers, first)]
+    ops.check_weights()
     return weights
 
 

@@ -68,6 +68,9 @@ class CudaOps(Ops):
             self.expanded[type_] = self.expanded.get(type_, 0) + 1
         return weight
 
+    def check_weights(self) -> None:
+        self.uploader.check()
+
     def vector(self, tensor: Tensor) -> Array:
         values = dequantize(tensor)
         memory = weights.upload(values, self.stream)

@@ -352,6 +352,11 @@ class SplitOps(Ops):
         with self.loads_on.device:
             return Held(self.loads_on.ops.vector(tensor), self.loads_on)
 
+    def check_weights(self) -> None:
+        for part in self.parts:
+            with part.device:
+                part.ops.check_weights()
+
     def weight_bytes(self, weight: Held) -> int:
         return weight.part.ops.weight_bytes(weight.value)
 

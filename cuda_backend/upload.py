@@ -6,19 +6,21 @@ not pinned. NumPy copies without the interpreter's lock.
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import cupy
 import numpy as np
 
+from common.errors import BimetalError
+from common.quants import check_scales
+from common.tensors import Tensor
 from cuda_backend.launch import Memory
 
 BUFFER, BUFFERS = 64 << 20, 2  # bytes of one, and how many
 READERS = min(4, os.cpu_count() or 1)  # more wait for memory, and for each other
 LEAST = 1 << 20  # bytes that are not worth sharing
-
-Bad = Callable[[np.ndarray], np.ndarray]  # units (n, bytes) -> which of them are refused, (n,)
+FLAGS = 1 << 12  # weights that are checked together
 
 
 class Uploader:
@@ -30,6 +32,7 @@ class Uploader:
         self.readers = ThreadPoolExecutor(READERS, "bimetal reader")
         buffers = [np.frombuffer(cupy.cuda.alloc_pinned_memory(BUFFER), np.uint8, BUFFER) for _ in range(BUFFERS)]
         self.buffers = itertools.cycle([(buffer, cupy.cuda.Event(disable_timing=True)) for buffer in buffers])
+        self.flags, self.unchecked = Memory(4 * FLAGS), list[Sequence[Tensor]]()
 
     def room(self, nbytes: int) -> int:
         """Device memory for what is on its way, in the order of the stream; the next call gives the same."""
@@ -38,18 +41,36 @@ class Uploader:
             self.memory = Memory(nbytes)
         return self.memory.address
 
-    def copy(self, address: int, arrays: Sequence[np.ndarray], bad: Bad | None = None) -> bool:
-        """Copy arrays (n, bytes), one behind the other, to device memory; the host's may change when this returns.
+    def flag(self, parts: Sequence[Tensor]) -> int:
+        """Where the device writes what is not 0 if a scale of these is not finite, which `check` then refuses."""
+        if len(self.unchecked) == FLAGS:
+            self.check()
+        address = self.flags.address + 4 * len(self.unchecked)
+        cupy.cuda.runtime.memsetAsync(address, 0, 4, self.stream.ptr)
+        self.unchecked.append(parts)
+        return address
 
-        True if `bad` refuses any of their units.
-        """
+    def check(self) -> None:
+        """Raises BimetalError for a scale that is not finite among those since the last call. Waits for the device."""
+        unchecked, self.unchecked = self.unchecked, []
+        flags, runtime = np.zeros(len(unchecked), np.int32), cupy.cuda.runtime
+        if len(flags):
+            runtime.memcpyAsync(
+                flags.ctypes.data, self.flags.address, flags.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr
+            )
+        self.stream.synchronize()
+        for parts, refused in zip(unchecked, flags, strict=True):
+            if refused:
+                for part in parts:
+                    check_scales(part)  # which says where
+                raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
-        def read(place: np.ndarray, piece: np.ndarray) -> bool:
-            place = place.reshape(piece.shape)
-            np.copyto(place, piece)
-            return bad is not None and bool(bad(place).any())
+    def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
+        """Copy arrays (n, bytes), one behind the other, to device memory; the host's may change when this returns."""
 
-        refused = False
+        def read(place: np.ndarray, piece: np.ndarray) -> None:
+            np.copyto(place.reshape(piece.shape), piece)
+
         for pieces in _filling(arrays):
             buffer, fetched = next(self.buffers)
             fetched.synchronize()
@@ -57,14 +78,14 @@ class Uploader:
             places = [buffer[end - piece.nbytes : end] for piece, end in zip(pieces, ends, strict=True)]
             reads = [self.readers.submit(read, place, piece) for place, piece in zip(places, pieces, strict=True)]
             try:
-                refused = any([done.result() for done in reads]) or refused
+                for done in reads:
+                    done.result()
             finally:
                 wait(reads)  # interrupted or not: what comes next fills the buffers from other arrays
             kind = cupy.cuda.runtime.memcpyHostToDevice
             cupy.cuda.runtime.memcpyAsync(address, buffer.ctypes.data, ends[-1], kind, self.stream.ptr)
             fetched.record(self.stream)
             address += ends[-1]
-        return refused
 
 
 def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:

@@ -7,14 +7,13 @@ projection beside Q4_K queries) still make one output.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import cublas
 
-from common.quants import BLOCKS, bad_blocks, check_scales, dequantize
+from common.quants import BLOCKS, check_scales, dequantize
 from common.tensors import Tensor
 from cuda_backend.launch import CHOICE, Arena, Array, Memory, Node, kernel
 from cuda_backend.layout import (
@@ -94,16 +93,13 @@ Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored ro
 def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None) -> tuple[Weight, list[str]]:
     """The parts stacked by rows, and the types that had to be expanded to float16.
 
-    Raises BimetalError for a scale that is not finite.
+    A scale that is not finite is refused here in what is expanded, else by `uploader.check`.
     """
 
     def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
         blocks = [piece.reshape(-1, BLOCKS[tensor.type].bytes) for piece in _rows_of(stored, rows)]
         address = uploader.room(sum(piece.nbytes for piece in blocks))
-        if uploader.copy(address, blocks, partial(bad_blocks, type_=tensor.type)):
-            uploader.stream.synchronize()  # memory is given back
-            for part in parts:
-                check_scales(part)  # which says where
+        uploader.copy(address, blocks)
         return address
 
     for part in parts:
@@ -143,7 +139,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
     k_size, tile = UNITS[first.type]
     k_blocks, row_blocks = -(-columns // k_size), -(-rows // 128)
     unit_row = 8 * tile * k_blocks  # bytes of 128 rows
-    memory = Memory(experts * row_blocks * unit_row)
+    memory, flag = Memory(experts * row_blocks * unit_row), uploader.flag(parts)
     row_bytes = first.data.shape[-1]
     data = [p.data if p.data.ndim == 3 else p.data.reshape(experts, -1, row_bytes) for p in parts]
     matrices = [[d[expert] for d in data] for expert in range(experts)]
@@ -168,6 +164,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
                     np.int32(tiles),
                     np.int32(k_blocks),
                     np.uint64(to),
+                    np.uint64(flag),
                 ),
                 stream=uploader.stream,
             )

@@ -1,20 +1,71 @@
 // repack: rows of a GGUF block type into the units that linear reads
 // Meaning   common/quants.py dequantize of the same rows   Launcher  cuda_backend/weights.py
 // In        rows [n][row_bytes] as in the file             Out       units of tile.cuh, from row `first` (a multiple of 16)
+//           bad    becomes 1 where a scale is not finite
 // Build     one type of tile.cuh
 // Work      a warp per tile of 16 rows x KBLOCK columns; rows and columns beyond the matrix get zero scales
 // Bound     bytes read and written
 
+// A block of COLUMNS in the file: its bytes, and how many float16 lie where.
+#if defined(Q4_K) || defined(Q5_K) || defined(Q6_K) || defined(Q2_K) || defined(Q3_K) || defined(IQ4_XS)
+#define COLUMNS 256
+#else
+#define COLUMNS 32
+#endif
+#if defined(Q4_K)
+#define BLOCK 144
+#define AT 0
+#define FLOATS 2
+#elif defined(Q5_K)
+#define BLOCK 176
+#define AT 0
+#define FLOATS 2
+#elif defined(Q6_K)
+#define BLOCK 210
+#define AT 208
+#define FLOATS 1
+#elif defined(Q3_K)
+#define BLOCK 110
+#define AT 108
+#define FLOATS 1
+#elif defined(Q2_K)
+#define BLOCK 84
+#define AT 80
+#define FLOATS 2
+#elif defined(IQ4_XS)
+#define BLOCK 136
+#define AT 0
+#define FLOATS 1
+#elif defined(MXFP4)
+#define BLOCK 17
+#define AT 0
+#define FLOATS 0  // a byte, an exponent
+#elif defined(Q4_1)
+#define BLOCK 20
+#define AT 0
+#define FLOATS 2
+#elif defined(Q5_0)
+#define BLOCK 22
+#define AT 0
+#define FLOATS 1
+#elif defined(Q5_1)
+#define BLOCK 24
+#define AT 0
+#define FLOATS 2
+#elif defined(Q8_0)
+#define BLOCK 34
+#define AT 0
+#define FLOATS 1
+#else
+#define BLOCK 18
+#define AT 0
+#define FLOATS 1
+#endif
+
 // The code of column `k`, already in two's complement where tile.cuh unpacks it as signed.
 __device__ __forceinline__ u32 code_of(const u8* row, int k) {
 #if defined(Q4_0) || defined(IQ4_NL) || defined(Q4_1) || defined(MXFP4)
-#if defined(Q4_1)
-    const u8* b = row + k / 32 * 20 + 4;
-#elif defined(MXFP4)
-    const u8* b = row + k / 32 * 17 + 1;
-#else
-    const u8* b = row + k / 32 * 18 + 2;
-#endif
+    const u8* b = row + k / 32 * BLOCK + BLOCK - 16;
     const u32 code = (b[k % 16] >> (k % 32 / 16 * 4)) & 15;
 #ifdef Q4_0
     return code ^ 8;
@@ -22,11 +73,7 @@ __device__ __forceinline__ u32 code_of(const u8* row, int k) {
     return code;
 #endif
 #elif defined(Q5_0) || defined(Q5_1)
-#ifdef Q5_0
-    const u8* b = row + k / 32 * 22 + 2;
-#else
-    const u8* b = row + k / 32 * 24 + 4;
-#endif
+    const u8* b = row + k / 32 * BLOCK + 2 * FLOATS;
     const u32 code = ((b[4 + k % 16] >> (k % 32 / 16 * 4)) & 15) | ((b[k % 32 / 8] >> (k % 8)) & 1) << 4;
 #ifdef Q5_0
     return code ^ 16;
@@ -34,26 +81,26 @@ __device__ __forceinline__ u32 code_of(const u8* row, int k) {
     return code;
 #endif
 #elif defined(Q8_0)
-    return row[k / 32 * 34 + 2 + k % 32];
+    return row[k / 32 * BLOCK + 2 + k % 32];
 #else
     const int i = k % 256;
 #if defined(Q2_K)
-    return (row[k / 256 * 84 + 16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
+    return (row[k / 256 * BLOCK + 16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
 #elif defined(Q3_K)
-    const u8* b = row + k / 256 * 110;
+    const u8* b = row + k / 256 * BLOCK;
     const u32 low = (b[32 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
     return (low | ((b[i % 32] >> (i / 32)) & 1) << 2) ^ 4;
 #elif defined(Q4_K)
-    return (row[k / 256 * 144 + 16 + i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4)) & 15;
+    return (row[k / 256 * BLOCK + 16 + i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4)) & 15;
 #elif defined(Q5_K)
-    const u8* b = row + k / 256 * 176;
+    const u8* b = row + k / 256 * BLOCK;
     return ((b[48 + i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4)) & 15) | ((b[16 + i % 32] >> (i / 32)) & 1) << 4;
 #elif defined(Q6_K)
-    const u8* b = row + k / 256 * 210;
+    const u8* b = row + k / 256 * BLOCK;
     const u32 low = (b[i / 128 * 64 + i % 64] >> (i % 128 / 64 * 4)) & 15;
     return (low | ((b[128 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3) << 4) ^ 32;
 #elif defined(IQ4_XS)
-    return (row[k / 256 * 136 + 8 + i / 32 * 16 + i % 16] >> (i % 32 / 16 * 4)) & 15;
+    return (row[k / 256 * BLOCK + 8 + i / 32 * 16 + i % 16] >> (i % 32 / 16 * 4)) & 15;
 #endif
 #endif
 }
@@ -61,37 +108,28 @@ __device__ __forceinline__ u32 code_of(const u8* row, int k) {
 // The scales of one row (0..15 of the tile) for columns from `k`; `row` is null for a row that pads the matrix.
 __device__ void put_scales(u8* scales, int r, const u8* row, int k, int K) {
 #if defined(Q4_K) || defined(Q5_K)
-#ifdef Q4_K
-    const int size = 144;
-#else
-    const int size = 176;
-#endif
-    for (int i = 0; i < 16; i++) scales[r * 16 + i] = row ? row[k / 256 * size + i] : 0;
+    for (int i = 0; i < 16; i++) scales[r * 16 + i] = row ? row[k / 256 * BLOCK + i] : 0;
 #elif defined(Q6_K) || defined(Q3_K)
     for (int j = 0; j < 16; j++) {
         int scale = 0;
         if (row) {
 #ifdef Q6_K
-            scale = row[k / 256 * 210 + 192 + j];
+            scale = row[k / 256 * BLOCK + 192 + j];
 #else
-            const u8* s = row + k / 256 * 110 + 96;
+            const u8* s = row + k / 256 * BLOCK + 96;
             scale = ((s[j % 8] >> (j / 8 * 4)) & 15 | ((s[8 + j % 4] >> (j / 4 * 2)) & 3) << 4) - 32;
 #endif
         }
         scales[r * 16 + j] = (u8)scale;
     }
-#ifdef Q6_K
-    const u8* d = row + k / 256 * 210 + 208;
-#else
-    const u8* d = row + k / 256 * 110 + 108;
-#endif
+    const u8* d = row + k / 256 * BLOCK + AT;
     for (int i = 0; i < 2; i++) scales[256 + r * 2 + i] = row ? d[i] : 0;
 #elif defined(Q2_K)
-    const u8* b = row + k / 256 * 84;
+    const u8* b = row + k / 256 * BLOCK;
     for (int j = 0; j < 16; j++) scales[r * 16 + j] = row ? b[j] : 0;
-    for (int i = 0; i < 4; i++) scales[256 + r * 4 + i] = row ? b[80 + i] : 0;
+    for (int i = 0; i < 4; i++) scales[256 + r * 4 + i] = row ? b[AT + i] : 0;
 #elif defined(IQ4_XS)
-    const u8* b = row + k / 256 * 136;
+    const u8* b = row + k / 256 * BLOCK;
     for (int j = 0; j < 8; j++) {
         int scale = 0;
         if (row) scale = ((b[4 + j / 2] >> (j % 2 * 4)) & 15 | ((b[2 + j / 4] >> (j % 4 * 2)) & 3) << 4) - 32;
@@ -99,26 +137,29 @@ __device__ void put_scales(u8* scales, int r, const u8* row, int k, int K) {
     }
     for (int i = 0; i < 2; i++) scales[128 + r * 2 + i] = row ? b[i] : 0;
 #elif defined(MXFP4)
-    for (int j = 0; j < 8; j++) scales[r * 8 + j] = row && k + j * 32 < K ? row[(k / 32 + j) * 17] : 0;
+    for (int j = 0; j < 8; j++) scales[r * 8 + j] = row && k + j * 32 < K ? row[(k / 32 + j) * BLOCK] : 0;
 #else  // a block of 32 columns per group, led by its float16 scale (and offset)
-#if defined(Q4_1)
-    const int size = 20, bytes = 4;
-#elif defined(Q5_1)
-    const int size = 24, bytes = 4;
-#elif defined(Q5_0)
-    const int size = 22, bytes = 2;
-#elif defined(Q8_0)
-    const int size = 34, bytes = 2;
-#else
-    const int size = 18, bytes = 2;
-#endif
     for (int j = 0; j < GROUPS; j++)
-        for (int i = 0; i < bytes; i++)
-            scales[(r * GROUPS + j) * bytes + i] = row && k + j * 32 < K ? row[(k / 32 + j) * size + i] : 0;
+        for (int i = 0; i < 2 * FLOATS; i++)
+            scales[(r * GROUPS + j) * 2 * FLOATS + i] = row && k + j * 32 < K ? row[(k / 32 + j) * BLOCK + i] : 0;
 #endif
 }
 
-extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, int first, int tiles, int k_blocks, u8* units) {
+// Is a scale of the KBLOCK columns from `k` on not finite?
+__device__ __forceinline__ bool is_bad(const u8* row, int k, int K) {
+    bool bad = false;
+    for (int j = 0; j < KBLOCK && k + j < K; j += COLUMNS) {
+        const u8* block = row + (k + j) / COLUMNS * BLOCK + AT;
+#if FLOATS
+        for (int i = 0; i < FLOATS; i++) bad |= (block[2 * i + 1] & 0x7c) == 0x7c;
+#else
+        bad |= *block == 0xff;
+#endif
+    }
+    return bad;
+}
+
+extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, int first, int tiles, int k_blocks, u8* units, u32* bad) {
     const int lane = threadIdx.x % 32, at = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (at >= tiles * k_blocks) return;
     const int tile = at / k_blocks, k_block = at % k_blocks, row0 = tile * 16, t16 = first / 16 + tile;
@@ -163,5 +204,6 @@ extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, i
     if (lane < 16) {
         const int r = row0 + lane;
         put_scales(to + SCALES, lane, r < n ? rows + r * row_bytes : 0, k_block * KBLOCK, K);
+        if (r < n && is_bad(rows + r * row_bytes, k_block * KBLOCK, K)) *bad = 1;
     }
 }

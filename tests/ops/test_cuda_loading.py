@@ -52,29 +52,47 @@ def test_buffers_are_filled_one_after_the_other(ops, monkeypatch):
 def test_scale_that_is_not_finite(type_, ops):
     first, bad = zeros(type_, 3, 512), zeros(type_, 300, 512)
     ops.weight(first, bad)
+    ops.check_weights()
     size = BLOCKS[type_].bytes
     at = BLOCKS[type_].halves[-1] if BLOCKS[type_].halves else 0
     bad.data.reshape(-1, size)[-2, at : at + 2] = (0xFF, 0) if type_ == "MXFP4" else (0, 0xFC)
+    ops.weight(first)
+    ops.weight(first, bad)
     with pytest.raises(BimetalError, match=rf"'w' \({type_}\) is not finite at block {bad.data.size // size - 2}"):
-        ops.weight(first, bad)
+        ops.check_weights()
+    ops.check_weights()
 
 
-def test_load_that_is_interrupted():
+def test_more_weights_than_are_checked_together(ops, monkeypatch):
+    monkeypatch.setattr(upload, "FLAGS", 2)
+    bad = zeros("Q4_K", 128, 256)
+    bad.data[5, 1] = 0x7C
+    good = zeros("Q4_K", 128, 256)
+    held = [ops.weight(bad), ops.weight(good)]
+    with pytest.raises(BimetalError, match=r"'w' \(Q4_K\) is not finite at block 5"):
+        ops.weight(good)
+    held += [ops.weight(good) for _ in range(5)]
+    ops.check_weights()
+
+
+def test_load_that_is_interrupted(monkeypatch):
     """No reader is left when the interrupt arrives, the next load is right, and with its owner the threads end."""
     ops, (first, second) = CudaOps(), (np.full((1 << 20, 1), n, np.uint8) for n in range(2))
-    memory, read = Memory(2 << 20), []
+    memory, read, copy = Memory(2 << 20), [], np.copyto
 
-    def interrupted(units: np.ndarray) -> np.ndarray:
-        if units[0, 0] == 0:
+    def interrupted(place: np.ndarray, piece: np.ndarray) -> None:
+        if piece[0, 0] == 0:
             raise KeyboardInterrupt
         time.sleep(0.3)
-        read.append(units[0, 0])
-        return units[:, 0] == 0xFF
+        read.append(piece[0, 0])
+        copy(place, piece)
 
-    with pytest.raises(KeyboardInterrupt):
-        ops.uploader.copy(memory.address, [first, second], interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ops.uploader.copy(memory.address, [first, second])
     assert read == [1]
-    assert not ops.uploader.copy(memory.address, [second, first], lambda units: units[:, 0] == 0xFF)
+    ops.uploader.copy(memory.address, [second, first])
     held = ops.read(Array((1 << 19,), memory.address, owner=memory)).view(np.uint8)
     np.testing.assert_array_equal(held, np.concatenate([second, first]).ravel())
     threads = ops.uploader.readers._threads
