@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import BimetalError
 
 PAST = -1  # the parent of a row that continues the committed past
-FEW_ROWS = 128  # of a step that decodes or checks guesses, at most: no choice of how to compute depends on their number
+FEW_ROWS = 136  # of a step that decodes or checks guesses, at most: no choice of how to compute depends on their number
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
+from common.step import FEW_ROWS
 from cuda_backend.visits import most_slots
 
 KERNELS = Path(__file__).with_name("kernels")
@@ -44,7 +45,7 @@ MOST_COLS = COLS[-1]
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
-MOST_ROWS = 128  # of a step that may be a tree: prelude.cuh
+MOST_ROWS = FEW_ROWS  # of a step that may be a tree: prelude.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 
 

@@ -7,7 +7,6 @@ each run; kernels read it there, so that a graph captured once stays valid.
 import ctypes
 import struct
 import weakref
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -23,13 +22,14 @@ from cuda_backend.layout import MOST_ROWS
 from cuda_backend.visits import lines, visits
 
 TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
-BUCKETS = (1, 8, 16, 24, 32, 48, 64, 128)
+BUCKETS = (1, 8, 16, 24, 32, 48, 64, 128, 136)
 
 # kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
 HEAD = struct.Struct("6i")  # past, rows, current, path_length, kind, branches
 PATH = 64
 SEEN = PATH + 4 * TREE_ROWS
-LINE = SEEN + TREE_ROWS * TREE_ROWS // 8
+SEEN_BYTES = -(-TREE_ROWS // 32) * 4  # of a row
+LINE = SEEN + TREE_ROWS * SEEN_BYTES
 MOVES = LINE + 4 * TREE_ROWS
 PARENTS = MOVES + TREE_ROWS
 END = PARENTS + TREE_ROWS
@@ -58,11 +58,11 @@ class DeviceStep:
 
 
 def seen(parents: list[int] | None, T: int) -> bytes:
-    """Of each of T rows TREE_ROWS bits, one per row that it sees, as Step.visible."""
-    rows, size = [(1 << T) - 1] * T if parents is None else [], TREE_ROWS // 8
+    """Of each of T rows a bit per row that it sees, as Step.visible."""
+    rows = [(1 << T) - 1] * T if parents is None else []
     for row, parent in enumerate(parents or ()):
         rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
-    return b"".join([row.to_bytes(size, "little") for row in rows])
+    return b"".join([row.to_bytes(SEEN_BYTES, "little") for row in rows])
 
 
 class Inputs:
@@ -88,9 +88,9 @@ class Inputs:
             if parents is not None and parents != list(range(PAST, T - 1)):
                 order, moves, after = visits(parents)
                 branches = 1
-                put(LINE, array("b", chain.from_iterable(lines(order, after))).tobytes())
+                put(LINE, bytes(chain.from_iterable(lines(order, after))))
                 put(MOVES, bytes(moves))
-                put(PARENTS, array("b", after).tobytes())
+                put(PARENTS, bytes(visit % 256 for visit in after))
         put(0, HEAD.pack(past, T, current, len(path), kind, branches))
         put(PATH, path.tobytes())
         put(END, np.asarray(step.positions, np.int32).tobytes())

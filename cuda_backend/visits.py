@@ -56,10 +56,10 @@ def visits(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
 
 
 def lines(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of each visit its row and BEFORE rows before it, newest first, where -1 is the newest committed one."""
+    """Of each visit its row and BEFORE rows before it, newest first, modulo 256: 255 is the newest committed one."""
     out: list[tuple[int, ...]] = []
     for row, before in zip(order, after, strict=True):
-        out.append((row, *(out[before][:BEFORE] if before >= 0 else (-1, -2, -3))))
+        out.append((row, *(out[before][:BEFORE] if before >= 0 else (255, 254, 253))))
     return out
 
 

@@ -73,8 +73,8 @@ def test_bench(small, tmp_path, capsys):
     [
         (["--synthetic", "gpt-2:q4_k_m"], "synthetic model 'gpt-2:q4_k_m' is unknown"),
         (["--synthetic", "wedlm-8b"], "synthetic model 'wedlm-8b' is unknown"),
-        (["--synthetic", "wedlm-8b:q4_k_m", "--rows", "129"], "--rows takes steps of at most 128 rows"),
-        (["--synthetic", "wedlm-8b:q4_k_m", "--contexts", "40960"], "contexts and prefill need 41088 tokens"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--rows", "137"], "--rows takes steps of at most 136 rows"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--contexts", "40960"], "contexts and prefill need 41096 tokens"),
         (["--synthetic", "wedlm-8b:q4_k_m", "--runs", "0"], "--runs must be at least 1"),
         (["--synthetic", "wedlm-8b:q4_k_m", "--peer", "mlx-lm"], "exclude each other"),
     ],

@@ -33,7 +33,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
             if (j < 0) continue;
             tap[i] = taps[c * (n + 1) + j];
             if (!inside[i]) v[i] = *p[i];  // committed: no kernel of the step writes it
-            row = row >= 0 && branches ? step->parents[row] : row - 1;
+            row = row >= 0 && branches ? of_byte(step->parents[row]) : row - 1;
         }
         if (j == n - 4) depend();
 #pragma unroll 1

@@ -137,7 +137,7 @@ struct Mask {
     // The rows of the step that row t of a tree sees.
     __device__ int seen(int t) const {
         int n = 0;
-        for (int w = 0; w < MOST_ROWS / 32; w++) n += __popc(step->seen[t][w]);
+        for (int w = 0; w < ROW_WORDS; w++) n += __popc(step->seen[t][w]);
         return n;
     }
     // The last one, of a chain, whose row j lies at past + j, or of a block.

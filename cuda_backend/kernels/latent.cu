@@ -73,7 +73,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
         if (tree && warp == 0) {
             int before = 0;
 #pragma unroll
-            for (int w = 0; w < MOST_ROWS / 32; w++) {
+            for (int w = 0; w < ROW_WORDS; w++) {
                 const u32 bits = step->seen[t_of_tree][w];
                 if (bits >> lane & 1) line[before + __popc(bits & ((1u << lane) - 1))] = w * 32 + lane;
                 before += __popc(bits);

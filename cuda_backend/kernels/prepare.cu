@@ -49,7 +49,7 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
         const u32 line = branches ? step->line[i] : 0;
         int rows[BEFORE + 1];
 #pragma unroll
-        for (int j = 0; j <= BEFORE; j++) rows[j] = branches ? (s8)(line >> 8 * j) : i - j;
+        for (int j = 0; j <= BEFORE; j++) rows[j] = branches ? of_byte(line >> 8 * j) : i - j;
         convolve(in, head, conv, step, rows, true, i == 0, out + (s64)i * stride, keep ? keep + (s64)rows[0] * Hk * DK : 0);
     }
     if (TAPS > 1 && !kept && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain

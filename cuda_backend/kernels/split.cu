@@ -94,7 +94,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             from[lane] = start + lane, from[lane + 32] = start + lane + 32;
             __syncwarp();
 #pragma unroll
-            for (int w = 0; w < MOST_ROWS / 32; w++) {
+            for (int w = 0; w < ROW_WORDS; w++) {
                 const u32 bits = step->seen[row_of_tree][w];
                 const int mine = r + __popc(bits & ((1u << lane) - 1));
                 if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = place_of(places, mask.past + w * 32 + lane);

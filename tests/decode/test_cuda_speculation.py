@@ -9,8 +9,8 @@ import tiny_draft
 from test_plain import prefilled
 
 from common.decode.plain import plain
-from common.decode.speculative import KINDS, Speculation, speculate
-from common.errors import BimetalError, NotFiniteError
+from common.decode.speculative import KINDS, Accepted, Speculation, check, speculate
+from common.errors import BimetalError, NotFiniteError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.reference import NumpyOps
@@ -62,6 +62,14 @@ def test_greedy_equals_plain(pair, kind):
     assert_plain(pair, TEXT[:20].tolist(), 40, Speculation(kind, 12))
 
 
+@pytest.mark.parametrize("budget", [128, 135])
+def test_the_largest_trees(pair, budget):
+    accepted = assert_plain(pair, TEXT[:20].tolist(), 20, Speculation("tree", budget, 40))
+    assert accepted.rows == accepted.steps * (budget + 1)
+    with pytest.raises(UsageError, match="tree_budget is 136; the cuda backend checks at most 135 guesses"):
+        check(Speculation("tree", 136), pair)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"presence_penalty": 0.3}])
 def test_sampled_text(pair, sampling):
     """Drawn on the device, one row ahead and as trees, it is what the host draws from the same logits."""
@@ -91,10 +99,12 @@ def assert_plain(pair, prompt, new, speculation, sampling=None):
     tokens = plain(pair, state, logits, Sampler(sampling))
     expected = [next(tokens)[0] for _ in range(new)]
     state, logits = prefilled(pair, prompt)
-    tokens = speculate(pair, state, logits, Sampler(sampling), prompt, speculation)
+    accepted = Accepted()
+    tokens = speculate(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted)
     assert [next(tokens)[0] for _ in range(new)] == expected
     tokens.close()
     assert state.length == len(prompt) + new - 1
+    return accepted
 
 
 def test_a_block_is_refused_by_recurrent_layers_alone(pair):

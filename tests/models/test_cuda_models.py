@@ -79,8 +79,8 @@ def test_rows_do_not_depend_on_their_number(model, ids):
     """A chain of any length gives what one row at a time gives, bit for bit, and leaves the same state."""
     start = model.new_state(tiny.CAPACITY)
     tiny.run(model, start, ids[:5])
-    alone = one_by_one(model, start, ids[5:137])
-    for T in (1, 2, 3, 8, 16, 22, 64, 90, 128):
+    alone = one_by_one(model, start, ids[5:145])
+    for T in (1, 2, 3, 8, 16, 22, 64, 90, 128, 129, 136):
         state = model.new_state(tiny.CAPACITY)
         tiny.run(model, state, ids[:5])
         out = forward(model, state, Step.chain(ids[5 : 5 + T], 5))
@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_their_number(model, ids):
         kept = max(1, T // 2)
         state.commit(range(kept))
         out = forward(model, state, Step.chain(ids[5 + kept : 9 + kept], 5 + kept))
-        n = min(4, 132 - kept)
+        n = min(4, 140 - kept)
         assert np.array_equal(out[:n], alone[kept : kept + n]), f"after {kept} of {T} rows"
 
 
@@ -137,14 +137,14 @@ def test_tree(model, ids, past):
 def test_large_trees(model, ids):
     """Among small ones: of more rows than the state first had memory for, whatever was committed before."""
     random, state, alone = np.random.default_rng(0), *(model.new_state(tiny.CAPACITY) for _ in range(2))
-    for n in (1, 8, 100, 3, 128, 20, 1):
+    for n in (1, 8, 100, 3, 136, 20, 129, 1):
         parents = [PAST, *(int(random.integers(max(0, t - 9), t)) for t in range(1, n))]
         tree = Step.tree(random.choice(ids, n), parents, state.length)
         before = state.snapshot()
         logits = forward(model, state, tree)
         path = np.flatnonzero(tree.visible[-1])
         assert np.array_equal(logits[path], one_by_one(model, alone, tree.tokens[path])), f"{n} rows"
-        if n == 128:
+        if n == 136:
             state.restore(before)
             assert np.array_equal(forward(model, state, tree), logits)
         state.commit(path)
@@ -169,8 +169,8 @@ def test_prefill_commits_whole(model, ids):
     if state.recurrent:
         with pytest.raises(ValueError, match="whole or not at all"):
             state.commit(range(100))
-    with pytest.raises(BimetalError, match="at most 128"):
-        model.forward(state, Step.tree(ids[:130], [PAST] * 130, 0))
+    with pytest.raises(BimetalError, match="at most 136"):
+        model.forward(state, Step.tree(ids[:137], [PAST] * 137, 0))
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -194,7 +194,7 @@ def test_released_gguf():
     c = glm.read_config(checkpoint)
     assert (c.vocab, c.nope_dim, c.value_dim, c.experts.shared_ffn) == (glm.GLM_VOCAB, 192, 256, 1536)
     assert state_bytes(glm.state_spec(c), 1, 2) == 54144  # 576 values in each of 47 layers
-    assert [c.expands(*step) for step in ((128, 0), (129, 0), (398, 10**6), (399, 10**6))] == [False, True, False, True]
+    assert [c.expands(*step) for step in ((136, 0), (137, 0), (398, 10**6), (399, 10**6))] == [False, True, False, True]
     assert_layout(glm.layout(c, checkpoint), shapes)
 
 
@@ -366,7 +366,7 @@ def test_forms_agree(ops, step, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("past", "rows", "form"), [(0, 128, "latent"), (0, 129, "expanded"), (60, 128, "latent"), (60, 129, "expanded")]
+    ("past", "rows", "form"), [(0, 136, "latent"), (0, 137, "expanded"), (60, 136, "latent"), (60, 137, "expanded")]
 )
 def test_form_that_is_taken(monkeypatch, past, rows, form):
     """Of 32 latent, 16 and 24 other channels: rows * (past + rows) * 24 products against past * 32 * 40."""
@@ -532,11 +532,11 @@ def test_quantized_by_mlx_lm(ops, tmp_path, bits):
     tensors = open_checkpoint(path).tensors
     assert tensors["model.layers.0.self_attn.embed_q.weight"].bits == bits
     assert tensors["model.layers.1.mlp.gate.weight"].type == "F32"
-    ids = np.random.default_rng(bits).integers(96, size=256)
+    ids = np.random.default_rng(bits).integers(96, size=320)
     expected = mlx_lm_logits(mlx_lm_model(path), ids)
     model = as_mlx_lm_computes(load_model(path, ops))
-    assert [model.config.expands(*step) for step in ((100, 0), (20, 100), (136, 120))] == [True, False, True]
-    assert_near(tiny.logits_of(model, ids, [100, 20]), expected, f"{ops.name} to mlx-lm, {bits} bits")
+    assert [model.config.expands(*step) for step in ((140, 0), (20, 140), (160, 160))] == [True, False, True]
+    assert_near(tiny.logits_of(model, ids, [140, 20]), expected, f"{ops.name} to mlx-lm, {bits} bits")
 
 
 @pytest.mark.model

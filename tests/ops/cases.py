@@ -14,7 +14,7 @@ from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, Step
 from common.tensors import Tensor
 from common.weights import dense
 
-ROWS = (1, 7, 33, 130)
+ROWS = (1, 7, 33, 140)
 PASTS = (0, 1, 255, 256, 257)
 
 # Largest error of an output relative to its largest value, in float32, float16 and bfloat16 activations: a few units
@@ -234,7 +234,7 @@ def attention_cases() -> Iterator[Case]:
             )
     yield case(7, "chain", 7, 3, 3, 24, 8, None, "kv")
     yield case(7, "tree", 7, 8, 1, 64, 64, None, "kv")
-    yield case(7, "chain", 130, 4, 2, 64, 64, None, "kv")
+    yield case(7, "chain", 140, 4, 2, 64, 64, None, "kv")
 
 
 def latent_cases() -> Iterator[Case]:

@@ -19,6 +19,7 @@ import pytest
 from cuda_backend.layout import (
     COLS,
     KERNELS,
+    MOST_ROWS,
     OPTIONS,
     PREFILL_COLS,
     UNITS,
@@ -265,6 +266,10 @@ def test_split_fits(card, rows):
         assert ctas * (shared + 2048) <= card.shared  # 1 KB is the system's, and the kernel declares some itself
 
 
+def test_rows_of_a_step():
+    assert f"#define MOST_ROWS {MOST_ROWS} " in source("keep")
+
+
 def test_run_count():
     """A run for every eight groups that there are, wherever a window lies among them."""
     for most in (64, 1024, 4160, 40000, 300000):
@@ -273,5 +278,5 @@ def test_run_count():
             size = 128 if window + keep <= 4096 else 256
             for past in range(0, most, max(1, most // 50)):
                 low = max(keep, past - window + 1)
-                seen = {i // size // 8 for i in (*range(min(keep, past)), *range(low, past + 64))}
+                seen = {i // size // 8 for i in (*range(min(keep, past)), *range(low, past + MOST_ROWS))}
                 assert run_count(most, window, keep) >= min(len(seen), -(-most // size // 8))

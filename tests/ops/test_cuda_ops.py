@@ -18,13 +18,13 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import weights  # noqa: E402
 from cuda_backend.launch import Array  # noqa: E402
-from cuda_backend.layout import UNITS, WHOLE  # noqa: E402
+from cuda_backend.layout import MOST_ROWS, UNITS, WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 REFUSED = (  # what the kernels do not take yet, and say so
-    "a tree or block has 130 rows",
+    "a tree or block has 140 rows",
     "attention keys are 24 and values 8 wide",
 )
 # keys, values and queries are float16, quantized matrices meet int8 activations, prefill multiplies in bfloat16
@@ -65,7 +65,7 @@ def test_op(case: Case, ops):
 
 
 @pytest.mark.parametrize(("H", "K", "D", "turning"), [(4, 1, 128, 128), (6, 2, 256, 64)])
-@pytest.mark.parametrize(("kind", "T"), [("chain", 1), ("tree", 7), ("tree", 33), ("chain", 130)])
+@pytest.mark.parametrize(("kind", "T"), [("chain", 1), ("tree", 7), ("tree", 33), ("chain", 140)])
 def test_norm_and_rope_on_the_way_to_the_cache(kind, T, H, K, D, turning, ops):
     """Attention applies both where it stores queries and keys: their positions are the same memory, as in a model."""
     rope = Rope(tuple(1e4 ** (-2 * j / turning) for j in range(turning // 2)), 1.0)
@@ -129,16 +129,16 @@ def test_quantized_linear(type_, shape, ops):
     """The product is that of the file's values with the int8 activations, and a row's never depends on the others."""
     tensor = random_matrix(type_, *shape)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
-    x = np.random.default_rng(3).normal(size=(128, shape[1])).astype(np.float32)
+    x = np.random.default_rng(3).normal(size=(MOST_ROWS, shape[1])).astype(np.float32)
     x[:, 7] *= 30
     want = quantized_rows(x, type_) @ values.T
     alone = None
-    for T in (128, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 90):
+    for T in (MOST_ROWS, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 65, 90, 128, 129):
         ops.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
-        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 128"
+        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of {MOST_ROWS}"
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
@@ -180,7 +180,7 @@ def test_largest_sums(type_, ops):
 
 @pytest.mark.parametrize("type_", [*UNITS, "BF16", "F16"])
 def test_prefill(type_, ops):
-    """More than 128 rows multiply in bfloat16."""
+    """More rows than a tree has multiply in bfloat16."""
     if type_ in UNITS:
         tensor = random_matrix(type_, 300, 1280)
     else:
@@ -455,11 +455,12 @@ def test_widths_of_the_delta_rule(widths, ops):
         ops.new_state([{"delta": DeltaSpec(1, 2, *widths)}], 10)
 
 
-TREES = {  # of 128 rows
-    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, 128))],
-    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, 128))],
-    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(128)],
-    "leaves": [PAST] * 128,
+TREES = {  # of as many rows as there may be
+    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, MOST_ROWS))],
+    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, MOST_ROWS))],
+    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(MOST_ROWS)],
+    "a leaf beside each": [(t - 1) // 2 * 2 if t else PAST for t in range(MOST_ROWS)],
+    "leaves": [PAST] * MOST_ROWS,
 }
 
 
@@ -467,17 +468,17 @@ TREES = {  # of 128 rows
 @pytest.mark.parametrize("tree", TREES)
 def test_mixer_trees_are_plain(tree, D, ops):
     """Every row of a tree has the bits of the chain that leads to it, and leaves its state."""
-    parents, rows = TREES[tree], list(range(128))
-    state, run = mixer_on(ops, 140, D)
-    run(list(range(128, 134)), Step.chain(np.zeros(6, np.int32), 0))
+    parents, rows = TREES[tree], list(range(MOST_ROWS))
+    state, run = mixer_on(ops, MOST_ROWS + 8, D)
+    run([MOST_ROWS + t for t in range(6)], Step.chain(np.zeros(6, np.int32), 0))
     state.commit([0, 1, 2])
-    step = Step.tree(np.zeros(128, np.int32), parents, 3)
+    step = Step.tree(np.zeros(MOST_ROWS, np.int32), parents, 3)
     out = run(rows, step)
     before = state.snapshot()
     for leaf in sorted(set(rows) - set(parents)):
         path = np.flatnonzero(step.visible[leaf])
         assert np.array_equal(run(path.tolist(), Step.chain(np.zeros(len(path), np.int32), 3)), out[path]), leaf
-    for row in (0, 29, 126, 127):
+    for row in (0, 29, 126, 127, 128, MOST_ROWS - 1):
         path, after = np.flatnonzero(step.visible[row]), []
         for whole in (True, False):
             state.restore(before)
@@ -488,7 +489,7 @@ def test_mixer_trees_are_plain(tree, D, ops):
                 for at, one in enumerate(path):
                     run([int(one)], Step.chain(np.zeros(1, np.int32), 3 + at))
                     state.commit([0])
-            after.append(run([134, 135], Step.chain(np.zeros(2, np.int32), 3 + len(path))))
+            after.append(run([MOST_ROWS + 6, MOST_ROWS + 7], Step.chain(np.zeros(2, np.int32), 3 + len(path))))
         assert np.array_equal(*after), row
 
 
@@ -532,7 +533,7 @@ class Attention:
             state.commit([0])
 
 
-@pytest.mark.parametrize("n", [2, 7, 22, 64])
+@pytest.mark.parametrize("n", [2, 7, 22, 64, MOST_ROWS])
 @pytest.mark.parametrize("past", [0, 1, 50, 63, 64, 65, 250, 256, 300])
 @pytest.mark.parametrize(
     "layer",
