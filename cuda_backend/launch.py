@@ -22,7 +22,7 @@ IN = np.dtype(
 OUT = np.dtype(
     [
         *((name, "u8") for name in ("dense", "packed", "bf16")),
-        *((name, "i4") for name in ("K", "cols", "groups", "fine")),
+        *((name, "i4") for name in ("K", "cols", "groups", "fine", "whole")),
     ],
     align=True,
 )

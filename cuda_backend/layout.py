@@ -130,14 +130,18 @@ def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: in
 
 def _stage(type_: str, cols: int) -> int:
     k, tile = UNITS[type_]
-    return 8 * tile + k // 32 * packed_bytes(packing(type_, cols))
+    return 8 * tile + k // 32 * cols * row_bytes(packing(type_, cols))
 
 
 class Packing(NamedTuple):
-    """How kernels/store.cuh packs rows: for products of `cols` rows (1: each alone); fine: a scale per 32 columns."""
+    """How kernels/store.cuh packs rows: the first `whole` for products of 64 each, the others for one of `cols`.
+
+    cols  1: each row alone; fine: a scale per 32 columns
+    """
 
     cols: int
     fine: bool
+    whole: int = 0
 
     def joins(self, D: int) -> bool:
         """Do columns of several heads D wide share a scale?"""
@@ -147,19 +151,22 @@ class Packing(NamedTuple):
 UNPACKED = Packing(0, False)
 
 
-def packing(type_: str, cols: int) -> Packing:
-    """What a product with a matrix of a type wants: sums of whole numbers need one scale for all that they add."""
-    return Packing(cols, type_ not in WHOLE)
+def packing(type_: str, rows: int) -> Packing:
+    """What products of `rows` rows want of a type: sums of whole numbers need one scale for all that they add."""
+    whole = (rows - 1) // MOST_COLS * MOST_COLS
+    cols = 1 if rows == 1 else next(c for c in COLS[1:] if c >= rows - whole)
+    return Packing(cols, type_ not in WHOLE, whole)
 
 
-def packed_bytes(packing: Packing) -> int:
-    """Bytes of 32 columns of as many packed rows as a kernel takes."""
-    return packing.cols * (40 if packing.cols == 1 or packing.fine else 37)
+def row_bytes(packing: Packing) -> int:
+    """Bytes of 32 columns of a packed row."""
+    return 40 if packing.cols == 1 or packing.fine else 37
 
 
 def packed_size(columns: int, rows: int, packing: Packing) -> int:
     """Bytes of `rows` packed rows."""
-    return groups_of(columns) * packed_bytes(packing) * -(-rows // packing.cols)
+    padded = packing.whole + -(-(rows - packing.whole) // packing.cols) * packing.cols
+    return groups_of(columns) * row_bytes(packing) * padded
 
 
 @functools.cache

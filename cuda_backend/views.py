@@ -14,7 +14,7 @@ COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu point
 def out_of(dense: int, packed: int, bf16: int, K: int, packing: Packing) -> np.ndarray:
     """Where a kernel writes rows of K columns, in each form whose address is not 0: store.cuh Out."""
     groups = groups_of(K) if packed else -(-K // 32)
-    return np.array((dense, packed, bf16, K, packing.cols, groups, packing.fine), OUT)
+    return np.array((dense, packed, bf16, K, packing.cols, groups, packing.fine, packing.whole), OUT)
 
 
 def only(out: np.ndarray) -> tuple[str, ...]:

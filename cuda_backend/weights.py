@@ -17,7 +17,6 @@ from common.quants import BLOCKS, check_scales, dequantize
 from common.tensors import Tensor
 from cuda_backend.launch import CHOICE, Arena, Array, Memory, Node, kernel
 from cuda_backend.layout import (
-    COLS,
     FLOATS,
     MOST_COLS,
     MOST_ROWS,
@@ -26,12 +25,14 @@ from cuda_backend.layout import (
     Card,
     Packing,
     expert_ring,
+    groups_of,
     linear_launch,
     packed_size,
     packing,
     partition,
     parts_of,
     ring,
+    row_bytes,
     tile_defines,
 )
 from cuda_backend.upload import Uploader
@@ -250,7 +251,6 @@ def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stre
     T, N = x.shape[0], w.rows
     if T > MOST_ROWS:
         return _product(T, w, arena, stream, node)
-    cols = next((c for c in COLS if c >= T), MOST_COLS)
     grids = {s: partition(ring(card, s.type, 1)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
     slots = max((n for _, n in grids.values()), default=1)
     counts = (grids[s][1] if s in grids else 1 for s in w.segments)
@@ -259,7 +259,7 @@ def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stre
     at = out.address
     for s in w.segments:
         if s in grids:
-            how = packing(s.type, cols)
+            how = packing(s.type, T)
             packed, squares = node.as_unscaled(how) if is_packed(w) else (node.as_packed(how), 0)
             _quantized(s, packed, (squares, node.eps), at, T, how, N, grids[s][0], card, stream, slots=slots)
         else:
@@ -471,14 +471,14 @@ def _quantized(
     stream: cupy.cuda.Stream,
     slots: int = 1,
 ) -> None:
-    launch = linear_launch(card, s.type, how.cols)
     for first in range(0, T, MOST_COLS):  # the matrix is read once for so many rows
+        launch = linear_launch(card, s.type, MOST_COLS if first < how.whole else how.cols)
         kernel("linear", "linear", launch.defines, launch.shared)(
             (stripes if stripes <= card.sms else -(-stripes // launch.stripes),),
             (launch.threads,),
             (
                 np.uint64(s.memory.address),
-                np.uint64(x + first // MOST_COLS * packed_size(s.columns, how.cols, how)),
+                np.uint64(x + first * groups_of(s.columns) * row_bytes(how)),
                 np.uint64(out + first * row_stride * 4),
                 np.int32(s.rows),
                 np.int32(min(T - first, MOST_COLS)),

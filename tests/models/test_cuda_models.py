@@ -178,10 +178,11 @@ def test_rows_of_real_widths(name, monkeypatch):
     """A chain gives what one row at a time gives, bit for bit, whichever rows fill a step up; a window has rolled."""
     narrow(name, monkeypatch)
     model = synthetic(f"{name}:q4_k_m", RandomOps())
-    ids = np.random.default_rng(1).integers(0, 512, 160).astype(np.int32)
+    ids = np.random.default_rng(1).integers(0, 512, 220).astype(np.int32)
     alone = model.new_state(320)
     want = np.concatenate([tiny.run(model, alone, ids[:140], [140]), one_by_one(model, alone, ids[140:150])])
-    for T in (2, 7, 10):
+    want = np.concatenate([want, tiny.run(model, alone, ids[150:215], [60, 5])])
+    for T in (2, 7, 10, 75):
         state = model.new_state(320)
         tiny.run(model, state, ids[:140], [140])
         out = forward(model, state, Step.chain(ids[140 : 140 + T], 140))

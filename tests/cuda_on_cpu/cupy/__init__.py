@@ -34,7 +34,7 @@ SIZES = {
     "u64": 8,
     "double": 8,
     "In": 48,
-    "Out": 40,
+    "Out": 48,
     "Rope": 24,
     "Turn": 24,
     "Places": 8,
