@@ -40,8 +40,7 @@ UNITS = {
 }
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 WHOLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # groups have scales in whole numbers: kernels/tile.cuh
-COLS = (1, 8, 16, 24, 32, 48, 64)  # rows of x that one `linear` kernel takes
-MOST_COLS = COLS[-1]
+COLS = (1, 8, 16, 24, 32, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
@@ -134,7 +133,7 @@ def _stage(type_: str, cols: int) -> int:
 
 
 class Packing(NamedTuple):
-    """How kernels/store.cuh packs rows: the first `whole` for products of 64 each, the others for one of `cols`.
+    """How kernels/store.cuh packs rows: the first `whole` for a product of theirs, the others for one of `cols`.
 
     cols  1: each row alone; fine: a scale per 32 columns
     """
@@ -153,8 +152,8 @@ UNPACKED = Packing(0, False)
 
 def packing(type_: str, rows: int) -> Packing:
     """What products of `rows` rows want of a type: sums of whole numbers need one scale for all that they add."""
-    whole = (rows - 1) // MOST_COLS * MOST_COLS
-    cols = 1 if rows == 1 else next(c for c in COLS[1:] if c >= rows - whole)
+    whole = next(c for c in COLS if c >= rows - 64) if rows > COLS[-1] else 0
+    cols = next(c for c in COLS if c >= rows - whole)
     return Packing(cols, type_ not in WHOLE, whole)
 
 

@@ -18,7 +18,6 @@ from common.tensors import Tensor
 from cuda_backend.launch import CHOICE, Arena, Array, Memory, Node, kernel
 from cuda_backend.layout import (
     FLOATS,
-    MOST_COLS,
     MOST_ROWS,
     UNITS,
     UNPACKED,
@@ -471,8 +470,9 @@ def _quantized(
     stream: cupy.cuda.Stream,
     slots: int = 1,
 ) -> None:
-    for first in range(0, T, MOST_COLS):  # the matrix is read once for so many rows
-        launch = linear_launch(card, s.type, MOST_COLS if first < how.whole else how.cols)
+    parts = ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),)
+    for first, cols in parts:  # the matrix is read once for each
+        launch = linear_launch(card, s.type, cols)
         kernel("linear", "linear", launch.defines, launch.shared)(
             (stripes if stripes <= card.sms else -(-stripes // launch.stripes),),
             (launch.threads,),
@@ -481,7 +481,7 @@ def _quantized(
                 np.uint64(x + first * groups_of(s.columns) * row_bytes(how)),
                 np.uint64(out + first * row_stride * 4),
                 np.int32(s.rows),
-                np.int32(min(T - first, MOST_COLS)),
+                np.int32(min(T - first, cols)),
                 np.int32(s.row_blocks),
                 np.int32(s.k_blocks),
                 np.int32(stripes),

@@ -1,4 +1,4 @@
-// linear: y = x W' for a quantized W and 1 to 64 rows of x, as partial sums along k
+// linear: y = x W' for a quantized W and 1 to 72 rows of x, as partial sums along k
 // Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/weights.py linear
 // In        w    units of tile.cuh                        Out       out [slot][T][N] float32, to be added in slot order
 //           x    packed rows (store.cuh); where `parts` is not 0, rows that an RMS norm has still to divide by the root
@@ -22,7 +22,7 @@
 
 // Fewer instructions in flight where they would take more registers than there are: product.cuh multiply.
 #define HALVES_AT_ONCE \
-    (__CUDA_ARCH__ >= 1000 && COLS > 24 || __CUDA_ARCH__ == 800 && COLS == 24 && MINS || COLS == 16 && !WHOLE ? 1 : HALVES)
+    (__CUDA_ARCH__ >= 1000 && COLS > 24 || __CUDA_ARCH__ == 800 && (COLS == 24 && MINS || COLS > 64) || COLS == 16 && !WHOLE ? 1 : HALVES)
 #define EIGHTS_AT_ONCE (__CUDA_ARCH__ != 900 && COLS > 32 ? GROUP / 16 : MINS && !WHOLE ? 1 : NT)
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 

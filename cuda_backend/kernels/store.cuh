@@ -2,7 +2,7 @@
 // Out       dense (T, K) float32, bf16 (T, K), packed: each where the pointer is not null
 //           packed, per 128 columns and 8 rows: the B fragments of four mma.m16n8k32, 16 bytes per lane and two of them; the
 //           scales, 8 or, where fine, 4 times 8; the sums of 16 codes in float16, which holds them, as the B fragment of
-//           m16n8k8. The first `whole` rows by 64, then those that are left by `cols`. With cols = 1 the one column of that,
+//           m16n8k8. The first `whole` rows, then those that are left, `cols`. With cols = 1 the one column of that,
 //           row after row: 128 bytes of codes, 16 of sums, 16 of scales
 //           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
 //           result
@@ -65,9 +65,9 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
     if (!ours || k / 32 >= out.groups) return;
     const int lane = k % 128 / 4, pair = lane / 16, word = lane % 4 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
     const int blocks = out.groups / 4, eight = fine ? 1280 : 1184;  // of 128 columns; bytes of eight rows of one
-    const int eights = (t < out.whole ? 64 : out.cols) / 8;  // of rows, beside each other
+    const int first = t < out.whole ? 0 : out.whole, rows = t < out.whole ? out.whole : out.cols;  // of a product
     u8* to = out.packed;
-    to += one ? ((s64)t * blocks + k / 128) * 160 : ((s64)(t / 64 * blocks) * 8 + k / 128 * eights + t % 64 / 8) * eight;
+    to += one ? ((s64)t * blocks + k / 128) * 160 : ((s64)(first / 8 * blocks) + k / 128 * (rows / 8) + (t - first) / 8) * eight;
     const int column = one ? 0 : t % 8;
     ((u32*)to)[pair * (one ? 16 : 128) + column * 16 + word] = codes;
     if ((lane & (fine ? 7 : 31)) == 0) ((float*)(to + (one ? 144 : 1024)))[lane / 8 * (one ? 1 : 8) + column] = scale;
