@@ -36,14 +36,17 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 }
 
 // Copy `bytes` (a multiple of 16) to shared memory; `full` completes when they have landed. The whole producer warp; where BULK,
-// lanes may each copy for themselves as lane 0.
-__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane) {
+// lanes may each copy for themselves as lane 0. `once`: nobody reads them again, so that they need not push anything else out of
+// the L2 cache.
+__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full, int lane, bool once = false) {
 #if BULK
-    if (lane == 0)
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-            "l"(from), "r"(bytes), "r"(full)
-            : "memory");
+#define BULK_COPY "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    if (lane == 0 && once)
+        asm volatile("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n" BULK_COPY
+                     ".L2::cache_hint [%0], [%1], %2, [%3], policy; }" ::"r"(to), "l"(from), "r"(bytes), "r"(full)
+                     : "memory");
+    else if (lane == 0)
+        asm volatile(BULK_COPY " [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(full) : "memory");
 #else
     for (int i = lane * 16; i < bytes; i += 512)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");

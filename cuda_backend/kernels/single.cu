@@ -71,7 +71,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
             if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
             const u32 to = shared_address(ring + s * STAGE);
             if (lane == 0) barrier_expect(full + 8 * s, MADE ? UNIT_BYTES : STAGE);
-            copy(to, unit, UNIT_BYTES, full + 8 * s, lane);
+            copy(to, unit, UNIT_BYTES, full + 8 * s, lane, true);
 #if !MADE
 #if BULK
             if (ahead && i < min(STAGES, units)) {  // the row follows
