@@ -25,7 +25,7 @@ KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")
 PHASES = ("draft", "tree", "verify", "commit", "host")
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
 LOOKUP_DEPTH = 15
-TREE_SIZES = (0, 7, 15, 23, 31, 47, 63)  # with the root, the rows for which the CUDA kernels are built
+TREE_SIZES = (0, 7, 15, 23, 31, 47, 63)  # with the root, rows for which CUDA kernels are built
 
 
 @dataclass(frozen=True)
