@@ -40,7 +40,7 @@ UNITS = {
 }
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 WHOLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # groups have scales in whole numbers: kernels/tile.cuh
-COLS = (1, 8, 16, 24, 32, 48, 64, 72)  # rows of x that one `linear` kernel takes
+COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh

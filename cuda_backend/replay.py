@@ -22,7 +22,7 @@ from cuda_backend.layout import MOST_ROWS
 from cuda_backend.visits import lines, visits
 
 TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
-BUCKETS = (1, 8, 16, 24, 32, 48, 64, 72, 96, 128, 136)
+BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
 # kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
 HEAD = struct.Struct("6i")  # past, rows, current, path_length, kind, branches

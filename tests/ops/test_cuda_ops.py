@@ -133,7 +133,7 @@ def test_quantized_linear(type_, shape, ops):
     x[:, 7] *= 30
     want = quantized_rows(x, type_) @ values.T
     alone = None
-    for T in (MOST_ROWS, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 65, 76, 90, 110, 128, 129):
+    for T in (MOST_ROWS, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 65, 76, 90, 104, 110, 128, 129):
         ops.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
