@@ -54,7 +54,7 @@ static void barrier_arrive(u32 at) {
     if (++b.arrived == b.expected) b.arrived = 0, b.phase++;
 }
 static void barrier_wait(u32 at, u32 parity) { while (barrier_at(at).phase % 2 == parity) wait_for_others(); }
-static void copy(u32 to, const u8* from, int bytes, u32, int lane) {
+static void copy(u32 to, const u8* from, int bytes, u32, int lane, bool = false) {
     for (int i = lane * 16; i < bytes; i += 512) memcpy(block_memory + to + i, from + i, 16);
 }
 #if MINS
