@@ -32,7 +32,8 @@ class Uploader:
         self.readers = ThreadPoolExecutor(READERS, "bimetal reader")
         buffers = [np.frombuffer(cupy.cuda.alloc_pinned_memory(BUFFER), np.uint8, BUFFER) for _ in range(BUFFERS)]
         self.buffers = itertools.cycle([(buffer, cupy.cuda.Event(disable_timing=True)) for buffer in buffers])
-        self.flags, self.unchecked = Memory(4 * FLAGS), list[Sequence[Tensor]]()
+        self.flags: Memory | None = None
+        self.unchecked: list[Sequence[Tensor]] = []
 
     def room(self, nbytes: int) -> int:
         """Device memory for what is on its way, in the order of the stream; the next call gives the same."""
@@ -45,6 +46,7 @@ class Uploader:
         """Where the device writes what is not 0 if a scale of these is not finite, which `check` then refuses."""
         if len(self.unchecked) == FLAGS:
             self.check()
+        self.flags = self.flags or Memory(4 * FLAGS)
         address = self.flags.address + 4 * len(self.unchecked)
         cupy.cuda.runtime.memsetAsync(address, 0, 4, self.stream.ptr)
         self.unchecked.append(parts)
@@ -52,12 +54,10 @@ class Uploader:
 
     def check(self) -> None:
         """Raises BimetalError for a scale that is not finite among those since the last call. Waits for the device."""
-        unchecked, self.unchecked = self.unchecked, []
-        flags, runtime = np.zeros(len(unchecked), np.int32), cupy.cuda.runtime
-        if len(flags):
-            runtime.memcpyAsync(
-                flags.ctypes.data, self.flags.address, flags.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr
-            )
+        (unchecked, self.unchecked), (memory, self.flags) = (self.unchecked, []), (self.flags, None)
+        flags, kind = np.zeros(len(unchecked), np.int32), cupy.cuda.runtime.memcpyDeviceToHost
+        if memory:
+            cupy.cuda.runtime.memcpyAsync(flags.ctypes.data, memory.address, flags.nbytes, kind, self.stream.ptr)
         self.stream.synchronize()
         for parts, refused in zip(unchecked, flags, strict=True):
             if refused:
