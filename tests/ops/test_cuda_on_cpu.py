@@ -33,7 +33,8 @@ def test_draws():
 
 
 def test_rows_of_trees():
-    on_cpu("ops/test_cuda_ops.py", "of_trees and 65-7 and (KVSpec-None or LatentSpec) and (6.2.16 or 3.1.16)")
+    layers = "(KVSpec-None or LatentSpec) and (6.2.16 or 3.1.16)"
+    on_cpu("ops/test_cuda_ops.py", f"of_trees and (65-7 or 65-136) and {layers}")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,7 @@ def test_races_in_shared_memory(chosen):
         "embed_decodes or mixed or expanded or experts or argmax or draws or prefill",
         "quantized_linear and shape1",
         "of_trees and (250-7 or 64-22)",
+        "mixer_trees and 128",
     ],
 )
 def test_ops(chosen):
