@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy
 import numpy as np
 
-from cuda_backend import weights
+from cuda_backend import gemm
 from cuda_backend.launch import PLACES, Array, Node, kernel
 from cuda_backend.layout import (
     LATENT_ROWS,
@@ -191,8 +191,8 @@ def expanded_attention(
     keys = ops.arena.take(2 * H * plane)
     values = keys + H * plane
     cupy.cuda.runtime.memsetAsync(keys, 0, 2 * H * plane, ops.stream.ptr)
-    weights.expand_heads(k_up, False, kv.rows, kv.width, n, keys, plane, wide, ops.arena, ops.stream)
-    weights.expand_heads(v_up, True, kv.rows, kv.width, n, values, plane, wide, ops.arena, ops.stream)
+    gemm.expand_heads(k_up, False, kv.rows, kv.width, n, keys, plane, wide, ops.arena, ops.stream)
+    gemm.expand_heads(v_up, True, kv.rows, kv.width, n, values, plane, wide, ops.arena, ops.stream)
     kernel("latent", "spread", _latent(ops, kv))(
         (-(-n * (wide - N) // 256), H),
         (256,),

@@ -9,9 +9,10 @@ from common.errors import BimetalError
 from common.ops import Ops
 from cuda_backend.launch import CHOICE, Array, Kernel, Node, kernel
 from cuda_backend.layout import PREFILL_COLS, Packing
+from cuda_backend.products import Groups, chosen_linear, heads_of_one, is_packed, joins
 from cuda_backend.replay import TREE_ROWS
 from cuda_backend.views import COPY, NOTHING, SWIGLU, in_fours, view
-from cuda_backend.weights import Groups, Weight, chosen_linear, heads_of_one, is_packed, joins, upload
+from cuda_backend.weights import Weight, upload
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps

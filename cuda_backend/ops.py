@@ -21,15 +21,16 @@ from common.quants import dequantize
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import attention as attending
-from cuda_backend import choose, mixture, recurrent, weights
+from cuda_backend import choose, mixture, products, recurrent, weights
 from cuda_backend.card import available
 from cuda_backend.launch import ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
+from cuda_backend.products import Groups
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
 from cuda_backend.upload import Uploader
 from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, only, out_of, view
-from cuda_backend.weights import Groups, Weight
+from cuda_backend.weights import Weight
 
 LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/light.cu has
 NO_PATH = np.empty(0, np.int32)
@@ -123,14 +124,14 @@ class CudaOps(Ops):
 
     def embed(self, table: Weight, tokens: Any) -> Array:
         tokens = self.on_device(tokens)
-        return weights.embed(table, tokens.address, len(tokens), self.arena, self.stream)
+        return products.embed(table, tokens.address, len(tokens), self.arena, self.stream)
 
     def linear(self, x: Array, w: Weight) -> Array:
         if x.shape[-1] != w.columns:
             raise ValueError(f"linear: x {x.shape} times a matrix of {w.rows} x {w.columns}")
         if not x.shape[0]:
             return Array((0, w.rows))
-        return weights.linear(x, w, self.card, self.arena, self.stream, self.node_of(x))
+        return products.linear(x, w, self.card, self.arena, self.stream, self.node_of(x))
 
     def head_linear(self, x: Array, w: Weight) -> Array:
         T, H, C = x.shape
@@ -409,7 +410,7 @@ class CudaOps(Ops):
     def grouped(
         self, x: Node, w: Weight, groups: Groups, share: int, last: Weight | None = None, known: bool = True
     ) -> Array:
-        return weights.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream, last, known)
+        return products.grouped_linear(x, w, groups, share, self.card, self.arena, self.stream, last, known)
 
     def _pending_sum(self, x: Array) -> tuple[Node, Array, Array] | None:
         node = x.whole_node()

@@ -1,5 +1,5 @@
 // dense: y = x W' for a matrix stored as floats, any number of rows of x
-// Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/weights.py
+// Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
 // In        w [N][K] (per expert with EXPERTS), x [T][K] float32, perhaps of a norm that is not finished: linear.cu `squares`
 // Out       out [T][N] float32, and zeros in further slots
 // Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe

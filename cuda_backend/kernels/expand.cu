@@ -1,5 +1,5 @@
 // expand: the values of a quantized matrix, for prefill (bf16) and for embedding rows (float32)
-// Meaning   common/quants.py dequantize; NumpyOps.embed      Launcher  cuda_backend/weights.py
+// Meaning   common/quants.py dequantize; NumpyOps.embed      Launcher  cuda_backend/gemm.py
 // In        units of tile.cuh, as repack.cu writes them       Out       [n][K]
 // Build     one type of tile.cuh
 // Work      a warp per tile; embed unpacks the tile that holds a token's row and writes that row

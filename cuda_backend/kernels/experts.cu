@@ -1,5 +1,5 @@
 // experts: y = x W' for rows that each chose a matrix of a stack: experts, or the heads of latent attention
-// Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/weights.py grouped_linear
+// Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/products.py grouped_linear
 // In        w       units of tile.cuh, one matrix after the other
 //           x       packed rows, each for itself (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu
 //           last    the matrix behind `matrices` of w, which lies elsewhere: a shared expert's

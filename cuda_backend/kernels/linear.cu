@@ -1,5 +1,5 @@
 // linear: y = x W' for a quantized W and 1 to 72 rows of x, as partial sums along k
-// Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/weights.py linear
+// Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/products.py linear
 // In        w    units of tile.cuh                        Out       out [slot][T][N] float32, to be added in slot order
 //           x    packed rows (store.cuh); where `parts` is not 0, rows that an RMS norm has still to divide by the root
 //           of their mean square, the sum of `squares` [T][parts] / columns

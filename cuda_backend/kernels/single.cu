@@ -1,5 +1,5 @@
 // single: y = x W' for a step of one row and matrices of a stack: those that it chooses, or one per head; experts.cu has more rows
-// Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/weights.py
+// Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/products.py
 // In        w, last  as experts.cu, matrix j of w without CHOICE; choice  choose.cuh
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm that is not finished: linear.cu `squares`
 //           y        where rows are MADE here: floats, perhaps partial sums, row j for itself (SUM) or as gate and up (SWIGLU)

@@ -108,7 +108,7 @@
 #endif
 #define TILE_BYTES (SCALES + SCALE_BYTES)
 #define UNIT_BYTES (8 * TILE_BYTES)
-static_assert(TILE_BYTES == EXPECTED_TILE_BYTES, "cuda_backend/weights.py allocates by its own table");
+static_assert(TILE_BYTES == EXPECTED_TILE_BYTES, "cuda_backend/layout.py has a table of its own");
 
 #ifdef TABLE
 #ifdef MXFP4

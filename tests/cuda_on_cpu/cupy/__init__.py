@@ -298,7 +298,7 @@ class Event:
 
 
 def gemm(*args: Any) -> None:
-    """cublasGemmEx as cuda_backend/weights.py calls it, row by row: C (n, m) = B (n, k) op(A), op(A) being (k, m)."""
+    """cublasGemmEx as cuda_backend/gemm.py calls it, row by row: C (n, m) = B (n, k) op(A), op(A) being (k, m)."""
     _, transposed, _, m, n, k, _, a, type_, lda, b, _, ldb, _, c, out_type, ldc, _, _ = args
 
     def values(address: int, rows: int, columns: int, stride: int) -> np.ndarray:

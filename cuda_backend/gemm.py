@@ -1,0 +1,115 @@
+"""Matrices expanded to half precision, and their products with many rows by cuBLAS."""
+
+import cupy
+import numpy as np
+from cupy.cuda import cublas
+
+from cuda_backend.launch import Arena, kernel
+from cuda_backend.layout import FLOATS, UNITS, tile_defines
+from cuda_backend.weights import Segment, Weight
+
+ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
+CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF = 0, 2, 14
+CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
+
+
+def expand(s: Segment, row: int, n: int, out: int, stream: cupy.cuda.Stream, dense: int = 0) -> None:
+    """Rows row..row+n of a segment of one expert to bf16 at `out`, or to float32 at `dense`."""
+    if s.type in UNITS:
+        tiles = -(-n // 16)
+        units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
+        sizes = (np.int32(n), np.int32(s.columns), np.int32(s.k_blocks), np.int32(tiles))
+        kernel("expand", "expand", tile_defines(s.type))(
+            (-(-tiles * s.k_blocks // 8),),
+            (256,),
+            (np.uint64(units), *sizes, np.uint64(out), np.uint64(dense)),
+            stream=stream,
+        )
+    else:
+        source = s.memory.address + row * s.columns * FLOATS[s.type]
+        args = (np.uint64(source), np.int64(n * s.columns), np.uint64(out))
+        kernel("dense", "to_bf16_matrix", (s.type,))((2048,), (256,), args, stream=stream)
+
+
+def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, stream: cupy.cuda.Stream) -> None:
+    """out (T, rows) float32 = x (T, columns) w' (rows, columns), both bf16; in cuBLAS's column order w' x'."""
+    with stream:  # CuPy hands its current stream to cuBLAS
+        cublas.gemmEx(
+            cupy.cuda.device.get_cublas_handle(),
+            CUBLAS_OP_T,
+            CUBLAS_OP_N,
+            rows,
+            T,
+            columns,
+            ONE.ctypes.data,
+            w,
+            CUDA_R_16BF,
+            columns,
+            x,
+            CUDA_R_16BF,
+            columns,
+            ZERO.ctypes.data,
+            out,
+            CUDA_R_32F,
+            row_stride,
+            CUBLAS_COMPUTE_32F,
+            CUBLAS_GEMM_DEFAULT,
+        )
+
+
+def expand_heads(
+    w: Weight,
+    transposed: bool,
+    rows: int,
+    width: int,
+    n: int,
+    out: int,
+    plane: int,
+    wide: int,
+    arena: Arena,
+    stream: cupy.cuda.Stream,
+) -> None:
+    """n rows of float16 latents (`width` apart) times the matrix of each head, float16: out [head][n][wide].
+
+    plane  bytes of a head of out
+    w      (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
+    """
+    (s,) = w.segments
+    size = s.rows * s.columns
+    matrices = arena.take(s.experts * size * 2)
+    if s.type in UNITS:
+        padded_rows = s.experts * s.row_blocks * 128
+        dense, stride, kind = arena.take(padded_rows * s.columns * 4), s.row_blocks * 128 * s.columns, 0
+        expand(s, 0, padded_rows, 0, stream, dense)
+    else:
+        dense, stride, kind = s.memory.address, size, ("F32", "F16", "BF16").index(s.type)
+    kernel("latent", "halves", ("R=16", "W=16", "TILE=32", "BUFFERS=2"))(
+        (min(-(-size // 256), 1024), s.experts),
+        (256,),
+        (np.uint64(dense), np.int32(kind), np.int64(stride), np.int64(size), np.uint64(matrices)),
+        stream=stream,
+    )
+    channels, inner = (s.rows, s.columns) if transposed else (s.columns, s.rows)
+    for h in range(s.experts):
+        with stream:
+            cublas.gemmEx(
+                cupy.cuda.device.get_cublas_handle(),
+                CUBLAS_OP_T if transposed else CUBLAS_OP_N,
+                CUBLAS_OP_N,
+                channels,
+                n,
+                inner,
+                ONE.ctypes.data,
+                matrices + h * size * 2,
+                CUDA_R_16F,
+                s.columns,
+                rows,
+                CUDA_R_16F,
+                width,
+                ZERO.ctypes.data,
+                out + h * plane,
+                CUDA_R_16F,
+                wide,
+                CUBLAS_COMPUTE_32F,
+                CUBLAS_GEMM_DEFAULT,
+            )

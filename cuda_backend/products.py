@@ -1,0 +1,362 @@
+"""Products of a step's rows with matrices: dense, of experts that the rows choose, of heads; and rows of a table."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cuda_backend.gemm import expand, gemm
+from cuda_backend.launch import CHOICE, Arena, Array, Node, kernel
+from cuda_backend.layout import (
+    MOST_ROWS,
+    UNITS,
+    UNPACKED,
+    Card,
+    Packing,
+    expert_ring,
+    groups_of,
+    linear_launch,
+    packed_size,
+    packing,
+    partition,
+    parts_of,
+    ring,
+    row_bytes,
+    tile_defines,
+)
+from cuda_backend.views import NOTHING, out_of, view
+from cuda_backend.weights import Segment, Weight
+
+NO_NORM = np.uint64(0), np.int32(0), np.float32(0), np.float32(0)
+EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
+
+
+def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
+    """x (T, columns), computed by `node` where anything still has to be, times each segment's rows."""
+    T, N = x.shape[0], w.rows
+    if T > MOST_ROWS:
+        return _product(T, w, arena, stream, node)
+    grids = {s: partition(ring(card, s.type, 1)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
+    slots = max((n for _, n in grids.values()), default=1)
+    counts = (grids[s][1] if s in grids else 1 for s in w.segments)
+    needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
+    out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
+    at = out.address
+    for s in w.segments:
+        if s in grids:
+            how = packing(s.type, T)
+            packed, squares = node.as_unscaled(how) if is_packed(w) else (node.as_packed(how), 0)
+            _quantized(s, packed, (squares, node.eps), at, T, how, N, grids[s][0], card, stream, slots=slots)
+        else:
+            x_dense, squares = (node.as_dense(), 0) if grids else node.as_unscaled_dense()
+            _dense(s, x_dense, at, T, N, stream, slots=slots, norm=_norm(squares, s, node))
+        at += 4 * s.rows
+    return out
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
+
+    ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
+    chosen   matrices that a row of a step takes, so that k is cut; 0: it is not
+    """
+
+    ids: int
+    groups: int
+    order: int
+    pairs: int
+    most: int
+    cols: int
+    chosen: int
+    owner: Any = None
+
+
+def is_packed(w: Weight) -> bool:
+    return len(_packed(w)) == len(w.segments)
+
+
+def joins(stack: Weight, one: Weight) -> bool:
+    """Can `one` be the matrix behind the last of `stack`, which `grouped_linear` reads from where it lies?"""
+    kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
+    return kinds[0] == kinds[1] and is_packed(stack)
+
+
+def grouped_linear(
+    x: Node,
+    w: Weight,
+    g: Groups,
+    share: int,
+    card: Card,
+    arena: Arena,
+    stream: cupy.cuda.Stream,
+    last: Weight | None = None,
+    known: bool = False,
+) -> Array:
+    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)
+
+    known: the kernel before this one did not make g, and began when g was there.
+    """
+    N, parts = w.rows, _packed(w)
+    slots = _cuts(w, g.chosen, card) if g.chosen else 1
+    out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
+    at = out.address
+    for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
+        if s in parts:
+            how = packing(s.type, 1)
+            packed, squares = x.as_unscaled(how) if x.T <= MOST_ROWS else (x.as_packed(how), 0)
+            ctas, stages, shared = expert_ring(card, s.type, g.cols)
+            defines = (*tile_defines(s.type), f"COLS={g.cols}", f"STAGES={stages}")
+            kernel("experts", "experts", defines, shared)(
+                (min(ctas * card.sms, g.most * s.row_blocks * slots),),
+                (288,),
+                (
+                    np.uint64(s.memory.address),
+                    np.uint64(packed),
+                    np.uint64(at),
+                    np.int32(s.rows),
+                    np.int32(s.row_blocks),
+                    np.int32(s.k_blocks),
+                    np.int32(slots),
+                    np.int64(g.pairs * N),
+                    np.int64(N),
+                    np.uint64(g.groups),
+                    np.uint64(g.order),
+                    np.int64(s.expert_bytes),
+                    np.int32(s.experts),
+                    np.uint64(behind.memory.address),
+                    np.int32(share),
+                    np.int32(known),
+                    np.int64(packed_size(s.columns, 1, how)),
+                    *_norm(squares, s, x),
+                ),
+                shared_mem=shared,
+                stream=stream,
+            )
+        else:
+            _dense(s, x.as_dense(), at, g.pairs, N, stream, ids=g.ids, share=share)
+        at += 4 * s.rows
+    return out
+
+
+def chosen_linear(
+    x: Node | Array,
+    w: Weight,
+    last: Weight | None,
+    choice: np.ndarray,
+    card: Card,
+    arena: Arena,
+    stream: cupy.cuda.Stream,
+) -> Array:
+    """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
+
+    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
+    choice  kernels/choose.cuh Choice
+    """
+    n, N = int(choice["k"]) + (last is not None), w.rows
+    slots = _cuts(w, n, card)
+    out = Array((n, N), arena.take(slots * n * N * 4), slots=slots, slot=n * N)
+    at = out.address
+    for s, behind in zip(w.segments, (last or w).segments, strict=True):
+        packed, squares = (0, 0) if isinstance(x, Array) else x.as_unscaled(packing(s.type, 1))
+        norm = NO_NORM if isinstance(x, Array) else _norm(squares, s, x)
+        source, to = x if isinstance(x, Array) else packed, out_of(at, 0, 0, N, UNPACKED)
+        _single(s, behind, choice, source, 0, SWIGLU, to, n, N, slots, norm, card, stream)
+        at += 4 * s.rows
+    return out
+
+
+def heads_of_one(
+    x: Node | Array, w: Weight, dense: int, packed: int, out: Packing, card: Card, stream: cupy.cuda.Stream
+) -> None:
+    """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
+    (s,) = w.segments
+    how = packing(s.type, 1)
+    source = x if isinstance(x, Array) else x.as_packed(how)
+    x_bytes, to = packed_size(s.columns, 1, how), out_of(dense, packed, 0, s.experts * s.rows, out)
+    _single(s, s, None, source, x_bytes, SUM, to, s.experts, s.rows, 1, NO_NORM, card, stream)
+
+
+SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
+
+
+def _single(
+    s: Segment,
+    behind: Segment,
+    choice: np.ndarray | None,
+    x: Array | int,
+    x_bytes: int,
+    made: int,
+    out: np.ndarray,
+    matrices: int,
+    row_stride: int,
+    parts: int,
+    norm: tuple[Any, ...],
+    card: Card,
+    stream: cupy.cuda.Stream,
+) -> None:
+    """kernels/single.cu, whose rows are `made` of an array x, or lie packed at x."""
+    _, stages, shared = ring(card, s.type, 1)
+    per = 1 if choice is None else -(-int(choice["E"]) // 32)
+    of = (int(choice is not None), made if isinstance(x, Array) else 0, int(bool(out["packed"])))
+    chosen = tuple(f"{name}={value}" for name, value in zip(("CHOICE", "MADE", "PACK"), of, strict=True))
+    kernel("single", "single", (*tile_defines(s.type), "COLS=1", f"STAGES={stages}", f"PER={per}", *chosen), shared)(
+        (matrices * s.row_blocks * parts,),
+        (288,),
+        (
+            np.uint64(s.memory.address),
+            np.int64(s.expert_bytes),
+            np.uint64(behind.memory.address),
+            np.zeros((), CHOICE) if choice is None else choice,
+            np.uint64(0 if isinstance(x, Array) else x),
+            np.int64(x_bytes),
+            view(x) if isinstance(x, Array) else NOTHING,
+            out,
+            np.int32(s.rows),
+            np.int32(s.columns),
+            np.int32(s.row_blocks),
+            np.int32(s.k_blocks),
+            np.int32(parts),
+            np.int64(matrices * row_stride),
+            np.int64(row_stride),
+            *norm,
+        ),
+        shared_mem=shared,
+        stream=stream,
+    )
+
+
+def _cuts(w: Weight, matrices: int, card: Card) -> int:
+    """Parts of k in steps, each row of which takes `matrices`: as many for all segments, however many rows."""
+    packed = _packed(w)
+    parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
+    return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1
+
+
+def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
+    """What a product needs to finish a norm: Node.as_unscaled."""
+    parts = s.columns // 128 if squares else 0
+    return np.uint64(squares), np.int32(parts), np.float32(s.columns), np.float32(x.eps)
+
+
+def _packed(w: Weight) -> list[Segment]:
+    return [s for s in w.segments if s.type in UNITS]
+
+
+def _quantized(
+    s: Segment,
+    x: int,
+    norm: tuple[int, float],
+    out: int,
+    T: int,
+    how: Packing,
+    row_stride: int,
+    stripes: int,
+    card: Card,
+    stream: cupy.cuda.Stream,
+    slots: int = 1,
+) -> None:
+    parts = ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),)
+    for first, cols in parts:  # the matrix is read once for each
+        launch = linear_launch(card, s.type, cols)
+        kernel("linear", "linear", launch.defines, launch.shared)(
+            (stripes if stripes <= card.sms else -(-stripes // launch.stripes),),
+            (launch.threads,),
+            (
+                np.uint64(s.memory.address),
+                np.uint64(x + first * groups_of(s.columns) * row_bytes(how)),
+                np.uint64(out + first * row_stride * 4),
+                np.int32(s.rows),
+                np.int32(min(T - first, cols)),
+                np.int32(s.row_blocks),
+                np.int32(s.k_blocks),
+                np.int32(stripes),
+                np.int32(slots),
+                np.int64(T * row_stride),
+                np.int64(row_stride),
+                np.uint64(norm[0] + 4 * first * (s.columns // 128) if norm[0] else 0),
+                np.int32(s.columns // 128 if norm[0] else 0),
+                np.float32(s.columns),
+                np.float32(norm[1]),
+            ),
+            shared_mem=launch.shared,
+            stream=stream,
+        )
+
+
+def _dense(
+    s: Segment,
+    x: int,
+    out: int,
+    T: int,
+    row_stride: int,
+    stream: cupy.cuda.Stream,
+    slots: int = 1,
+    ids: int = 0,
+    share: int = 1,
+    norm: tuple[Any, ...] = NO_NORM,
+) -> None:
+    rows = 1 if ids or T == 1 else 2
+    kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
+        (-(-T // rows), -(-s.rows // 8)),
+        (256,),
+        (
+            np.uint64(s.memory.address),
+            np.uint64(x),
+            np.uint64(out),
+            np.int32(s.rows),
+            np.int32(s.columns),
+            np.int32(T),
+            np.int64(row_stride),
+            np.int32(slots),
+            np.int64(T * row_stride),
+            np.uint64(ids),
+            np.int64(s.rows),
+            np.int32(share),
+            *norm,
+        ),
+        stream=stream,
+    )
+
+
+def _product(T: int, w: Weight, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
+    """More rows than `linear` takes: bf16 through cuBLAS, a slice of the matrix expanded at a time.
+
+    A float32 matrix (a router, whose order decides) keeps its precision.
+    """
+    N = w.rows
+    out = Array((T, N), arena.take(T * N * 4))
+    at = out.address
+    for s in w.segments:
+        if s.type == "F32":
+            _dense(s, node.as_dense(), at, T, N, stream)
+        else:
+            step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
+            scratch = 0 if s.type == "BF16" else arena.take(step * s.columns * 2)
+            for row in range(0, s.rows, step):
+                n = min(step, s.rows - row)
+                if s.type == "BF16":
+                    matrix = s.memory.address + row * s.columns * 2
+                else:
+                    matrix = scratch
+                    expand(s, row, n, matrix, stream)
+                gemm(node.as_bf16(), matrix, at + row * 4, T, n, s.columns, N, stream)
+        at += 4 * s.rows
+    return out
+
+
+def embed(table: Weight, tokens: int, T: int, arena: Arena, stream: cupy.cuda.Stream) -> Array:
+    """Rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
+    (s,) = table.segments
+    out = Array((T, s.columns), arena.take(T * s.columns * 4))
+    if s.type in UNITS:
+        sizes = (np.int32(s.rows), np.int32(s.columns), np.int32(s.k_blocks))
+        args = (np.uint64(s.memory.address), *sizes, np.uint64(tokens), np.uint64(out.address))
+        kernel("expand", "embed", tile_defines(s.type))((s.k_blocks, T), (32,), args, stream=stream)
+    else:
+        head = (np.uint64(s.memory.address), np.int32(s.rows), np.int32(s.columns), np.uint64(tokens))
+        blocks = -(-s.columns // 256)
+        kernel("dense", "embed", (s.type,))((blocks, T), (256,), (*head, np.uint64(out.address)), stream=stream)
+    return out
