@@ -16,7 +16,7 @@ from common.weights import dense
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import weights  # noqa: E402
+from cuda_backend import products  # noqa: E402
 from cuda_backend.launch import Array  # noqa: E402
 from cuda_backend.layout import MOST_ROWS, UNITS, WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
@@ -258,7 +258,7 @@ def test_shared_expert(type_, gated, ops):
 def test_chosen_for_one_row(type_, F, ops, monkeypatch):
     """A step of one row chooses, joins and multiplies in launches of its own: the bits are those of more rows."""
     if F > 512:  # more units than a ring holds
-        monkeypatch.setattr(weights, "parts_of", lambda *_: 1)
+        monkeypatch.setattr(products, "parts_of", lambda *_: 1)
     stacks = [random_matrix(type_, rows, columns, experts=21) for rows, columns in ((2 * F, 512), (512, F))]
     experts = [ops.weight(replace(s, shape=(20, *s.shape[1:]), data=s.data[:20])) for s in stacks]
     shared = [ops.weight(replace(s, shape=s.shape[1:], data=s.data[20])) for s in stacks]
