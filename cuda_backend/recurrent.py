@@ -93,7 +93,7 @@ def settle(ops: "CudaOps", recurrent: Recurrent) -> None:
     """Apply the committed path of every layer, as the next step would, with no rows."""
     inputs = ops.replay.small
     inputs.upload(Step.chain(np.empty(0, np.int32), 0), 0, recurrent.current, recurrent.path)
-    for layer in recurrent.layers:
+    for layer in recurrent.layers():
         if isinstance(layer, Conv):
             _conv(ops, NOTHING, 0, layer, inputs.memory.address, 1, 0)
         else:

@@ -264,19 +264,21 @@ class Recurrent:
         self.current, self.path = 0, np.empty(0, np.int32)
         self.step_rows: int | None = None  # of the step that may be committed
         self.step_whole = False
-        sizes = [_state_size(s) for s in specs]
-        rows = [_row_size(s) for s in specs]
-        self.flip = sum(sizes)  # elements of one of the two
+        self.flip = sum(map(_state_size, specs))  # elements of one of the two
         self.memory = zeros(2 * self.flip * 4, stream)
-        self.rows = zeros(2 * TREE_ROWS * sum(rows) * 4, stream)
-        self.layers: list[Conv | Delta] = []
+        self.rows = zeros(2 * TREE_ROWS * sum(map(_row_size, specs)) * 4, stream)
+
+    def layers(self) -> list[Conv | Delta]:
+        """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        layers: list[Conv | Delta] = []
         at, row_at = self.memory.address, self.rows.address
-        for spec, size, row in zip(specs, sizes, rows, strict=True):
+        for spec in self.specs:
             if isinstance(spec, ConvSpec):
-                self.layers.append(Conv(at, self.flip, row_at, spec, self))
+                layers.append(Conv(at, self.flip, row_at, spec, self))
             else:
-                self.layers.append(Delta(at, self.flip, row_at, spec, self))
-            at, row_at = at + 4 * size, row_at + 8 * TREE_ROWS * row
+                layers.append(Delta(at, self.flip, row_at, spec, self))
+            at, row_at = at + 4 * _state_size(spec), row_at + 8 * TREE_ROWS * _row_size(spec)
+        return layers
 
     def began(self, step: Step) -> None:
         """The step is about to be launched; one of more than TREE_ROWS leaves its own state, no rows to choose from."""
@@ -360,7 +362,7 @@ class CudaState(State):
         self.recurrent = Recurrent([s for _, _, s in recurrent], settle, stream) if recurrent else None
         if self.recurrent:
             self.stores.append(self.recurrent)
-            for handle, (i, name, _) in zip(self.recurrent.layers, recurrent, strict=True):
+            for handle, (i, name, _) in zip(self.recurrent.layers(), recurrent, strict=True):
                 layers[i][name] = handle
         self.graphs = graphs()
         super().__init__(layers, capacity)

@@ -1,5 +1,6 @@
 """Speculative decoding on the GPU: the draft's logits, and text that equals plain decoding to the last token."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -55,6 +56,25 @@ def test_a_prompt_read_at_once_is_the_drafts_context(pair):
         state, _ = prefilled(each, TEXT[:anchor].tolist())
         proposed.append(each.ops.read(each.propose(state, int(TEXT[anchor]))))
     assert np.abs(proposed[0] - proposed[1]).max() < 0.8
+
+
+def test_memory_of_a_state(pair):
+    """The draft's goes with it, too."""
+
+    def used() -> int:
+        state, logits = prefilled(pair, TEXT[:12].tolist())
+        tokens = speculate(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7))
+        for _ in range(12):
+            next(tokens)
+        tokens.close()
+        return cupy.get_default_memory_pool().used_bytes()
+
+    gc.disable()
+    try:
+        used()
+        assert used() == used()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "off"])
