@@ -4,6 +4,7 @@ Ops that work row by row run when their consumer is known: a product wants its i
 quantization in the same launch. Products leave partial sums that the next kernel adds.
 """
 
+import gc
 import itertools
 import math
 import sys
@@ -92,6 +93,8 @@ class CudaOps(Ops):
         return state_bytes(spec, tokens)
 
     def free_bytes(self) -> tuple[int, str]:
+        gc.collect()
+        cupy.get_default_memory_pool().free_all_blocks()  # it keeps what nobody uses
         return int(cupy.cuda.runtime.memGetInfo()[0]), f"free memory of {self.card.name}"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:

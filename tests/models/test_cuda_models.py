@@ -1,11 +1,15 @@
 """Whole tiny models on the GPU: golden logits, graphs, trees, commits and snapshots, bit for bit where promised."""
 
+import gc
+
 import numpy as np
 import pytest
 import tiny
 from gguf_files import write_gguf
 from narrow import WIDE, narrow
 
+import generate
+from common.demo import demo_path
 from common.errors import BimetalError
 from common.models import load_model
 from common.models.synthetic import synthetic
@@ -67,6 +71,36 @@ def test_prefill(model, name, ids):
     print(name, "prefill", errors)
     assert errors.top1 > 0.9
     assert errors.kl < 2e-2
+
+
+def test_memory_of_a_state(model, ids):
+    """It goes with the last reference, whatever was captured: Python's collector knows nothing of a GPU's memory."""
+
+    def used() -> int:
+        state = model.new_state(64)
+        for at in range(0, 12, 3):
+            model.forward(state, Step.chain(ids[at : at + 3], at))
+            state.commit([0, 1, 2])
+        held = cupy.get_default_memory_pool().used_bytes()
+        assert state.nbytes <= held
+        return held
+
+    gc.disable()
+    try:
+        used()  # takes what steps compute
+        assert used() == used()
+    finally:
+        gc.enable()
+
+
+def test_memory_of_a_closed_model():
+    gc.collect()
+    before = cupy.get_default_memory_pool().used_bytes()
+    with generate.load(str(demo_path()), backend="cuda") as llm:
+        llm.generate("def f(x):", max_tokens=4)
+        assert cupy.get_default_memory_pool().used_bytes() > before + 10_000_000
+    llm._owner._thread.join(10)
+    assert cupy.get_default_memory_pool().used_bytes() == before
 
 
 def test_rows_counted_from_the_end(model, ids):
