@@ -122,7 +122,8 @@ class Session:
         self.state.restore(self._empty)  # a new state would have no graphs captured
         self.text: list[int] = []  # the last prompt and its reply
         self.accepted = Accepted()
-        self.turn: tuple[list[int], Snapshot, Array] | None = None  # the last prompt, the state and logits after it
+        # what the next prompt may begin with, the state after it, and the logits where that is a whole prompt
+        self.turn: tuple[list[int], Snapshot, Array | None] | None = None
 
     def stream(
         self,
@@ -134,6 +135,7 @@ class Session:
         cancel: threading.Event | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
         speculation: Speculation | None = None,
+        shared: int | None = None,
     ) -> Iterator[Piece]:
         """Generate a reply to `prompt` (token ids), piece by piece.
 
@@ -141,6 +143,7 @@ class Session:
         cancel        ends the reply at the next step, also during prefill
         on_prefill    called with (tokens read, tokens to read)
         speculation   how to guess ahead; None: one token per step
+        shared        tokens of the prompt that the next one will begin with, whatever the reply; None: all
         """
         prompt, speculation = list(prompt), speculation or Speculation()
         self._check(prompt, max_tokens, stop, top_logprobs)
@@ -148,7 +151,7 @@ class Session:
             check(speculation, self.model)
         started = time.perf_counter()
         cached = self._rewind(prompt)
-        logits = self._prefill(prompt, cancel, on_prefill)
+        logits = self._prefill(prompt, len(prompt) if shared is None else shared, cancel, on_prefill)
         first = last = time.perf_counter()
         new, pending = 0, Piece()
         text = StopText(stop)
@@ -225,40 +228,50 @@ class Session:
     def _rewind(self, prompt: list[int]) -> int:
         """Bring the state to a prefix of `prompt`, and return its length.
 
-        A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after the last prompt,
-        or empty.
+        A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after what the last
+        prompt shares with this one, or empty.
         """
         if self.tokens == prompt[: len(self.tokens)] and len(self.tokens) < len(prompt):
             return len(self.tokens)
-        if self.turn and self.turn[0] == prompt[: len(self.turn[0])]:
-            self.text = list(self.turn[0])
-            self.state.restore(self.turn[1])
-            return len(self.tokens)
+        if self.turn:
+            text, snapshot, logits = self.turn
+            if text == prompt[: len(text)] and (len(text) < len(prompt) or logits is not None):
+                self.text = list(text)
+                self.state.restore(snapshot)
+                return len(text)
         self.reset()
         return 0
 
     def _prefill(
-        self, prompt: list[int], cancel: threading.Event | None, on_prefill: Callable[[int, int], None] | None
+        self,
+        prompt: list[int],
+        shared: int,
+        cancel: threading.Event | None,
+        on_prefill: Callable[[int, int], None] | None,
     ) -> Array | None:
-        """Run the prompt's tokens that the state lacks; the last row's logits (1, vocab), or None if cancelled."""
+        """Run the prompt's tokens that the state lacks; the last row's logits (1, vocab), or None if cancelled.
+
+        A state that has read past `shared` keeps what it could go back to before.
+        """
         self.text = list(prompt)
         start = at = self.state.length
-        end = len(prompt)
+        end, logits = len(prompt), None
         if at == end:  # the same prompt again
             assert self.turn
             return self.turn[2]
         while at < end:
             if cancel is not None and cancel.is_set():
                 return None
-            n = min(self.model.ops.prefill_rows, end - at)
+            n = min(self.model.ops.prefill_rows, (shared if at < shared else end) - at)
             chunk = np.asarray(prompt[at : at + n], np.int32)
             rows = slice(n - 1, n) if at + n == end else slice(0, 0)
             logits = self.model.forward(self.state, Step.chain(chunk, at), rows)
             self.state.commit(np.arange(n))
             at += n
+            if at == shared:
+                self.turn = prompt[:at], self.state.snapshot(), logits if at == end else None
             if on_prefill:
                 on_prefill(at - start, end - start)
-        self.turn = (prompt, self.state.snapshot(), logits)
         return logits
 
     def _check(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str], top: int | None) -> None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -380,12 +381,22 @@ class LLM:
 
     def _chat(
         self, messages: Sequence[Message], options: dict[str, Any]
-    ) -> tuple[list[int], dict[str, Any], ReplyParser]:
-        """The prompt's ids, the options that are left, and what takes the reply apart."""
+    ) -> tuple[list[int], dict[str, Any], ReplyParser, int]:
+        """The prompt's ids, the options that are left, what takes the reply apart, and how many ids the next turn's
+        prompt will begin with: templates leave out what an assistant thought before."""
         tools, think = options.pop("tools", None), options.pop("think", None)
-        text = self.render(messages, tools, think, **options.pop("template", {}))
+        template = options.pop("template", {})
+        text = self.render(messages, tools, think, **template)
         parser = ReplyParser(self._template(tools) or "", text, tools)
-        return self.tokenizer.encode(text, add_special=False), options, parser
+        ids = self.tokenizer.encode(text, add_special=False)
+        try:
+            turn = {"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}
+            later = self.render([*messages, *turn], tools, think, **template)
+        except BimetalError:  # nobody asked for that turn
+            return ids, options, parser, len(ids)
+        pairs = zip(ids, self.tokenizer.encode(later, add_special=False), strict=False)
+        shared = 0 if later.startswith(text) else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return ids, options, parser, shared or len(ids)
 
     def _speculation(self, options: dict[str, Any]) -> Speculation:
         kind = options.pop("spec", None) or ("tree" if self.draft_path else "off")
@@ -400,7 +411,7 @@ class LLM:
         return Speculation(kind, budget, top_k, seed_chain)
 
     def _starter(
-        self, ids: list[int], options: dict[str, Any], parser: ReplyParser | None = None
+        self, ids: list[int], options: dict[str, Any], parser: ReplyParser | None = None, shared: int | None = None
     ) -> Callable[[Callable[[Any], None], threading.Event], None]:
         """Check the options now, in the caller's thread; what remains puts pieces, then _DONE or an exception."""
         max_tokens, stop = options.pop("max_tokens", None), options.pop("stop", ())
@@ -419,7 +430,7 @@ class LLM:
             def job() -> None:
                 try:
                     pieces = self._session.stream(
-                        ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill, speculation
+                        ids, sampling, max_tokens, stop, logprobs, cancel, on_prefill, speculation, shared
                     )
                     for piece in pieces if parser is None else take_apart(pieces, parser):
                         put(piece)

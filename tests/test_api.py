@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from tiny_chat import write
+from tiny_chat import TEMPLATE, write
 
 import generate
 from common.errors import BimetalError, UsageError
@@ -64,6 +64,27 @@ def test_logits_are_float32_rows_over_the_vocabulary(llm):
 def test_seed_repeats_and_temperature_varies(llm):
     one, two, other = (llm.generate("hello", max_tokens=20, temperature=1.5, seed=s).tokens for s in (1, 1, 2))
     assert one == two != other
+
+
+THINKING = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+REFUSING = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}" + THINKING
+
+
+@pytest.mark.parametrize(("template", "read_again"), [(TEMPLATE, 0), (THINKING, len("<think>\n")), (REFUSING, 0)])
+def test_a_turn_goes_back_to_where_the_templates_next_one_will_part(template, read_again, tmp_path):
+    """A template that leaves out what the assistant thought; tokens are bytes, but for the special ones."""
+    later = [*MESSAGES, {"role": "assistant", "content": "so"}, *MESSAGES]
+    with generate.load(str(write(tmp_path, template=template)), backend="numpy") as llm:
+        first = llm.chat(MESSAGES, max_tokens=6)
+        if template is not REFUSING:
+            reply = llm.chat(later, max_tokens=6)
+            assert reply.stats.cached_tokens == first.stats.prompt_tokens - read_again
+            llm.generate("else", max_tokens=1)
+            assert llm.chat(later, max_tokens=6).tokens == reply.tokens
+        llm.chat(MESSAGES, max_tokens=6)
+        again = llm.chat(MESSAGES, max_tokens=6)
+        assert again.tokens == first.tokens
+        assert again.stats.cached_tokens == first.stats.prompt_tokens - read_again
 
 
 def test_async_twins(llm):

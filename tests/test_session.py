@@ -162,6 +162,24 @@ def test_another_continuation_of_the_last_prompt_goes_back_to_its_end(session):
     assert warm == generate(session, other)[1]
 
 
+@pytest.mark.parametrize("shared", [1, 7, len(PROMPT)])
+def test_a_prompt_that_begins_as_the_last_was_said_to(session, shared):
+    generate(session, shared=shared)
+    _, again, _, pieces = generate(session, shared=shared)
+    assert pieces[-1].stats.cached_tokens == shared
+    other = [*PROMPT[:shared], 99, 98, 97]
+    _, warm, _, pieces = generate(session, other, shared=shared + 2)
+    assert pieces[-1].stats.cached_tokens == shared
+    _, _, _, pieces = generate(session, [*other[: shared + 2], 96], shared=shared)  # which the state has passed
+    assert pieces[-1].stats.cached_tokens == shared + 2
+    _, _, _, pieces = generate(session, other[: shared + 2])  # no logits are kept for it
+    assert pieces[-1].stats.cached_tokens == 0
+    session.reset()
+    assert warm == generate(session, other)[1]
+    session.reset()
+    assert again == generate(session)[1]
+
+
 def test_another_prompt_starts_over(session):
     generate(session)
     _, tokens, _, pieces = generate(session, [90, 91, 92])
