@@ -1,7 +1,6 @@
 """The Python API: a loaded model (LLM) and the reply it is writing (Stream)."""
 
 import asyncio
-import gc
 import queue
 import threading
 import weakref
@@ -348,12 +347,8 @@ class LLM:
         if self._shut.alive:
             for cancel in list(self._running):
                 cancel.set()
-            self._owner.submit(self._free)
+            self._owner.submit(lambda: delattr(self, "_session"))
             self._shut()
-
-    def _free(self) -> None:
-        del self._session
-        gc.collect()  # ops that have run and their arrays hold one another; Python counts no bytes of a GPU
 
     def __enter__(self) -> "LLM":
         return self

@@ -388,3 +388,7 @@ sys.modules["cupy.cuda"] = cuda
 
 def get_default_memory_pool() -> SimpleNamespace:
     return SimpleNamespace(total_bytes=held, used_bytes=held, free_all_blocks=lambda: None)
+
+
+def get_default_pinned_memory_pool() -> SimpleNamespace:
+    return SimpleNamespace(free_all_blocks=lambda: None)
