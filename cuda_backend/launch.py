@@ -166,6 +166,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.parts: list[list[Memory]] = [[], [], []]
+        self.passing = Memory(0)
         self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
         self.reset()
 
@@ -188,9 +189,16 @@ class Arena:
         self.at[part] = chunk, used + -(-nbytes // ALIGN) * ALIGN
         return chunks[chunk].address + used
 
+    def scratch(self, nbytes: int, stream: Any) -> int:
+        """Memory for what the next launch on `stream` reads and nothing after it: the same at every call."""
+        if nbytes > self.passing.nbytes:
+            stream.synchronize()
+            self.passing = Memory(nbytes)
+        return self.passing.address
+
     @property
     def nbytes(self) -> int:
-        return sum(chunk.nbytes for part in self.parts for chunk in part)
+        return self.passing.nbytes + sum(chunk.nbytes for part in self.parts for chunk in part)
 
 
 class Node:

@@ -334,7 +334,7 @@ def _product(T: int, w: Weight, arena: Arena, stream: cupy.cuda.Stream, node: No
             _dense(s, node.as_dense(), at, T, N, stream)
         else:
             step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
-            scratch = 0 if s.type == "BF16" else arena.take(step * s.columns * 2)
+            scratch = 0 if s.type == "BF16" else arena.scratch(step * s.columns * 2, stream)
             for row in range(0, s.rows, step):
                 n = min(step, s.rows - row)
                 if s.type == "BF16":
