@@ -17,12 +17,12 @@ import numpy as np
 
 from common.errors import BimetalError, NotFiniteError
 from common.ops import Array as AnyArray
-from common.ops import Ops, Rope
+from common.ops import LayerSize, Ops, Rope
 from common.quants import dequantize
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend import attention as attending
-from cuda_backend import choose, mixture, products, recurrent, weights
+from cuda_backend import choose, mixture, products, recurrent, sizes, weights
 from cuda_backend.card import available
 from cuda_backend.launch import ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
@@ -91,6 +91,10 @@ class CudaOps(Ops):
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         return state_bytes(spec, tokens)
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        kept = 2 * sizes.snapshot_bytes(layers)  # an empty state, and the last turn's
+        return sizes.work_bytes(layers, tokens, rows) + kept
 
     def free_bytes(self) -> tuple[int, str]:
         gc.collect()

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError, UsageError
-from common.ops import Ops
+from common.ops import LayerSize, Ops
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
 from cuda_backend.launch import Array, Kernel, Memory
@@ -368,6 +368,9 @@ class SplitOps(Ops):
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         return self.parts[0].ops.held_state_bytes(spec, tokens, rows)
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        return len(self.parts) * self.parts[0].ops.work_bytes(layers, tokens, rows)
 
     def free_bytes(self) -> tuple[int, str]:
         return sum(map(free, self.parts)), f"free memory of GPUs {', '.join(str(part.index) for part in self.parts)}"

@@ -16,11 +16,11 @@ from common.errors import BimetalError, UsageError
 from common.fit import Need, fetch_headers, parse_size, predict_run, predict_weights
 from common.models import architecture
 from common.ops import Ops
-from common.session import PREFILL_ROWS
 from generate.backends import open_backend
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
 ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
+ON_TOP_OF_CUDA = "CUDA's context and libraries come on top of what a --memory gives"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         about = {"model": args.model, "backend": candidates[0].backend, "memory": limit, "best": best_label}
         print(json.dumps(about | {"longest": longest, "refused": refusals, "rows": rows}, indent=2))
         return 0
-    print(f"{args.model} on {candidates[0].backend}: {_size(limit)}, {limit_from}; {ON_TOP}")
+    print(
+        f"{args.model} on {candidates[0].backend}: {_size(limit)}, {limit_from}; "
+        f"{ON_TOP_OF_CUDA if candidates[0].backend == 'cuda' else ON_TOP}"
+    )
     _table(candidates, contexts, needs, limit, best)
     for label, why in refusals.items():
         print(f"{label} cannot be read: {why}")
@@ -150,7 +153,7 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops) -> Candidate:
     weights = predict_weights(checkpoint, layout, ops)
 
     def need(tokens: int) -> Need:
-        return Need(weights, *predict_run(ops, config, layout, spec, tokens, PREFILL_ROWS))
+        return Need(weights, *predict_run(ops, config, layout, spec, tokens, ops.prefill_rows))
 
     if label == "safetensors":
         label = f"{_stored(checkpoint)} safetensors"

@@ -72,6 +72,7 @@ def test_models(name):
 def test_memory():
     on_cpu("models/test_cuda_models.py", "memory_of and (closed or laguna or qwen35moe)")
     on_cpu("decode/test_cuda_speculation.py", "memory_of")
+    on_cpu("models/test_cuda_work.py", "test_")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""What `fit` says a prompt takes on a GPU, against what launchers take: nothing is launched, and memory is a number."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from common.fit import layer_size
+from common.models.synthetic import METADATA, synthetic
+from common.step import Step
+from generate.__main__ import main
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend import gemm, launch  # noqa: E402
+from cuda_backend.random_weights import RandomOps  # noqa: E402
+from cuda_backend.sizes import work_bytes  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+MODULES = ("attention", "choose", "gemm", "launch", "mixture", "products", "recurrent", "states", "upload", "weights")
+
+
+class Bytes:
+    """Memory that only counts."""
+
+    end = 1 << 40
+
+    def __init__(self, nbytes: int):
+        self.nbytes, self.address = nbytes, Bytes.end
+        Bytes.end += -(-nbytes // 512) * 512
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    def nothing(*_, **__):
+        return None
+
+    for module in (importlib.import_module(f"cuda_backend.{name}") for name in (*MODULES, "ops")):
+        for name, value in (("Memory", Bytes), ("kernel", lambda *_, **__: nothing)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(gemm.cublas, "gemmEx", nothing)
+    for name in ("memcpyAsync", "memsetAsync"):
+        monkeypatch.setattr(cupy.cuda.runtime, name, nothing)
+    monkeypatch.setattr(RandomOps, "_random_rows", lambda *_: 1 << 30)
+    ops = RandomOps()
+    monkeypatch.setattr(ops, "check_weights", nothing)
+    return ops
+
+
+@pytest.mark.parametrize("rows", [1024, 8192])
+@pytest.mark.parametrize("name", METADATA)
+def test_work(name, rows, ops):
+    model = synthetic(f"{name}:q4_k_m", ops)
+    spec = model.definition.state_spec(model.config)
+    model.forward(model.new_state(rows), Step.chain(np.zeros(rows, np.int32), 0), slice(rows - 1, rows))
+    layers = [layer_size(t, s, model.config) for t, s in zip(model.layout.layers, spec, strict=True)]
+    predicted, taken = work_bytes(layers, rows, rows), ops.arena.nbytes + launch.Arena.CHUNK
+    print(f"{name}, {rows} rows: {predicted / 1e9:.2f} GB, taken {taken / 1e9:.2f}")
+    assert taken <= predicted <= 1.6 * taken
+
+
+def test_fit(capsys):
+    assert main(["fit", "demo", "--backend", "cuda", "--memory", "1GB"]) == 0
+    out = capsys.readouterr().out
+    assert "demo on cuda: 953.7 MiB, given by --memory" in out
+    assert "best: Q8_0" in out
