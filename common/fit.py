@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from common.weights import Layout, Matrix, Stored, Table, account
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 FIRST_CHECK = 1 << 16  # bytes of a file after which its header may be whole; doubled each time it is not
+SPARE = 0.05  # of free memory, for what is not predicted: a draft's states, graphs, libraries
+LEAST_CONTEXT = 512
 VECTOR_ITEM = 4  # bytes: every backend holds vectors in float32
 
 
@@ -105,6 +107,37 @@ def predict_run(
         ops.held_state_bytes(fixed, tokens, rows),
         ops.work_bytes(sizes, tokens, rows),
     )
+
+
+def most_tokens(fits: Callable[[int], bool], most: int) -> int:
+    """The most tokens up to `most` that fit; 1 where none do."""
+    if fits(most):
+        return most
+    low, high = 1, most
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec]) -> int:
+    """The most tokens, up to those that a model was trained for, whose state and prompt fit beside loaded weights.
+
+    Raises BimetalError where LEAST_CONTEXT do not.
+    """
+    free, where = ops.free_bytes()
+
+    def fits(tokens: int) -> bool:
+        return sum(predict_run(ops, config, layout, spec, tokens, ops.prefill_rows)) <= (1 - SPARE) * free
+
+    most: int = config.context
+    least = min(LEAST_CONTEXT, most)
+    if not fits(least):
+        raise BimetalError(
+            f"{free / 1e9:.1f} GB are left of the {where}, too little for a context of {least} tokens; "
+            "choose a smaller quantization, or a context with --ctx"
+        )
+    return most_tokens(fits, most)
 
 
 def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:

@@ -63,6 +63,7 @@ class Ops(ABC):
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
+    reserves = False  # does a state take the memory of its whole capacity at once?
     checks_scales = False  # are scales that are not finite refused here? Reading them once more takes its time
 
     # -- weights and states ----------------------------------------------------------------------------------------

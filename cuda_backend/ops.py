@@ -40,7 +40,7 @@ NO_PATH = np.empty(0, np.int32)
 class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
-    runs_ahead = draws = checks_scales = True
+    runs_ahead = draws = checks_scales = reserves = True
     tree_rows = TREE_ROWS
 
     def __init__(self) -> None:

@@ -323,6 +323,7 @@ class SplitOps(Ops):
     draws = CudaOps.draws
     tree_rows = CudaOps.tree_rows
     checks_scales = CudaOps.checks_scales
+    reserves = CudaOps.reserves
 
     def __init__(self, parts: Sequence[Part], layers: Sequence[int], draft: Part):
         self.parts, self.layers, self.draft = parts, [parts[i] for i in layers], draft

@@ -40,7 +40,7 @@ def load(
     model    a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2",
              or "demo", which comes with the package and continues Python
     backend  "mlx", "cuda" or "numpy"; None picks what the machine has
-    ctx      most tokens of prompt and reply together; None: what the model was trained for
+    ctx      most tokens of prompt and reply together; None: what the model was trained for, on CUDA as far as it fits
     draft    a DFlash draft for the model, named as models are, or "demo": it makes decoding faster and changes no text
     fa_window  most positions that decoding attends to, for long contexts; it changes the text. None: all
     max_kv_size  most tokens whose keys and values are kept, the first four among them; it changes the text. None: all

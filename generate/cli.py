@@ -257,7 +257,11 @@ MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo
 def _model(p: Any) -> None:
     p.add_argument("-m", "--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
     p.add_argument(
-        "-c", "--ctx", type=_count, metavar="N", help="most tokens of prompt and reply (default: as trained)"
+        "-c",
+        "--ctx",
+        type=_count,
+        metavar="N",
+        help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
     )
     _backend(p)
 

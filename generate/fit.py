@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from common import hub
 from common.checkpoint import INDEX, Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
-from common.fit import Need, fetch_headers, parse_size, predict_run, predict_weights
+from common.fit import Need, fetch_headers, most_tokens, parse_size, predict_run, predict_weights
 from common.models import architecture
 from common.ops import Ops
 from generate.backends import open_backend
@@ -183,13 +183,7 @@ def _best(
 
 def _longest(candidate: Candidate, limit: int) -> int:
     """The most tokens, up to those trained for, with which the candidate fits."""
-    low, high = 1, candidate.trained
-    if candidate.need(high).total <= limit:
-        return high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if candidate.need(middle).total <= limit else (low, middle)
-    return low
+    return most_tokens(lambda tokens: candidate.need(tokens).total <= limit, candidate.trained)
 
 
 # -- what to print -----------------------------------------------------------------------------------------------------

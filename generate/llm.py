@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from common.checkpoint import open_checkpoint
 from common.decode.speculative import Speculation
 from common.demo import demo_path
 from common.errors import BimetalError, UsageError
+from common.fit import context_that_fits
 from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.models.window import bounded
@@ -256,8 +258,14 @@ class LLM:
         if self.draft_path is not None:
             model = load_pair(self.draft_path, model, progress)
         self.backend, self.architecture = model.ops.name, model.architecture
-        self.context = ctx or model.config.context
         self.trained_context: int = model.config.context
+        self.context = ctx or self.trained_context
+        if not ctx and max_kv_size is None and model.ops.reserves:
+            spec = model.definition.state_spec(model.config)
+            self.context = context_that_fits(model.ops, model.config, model.layout, spec)
+            if self.context < self.trained_context:
+                kept = f"{self.context} of {self.trained_context} tokens"
+                print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
         return Session(model, self.tokenizer, self.context, fa_window)
 
     # -- text ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,10 @@ import importlib
 import numpy as np
 import pytest
 
-from common.fit import layer_size
+import generate
+from common.demo import demo_path
+from common.errors import BimetalError
+from common.fit import LEAST_CONTEXT, layer_size
 from common.models.synthetic import METADATA, synthetic
 from common.step import Step
 from generate.__main__ import main
@@ -13,6 +16,7 @@ from generate.__main__ import main
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import gemm, launch  # noqa: E402
+from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
 from cuda_backend.sizes import work_bytes  # noqa: E402
 
@@ -66,3 +70,22 @@ def test_fit(capsys):
     out = capsys.readouterr().out
     assert "demo on cuda: 953.7 MiB, given by --memory" in out
     assert "best: Q8_0" in out
+
+
+def test_context(monkeypatch, capfd):
+    """As long as the model was trained for, what fits, or refused; asked for, it is what was asked for."""
+
+    def context(free: int, **options) -> int:
+        monkeypatch.setattr(CudaOps, "free_bytes", lambda _: (free, "free memory of a card"))
+        with generate.load(str(demo_path()), backend="cuda", **options) as llm:
+            return llm.context
+
+    assert context(10**12) == 4096
+    assert capfd.readouterr().err == ""
+    limited = context(497_000_000)
+    assert LEAST_CONTEXT < limited < 4096
+    told = f"the context is {limited} of 4096 tokens: no more fit into the free memory of a card"
+    assert told in capfd.readouterr().err
+    assert context(497_000_000, ctx=4000) == 4000
+    with pytest.raises(BimetalError, match="are left of the free memory of a card, too little for a context of 512"):
+        context(10**8)
