@@ -207,8 +207,8 @@ def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
     model, tokenizer = load_model(folder, NumpyOps()), load_tokenizer(folder, {})
     session = Session(model, tokenizer, 128, fa_window=4)
     prompt = list(range(40, 70))
-    logits = session._prefill(prompt, None, None)
-    assert np.array_equal(logits[-1], Session(model, tokenizer, 128)._prefill(prompt, None, None)[-1])
+    logits = session._prefill(prompt, len(prompt), None, None)
+    assert np.array_equal(logits[-1], Session(model, tokenizer, 128)._prefill(prompt, len(prompt), None, None)[-1])
     tokens = [t for p in session.stream(prompt, Sampling(), 20, speculation=Speculation("lookup")) for t in p.tokens]
     assert tokens == [t for p in session.stream(prompt, Sampling(), 20) for t in p.tokens]
     whole = [t for p in Session(model, tokenizer, 128).stream(prompt, Sampling(), 20) for t in p.tokens]
