@@ -125,17 +125,22 @@ def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[Laye
 
     Raises BimetalError where LEAST_CONTEXT do not.
     """
-    free, where = ops.free_bytes()
+    devices = ops.room(len(spec))
 
     def fits(tokens: int) -> bool:
-        return sum(predict_run(ops, config, layout, spec, tokens, ops.prefill_rows)) <= (1 - SPARE) * free
+        def need(own: Sequence[int]) -> int:
+            part = replace(layout, layers=[layout.layers[i] for i in own])
+            return sum(predict_run(ops, config, part, [spec[i] for i in own], tokens, ops.prefill_rows))
+
+        return all(need(own) <= (1 - SPARE) * free for free, own in devices)
 
     most: int = config.context
     least = min(LEAST_CONTEXT, most)
     if not fits(least):
+        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in devices)
         raise BimetalError(
-            f"{free / 1e9:.1f} GB are left of the {where}, too little for a context of {least} tokens; "
-            "choose a smaller quantization, or a context with --ctx"
+            f"the weights leave {left} of {ops.free_bytes()[1]}, too little for a context of {least} tokens; "
+            "choose a smaller quantization, or ask for fewer tokens"
         )
     return most_tokens(fits, most)
 

@@ -117,6 +117,10 @@ class Ops(ABC):
         """Bytes that weights, states and work may take on this machine now, and what sets that limit."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
+    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+        """Free bytes of each device, and the numbers of the layers that it holds."""
+        return [(self.free_bytes()[0], range(layers))]
+
     # -- rows ------------------------------------------------------------------------------------------------------
 
     @abstractmethod

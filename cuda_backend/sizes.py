@@ -1,7 +1,7 @@
 """What a prompt takes on a GPU beside weights and state, from shapes alone.
 
 The terms are those of what launchers take from the arena (`launch.Arena`), in two halves that layers use in turn;
-tests/test_cuda_fit.py compares them with it.
+tests/models/test_cuda_work.py compares them with it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cuda_backend.launch import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
 
-SLACK = 1.1  # what the ends of chunks leave unused
+SLACK, CHUNKS = 1.1, 6  # what the ends of chunks leave unused: a share of what they hold, and some whole ones
 
 
 def snapshot_bytes(layers: Sequence[LayerSize]) -> int:
@@ -24,7 +24,7 @@ def snapshot_bytes(layers: Sequence[LayerSize]) -> int:
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
     """Most bytes of the arena and of the uploader's while `tokens` tokens are read in steps of `rows`."""
     half = max(_layer_bytes(layer, tokens, min(rows, tokens)) for layer in layers)
-    return int(2 * SLACK * half) + 6 * Arena.CHUNK + 2 * EXPAND + UPLOAD
+    return int(2 * SLACK * half) + CHUNKS * Arena.CHUNK + 2 * EXPAND + UPLOAD
 
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:

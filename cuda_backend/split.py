@@ -371,10 +371,14 @@ class SplitOps(Ops):
         return self.parts[0].ops.held_state_bytes(spec, tokens, rows)
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-        return len(self.parts) * self.parts[0].ops.work_bytes(layers, tokens, rows)
+        return self.parts[0].ops.work_bytes(layers, tokens, rows)
 
     def free_bytes(self) -> tuple[int, str]:
         return sum(map(free, self.parts)), f"free memory of GPUs {', '.join(str(part.index) for part in self.parts)}"
+
+    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+        held = [(part, [i for i in range(layers) if self._place(i) is part]) for part in self.parts]
+        return [(free(part), own) for part, own in held if own]
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return SplitState(spec, capacity, [self._place(i) for i in range(len(spec))], self.parts)

@@ -379,6 +379,7 @@ class CudaState(State):
 
 def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
     """Device bytes of a CudaState, without building it."""
+    _check_capacity(capacity)
     total = 0
     for s in (s for layer in spec for s in layer.values()):
         if isinstance(s, KVSpec | WindowSpec):

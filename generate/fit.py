@@ -20,7 +20,7 @@ from generate.backends import open_backend
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
 ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
-ON_TOP_OF_CUDA = "CUDA's context and libraries come on top of what a --memory gives"
+ON_TOP_OF_CUDA = "of --memory, CUDA's context and libraries take some more"
 
 
 @dataclass(frozen=True)

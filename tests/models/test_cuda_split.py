@@ -1,6 +1,7 @@
 """Tiny models over several GPUs, which must give what one gives, to the bit; the draft on a GPU of its own."""
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from narrow import WIDE, narrow
 import generate
 from common.decode.speculative import Accepted, Speculation, speculate
 from common.errors import BimetalError, UsageError
-from common.fit import predict_layers
-from common.models import load_model
+from common.fit import SPARE, context_that_fits, predict_layers
+from common.models import ARCHITECTURES, load_model
 from common.models.dflash import load_pair
 from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.ops import Ops
@@ -122,6 +123,22 @@ def test_each_holds_its_layers(name):
     for part, share in state.shares.items():
         assert share.nbytes == state_bytes([s for s, place in zip(spec, ops.layers, strict=True) if place is part], 64)
     assert state.nbytes == state_bytes(spec, 64)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_the_fullest_sets_the_context(full, monkeypatch):
+    """A draft's GPU holds no layers, and its memory is nobody's."""
+    ops = ops_on("qwen3", Placement((0, 1), (1, 1), draft=2 if COUNT > 2 else 1))
+    checkpoint = tiny.checkpoint("qwen3")
+    definition = ARCHITECTURES["qwen3"]
+    config = replace(definition.read_config(checkpoint), context=1 << 20)
+    layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
+    monkeypatch.setattr(CudaOps, "work_bytes", lambda *_: 0)
+    own = [[s for i, s in enumerate(spec) if ops.layers[i].index == device] for device in (0, 1)]
+    limit = state_bytes(own[full], 5000)
+    monkeypatch.setattr(split, "free", lambda part: limit / (1 - SPARE) if part.index == full else 10**15)
+    context = context_that_fits(ops, config, layout, spec)
+    assert state_bytes(own[full], context) <= limit < state_bytes(own[full], context + 64)
 
 
 @pytest.mark.parametrize("target", ["qwen35", "laguna"])
