@@ -171,23 +171,25 @@ class Arena:
         self.reset()
 
     def reset(self) -> None:
-        self.half, self.at = 0, [(0, 0), (0, 0), (0, 0)]  # chunk and bytes used of each part
+        self.half, self.used = 0, [[0] * len(chunks) for chunks in self.parts]  # bytes of each chunk
 
     def turn(self) -> None:
         self.half = 1 - self.half
-        self.at[self.half] = 0, 0
+        self.used[self.half] = [0] * len(self.parts[self.half])
 
     def take(self, nbytes: int, lasting: bool = False) -> int:
+        """The first chunk with room gives it, so that a step that runs once more takes what it took before."""
         part = 2 if lasting else self.half
-        chunks, (chunk, used) = self.parts[part], self.at[part]
-        while chunk < len(chunks) and used + nbytes > chunks[chunk].nbytes:
-            chunk, used = chunk + 1, 0
-        if chunk == len(chunks):
+        chunks, used = self.parts[part], self.used[part]
+        at = next((i for i, chunk in enumerate(chunks) if used[i] + nbytes <= chunk.nbytes), len(chunks))
+        if at == len(chunks):
             if self.frozen:
                 raise RuntimeError("a captured step took more memory than the same step run before it")
             chunks.append(Memory(max(nbytes, self.CHUNK)))
-        self.at[part] = chunk, used + -(-nbytes // ALIGN) * ALIGN
-        return chunks[chunk].address + used
+            used.append(0)
+        address = chunks[at].address + used[at]
+        used[at] += -(-nbytes // ALIGN) * ALIGN
+        return address
 
     def scratch(self, nbytes: int, stream: Any) -> int:
         """Memory for what the next launch on `stream` reads and nothing after it: the same at every call."""

@@ -12,7 +12,7 @@ from cuda_backend.launch import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
 
-SLACK, CHUNKS = 1.1, 6  # what the ends of chunks leave unused: a share of what they hold, and some whole ones
+SLACK, CHUNKS = 1.1, 3  # what chunks leave unused: a share of what they hold, and one of each part
 
 
 def snapshot_bytes(layers: Sequence[LayerSize]) -> int:
