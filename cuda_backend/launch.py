@@ -36,6 +36,14 @@ CHOICE = np.dtype(
     ],
     align=True,
 )
+MATRIX = np.dtype(
+    [("w", "u8"), ("out", "u8"), *((name, "i4") for name in ("N", "row_blocks", "k_blocks", "stripes", "each"))],
+    align=True,
+)
+ROWS = np.dtype(
+    [("packed", "u8"), ("squares", "u8"), ("T", "i4"), ("parts", "i4"), ("columns", "f4"), ("eps", "f4")], align=True
+)
+PARTIALS = np.dtype([("slot", "i8"), ("row", "i8"), ("slots", "i4")], align=True)
 PLACES = np.dtype([("fixed", "i4"), ("ring", "i4")])
 
 
@@ -92,20 +100,25 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def kernel(stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0) -> Kernel:
+def kernel(
+    stem: str, name: str, defines: tuple[str, ...] = (), shared: int = 0, second: tuple[str, ...] = ()
+) -> Kernel:
     """The function `name` of kernels/<stem>.cu, compiled on first use and kept in CuPy's cache on disk.
 
     defines  preprocessor definitions, "COLS=8"
     shared   most dynamic shared memory that a launch will ask for, bytes
+    second   definitions of a second matrix: layout.py `source`
     """
-    return _kernel(cupy.cuda.runtime.getDevice(), stem, name, defines, shared)
+    return _kernel(cupy.cuda.runtime.getDevice(), stem, name, defines, shared, second)
 
 
 @cache
-def _kernel(device: int, stem: str, name: str, defines: tuple[str, ...], shared: int) -> Kernel:
+def _kernel(
+    device: int, stem: str, name: str, defines: tuple[str, ...], shared: int, second: tuple[str, ...]
+) -> Kernel:
     """The function on the current device, which is `device`: each has its own, with its own shared memory."""
     try:
-        function = _module(device, stem, defines).get_function(name)
+        function = _module(device, stem, defines, second).get_function(name)
         _ = function.kernel  # compiles it
     except cupy.cuda.compiler.CompileException as error:
         raise BimetalError(f"NVRTC cannot compile kernels/{stem}.cu: {str(error).splitlines()[0]}") from error
@@ -135,8 +148,8 @@ def no_compiler(error: Exception) -> BimetalError | None:
 
 
 @cache
-def _module(device: int, stem: str, defines: tuple[str, ...]) -> Any:
-    return cupy.RawModule(code=source(stem), options=(*OPTIONS, *(f"-D{d}" for d in defines)))
+def _module(device: int, stem: str, defines: tuple[str, ...], second: tuple[str, ...]) -> Any:
+    return cupy.RawModule(code=source(stem, second), options=(*OPTIONS, *(f"-D{d}" for d in defines)))
 
 
 class Memory:

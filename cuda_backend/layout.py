@@ -4,6 +4,7 @@ Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budg
 """
 
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from cuda_backend.visits import most_slots
 KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
-    **dict.fromkeys(("linear", "experts", "single", "repack", "expand"), "tile.cuh"),
+    **dict.fromkeys(("experts", "single", "repack", "expand"), "tile.cuh"),
     **dict.fromkeys(("attention", "split", "latent", "pieces", "keep"), "flash.cuh"),
     **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
@@ -40,6 +41,7 @@ UNITS = {
 }
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 WHOLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # groups have scales in whole numbers: kernels/tile.cuh
+TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # of neighbours that one `linear` kernel takes, as llama.cpp mixes them
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
@@ -63,15 +65,33 @@ class Card:
     block_shared: int
 
 
-def source(stem: str) -> str:
-    """The text that is compiled for kernels/<stem>.cu."""
+def source(stem: str, second: tuple[str, ...] = ()) -> str:
+    """The text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
+    if stem == "linear":
+        return _source_of_linear(second)
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    parts += ["ring.cuh", "product.cuh"] if stem in ("linear", "experts", "single") else []
-    parts += ["packed.cuh"] if stem in ("linear", "single") else []
+    parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
+    parts += ["packed.cuh"] if stem == "single" else []
     parts += ["convolve.cuh"] if stem in ("delta", "prepare") else []
     parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "single", "delta") else []
     parts += ["choose.cuh"] if stem in ("moe", "single") else []
-    return "\n".join((KERNELS / part).read_text() for part in (*parts, f"{stem}.cu"))
+    return _text(*parts, f"{stem}.cu")
+
+
+def _source_of_linear(second: tuple[str, ...]) -> str:
+    """What is built of a type lies in a namespace: macros of the first are undefined before the second's are made."""
+    of_type = _text("tile.cuh", "product.cuh", "packed.cuh", "stripes.cuh")
+    lines = [_text("prelude.cuh", "ring.cuh", "matrix.cuh"), "namespace first {", of_type, "}"]
+    if second:
+        macros = [*UNITS, *(d.split("=")[0] for d in second), *re.findall(r"^ *#define (\w+)", of_type, re.MULTILINE)]
+        lines += (f"#undef {name}" for name in dict.fromkeys(macros))
+        lines += ("#define " + d.replace("=", " ", 1) for d in (*second, "SECOND"))
+        lines += "namespace second {", of_type, "}"
+    return "\n".join((*lines, _text("linear.cu")))
+
+
+def _text(*names: str) -> str:
+    return "\n".join((KERNELS / name).read_text() for name in names)
 
 
 def tile_defines(type_: str) -> tuple[str, ...]:
@@ -98,17 +118,21 @@ class LinearLaunch:
     """How kernels/linear.cu is built and launched; `stripes` of a CTA, shared memory in bytes."""
 
     defines: tuple[str, ...]
+    second: tuple[str, ...]  # definitions of a second matrix
     threads: int
     shared: int
     stripes: int
 
 
-def linear_launch(card: Card, type_: str, cols: int) -> LinearLaunch:
+def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch:
     """Warps that multiply, one that feeds them, and one that finds the factors of norms, where it is done in time."""
-    per_sm, stages, shared = ring(card, type_, cols)
-    ahead, stripes = cols <= 8, per_sm if cols > 24 else 1  # more rows take the registers of two CTAs
-    defines = f"COLS={cols}", f"STAGES={stages}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}"
-    return LinearLaunch((*tile_defines(type_), *defines), 288 + 32 * ahead, shared, stripes)
+    rings = [ring(card, t, cols) for t in types]
+    ahead = cols <= 8
+    stripes = min(per_sm for per_sm, _, _ in rings) if cols > 24 else 1  # more rows take the registers of two CTAs
+    defines, *second = ((*tile_defines(t), f"STAGES={stages}") for t, (_, stages, _) in zip(types, rings, strict=True))
+    both = f"COLS={cols}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}"
+    shared = max(nbytes for _, _, nbytes in rings)
+    return LinearLaunch((*defines, *both), tuple(*second), 288 + 32 * ahead, shared, stripes)
 
 
 @functools.cache
@@ -166,6 +190,26 @@ def packed_size(columns: int, rows: int, packing: Packing) -> int:
     """Bytes of `rows` packed rows."""
     padded = packing.whole + -(-(rows - packing.whole) // packing.cols) * packing.cols
     return groups_of(columns) * row_bytes(packing) * padded
+
+
+@functools.cache
+def shares(card: Card, matrices: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+    """Stripes of one or two matrices (type, row blocks, k blocks) of a launch, of which the longest is the shortest."""
+    per_sm = min(ring(card, type_, 1)[0] for type_, _, _ in matrices)
+    most = per_sm * card.sms
+    if len(matrices) == 1:
+        return (most,)
+
+    def longest(*stripes: int) -> list[int]:  # bytes
+        sizes = ((row_blocks * k_blocks, 8 * UNITS[type_][1]) for type_, row_blocks, k_blocks in matrices)
+        return [-(-units // n) * size for (units, size), n in zip(sizes, stripes, strict=True)]
+
+    def cost(n: int) -> tuple[int, int]:
+        both = longest(n, most - n)
+        return max(both), sum(both)
+
+    n = min(range(per_sm, most, per_sm), key=cost)
+    return n, most - n
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Products of a step's rows with matrices: dense, of experts that the rows choose, of heads; and rows of a table."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,10 @@ import cupy
 import numpy as np
 
 from cuda_backend.gemm import expand, gemm
-from cuda_backend.launch import CHOICE, Arena, Array, Node, kernel
+from cuda_backend.launch import CHOICE, MATRIX, PARTIALS, ROWS, Arena, Array, Node, kernel
 from cuda_backend.layout import (
     MOST_ROWS,
+    TOGETHER,
     UNITS,
     UNPACKED,
     Card,
@@ -24,6 +26,7 @@ from cuda_backend.layout import (
     parts_of,
     ring,
     row_bytes,
+    shares,
     tile_defines,
 )
 from cuda_backend.views import NOTHING, out_of, view
@@ -38,21 +41,23 @@ def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stre
     T, N = x.shape[0], w.rows
     if T > MOST_ROWS:
         return _product(T, w, arena, stream, node)
-    grids = {s: partition(ring(card, s.type, 1)[0] * card.sms, s.row_blocks, s.k_blocks) for s in _packed(w)}
-    slots = max((n for _, n in grids.values()), default=1)
-    counts = (grids[s][1] if s in grids else 1 for s in w.segments)
+    launches = _launches(w.segments)
+    cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, card), strict=True)}
+    slots = max((n for _, n in cuts.values()), default=1)
+    counts = (cuts[s][1] if s in cuts else 1 for s in w.segments)
     needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
     out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
-    at = out.address
+    rows = itertools.accumulate((s.rows for s in w.segments), initial=0)
+    at = {s: out.address + 4 * row for s, row in zip(w.segments, rows, strict=False)}
+    for together in launches:
+        how = packing(together[0].type, T)
+        packed, squares = node.as_unscaled(how) if is_packed(w) else (node.as_packed(how), 0)
+        norm = _norm(squares, together[0], node)
+        _quantized([(s, at[s], cuts[s][0]) for s in together], packed, norm, T, how, N, slots, card, stream)
     for s in w.segments:
-        if s in grids:
-            how = packing(s.type, T)
-            packed, squares = node.as_unscaled(how) if is_packed(w) else (node.as_packed(how), 0)
-            _quantized(s, packed, (squares, node.eps), at, T, how, N, grids[s][0], card, stream, slots=slots)
-        else:
-            x_dense, squares = (node.as_dense(), 0) if grids else node.as_unscaled_dense()
-            _dense(s, x_dense, at, T, N, stream, slots=slots, norm=_norm(squares, s, node))
-        at += 4 * s.rows
+        if s not in cuts:
+            x_dense, squares = (node.as_dense(), 0) if cuts else node.as_unscaled_dense()
+            _dense(s, x_dense, at[s], T, N, stream, slots=slots, norm=_norm(squares, s, node))
     return out
 
 
@@ -245,41 +250,58 @@ def _packed(w: Weight) -> list[Segment]:
     return [s for s in w.segments if s.type in UNITS]
 
 
+def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Quantized segments by launch: one, or two of types that a kernel is built for."""
+    launches: list[tuple[Segment, ...]] = []
+    for s in segments:
+        if s.type not in UNITS:
+            continue
+        if launches and tuple(sorted(t.type for t in (*launches[-1], s))) in TOGETHER:
+            launches[-1] = tuple(sorted((*launches[-1], s), key=lambda t: t.type))
+        else:
+            launches.append((s,))
+    return launches
+
+
+def _cut(together: tuple[Segment, ...], card: Card) -> list[tuple[int, int]]:
+    """Stripes and partial sums of the matrices of a launch."""
+    counts = shares(card, tuple((s.type, s.row_blocks, s.k_blocks) for s in together))
+    return [partition(n, s.row_blocks, s.k_blocks) for s, n in zip(together, counts, strict=True)]
+
+
 def _quantized(
-    s: Segment,
+    matrices: list[tuple[Segment, int, int]],
     x: int,
-    norm: tuple[int, float],
-    out: int,
+    norm: tuple[Any, ...],
     T: int,
     how: Packing,
     row_stride: int,
-    stripes: int,
+    slots: int,
     card: Card,
     stream: cupy.cuda.Stream,
-    slots: int = 1,
 ) -> None:
-    parts = ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),)
-    for first, cols in parts:  # the matrix is read once for each
-        launch = linear_launch(card, s.type, cols)
-        kernel("linear", "linear", launch.defines, launch.shared)(
-            (stripes if stripes <= card.sms else -(-stripes // launch.stripes),),
+    """kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
+    squares, norm_parts, columns, eps = norm
+    types = tuple(s.type for s, _, _ in matrices)
+    stripes = sum(n for _, _, n in matrices)
+    for first, cols in ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),):
+        launch = linear_launch(card, types, cols)  # the matrices are read once for each
+        each = launch.stripes if stripes > card.sms else 1
+        given, ctas = np.zeros(2, MATRIX), [-(-n // each) for _, _, n in matrices]
+        for i, (s, out, n) in enumerate(matrices):
+            to = out + first * row_stride * 4
+            given[i] = s.memory.address, to, s.rows, s.row_blocks, s.k_blocks, n, each
+        packed = x + first * groups_of(matrices[0][0].columns) * row_bytes(how)
+        of_rows = squares + np.uint64(4 * first * norm_parts) if squares else squares
+        kernel("linear", "linear", launch.defines, launch.shared, launch.second)(
+            (sum(ctas),),
             (launch.threads,),
             (
-                np.uint64(s.memory.address),
-                np.uint64(x + first * groups_of(s.columns) * row_bytes(how)),
-                np.uint64(out + first * row_stride * 4),
-                np.int32(s.rows),
-                np.int32(min(T - first, cols)),
-                np.int32(s.row_blocks),
-                np.int32(s.k_blocks),
-                np.int32(stripes),
-                np.int32(slots),
-                np.int64(T * row_stride),
-                np.int64(row_stride),
-                np.uint64(norm[0] + 4 * first * (s.columns // 128) if norm[0] else 0),
-                np.int32(s.columns // 128 if norm[0] else 0),
-                np.float32(s.columns),
-                np.float32(norm[1]),
+                given[0],
+                given[1],
+                np.int32(ctas[0]),
+                np.array((packed, of_rows, min(T - first, cols), norm_parts, columns, eps), ROWS),
+                np.array((T * row_stride, row_stride, slots), PARTIALS),
             ),
             shared_mem=launch.shared,
             stream=stream,

@@ -44,9 +44,9 @@ def pytest_sessionstart() -> None:
     cupy.cuda.set_allocator(None)  # a pool would hide what reads freed memory
     compiled = launch._kernel
 
-    def noted(device: int, stem: str, name: str, defines: tuple[str, ...], shared: int) -> launch.Kernel:
-        launched.add(" ".join((f"{stem}.cu", name, *defines)))
-        return compiled(device, stem, name, defines, shared)
+    def noted(device: int, stem: str, name: str, defines: tuple[str, ...], shared: int, second: tuple[str, ...]) -> Any:
+        launched.add(" ".join((f"{stem}.cu", name, *defines, *second)))
+        return compiled(device, stem, name, defines, shared, second)
 
     launch._kernel = noted  # type: ignore[assignment]
 

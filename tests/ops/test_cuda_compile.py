@@ -22,6 +22,7 @@ from cuda_backend.layout import (
     MOST_ROWS,
     OPTIONS,
     PREFILL_COLS,
+    TOGETHER,
     UNITS,
     Card,
     expert_ring,
@@ -51,7 +52,7 @@ def heads() -> list[tuple[str, ...]]:
 
 
 def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
-    return linear_launch(card, type_, cols).defines
+    return linear_launch(card, (type_,), cols).defines
 
 
 def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
@@ -181,6 +182,14 @@ def test_compiles(stem, type_, card):
     of_file = [d for s, d in variants(card) if s == stem and (not type_ or d[0] == type_)]
     for defines in of_file:
         check(source(stem), defines, card.capability)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize("types", TOGETHER, ids="+".join)
+def test_two_types_compile(types, card):
+    for cols in COLS:
+        launch = linear_launch(card, types, cols)
+        check(source("linear", launch.second), launch.defines, card.capability)
 
 
 def test_every_file_is_compiled():

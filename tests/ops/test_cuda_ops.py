@@ -17,9 +17,10 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import products  # noqa: E402
-from cuda_backend.launch import Array  # noqa: E402
-from cuda_backend.layout import MOST_ROWS, UNITS, WHOLE  # noqa: E402
+from cuda_backend.launch import Array, Kernel  # noqa: E402
+from cuda_backend.layout import MOST_ROWS, TOGETHER, UNITS, WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.weights import Weight  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -155,6 +156,31 @@ def test_stripes(type_, ops, monkeypatch):
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
         assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 64"
+
+
+@pytest.mark.parametrize("types", TOGETHER, ids="+".join)
+def test_two_types(types, ops, monkeypatch):
+    """Matrices of two types in one launch, in either order, in each of its rings and for any rows."""
+    monkeypatch.setattr(ops, "card", replace(ops.card, sms=5))
+
+    def product(w: Weight, T: int) -> tuple[np.ndarray, int]:
+        ops.arena.reset()
+        rows, before = rows_on(ops, x[:T]), Kernel.launches
+        out, launches = ops.linear(rows, w), Kernel.launches - before
+        return ops.read(out), launches
+
+    x = np.random.default_rng(3).normal(size=(72, 1280)).astype(np.float32)
+    for sizes in ((140, 900), (600, 9)):
+        parts = [random_matrix(type_, rows, 1280) for type_, rows in zip(types, sizes, strict=True)]
+        for order in (parts, parts[::-1]):
+            w, one, alone = ops.weight(*order), ops.weight(order[0]), None
+            want = np.concatenate([quantized_rows(x, p.type) @ dequantize(p).astype(np.float64).T for p in order], 1)
+            for T in (72, 1, 7, 16, 24, 64):
+                out, count = product(w, T)
+                assert count == product(one, T)[1]
+                assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
+                alone = out if alone is None else alone
+                assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 72"
 
 
 @pytest.mark.parametrize("type_", WHOLE)

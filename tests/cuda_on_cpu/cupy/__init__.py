@@ -39,13 +39,16 @@ SIZES = {
     "Turn": 24,
     "Places": 8,
     "Choice": 96,
+    "Matrix": 40,
+    "Rows": 32,
+    "Partials": 24,
 }
 KERNEL = re.compile(
     r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(?:CLUSTER\s+)?(\w+)\(([^)]*)\)',
     re.DOTALL,
 )
 IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address", "prefetch"]
-LINEAR = r"""
+RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
 static Barrier& barrier_at(u32 at) { return *(Barrier*)(block_memory + at); }
 static void barrier_init(u32 at, int count) { barrier_at(at) = {(unsigned short)count, 0, 0}; }
@@ -57,6 +60,8 @@ static void barrier_wait(u32 at, u32 parity) { while (barrier_at(at).phase % 2 =
 static void copy(u32 to, const u8* from, int bytes, u32, int lane, bool = false) {
     for (int i = lane * 16; i < bytes; i += 512) memcpy(block_memory + to + i, from + i, 16);
 }
+"""
+PRODUCT = r"""
 #if MINS
 typedef unsigned char Code;
 #else
@@ -127,9 +132,11 @@ def _closing(code: str, at: int, pair: str) -> int:
 
 
 def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
-    extra = LINEAR if "barrier_init(" in code else ATTENTION if "ldmatrix(" in code else ""
-    code = code.replace("__device__ __forceinline__ void mma(", extra + "__device__ __forceinline__ void mma(", 1)
-    code = without(code, IN_SIMT + re.findall(r"^static void (\w+)\(", extra, re.MULTILINE))
+    ring, extra = (RING, PRODUCT) if "barrier_init(" in code else ("", ATTENTION if "ldmatrix(" in code else "")
+    replaced = IN_SIMT + re.findall(r"^static void (\w+)\(", ring + extra, re.MULTILINE)
+    code = re.sub(r"^(?=__device__ __forceinline__ void mma\()", lambda _: extra, code, flags=re.MULTILINE)
+    code = ring.join(re.split(r"^(?=__device__ __forceinline__ void barrier_init\()", code, flags=re.MULTILINE))
+    code = without(code, replaced)
     code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)block_memory;", code)
     code = re.sub(r'asm volatile\("cp\.async\.mbarrier[^"]*"[^;]*;', "barrier_arrive(full + 8 * s);", code)
     code = re.sub(r'asm volatile\("cp\.async\.wait_[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")

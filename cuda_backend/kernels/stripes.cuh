@@ -1,0 +1,114 @@
+// stripes: a CTA's part of y = x W' for one quantized matrix, as linear.cu describes it
+// Build     one type of tile.cuh, STAGES; COLS, STRIPES and AHEAD as linear.cu
+
+// Fewer instructions in flight where they would take more registers than there are: product.cuh multiply.
+#define HALVES_AT_ONCE \
+    (__CUDA_ARCH__ >= 1000 && COLS > 24 || __CUDA_ARCH__ == 800 && (COLS == 24 && (MINS || P1) || COLS > 64) || COLS == 16 && !WHOLE ? 1 : HALVES)
+#define EIGHTS_AT_ONCE (__CUDA_ARCH__ != 900 && COLS > 32 ? GROUP / 16 : MINS && !WHOLE ? 1 : NT)
+#define ONCE (COLS == 1 || COLS > 24)  // weights leave the L2 cache first: a gain of 2 % or none, but a loss of 1 % for 16 rows
+#define EARLY (AHEAD || __CUDA_ARCH__ >= 1000)  // a division while x is on its way, where a register is left for it
+#define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
+
+__device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const Rows& x, const Partials& to, u8* ring, float* factors) {
+    const u32 full = shared_address(ring + STAGES * STAGE), empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, BULK ? 1 : 32);
+            barrier_init(empty + 8 * s, 256);
+        }
+        barrier_init(ready, AHEAD ? 1 : 8);
+#if BULK
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    release_next();
+    __syncthreads();
+    int stripe = STRIPES > 1 ? cta * m.each : cta;
+    const u32 all = m.row_blocks * m.k_blocks;  // times stripes less than 2^32 for matrices of 2^38 weights
+    const auto first_of = [&](int of) { return all * (u32)of / (u32)m.stripes; };  // unit of a stripe
+    const int first = first_of(stripe), units = first_of(STRIPES > 1 ? min(stripe + m.each, m.stripes) : stripe + 1) - first;
+    int row_block = first / m.k_blocks, k_block = first % m.k_blocks;
+
+    if (warp == 8) {  // producer
+#if !BULK
+        depend();
+#endif
+        const auto copy_x = [&](int i) {  // for unit i
+            copy(shared_address(ring + i % STAGES * STAGE) + UNIT_BYTES, x.packed + (s64)((k_block + i) % m.k_blocks) * XUNIT, XUNIT,
+                 full + 8 * (i % STAGES), lane);
+        };
+        const u8* unit = m.w + (s64)first * UNIT_BYTES;
+        for (int i = 0; i < units; i++, unit += UNIT_BYTES) {
+            const int s = i % STAGES;
+            if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
+            if (lane == 0) barrier_expect(full + 8 * s, STAGE);
+            copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane, ONCE);
+#if BULK
+            // weights depend on nothing: the ring fills while the kernel before this one ends, and x follows
+            if (i == min(STAGES, units) - 1) {
+                depend();
+                for (int j = 0; j <= i; j++) copy_x(j);
+            }
+            if (i < STAGES) continue;
+#endif
+            copy_x(i);
+#if !BULK
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
+#endif
+        }
+#if !BULK
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+        return;
+    }
+
+    depend();  // the memory that the result takes may still be read
+    if (!AHEAD || warp == 8 + 1) {
+        float sums[OF_EACH] = {};  // of rows that are read together
+#pragma unroll 1
+        for (int i = lane; i - lane < x.parts; i += 32)
+#pragma unroll
+            for (int r = 0; r < OF_EACH; r++) {
+                const int t = AHEAD ? r : warp + r * 8;
+                sums[r] += t < x.T && i < x.parts ? x.squares[t * x.parts + i] : 0.0f;
+            }
+#pragma unroll
+        for (int r = 0; r < OF_EACH; r++) {
+            const int t = AHEAD ? r : warp + r * 8;
+            const float sum = x.parts ? warp_sum(sums[r]) : 0.0f;
+            if (lane == 0 && t < COLS) factors[t] = x.parts ? 1.0f / sqrtf(sum / x.columns + x.eps) : 1.0f;
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ready);  // the factors: wanted at the end
+        if (AHEAD) return;
+    }
+    float acc[NT][ACC] = {};
+    // the stripe that holds unit u is ((u + 1) * stripes - 1) / all
+    const auto slot_of = [&](int block) { return stripe - (int)(((u32)(block * m.k_blocks + 1) * m.stripes - 1) / all); };
+    int slot = EARLY ? slot_of(row_block) : 0;
+    int left = STRIPES > 1 ? first_of(min(stripe + 1, m.stripes)) - first : units;  // of this stripe, and of others
+    [[maybe_unused]] int more = units - left;
+    int s = 0;
+    u32 phase = 0;
+#pragma unroll 1
+    while (left) {
+        barrier_wait(full + 8 * s, phase);
+        multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
+        barrier_arrive(empty + 8 * s);
+        if (++s == STAGES) s = 0, phase ^= 1;
+        const bool done = ++k_block == m.k_blocks;
+        if (--left && !done) continue;
+        barrier_wait(ready, 0);
+        if (!EARLY) slot = slot_of(row_block);
+        // the stripe that ends a row block clears the slots that nobody has
+        put(acc, m.out, m.N, x.T, row_block * 128 + warp * 16, slot, done ? to.slots : slot + 1, to.slot, to.row, factors, lane);
+        slot = 0;  // of a row block that begins here
+        if (done) row_block++, k_block = 0;
+        if (STRIPES > 1 && !left) stripe++, left = more, more = 0;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < ACC; e++) acc[n][e] = 0.0f;
+    }
+}
