@@ -9,8 +9,8 @@ Letters: T rows (tokens of the step), H query heads, K key/value heads, D head s
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,17 @@ class Ops(ABC):
         """A matrix (rows, columns) or experts (E, rows, columns), quantized as stored; parts are stacked by rows."""
 
     def check_weights(self) -> None:
-        """All weights were given: raise BimetalError for one with a scale that is not finite, where `checks_scales`.
+        """Raise BimetalError for a weight with a scale that is not finite, where `checks_scales`.
 
         `weight` need not wait for the device to see it.
         """
         return None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Weights that are made within can be used behind it, and their tensors must last as long. Checks them."""
+        yield
+        self.check_weights()
 
     @abstractmethod
     def vector(self, tensor: Tensor) -> Array:

@@ -98,15 +98,19 @@ def release(tensor: Tensor) -> None:
     Does nothing for bytes that are not a view into a mapped file, and where the system has no MADV_DONTNEED.
     """
     for part in (tensor, tensor.scales, tensor.biases):
-        if part is None or not part.data.flags.c_contiguous:
-            continue
-        whole = part.data
-        while isinstance(whole.base, np.ndarray):
-            whole = whole.base
-        map_ = whole.base.obj if isinstance(whole.base, memoryview) else None
-        if isinstance(map_, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            start = part.data.ctypes.data - whole.ctypes.data
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # neighbours share the pages at both ends
-            length = (start + part.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-            if length > 0:
-                map_.madvise(mmap.MADV_DONTNEED, first, length)
+        if part is not None:
+            give_back(part.data)
+
+
+def give_back(data: np.ndarray) -> None:
+    """`release` of bytes."""
+    whole = data
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    map_ = whole.base.obj if isinstance(whole.base, memoryview) else None
+    if data.flags.c_contiguous and isinstance(map_, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        start = data.ctypes.data - whole.ctypes.data
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # neighbours share the pages at both ends
+        length = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            map_.madvise(mmap.MADV_DONTNEED, first, length)

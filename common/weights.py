@@ -146,9 +146,9 @@ def make_weights(
                 bar.update()
             return made
 
-        weights = handles(layout.top)
-        weights.layers = [handles(table, layer) for layer, table in enumerate(layout.layers, first)]
-    ops.check_weights()
+        with ops.loading():
+            weights = handles(layout.top)
+            weights.layers = [handles(table, layer) for layer, table in enumerate(layout.layers, first)]
     return weights
 
 

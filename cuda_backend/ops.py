@@ -8,7 +8,8 @@ import gc
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
 from cuda_backend.products import Groups
 from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
-from cuda_backend.upload import Uploader
+from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, only, out_of, view
 from cuda_backend.weights import Weight
 
@@ -72,6 +73,16 @@ class CudaOps(Ops):
 
     def check_weights(self) -> None:
         self.uploader.check()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        self.uploader.ahead = BUFFERS - 2
+        try:
+            yield
+            self.check_weights()
+        finally:
+            self.uploader.drop()
+            self.uploader.ahead = 0
 
     def vector(self, tensor: Tensor) -> Array:
         values = dequantize(tensor)

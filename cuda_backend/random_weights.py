@@ -21,6 +21,7 @@ class RandomOps(CudaOps):
         """Random blocks for as many rows."""
         block = BLOCKS[tensor.type]
         nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
+        self.uploader.finish()  # whose launches may want what the room holds
         address = self.uploader.room(nbytes + 4)
         args = (
             np.uint64(address),

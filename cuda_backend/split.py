@@ -5,7 +5,7 @@ copied there; `scope` brings the residual rows to their layer. A captured step i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -352,6 +352,14 @@ class SplitOps(Ops):
     def vector(self, tensor: Tensor) -> Held:
         with self.loads_on.device:
             return Held(self.loads_on.ops.vector(tensor), self.loads_on)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.device)  # left after `loading`, which checks on it
+                stack.enter_context(part.ops.loading())
+            yield
 
     def check_weights(self) -> None:
         for part in self.parts:

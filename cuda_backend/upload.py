@@ -1,30 +1,37 @@
-"""Bytes of the host to the device by way of pinned memory: threads fill one buffer while the device fetches the others.
+"""Bytes of the host to the device by way of pinned memory: threads fill some buffers while the device fetches others.
 
-One thread reads a memory-mapped file at a third of what the page cache delivers, and so does the driver where memory is
-not pinned. NumPy copies without the interpreter's lock.
+One thread reads a memory-mapped file at a fifth of what a device takes, and so does the driver where memory is not
+pinned. NumPy copies without the interpreter's lock, but a thread that sleeps between pieces wakes late: in a load the
+next weight's pieces are given to the readers before those of the last are all there.
 """
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import cupy
 import numpy as np
 
 from common.errors import BimetalError
 from common.quants import check_scales
-from common.tensors import Tensor
+from common.tensors import Tensor, give_back
 from cuda_backend.launch import Memory
 
-BUFFER, BUFFERS = 64 << 20, 2  # bytes of one, and how many
-READERS = min(4, os.cpu_count() or 1)  # more wait for memory, and for each other
+BUFFER, BUFFERS = 64 << 20, 4  # bytes of one, and how many
+READERS = min(8, os.cpu_count() or 1)  # more wait for each other
 LEAST = 1 << 20  # bytes that are not worth sharing
 FLAGS = 1 << 12  # weights that are checked together
 
 
 class Uploader:
-    """Copies to the device in the order of `stream`. It keeps BUFFERS * BUFFER bytes of pinned memory."""
+    """Copies to the device in the order of `stream`. It keeps BUFFERS * BUFFER bytes of pinned memory.
+
+    ahead    buffers that may still be filled when a weight is done: more than 0 within `CudaOps.loading`
+    filling  of each such buffer its reads, and what follows once they are done
+    """
 
     def __init__(self, stream: cupy.cuda.Stream):
         self.stream = stream
@@ -32,12 +39,15 @@ class Uploader:
         self.readers = ThreadPoolExecutor(READERS, "bimetal reader")
         buffers = [np.frombuffer(cupy.cuda.alloc_pinned_memory(BUFFER), np.uint8, BUFFER) for _ in range(BUFFERS)]
         self.buffers = itertools.cycle([(buffer, cupy.cuda.Event(disable_timing=True)) for buffer in buffers])
+        self.ahead = 0
+        self.filling: deque[tuple[list[Future[None]], list[Callable[[], None]]]] = deque()
         self.flags: Memory | None = None
         self.unchecked: list[Sequence[Tensor]] = []
 
     def room(self, nbytes: int) -> int:
         """Device memory for what is on its way, in the order of the stream; the next call gives the same."""
         if nbytes > self.memory.nbytes:
+            self.finish()
             self.stream.synchronize()
             self.memory = Memory(nbytes)
         return self.memory.address
@@ -54,6 +64,7 @@ class Uploader:
 
     def check(self) -> None:
         """Raises BimetalError for a scale that is not finite among those since the last call. Waits for the device."""
+        self.finish()
         (unchecked, self.unchecked), (memory, self.flags) = (self.unchecked, []), (self.flags, None)
         flags, kind = np.zeros(len(unchecked), np.int32), cupy.cuda.runtime.memcpyDeviceToHost
         if memory:
@@ -66,26 +77,54 @@ class Uploader:
                 raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
     def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays (n, bytes), one behind the other, to device memory; the host's may change when this returns."""
+        """Copy arrays (n, bytes), one behind the other, to device memory, sent by the next `finish`.
+
+        They must not change before. Pages of a file that they are views of are given back.
+        """
 
         def read(place: np.ndarray, piece: np.ndarray) -> None:
             np.copyto(place.reshape(piece.shape), piece)
 
+        def send(buffer: np.ndarray, fetched: cupy.cuda.Event, at: int, nbytes: int) -> None:
+            kind = cupy.cuda.runtime.memcpyHostToDevice
+            cupy.cuda.runtime.memcpyAsync(at, buffer.ctypes.data, nbytes, kind, self.stream.ptr)
+            fetched.record(self.stream)
+
         for pieces in _filling(arrays):
+            self.finish(BUFFERS - 2)
             buffer, fetched = next(self.buffers)
             fetched.synchronize()
             ends = list(itertools.accumulate(piece.nbytes for piece in pieces))
             places = [buffer[end - piece.nbytes : end] for piece, end in zip(pieces, ends, strict=True)]
             reads = [self.readers.submit(read, place, piece) for place, piece in zip(places, pieces, strict=True)]
+            self.filling.append((reads, [partial(send, buffer, fetched, address, ends[-1])]))
+            address += ends[-1]
+        for array in arrays:
+            self.then(partial(give_back, array))
+
+    def then(self, launch: Callable[[], None]) -> None:
+        """Call `launch` behind all copies until now."""
+        if self.filling:
+            self.filling[-1][1].append(launch)
+        else:
+            launch()
+
+    def finish(self, most: int = 0) -> None:
+        """Wait until only the last `most` buffers are being filled, and send the others."""
+        while len(self.filling) > most:
+            reads, follows = self.filling.popleft()
             try:
                 for done in reads:
                     done.result()
             finally:
-                wait(reads)  # interrupted or not: what comes next fills the buffers from other arrays
-            kind = cupy.cuda.runtime.memcpyHostToDevice
-            cupy.cuda.runtime.memcpyAsync(address, buffer.ctypes.data, ends[-1], kind, self.stream.ptr)
-            fetched.record(self.stream)
-            address += ends[-1]
+                wait(reads)  # interrupted or not: what comes next fills the buffer from other arrays
+            for follow in follows:
+                follow()
+
+    def drop(self) -> None:
+        """Forget what was not sent: whose memory it is may not want it any more."""
+        wait([read for reads, _ in self.filling for read in reads])
+        self.filling.clear()
 
 
 def _filling(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:

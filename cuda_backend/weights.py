@@ -7,6 +7,7 @@ projection beside Q4_K queries) still make one output.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import cupy
 import numpy as np
@@ -65,7 +66,8 @@ Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored ro
 def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None) -> tuple[Weight, list[str]]:
     """The parts stacked by rows, and the types that had to be expanded to float16.
 
-    A scale that is not finite is refused here in what is expanded, else by `uploader.check`.
+    A scale that is not finite is refused here in what is expanded, else by `uploader.check`. On the stream all is there
+    when this returns, but for the last `uploader.ahead` buffers.
     """
 
     def upload_rows(tensor: Tensor, stored: list[np.ndarray], rows: slice) -> int:
@@ -90,7 +92,13 @@ def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None
         else:
             groups.append([part])
     nbytes = sum(part.nbytes for part in parts)
-    return Weight(tuple(_segment(group, uploader, stage or upload_rows) for group in groups), nbytes), expanded
+    try:
+        segments = tuple(_segment(group, uploader, stage or upload_rows) for group in groups)
+        uploader.finish(uploader.ahead)
+    except BaseException:
+        uploader.drop()
+        raise
+    return Weight(segments, nbytes), expanded
 
 
 def held_bytes(part: Tensor) -> int:
@@ -124,22 +132,19 @@ def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
             n = min(chunk, each - at)
             staged = stage(first, stored, slice(at, at + n))
             tiles = -(-n // 128) * 8
-            kernel("repack", "repack", tile_defines(first.type))(
-                (-(-tiles * k_blocks // 8),),
-                (256,),
-                (
-                    np.uint64(staged),
-                    np.int64(row_bytes),
-                    np.int32(n),
-                    np.int32(columns),
-                    np.int32(0),
-                    np.int32(tiles),
-                    np.int32(k_blocks),
-                    np.uint64(to),
-                    np.uint64(flag),
-                ),
-                stream=uploader.stream,
+            args = (
+                np.uint64(staged),
+                np.int64(row_bytes),
+                np.int32(n),
+                np.int32(columns),
+                np.int32(0),
+                np.int32(tiles),
+                np.int32(k_blocks),
+                np.uint64(to),
+                np.uint64(flag),
             )
+            repack, grid = kernel("repack", "repack", tile_defines(first.type)), (-(-tiles * k_blocks // 8),)
+            uploader.then(partial(repack, grid, (256,), args, stream=uploader.stream))
             to += tiles // 8 * unit_row
     return Segment(first.type, rows, columns, experts, memory)
 

@@ -42,6 +42,7 @@ def test_buffers_are_filled_one_after_the_other(ops, monkeypatch):
         memory = Memory(4 * sum(lengths))
         copies = [array.copy() for array in arrays]
         ops.uploader.copy(memory.address, copies)
+        ops.uploader.finish()
         for copy in copies:
             copy[:] = 0xFF  # the host's may change
         read = ops.read(Array((sum(lengths),), memory.address, owner=memory))
@@ -87,12 +88,16 @@ def test_load_that_is_interrupted(monkeypatch):
         read.append(piece[0, 0])
         copy(place, piece)
 
+    ops.uploader.copy(memory.address, [second])  # sent by nobody
+    ops.uploader.drop()
     with monkeypatch.context() as patch:
         patch.setattr(np, "copyto", interrupted)
+        ops.uploader.copy(memory.address, [first, second])
         with pytest.raises(KeyboardInterrupt):
-            ops.uploader.copy(memory.address, [first, second])
+            ops.uploader.finish()
     assert read == [1]
     ops.uploader.copy(memory.address, [second, first])
+    ops.uploader.finish()
     held = ops.read(Array((1 << 19,), memory.address, owner=memory)).view(np.uint8)
     np.testing.assert_array_equal(held, np.concatenate([second, first]).ravel())
     threads = ops.uploader.readers._threads
@@ -101,6 +106,32 @@ def test_load_that_is_interrupted(monkeypatch):
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_weights_that_are_loaded_together(ops, monkeypatch):
+    """Readers go on while the next weight is prepared; behind `loading` all are there, also where it failed before."""
+    monkeypatch.setattr(upload, "BUFFER", 1 << 20)
+    random = np.random.default_rng(1)
+    values = [random.normal(size=(n, 512)).astype(np.float32) for n in (700, 3, 2000, 512, 1)]
+    tensors = [Tensor("w", "F32", v.shape, v.view(np.uint8)) for v in values]
+
+    def failing() -> None:
+        with ops.loading():
+            ops.weight(tensors[2])
+            assert ops.uploader.filling
+            raise BimetalError("a file that is not what it says")
+
+    with pytest.raises(BimetalError, match="not what it says"):
+        failing()
+    assert not ops.uploader.filling
+    with ops.loading():
+        held = [ops.weight(tensor) for tensor in tensors]
+        assert ops.uploader.filling
+    one = ops.weight(tensors[0])
+    assert not ops.uploader.filling
+    for weight, value in zip([*held, one], [*values, values[0]], strict=True):
+        memory = weight.segments[0].memory
+        np.testing.assert_array_equal(ops.read(Array(value.shape, memory.address, owner=memory)), value)
 
 
 def anonymous() -> int:
@@ -114,9 +145,9 @@ def test_host_memory(ops, tmp_path: Path):
     path, columns = tmp_path / "weights", 8192
     rows = zeros("Q4_K", 1 << 14, columns).data
     with path.open("wb") as file:
-        for _ in range(6):
+        for _ in range(10):
             file.write(rows)
-    data = map_file(path).reshape(6, *rows.shape)
+    data = map_file(path).reshape(10, *rows.shape)
     ops.weight(zeros("Q4_K", 128, columns))  # what comes first takes its own: a context, kernels, buffers
     before, peak, over = anonymous(), 0, threading.Event()
 
