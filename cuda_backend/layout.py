@@ -183,7 +183,7 @@ def packing(type_: str, rows: int) -> Packing:
 
 def row_bytes(packing: Packing) -> int:
     """Bytes of 32 columns of a packed row."""
-    return 40 if packing.cols == 1 or packing.fine else 37
+    return 40 if packing.cols == 1 else 36 if packing.fine else 37
 
 
 def packed_size(columns: int, rows: int, packing: Packing) -> int:

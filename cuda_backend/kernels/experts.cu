@@ -28,15 +28,21 @@ struct GatheredRows {
     const u8* from;
     int row, t;  // of a lane
     __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
-        return *(const uint4*)(from + (n * 8 + row) * XROW + half * 160 + pair * 64 + t * 16);
+        return *(const uint4*)(from + (n * 8 + row) * XROW + half * (WHOLE ? 128 : 160) + pair * 64 + t * 16);
     }
+#if WHOLE
+    __device__ __forceinline__ float4 scales(int n) const {
+        const u8* first = from + (n * 8 + 2 * t) * XROW + 256;
+        const float2 one = *(const float2*)first, next = *(const float2*)(first + XROW);
+        return make_float4(one.x, one.y, next.x, next.y);
+    }
+    __device__ __forceinline__ uint2 sums(int n) const { return *(const uint2*)(from + (n * 8 + row) * XROW + 264 + t * 8); }
+#else
     __device__ __forceinline__ float2 scales(int half, int group, int n) const {
-        const u8* first = from + (n * 8 + 2 * t) * XROW + half * 160 + 144 + group * 4;
+        const u8* first = from + (n * 8 + 2 * t) * XROW + half * 160 + 128 + group * 4;
         return make_float2(*(const float*)first, *(const float*)(first + XROW));
     }
-    __device__ __forceinline__ u32 sums(int half, int n) const {
-        return *(const u32*)(from + (n * 8 + row) * XROW + half * 160 + 128 + t * 4);
-    }
+#endif
 };
 
 // An item: `units` of k from first_k of row block `row_block` of matrix `group.x`.

@@ -14,7 +14,7 @@
 
 // Blocks per multiprocessor. Of 100 KB of shared memory, two would have too small a ring.
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || STRIPES > 1 || \
-    (COLS > 16 && MINS && !WHOLE)  // these would spill
+    (COLS > 16 && MINS && !SUMS)  // these would spill
 #define BLOCKS 1
 #else
 #define BLOCKS 2

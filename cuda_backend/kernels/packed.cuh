@@ -1,9 +1,8 @@
 // packed: rows of x as store.cuh packs them for a step, and where their products go
 // Build     one type of tile.cuh, and COLS as layout.py has them
 
-#define XPART (COLS == 1 ? 160 : WHOLE ? 1184 : 1280)  // bytes of 128 columns of a row, or of eight rows
-#define XBYTES (XPART * NT)  // of 128 columns of all rows
-#define XUNIT (HALVES * XBYTES)
+#define XPART (COLS == 1 ? 160 * HALVES : WHOLE ? 2368 : 1152)  // bytes of a row, or of eight rows: of a unit, or 128 columns of it
+#define XUNIT (COLS == 1 ? XPART : (WHOLE ? 1 : HALVES) * NT * XPART)
 #define STAGE (UNIT_BYTES + XUNIT)
 
 // A unit of packed rows: store.cuh.
@@ -12,22 +11,32 @@ struct PackedRows {
     int lane;
 #if COLS == 1  // every column of the product is the one row of x
     __device__ __forceinline__ uint4 codes(int half, int pair, int) const {
-        return *(const uint4*)(from + half * XPART + pair * 64 + lane % 4 * 16);
+        return *(const uint4*)(from + half * (WHOLE ? 128 : 160) + pair * 64 + lane % 4 * 16);
     }
+#if WHOLE
+    __device__ __forceinline__ float4 scales(int) const {
+        const float2 both = *(const float2*)(from + 256);
+        return make_float4(both.x, both.y, both.x, both.y);
+    }
+    __device__ __forceinline__ uint2 sums(int) const { return *(const uint2*)(from + 264 + lane % 4 * 8); }
+#else
     __device__ __forceinline__ float2 scales(int half, int group, int) const {
-        const float scale = ((const float*)(from + half * XPART + 144))[group];
+        const float scale = ((const float*)(from + half * 160 + 128))[group];
         return make_float2(scale, scale);
     }
-    __device__ __forceinline__ u32 sums(int half, int) const { return *(const u32*)(from + half * XPART + 128 + lane % 4 * 4); }
+#endif
+#elif WHOLE
+    __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
+        return *(const uint4*)(from + n * XPART + half * 1024 + pair * 512 + lane * 16);
+    }
+    __device__ __forceinline__ float4 scales(int n) const { return *(const float4*)(from + n * XPART + 2048 + lane % 4 * 16); }
+    __device__ __forceinline__ uint2 sums(int n) const { return *(const uint2*)(from + n * XPART + 2112 + lane * 8); }
 #else
     __device__ __forceinline__ uint4 codes(int half, int pair, int n) const {
-        return *(const uint4*)(from + half * XBYTES + n * XPART + pair * 512 + lane * 16);
+        return *(const uint4*)(from + (half * NT + n) * XPART + pair * 512 + lane * 16);
     }
     __device__ __forceinline__ float2 scales(int half, int group, int n) const {
-        return *(const float2*)(from + half * XBYTES + n * XPART + 1024 + group * 32 + lane % 4 * 8);
-    }
-    __device__ __forceinline__ u32 sums(int half, int n) const {
-        return *(const u32*)(from + half * XBYTES + n * XPART + XPART - 128 + lane * 4);
+        return *(const float2*)(from + (half * NT + n) * XPART + 1024 + group * 32 + lane % 4 * 8);
     }
 #endif
 };

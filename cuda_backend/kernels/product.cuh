@@ -1,11 +1,14 @@
 // product: 16 rows of a quantized matrix times a unit's columns of COLS rows of x, on the tensor cores
 // In        x   int8 codes with a scale per 128 columns, or 32 (store.cuh), where a type X with these members finds them for a lane:
 //               codes(half, pair, n)    of two groups of 32 columns of rows 8 n to 8 n + 7: B fragments of two m16n8k32
-//               scales(half, group, n)  of rows 8 n + 2 t and the next, t = lane % 4
-//               sums(half, n)           of codes, a float16 per 16 columns: B fragment of m16n8k8
+//               scales(n)               WHOLE: of either half of rows 8 n + 2 t and the next, t = lane % 4
+//               scales(half, group, n)  others: of these rows
+//               sums(n)                 WHOLE: of x, 32 columns each: B fragment of a bf16 m16n8k16
 // Build     one type of tile.cuh; COLS 1 or a multiple of 8
-// Numbers   WHOLE types: 128 columns, which share a scale of x, add up in whole numbers, so that what follows is all that
-//           rounds: one conversion, scale, minima, scale of x, in this order. Others: the dot of each group of 32 columns is exact
+// Numbers   WHOLE types: 128 columns, which share a scale of x, add up in whole numbers. What follows rounds: two conversions,
+//           each times its scale of x, the second added to the first; minima times sums of x in bf16, 16 bits of a sum, which a
+//           tensor core adds up for 256 columns; minima, then scales times the sum of both halves added to the result.
+//           Q2_K adds up minima in whole numbers, as scales. Others: the dot of each group of 32 columns is exact
 
 #if COLS == 1
 #define NT 1
@@ -38,18 +41,34 @@ __device__ __forceinline__ void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b) {
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
         : "r"(a0), "r"(a1), "r"(b), "r"(START));
 }
-__device__ __forceinline__ void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+__device__ __forceinline__ void less_128(u32& x) {  // of two bf16
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(x) : "r"(0x3f803f80u), "r"(0xc300c300u));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, uint2 b) {  // a0 and a1 for k from 8 on, too
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%4,%5}, {%6,%7}, {%8,%8,%8,%8};"
         : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-        : "r"(a0), "r"(a1), "r"(b), "f"(0.0f));
+        : "r"(a0), "r"(a1), "r"(b.x), "r"(b.y), "f"(0.0f));
 }
 
 #if WHOLE
+static_assert(HALVES == 2, "two scales of x");
+
 // sum += scale * dot: of the four results of a lane, or of its two rows where all columns are one
 __device__ __forceinline__ void add(int (&sum)[ACC], const int (&c)[4], int low, int high) {
 #pragma unroll
     for (int i = 0; i < ACC; i++)  // beside the tensor cores, which multiply-adds of floats would hold up
         sum[i] += (i < ACC / 2 ? low : high) * c[i * 4 / ACC];
+}
+// v += sum * scale of x, likewise
+__device__ __forceinline__ void scaled(float (&v)[ACC], const int (&sum)[ACC], float dx, float next_dx) {
+#pragma unroll
+    for (int i = 0; i < ACC; i++) v[i] = __fmaf_rn((float)sum[i], i * 4 / ACC % 2 ? next_dx : dx, v[i]);
+}
+// acc += factor * v, likewise
+template <int N>
+__device__ __forceinline__ void add(float (&acc)[ACC], const float (&v)[N], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < ACC; i++) acc[i] = __fmaf_rn(i < ACC / 2 ? low : high, v[i * N / ACC], acc[i]);
 }
 #else
 // acc += dx * (scale * dot + minimum * sum of codes), likewise
@@ -72,53 +91,61 @@ __device__ __forceinline__ void add(float (&acc)[ACC], const int (&c)[4], const 
 }
 #endif
 
+#if SUMS
+// acc += minima of a tile times sums of x, which a tensor core adds up for 256 columns
+template <class X>
+__device__ __forceinline__ void add_minima(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles) {
+    const Scales low(tile, lane / 4, 0, SHIFT), high(tile, lane / 4 + 8, 0, SHIFT_HIGH);
+    u32 low_minima = minima_of(tile, lane / 4, lane % 4), high_minima = minima_of(tile, lane / 4 + 8, lane % 4);
+    less_128(low_minima), less_128(high_minima);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        if (n >= tiles) break;
+        float minima[4];
+        mma_bf16(minima, low_minima, high_minima, x.sums(n));
+        add(acc[n], minima, low.m, high.m);
+    }
+}
+#endif
+
 // acc += one tile times one unit of x, of which `tiles` eights of rows are there. AT_ONCE: halves whose instructions may be
 // in flight together, MOST: eights that are summed up together; fewer take fewer registers.
+#if WHOLE
 template <int AT_ONCE, int MOST, class X>
 __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles = NT) {
     const u8* codes = tile + lane * 16;
-#pragma unroll AT_ONCE
-    for (int half = 0; half < HALVES; half++) {
-        if (AT_ONCE < HALVES) asm volatile("" ::: "memory");  // read scales here, not those of all halves before
-        const Scales low(tile, lane / 4, half, SHIFT), high(tile, lane / 4 + 8, half, SHIFT_HIGH);
-#if MINS && WHOLE
-        const u32 low_minima = low.minima_of(lane % 4), high_minima = high.minima_of(lane % 4);
-        const float low_m = low.m * (1.0f / MINIMA_UNIT), high_m = high.m * (1.0f / MINIMA_UNIT);
+#if SUMS
+    add_minima(acc, tile, x, lane, tiles);
 #endif
 #pragma unroll
-        for (int first = 0; first < NT; first += MOST) {
-#if WHOLE
+    for (int first = 0; first < NT; first += MOST) {
+        float v[MOST][ACC] = {};
+#ifdef Q2_K
+        float minima[MOST][ACC] = {};
+#endif
+#pragma unroll AT_ONCE
+        for (int half = 0; half < HALVES; half++) {
+            if (AT_ONCE < HALVES) asm volatile("" ::: "memory");  // read scales here, not those of both halves before
+            const Scales low(tile, lane / 4, half, SHIFT), high(tile, lane / 4 + 8, half, SHIFT_HIGH);
             int sum[MOST][ACC] = {};
+#ifdef Q2_K
+            int minima_sum[MOST][ACC] = {};
 #endif
 #pragma unroll
             for (int pair = 0; pair < 2; pair++) {
                 const int j = half * 4 + pair * 2;
                 u32 a[2][4];
                 unpack(codes, j, a[0]), unpack(codes, j + 1, a[1]);
-#if WHOLE
                 int scales[2][64 / GROUP];
 #pragma unroll
                 for (int i = 0; i < 64 / GROUP; i++)
                     scales[0][i] = low.of(pair * 64 / GROUP + i), scales[1][i] = high.of(pair * 64 / GROUP + i);
-#else
-                float scales[2][2], minima[2][2] = {};
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    scales[i][0] = low.d * low.of(pair * 2 + i), scales[i][1] = high.d * high.of(pair * 2 + i);
-#if MINS
-                    minima[i][0] = low.minimum(pair * 2 + i), minima[i][1] = high.minimum(pair * 2 + i);
-#endif
-                }
-#endif
 #pragma unroll
                 for (int n = first; n < min(first + MOST, NT); n++) {
                     if (n >= tiles) break;
                     const uint4 b = x.codes(half, pair, n);
                     int c[4];
-#if !WHOLE
-                    mma(c, a[0], b.x, b.y), add(acc[n], c, scales[0], minima[0], x.scales(half, pair * 2, n), b.x, b.y);
-                    mma(c, a[1], b.z, b.w), add(acc[n], c, scales[1], minima[1], x.scales(half, pair * 2 + 1, n), b.z, b.w);
-#elif GROUP == 32
+#if GROUP == 32
                     mma(c, a[0], b.x, b.y), add(sum[n - first], c, scales[0][0], scales[1][0]);
                     mma(c, a[1], b.z, b.w), add(sum[n - first], c, scales[0][1], scales[1][1]);
 #else
@@ -127,27 +154,70 @@ __device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, 
                     mma_half(c, a[1][0], a[1][1], b.z), add(sum[n - first], c, scales[0][2], scales[1][2]);
                     mma_half(c, a[1][2], a[1][3], b.w), add(sum[n - first], c, scales[0][3], scales[1][3]);
 #endif
+#ifdef Q2_K
+                    const u32 columns[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        mma_half(c, low.minima_of(pair * 4 + i), high.minima_of(pair * 4 + i), columns[i]);
+                        add(minima_sum[n - first], c, 1, 1);
+                    }
+#endif
                 }
             }
-#if WHOLE
 #pragma unroll
             for (int n = first; n < min(first + MOST, NT); n++) {
                 if (n >= tiles) break;
-                const float2 dx = x.scales(half, 0, n);
-#if MINS
-                float minima[4];
-                mma_f16(minima, low_minima, high_minima, x.sums(half, n));
+                const float4 dx = x.scales(n);
+                scaled(v[n - first], sum[n - first], half ? dx.y : dx.x, half ? dx.w : dx.z);
+#ifdef Q2_K
+                scaled(minima[n - first], minima_sum[n - first], half ? dx.y : dx.x, half ? dx.w : dx.z);
 #endif
-#pragma unroll
-                for (int i = 0; i < ACC; i++) {
-                    float v = (i < ACC / 2 ? low.d : high.d) * (float)sum[n - first][i];
-#if MINS
-                    v = __fmaf_rn(i < ACC / 2 ? low_m : high_m, minima[i * 4 / ACC], v);
-#endif
-                    acc[n][i] = __fmaf_rn(v, i * 4 / ACC % 2 ? dx.y : dx.x, acc[n][i]);
-                }
             }
+        }
+        const Scales low(tile, lane / 4, 0, SHIFT), high(tile, lane / 4 + 8, 0, SHIFT_HIGH);
+#pragma unroll
+        for (int n = first; n < min(first + MOST, NT); n++) {
+            if (n >= tiles) break;
+#ifdef Q2_K
+            add(acc[n], minima[n - first], low.m, high.m);
 #endif
+            add(acc[n], v[n - first], low.d, high.d);
         }
     }
 }
+#else
+template <int AT_ONCE, int MOST, class X>
+__device__ __forceinline__ void multiply(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles = NT) {
+    const u8* codes = tile + lane * 16;
+#pragma unroll AT_ONCE
+    for (int half = 0; half < HALVES; half++) {
+        if (AT_ONCE < HALVES) asm volatile("" ::: "memory");  // likewise
+        const Scales low(tile, lane / 4, half, SHIFT), high(tile, lane / 4 + 8, half, SHIFT_HIGH);
+#pragma unroll
+        for (int first = 0; first < NT; first += MOST) {
+#pragma unroll
+            for (int pair = 0; pair < 2; pair++) {
+                const int j = half * 4 + pair * 2;
+                u32 a[2][4];
+                unpack(codes, j, a[0]), unpack(codes, j + 1, a[1]);
+                float scales[2][2], minima[2][2] = {};
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    scales[i][0] = low.d * low.of(pair * 2 + i), scales[i][1] = high.d * high.of(pair * 2 + i);
+#if MINS
+                    minima[i][0] = low.minimum(pair * 2 + i), minima[i][1] = high.minimum(pair * 2 + i);
+#endif
+                }
+#pragma unroll
+                for (int n = first; n < min(first + MOST, NT); n++) {
+                    if (n >= tiles) break;
+                    const uint4 b = x.codes(half, pair, n);
+                    int c[4];
+                    mma(c, a[0], b.x, b.y), add(acc[n], c, scales[0], minima[0], x.scales(half, pair * 2, n), b.x, b.y);
+                    mma(c, a[1], b.z, b.w), add(acc[n], c, scales[1], minima[1], x.scales(half, pair * 2 + 1, n), b.z, b.w);
+                }
+            }
+        }
+    }
+}
+#endif

@@ -108,7 +108,20 @@ __device__ __forceinline__ u32 code_of(const u8* row, int k) {
 // The scales of one row (0..15 of the tile) for columns from `k`; `row` is null for a row that pads the matrix.
 __device__ void put_scales(u8* scales, int r, const u8* row, int k, int K) {
 #if defined(Q4_K) || defined(Q5_K)
-    for (int i = 0; i < 16; i++) scales[r * 16 + i] = row ? row[k / 256 * BLOCK + i] : 0;
+    const u8* b = row + k / 256 * BLOCK;
+    u32 high = 0;
+    for (int i = 0; i < 4; i++) scales[r * 16 + i] = row ? b[i] : 0;
+    for (int j = 0; j < 8; j++) {  // 6 bits each: four scales, four minima, and below their high bits those of the other eight
+        int scale = 0, minimum = 0;
+        if (row) {
+            const u8 *of = b + 4 + j % 4;
+            scale = j < 4 ? of[0] & 63 : (of[8] & 15) | of[0] >> 6 << 4;
+            minimum = j < 4 ? of[4] & 63 : of[8] >> 4 | of[4] >> 6 << 4;
+        }
+        scales[r * 16 + 4 + j] = (u8)(scale << 2 | minimum & 3);
+        high |= (u32)(minimum >> 2) << (j % 4 * 8 + j / 4 * 4);
+    }
+    ((u32*)scales)[r * 4 + 3] = high << 2 | high >> 30;
 #elif defined(Q6_K) || defined(Q3_K)
     for (int j = 0; j < 16; j++) {
         int scale = 0;

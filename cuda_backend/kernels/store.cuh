@@ -1,9 +1,10 @@
 // store: a row-wise result in each form that its consumers want
 // Out       dense (T, K) float32, bf16 (T, K), packed: each where the pointer is not null
-//           packed, per 128 columns and 8 rows: the B fragments of four mma.m16n8k32, 16 bytes per lane and two of them; the
-//           scales, 8 or, where fine, 4 times 8; the sums of 16 codes in float16, which holds them, as the B fragment of
-//           m16n8k8. The first `whole` rows, then those that are left, `cols`. With cols = 1 the one column of that,
-//           row after row: 128 bytes of codes, 16 of sums, 16 of scales
+//           packed, per 256 columns and 8 rows: the B fragments of eight mma.m16n8k32, 16 bytes per lane and two of them; the
+//           scales of either half, row after row; the sums of 32 codes, times their scale, as the B fragment of a bf16
+//           mma.m16n8k16: group t of either half at k = 2 t and 2 t + 1, and 8 on what bf16 has left of it. Where
+//           fine, per 128 columns: fragments, and four times 8 scales. The first `whole` rows, then those that are left,
+//           `cols`. With cols = 1 the one column of that, row after row: 320 bytes of 256 columns, or 160 of 128
 //           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
 //           result
 // Build     ONLY: rows are packed, with a scale per 128 columns, and nothing else: each alone (1) or in eights (8). A kernel
@@ -60,16 +61,27 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
         const int code = scale > 0.0f ? max(-127, min(127, __float2int_rn(v[i] * inverse))) : 0;
         codes |= (u32)(u8)code << (8 * i), total += code;
     }
-    total += __shfl_xor_sync(FULL, total, 1);
-    total += __shfl_xor_sync(FULL, total, 2);
+#pragma unroll
+    for (int m = 1; m < 8; m <<= 1) total += __shfl_xor_sync(FULL, total, m);
     if (!ours || k / 32 >= out.groups) return;
     const int lane = k % 128 / 4, pair = lane / 16, word = lane % 4 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
-    const int blocks = out.groups / 4, eight = fine ? 1280 : 1184;  // of 128 columns; bytes of eight rows of one
+    const int wide = fine ? 128 : 256, half = fine ? 0 : k / 128 % 2, blocks = out.groups * 32 / wide;
     const int first = t < out.whole ? 0 : out.whole, rows = t < out.whole ? out.whole : out.cols;  // of a product
+    const int column = one ? 0 : t % 8, width = one ? 1 : 8;
     u8* to = out.packed;
-    to += one ? ((s64)t * blocks + k / 128) * 160 : ((s64)(first / 8 * blocks) + k / 128 * (rows / 8) + (t - first) / 8) * eight;
-    const int column = one ? 0 : t % 8;
-    ((u32*)to)[pair * (one ? 16 : 128) + column * 16 + word] = codes;
-    if ((lane & (fine ? 7 : 31)) == 0) ((float*)(to + (one ? 144 : 1024)))[lane / 8 * (one ? 1 : 8) + column] = scale;
-    if (lane % 4 == 0) ((u16*)(to + (one ? 128 : eight - 128)))[column * 8 + lane / 4] = to_half((float)total);
+    to += one ? ((s64)t * blocks + k / wide) * (fine ? 160 : 320)
+              : ((s64)(first / 8 * blocks) + k / wide * (rows / 8) + (t - first) / 8) * (fine ? 1152 : 2368);
+    ((u32*)to)[(half * 2 + pair) * 16 * width + column * 16 + word] = codes;
+    to += wide * width;
+    if (fine) {
+        if (lane % 8 == 0) ((float*)to)[lane / 8 * width + column] = scale;
+        return;
+    }
+    if (lane == 0) ((float*)to)[column * 2 + half] = scale;
+    if (lane % 8 == 0) {
+        const float sum = (float)total * scale;
+        const u16 high = to_bf16(sum);
+        u16* sums = (u16*)(to + 8 * width) + column * 16 + lane / 8 * 4 + half;
+        sums[0] = high, sums[2] = to_bf16(sum - __uint_as_float((u32)high << 16));
+    }
 }

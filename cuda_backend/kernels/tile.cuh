@@ -92,7 +92,10 @@
 #define AT1 (AT2 + P2 * 4 * KBLOCK)
 #define SCALES (AT1 + P1 * 2 * KBLOCK)  // byte offset of the scales
 #if defined(Q4_K) || defined(Q5_K)
-#define SCALE_BYTES 256  // the file's 16 bytes per row: d, dmin, 12 bytes of 6-bit scales and minima
+// Per row two float16, d and dmin; a byte per group, its scale above the low 2 bits of its minimum; the high 4 bits of the
+// minima in a word: of group j of the first half at bit 8 j + 2, of the second half behind them. Scales, which each lane
+// wants all of, are a mask away.
+#define SCALE_BYTES 256
 #elif defined(Q4_0) || defined(Q5_0) || defined(IQ4_NL) || defined(Q8_0)
 #define SCALE_BYTES (16 * GROUPS * 2)  // float16 per group
 #elif defined(Q4_1) || defined(Q5_1)
@@ -196,6 +199,7 @@ typedef float Scale;
 #endif
 #define HALVES (KBLOCK / 128)
 
+__device__ __forceinline__ u32 turned(u32 word) { return word >> 4 | word << 28; }
 __device__ __forceinline__ int byte_of(u32 word, int i) { return __byte_perm(word, 0, 0x4440 | i); }
 __device__ __forceinline__ int signed_byte_of(u32 word, int i) { return (s8)(word >> (8 * i)); }
 
@@ -219,9 +223,10 @@ struct Scales {
         const u8* from = tile + SCALES;
 #if defined(Q4_K) || defined(Q5_K)
         const uint4 w = *(const uint4*)(from + row * 16);
-        d *= from_half((u16)w.x), m = -from_half((u16)(w.x >> 16));
-        words[0] = half ? (w.w & 0x0f0f0f0fu) | ((w.y >> 2) & 0x30303030u) : w.y & 0x3f3f3f3fu;
-        minima[0] = half ? ((w.w >> 4) & 0x0f0f0f0fu) | ((w.z >> 2) & 0x30303030u) : w.z & 0x3f3f3f3fu;
+        const u32 both = half ? w.z : w.y;
+        d *= 0.25f * from_half((u16)w.x), m = -from_half((u16)(w.x >> 16));
+        words[0] = both & 0xfcfcfcfcu;  // four times the scales
+        minima[0] = (both & 0x03030303u) | ((half ? turned(w.w) : w.w) & 0x3c3c3c3cu);
 #elif defined(Q2_K)
         const u32 both = ((const u32*)(from + 256))[row];
         const uint2 w = *(const uint2*)(from + row * 16 + half * 8);
@@ -265,17 +270,19 @@ struct Scales {
         return from_half((u16)(words[group] >> 16));
 #endif
     }
-#if WHOLE
-    // The minima of columns 32 t to 32 t + 31 as two float16, one for 16 columns: their bits, which are MINIMA_UNIT times
-    // the number.
-    __device__ __forceinline__ u32 minima_of(int t) const {
-#if defined(Q2_K)
-        return __byte_perm(t / 2 ? minima[1] : minima[0], 0, t % 2 ? 0x4342 : 0x4140);
-#else
-        return __byte_perm(minima[0], 0, 0x4040 | t * 0x101);
 #endif
-    }
-#endif
+#ifdef Q2_K
+    __device__ __forceinline__ u32 minima_of(int group) const { return __byte_perm(minima[group / 4], 0, group % 4 * 0x1111); }
 #endif
 };
-#define MINIMA_UNIT (1.0f / 16777216.0f)  // 2^-24, the least float16
+
+#define SUMS (MINS && WHOLE && GROUP == 32)  // minima meet sums of x, 32 columns each
+#if SUMS
+// The minima of groups t of either half of a row, 0..15, and 128 each, as two bf16.
+__device__ __forceinline__ u32 minima_of(const u8* tile, int row, int t) {
+    const uint4 w = *(const uint4*)(tile + SCALES + row * 16);
+    const u32 bytes = 0x0400 | t * 0x0101;  // t of the first word, and in the upper half t of the second
+    const u32 high = __byte_perm(w.w, turned(w.w), bytes), low = __byte_perm(w.y, w.z, bytes);
+    return 0x43004300u | (high & 0x003c003cu) | (low & 0x00030003u);
+}
+#endif

@@ -204,6 +204,23 @@ def test_largest_sums(type_, ops):
         assert np.array_equal(ops.read(ops.linear(rows_on(ops, x[:T]), w)), one[:T]), f"{T} rows"
 
 
+@pytest.mark.parametrize("type_", ["Q4_K", "Q5_K", "Q2_K", "Q6_K", "Q4_1"])
+def test_far_activations(type_, ops):
+    """Rows of large and of small numbers, of one sign so that minima count; infinity and NaN reach a whole row."""
+    tensor = random_matrix(type_, 130, 512)
+    w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
+    x = np.abs(np.random.default_rng(3).normal(size=(9, 512))).astype(np.float32)
+    x *= np.float32([1, 1e6, 1e30, 1e-20, 1, 1, 1, 1e6, 1])[:, None]
+    want = quantized_rows(x, type_) @ values.T
+    x[4, 300], x[5, 10], x[6, 511] = np.nan, np.inf, -np.inf
+    for T in (9, 1):
+        ops.arena.reset()
+        out = np.concatenate([ops.read(ops.linear(rows_on(ops, x[t : t + T]), w)) for t in range(0, 9, T)])
+        assert not np.isfinite(out[4:7]).any()
+        for t in (0, 1, 2, 3, 7, 8):
+            assert np.abs(out[t] - want[t]).max() <= 2e-5 * np.abs(want[t]).max(), f"row {t} of {T}"
+
+
 @pytest.mark.parametrize("type_", [*UNITS, "BF16", "F16"])
 def test_prefill(type_, ops):
     """More rows than a tree has multiply in bfloat16."""

@@ -77,9 +77,12 @@ static void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b) {
     const u32 a[2] = {a0, a1};
     multiply_fragments<Code, signed char, int, 16>(a, &b, start, c, of_code, of_int8);
 }
-static void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 b) {
-    const u32 a[2] = {a0, a1};
-    multiply_fragments<u16, u16, float, 8>(a, &b, nullptr, c, from_half, from_half);
+static void less_128(u32& x) {
+    x = to_bf16x2(from_bf16_bits((u16)x) - 128, from_bf16_bits((u16)(x >> 16)) - 128);
+}
+static void mma_bf16(float (&c)[4], u32 a0, u32 a1, uint2 b) {
+    const u32 a[4] = {a0, a1, a0, a1};
+    multiply_fragments<u16, u16, float, 16>(a, &b, nullptr, c, from_bf16_bits, from_bf16_bits);
 }
 """
 ATTENTION = r"""
