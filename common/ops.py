@@ -72,18 +72,13 @@ class Ops(ABC):
     def weight(self, *parts: Tensor) -> Weight:
         """A matrix (rows, columns) or experts (E, rows, columns), quantized as stored; parts are stacked by rows."""
 
-    def check_weights(self) -> None:
-        """Raise BimetalError for a weight with a scale that is not finite, where `checks_scales`.
-
-        `weight` need not wait for the device to see it.
-        """
-        return None
-
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Weights that are made within can be used behind it, and their tensors must last as long. Checks them."""
+        """Weights that are made within can be used behind it, and their tensors must last as long.
+
+        Where `checks_scales`, its end raises BimetalError for a scale that is not finite, and `weight` need not.
+        """
         yield
-        self.check_weights()
 
     @abstractmethod
     def vector(self, tensor: Tensor) -> Array:

@@ -72,6 +72,7 @@ class CudaOps(Ops):
         return weight
 
     def check_weights(self) -> None:
+        """Raises BimetalError for a scale that is not finite in a weight that was made since the last call."""
         self.uploader.check()
 
     @contextmanager

@@ -361,11 +361,6 @@ class SplitOps(Ops):
                 stack.enter_context(part.ops.loading())
             yield
 
-    def check_weights(self) -> None:
-        for part in self.parts:
-            with part.device:
-                part.ops.check_weights()
-
     def weight_bytes(self, weight: Held) -> int:
         return weight.part.ops.weight_bytes(weight.value)
 
