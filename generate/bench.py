@@ -158,9 +158,10 @@ def run_synthetic(args: argparse.Namespace) -> int:
     head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
     state = model.new_state(max(args.contexts) + FEW_ROWS)
-    for context in sorted(args.contexts):
+    for context in sorted(set(args.contexts)):
         with announced(f"reading {context} tokens"):
-            _prefill(model, state, context - state.length)
+            _prefill(model, state, context - state.length - 1)
+            _prefill(model, state, 1)  # as in decoding: no step finds more than a row that layers have still to apply
         for n in args.rows:
             with announced(f"steps of {n} rows behind {context} tokens, {3 + args.runs * REPEATS} of them"):
                 times, kernels = _steps(model, state, n, args.runs)
