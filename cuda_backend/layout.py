@@ -200,13 +200,13 @@ def shares(card: Card, matrices: tuple[tuple[str, int, int], ...]) -> tuple[int,
     if len(matrices) == 1:
         return (most,)
 
-    def longest(*stripes: int) -> list[int]:  # bytes
-        sizes = ((row_blocks * k_blocks, 8 * UNITS[type_][1]) for type_, row_blocks, k_blocks in matrices)
-        return [-(-units // n) * size for (units, size), n in zip(sizes, stripes, strict=True)]
+    sizes = [(row_blocks * k_blocks, 8 * UNITS[type_][1]) for type_, row_blocks, k_blocks in matrices]  # units, bytes
 
-    def cost(n: int) -> tuple[int, int]:
-        both = longest(n, most - n)
-        return max(both), sum(both)
+    def cost(n: int) -> tuple[float, ...]:
+        stripes = n, most - n
+        longest = [-(-units // n) * size for (units, size), n in zip(sizes, stripes, strict=True)]
+        mean = [units / n * size for (units, size), n in zip(sizes, stripes, strict=True)]
+        return max(longest), sum(longest), max(mean)
 
     n = min(range(per_sm, most, per_sm), key=cost)
     return n, most - n

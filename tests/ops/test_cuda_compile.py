@@ -33,6 +33,7 @@ from cuda_backend.layout import (
     partition,
     ring,
     run_count,
+    shares,
     source,
     split_tiles,
     tile_defines,
@@ -241,6 +242,12 @@ def test_rings_fit():
             _, stages, shared = ring(card, type_, cols)
             assert stages >= (2 if cols <= 32 else 1)
             assert shared <= card.block_shared
+
+
+def test_shares_of_two_types():
+    """No stripe is longer than it has to be, and none takes more because another has places to spare."""
+    card = next(c for c in CARDS if c.name == "H200")
+    assert shares(card, (("Q4_K", 40, 16), ("Q6_K", 8, 16))) == (200, 64)  # of at most 4 units and 2
 
 
 @pytest.mark.parametrize(
