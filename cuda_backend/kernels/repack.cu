@@ -178,6 +178,9 @@ extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, i
     const int tile = at / k_blocks, k_block = at % k_blocks, row0 = tile * 16, t16 = first / 16 + tile;
     u8* to = units + ((s64)(t16 / 8) * k_blocks + k_block) * UNIT_BYTES + t16 % 8 * TILE_BYTES;
     for (int j = 0; j < KBLOCK / 32; j++) {
+#if P6
+        u32 words[3] = {0, 0, 0};
+#endif
 #if P4
         u32 low[2] = {0, 0};
 #endif
@@ -193,6 +196,8 @@ extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, i
                 const u32 code = r < n && k < K ? code_of(rows + r * row_bytes, k) : 0;
 #if P8
                 to[(j * 32 + lane) * 16 + i * 4 + b] = (u8)code;
+#elif P6
+                for (int n = 0; n < 3; n++) words[n] |= (i < 3 ? n == i ? (code & 63) << 2 : 0 : code >> (4 - 2 * n) & 3) << (b * 8);
 #elif P4
                 low[i / 2] |= (code & 15) << (b * 8 + i % 2 * 4);
 #endif
@@ -203,6 +208,9 @@ extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, i
                 high |= (code >> (4 * P4 + 2 * P2) & 1) << (b * 8 + i);
 #endif
             }
+#if P6
+        for (int n = j * 3; n < j * 3 + 3; n++) ((u32*)to)[(n / 4 * 32 + lane) * 4 + n % 4] = words[n - j * 3];
+#endif
 #if P4
         *(uint2*)(to + AT4 + ((j / 2) * 32 + lane) * 16 + j % 2 * 8) = make_uint2(low[0], low[1]);
 #endif

@@ -5,10 +5,11 @@
 #define OTHER (__CUDA_ARCH__ != 900)
 #define APART (MINS && !SUMS)  // minima that take registers of their own
 #define HALVES_AT_ONCE \
-    (OTHER && COLS > 32 || __CUDA_ARCH__ >= 1000 && COLS > 24 || COLS == 24 && (__CUDA_ARCH__ == 800 || GROUP == 16) || \
+    (OTHER && COLS > 32 || __CUDA_ARCH__ >= 1000 && COLS > 24 || COLS == 24 && (__CUDA_ARCH__ == 800 || GROUP == 16 && OTHER) || \
              COLS == 16 && !WHOLE || COLS > 8 && APART ? 1 : HALVES)
 #define EIGHTS_AT_ONCE \
-    (APART || COLS == 24 && WHOLE && (SUMS || __CUDA_ARCH__ == 800) ? 1 : OTHER && COLS > 32 ? GROUP / 16 : COLS > 64 ? 5 : NT)
+    (APART || COLS == 24 && WHOLE && (SUMS || __CUDA_ARCH__ == 800) ? 1 : OTHER && COLS > 32 ? GROUP / 16 : \
+     __CUDA_ARCH__ >= 1000 && COLS > 24 && GROUP == 16 ? 2 : COLS > 64 ? 5 : NT)
 #define ONCE (COLS == 1 || COLS > 24)  // weights leave the L2 cache first: a gain of 2 % or none, but a loss of 1 % for 16 rows
 #define EARLY (AHEAD || __CUDA_ARCH__ >= 1000)  // a division while x is on its way, where a register is left for it
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
@@ -95,6 +96,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     [[maybe_unused]] int more = units - left;
     int s = 0;
     u32 phase = 0;
+    if (COLS == 16 || COLS == 24) __builtin_assume(left > 0);  // spares registers, where there are none to spare
 #pragma unroll 1
     while (left) {
         barrier_wait(full + 8 * s, phase);

@@ -8,6 +8,8 @@
 //   2-bit plane   one word per group, a_i at bit 2 i of each byte; 16 bytes per lane and four groups
 //   1-bit plane   half a word per group: a_i at bit 4 (group % 2) + i of each byte; 16 bytes per lane and eight groups
 //   8-bit plane   four words per group
+//   6-bit plane   three words per group, a0, a1 and a2 above the lowest 2 bits of each byte, in which a3 lies, from the top
+//                 on; 16 bytes per lane and four words
 // Codes of signed types are stored as two's complement and unpacked at the top of the byte, so that no offset is left.
 // Same bits per weight as the file, but for Q3_K (3.56 instead of 3.44) and
 // IQ4_XS (4.31 instead of 4.25), whose 6-bit group scales become bytes.
@@ -31,8 +33,7 @@
 #define P1 1
 #define SHIFT 3
 #elif defined(Q6_K)
-#define P4 1
-#define P2 1
+#define P6 1
 #define GROUP 16
 #define SHIFT 2
 #elif defined(Q3_K)
@@ -59,6 +60,9 @@
 #endif
 #ifndef P8
 #define P8 0
+#endif
+#ifndef P6
+#define P6 0
 #endif
 #ifndef P4
 #define P4 0
@@ -87,7 +91,7 @@
 #define WHOLE 0
 #endif
 #define GROUPS (KBLOCK / GROUP)  // scales per row
-#define AT4 (P8 * 16 * KBLOCK)
+#define AT4 (P8 * 16 * KBLOCK + P6 * 12 * KBLOCK)
 #define AT2 (AT4 + P4 * 8 * KBLOCK)
 #define AT1 (AT2 + P2 * 4 * KBLOCK)
 #define SCALES (AT1 + P1 * 2 * KBLOCK)  // byte offset of the scales
@@ -145,16 +149,16 @@ __device__ __forceinline__ void unpack(const u8* codes, int j, u32 (&a)[4]) {
 #if P8
     uint4 w = *(const uint4*)(codes + j * 512);
     a[0] = w.x, a[1] = w.y, a[2] = w.z, a[3] = w.w;
+#elif P6
+    u32 w[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++) w[i] = word_of(codes + (j / 4 * 3 + (j % 4 * 3 + i) / 4) * 512, (j % 4 * 3 + i) % 4);
+    a[0] = w[0] & 0xfcfcfcfcu, a[1] = w[1] & 0xfcfcfcfcu, a[2] = w[2] & 0xfcfcfcfcu;
+    a[3] = ((w[0] << 6) & 0xc0c0c0c0u) | ((w[1] << 4) & 0x30303030u) | ((w[2] << 2) & 0x0c0c0c0cu);
 #elif P4
     const uint4 both = *(const uint4*)(codes + AT4 + j / 2 * 512);
     const uint2 w = j % 2 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
-#if P2
-    const u32 h = word_of(codes + AT2 + j / 4 * 512, j % 4);
-    a[0] = ((w.x << 2) & 0x3c3c3c3cu) | ((h << 6) & 0xc0c0c0c0u);
-    a[1] = ((w.x >> 2) & 0x3c3c3c3cu) | ((h << 4) & 0xc0c0c0c0u);
-    a[2] = ((w.y << 2) & 0x3c3c3c3cu) | ((h << 2) & 0xc0c0c0c0u);
-    a[3] = ((w.y >> 2) & 0x3c3c3c3cu) | (h & 0xc0c0c0c0u);
-#elif P1
+#if P1
     const u32 h = word_of(codes + AT1, j / 2) >> (4 * (j % 2));
 #if SHIFT
     a[0] = ((w.x << 3) & 0x78787878u) | ((h << 7) & 0x80808080u);
