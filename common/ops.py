@@ -272,7 +272,7 @@ class Ops(ABC):
 
     @property
     def launches(self) -> int:
-        """Kernels so far, where the backend counts them; those of a captured graph once."""
+        """Kernels so far, where the backend counts them."""
         return 0
 
     def copy_bandwidth(self) -> float:

@@ -56,7 +56,7 @@ class Kernel:
 
     overlap = False  # set while a graph that overlaps is captured
     apart = False  # the next launch, on whichever stream, waits for another stream: it overlaps nothing
-    launches = 0  # of all kernels, captured ones counted once
+    launches = 0  # of all kernels, replayed ones too
 
     def __init__(self, raw: Any):
         self.raw = raw
@@ -80,6 +80,25 @@ class Kernel:
         )
         if status:
             raise RuntimeError(f"cuLaunchKernelEx returned {status} for {self.raw.name}")
+
+
+class Graph:
+    """What is launched on a stream from now until `end`, to be replayed."""
+
+    def __init__(self, stream: cupy.cuda.Stream, overlap: bool):
+        self.stream, self.kernels = stream, -Kernel.launches
+        stream.begin_capture()
+        Kernel.overlap = overlap
+
+    def end(self) -> None:
+        Kernel.overlap = False
+        self.kernels += Kernel.launches
+        Kernel.launches -= self.kernels  # none has run yet
+        self.graph = self.stream.end_capture()
+
+    def launch(self) -> None:
+        Kernel.launches += self.kernels
+        self.graph.launch(self.stream)
 
 
 class _Attribute(ctypes.Structure):

@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import PAST, Step
-from cuda_backend.launch import Arena, Array, Kernel, Memory
+from cuda_backend.launch import Arena, Array, Graph, Memory
 from cuda_backend.layout import MOST_ROWS
 from cuda_backend.visits import lines, visits
 
@@ -121,7 +121,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Captured:
-    graph: Any
+    graph: Graph
     out: Any
 
 
@@ -136,7 +136,6 @@ class Replay:
         self.arena, self.stream = arena, stream
         self.small = Inputs(TREE_ROWS, stream)
         self.large: Inputs | None = None
-        self.captures = 0
         self.overlap = overlap
         self.active: DeviceStep | None = None  # the step whose ops are being launched
 
@@ -177,7 +176,7 @@ class Replay:
         if table[step.T] is None:
             table[step.T] = self._capture(fn, state, step)
         captured = table[step.T]
-        captured.graph.launch(self.stream)
+        captured.graph.launch()
         return captured.out
 
     def _call(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Any:
@@ -190,14 +189,12 @@ class Replay:
     def _capture(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Captured:
         self.arena.reset()
         self.arena.frozen = True
-        Kernel.overlap = self.overlap
-        self.stream.begin_capture()
+        graph = Graph(self.stream, self.overlap)
         try:
             out = self._call(fn, state, step)
         finally:
-            self.arena.frozen = Kernel.overlap = False
-            graph = self.stream.end_capture()
-        self.captures += 1
+            self.arena.frozen = False
+            graph.end()
         return Captured(graph, out)
 
 

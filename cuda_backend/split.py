@@ -17,7 +17,7 @@ from common.errors import BimetalError, UsageError
 from common.ops import LayerSize, Ops
 from common.step import LayerSpec, State, Step
 from common.tensors import Tensor
-from cuda_backend.launch import Array, Kernel, Memory
+from cuda_backend.launch import Array, Graph, Kernel, Memory
 from cuda_backend.ops import CudaOps
 from cuda_backend.replay import TREE_ROWS, DeviceStep, bucket, check, graphs
 
@@ -101,8 +101,8 @@ class Leg:
     """A stretch of a captured step on one GPU: what it waits for, then a graph."""
 
     part: Part
+    graph: Graph
     crossings: list[Crossing] = field(default_factory=list)
-    graph: Any = None
 
 
 class Relay:
@@ -191,16 +191,13 @@ class Relay:
         if part not in self.steps:
             self.steps[part] = part.ops.replay.active = self._uploaded(part)
         if self.legs is not None:
-            self.legs.append(Leg(part))
-            Kernel.overlap = part.ops.replay.overlap
-            part.ops.stream.begin_capture()
+            self.legs.append(Leg(part, Graph(part.ops.stream, part.ops.replay.overlap)))
         self.here = part
 
     def _leave(self) -> None:
         if self.legs and self.here:
-            Kernel.overlap = False
             with self.here.device:
-                self.legs[-1].graph = self.here.ops.stream.end_capture()
+                self.legs[-1].graph.end()
         self.here = None
 
     def _play(self, leg: Leg) -> None:
@@ -209,7 +206,7 @@ class Relay:
                 self.steps[leg.part] = self._uploaded(leg.part)
             for crossing in leg.crossings:
                 cross(crossing, leg.part)
-            leg.graph.launch(leg.part.ops.stream)
+            leg.graph.launch()
 
     def _uploaded(self, part: Part) -> DeviceStep:
         assert self.running

@@ -137,6 +137,16 @@ def test_replay_equals_the_first_run(model, ids):
         assert np.array_equal(forward(model, fresh, Step.chain(ids[at : at + 1], at)), logits[at : at + 1])
 
 
+def test_kernels_of_a_replayed_step_are_counted(model, ids):
+    state, counts = model.new_state(tiny.CAPACITY), []
+    for at in range(4):  # as it comes, captured, replayed
+        before = model.ops.launches
+        forward(model, state, Step.chain(ids[at : at + 1], at))
+        counts.append(model.ops.launches - before)
+        state.commit([0])
+    assert counts[0] > 10 and len(set(counts)) == 1, counts
+
+
 @pytest.mark.parametrize("past", [0, 3, 61, 70])
 def test_tree(model, ids, past):
     """Rows of a tree against their paths read alone, bit for bit; commits and continuations too."""

@@ -57,8 +57,11 @@ def story(model, ids, prompt):
         read(Step.chain(ids[start : start + n], state.length), range(n))
 
     chain(0, prompt)
+    counts = [model.ops.launches]
     for at in range(prompt, prompt + 3):  # as it comes, captured, replayed
         chain(at, 1)
+        counts.append(model.ops.launches)
+    assert len(set(np.diff(counts))) == 1, counts
     for _ in range(2):
         read(Step.tree(ids[70:78], TREE, state.length), [0, 1, 3])
     saved = state.snapshot()
