@@ -68,7 +68,8 @@ BLOCKS = {
 }
 
 # of the `halves` of random blocks, so that weights are of the size that trained ones have
-RANDOM_HALVES = {"Q4_K": (1e-4, 7.5e-4), "Q5_0": (1.5e-3,), "Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
+RANDOM_HALVES = {"Q4_K": (1e-4, 7.5e-4), "Q5_K": (5e-5, 7.5e-4), "Q5_0": (1.5e-3,), "Q5_1": (1.5e-3, -2.3e-2)}
+RANDOM_HALVES |= {"Q6_K": (2e-5,), "Q4_0": (3e-3,), "Q8_0": (2e-4,)}
 
 PLAIN = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1"},

@@ -103,7 +103,7 @@ METADATA: dict[str, dict[str, Any]] = {
         "deepseek2.context_length": 202752,
     },
 }
-RECIPES = ("q4_k_m", "q4_0", "q8_0")
+RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 
 
 def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
@@ -163,17 +163,18 @@ def _type(stored: Stored, recipe: str, layers: int) -> str:
     part = stored.names[0].split(".")
     if "ffn_gate_inp" in part:
         return "F32"
-    if recipe != "q4_k_m":
+    if not recipe.endswith("_k_m"):
         return recipe.upper()
+    most = recipe.removesuffix("_m").upper()
     if stored.shape[-1] % 256:
-        return "Q5_0"
+        return {"Q4_K": "Q5_0", "Q5_K": "Q5_1"}[most]
     if part[0] == "output":
         return "Q6_K"
     if part[0] == "blk" and part[2] in ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp"):
         layer = int(part[1])
         if layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2:
             return "Q6_K"
-    return "Q4_K"
+    return most
 
 
 def constant_vector(name: str, shape: tuple[int, ...]) -> Tensor:
