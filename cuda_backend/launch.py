@@ -86,14 +86,13 @@ class Graph:
     """What is launched on a stream from now until `end`, to be replayed."""
 
     def __init__(self, stream: cupy.cuda.Stream, overlap: bool):
-        self.stream, self.kernels = stream, -Kernel.launches
+        self.stream, self.before = stream, Kernel.launches
         stream.begin_capture()
         Kernel.overlap = overlap
 
     def end(self) -> None:
         Kernel.overlap = False
-        self.kernels += Kernel.launches
-        Kernel.launches -= self.kernels  # none has run yet
+        self.kernels, Kernel.launches = Kernel.launches - self.before, self.before  # none has run yet
         self.graph = self.stream.end_capture()
 
     def launch(self) -> None:

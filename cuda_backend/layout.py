@@ -194,7 +194,9 @@ def packed_size(columns: int, rows: int, packing: Packing) -> int:
 
 @functools.cache
 def shares(card: Card, matrices: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-    """Stripes of one or two matrices (type, row blocks, k blocks) of a launch, of which the longest is the shortest."""
+    """Stripes of one or two matrices (type, row blocks, k blocks) of a launch: the longest as short as can be, then the
+    other's longest, then the mean of either.
+    """
     per_sm = min(ring(card, type_, 1)[0] for type_, _, _ in matrices)
     most = per_sm * card.sms
     if len(matrices) == 1:

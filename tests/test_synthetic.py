@@ -2,6 +2,7 @@
 
 import csv
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from common.models import synthetic as synthetic_module
 from common.models.synthetic import METADATA, synthetic, synthetic_checkpoint
 from common.reference import NumpyOps
-from common.step import Step
+from common.step import State, Step
+from generate import bench
 from generate.__main__ import main
 from generate.backends import Found
 from generate.bench import announced
@@ -46,6 +48,14 @@ def test_bytes_of_the_real_files(name, gigabytes):
     assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+@pytest.mark.parametrize(("recipe", "most", "narrow"), [("q4_k_m", "Q4_K", "Q5_0"), ("q5_k_m", "Q5_K", "Q5_1")])
+def test_types_of_a_recipe(recipe, most, narrow):
+    """Of GLM-4.7-Flash, one of whose matrices has 192 columns."""
+    counts = Counter(tensor.type for tensor in synthetic_checkpoint(f"glm-4.7-flash:{recipe}").tensors.values())
+    assert counts.keys() == {most, narrow, "Q6_K", "F32"}
+    assert counts[most] > counts["Q6_K"] > 0
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("recipe", synthetic_module.RECIPES)
 def test_small_shapes_run(name, recipe, small):
@@ -66,6 +76,25 @@ def test_bench(small, tmp_path, capsys):
     rows = list(csv.DictReader(table.open(), delimiter="\t"))
     assert [row["decoder"] for row in rows] == ["prefill", "steps of 1", "steps of 4", "steps of 1", "steps of 4"]
     assert all(row["model"] == "glm-4.7-flash:q4_k_m" for row in rows)
+
+
+def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
+    """Else a recurrent state would apply a short prompt again in every step that is measured."""
+    commits, found, commit, steps = [], [], State.commit, bench._steps
+
+    def committed(state, path):
+        commits.append(len(path))
+        commit(state, path)
+
+    def measured(model, state, rows, runs):
+        found.append((state.length, commits[-1]))
+        return steps(model, state, rows, runs)
+
+    monkeypatch.setattr(State, "commit", committed)
+    monkeypatch.setattr(bench, "_steps", measured)
+    argv = ["bench", "--synthetic", "wedlm-8b:q5_k_m", "--backend", "numpy", "--contexts", "8,1,8,9", "--rows", "1"]
+    assert main([*argv, "--prefill", "4", "--runs", "1"]) == 0
+    assert found == [(1, 1), (8, 1), (9, 1)]
 
 
 @pytest.mark.parametrize(

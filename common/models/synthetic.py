@@ -166,7 +166,7 @@ def _type(stored: Stored, recipe: str, layers: int) -> str:
     if not recipe.endswith("_k_m"):
         return recipe.upper()
     most = recipe.removesuffix("_m").upper()
-    if stored.shape[-1] % 256:
+    if stored.shape[-1] % 256:  # what llama.cpp falls back to
         return {"Q4_K": "Q5_0", "Q5_K": "Q5_1"}[most]
     if part[0] == "output":
         return "Q6_K"

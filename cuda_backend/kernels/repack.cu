@@ -197,12 +197,15 @@ extern "C" __global__ void repack(const u8* rows, s64 row_bytes, int n, int K, i
 #if P8
                 to[(j * 32 + lane) * 16 + i * 4 + b] = (u8)code;
 #elif P6
-                for (int n = 0; n < 3; n++) words[n] |= (i < 3 ? n == i ? (code & 63) << 2 : 0 : code >> (4 - 2 * n) & 3) << (b * 8);
+                for (int n = 0; n < 3; n++) {
+                    const u32 bits = i == 3 ? code >> (4 - 2 * n) & 3 : i == n ? (code & 63) << 2 : 0;
+                    words[n] |= bits << (b * 8);
+                }
 #elif P4
                 low[i / 2] |= (code & 15) << (b * 8 + i % 2 * 4);
 #endif
 #if P2
-                middle |= (code >> (4 * P4) & 3) << (b * 8 + i * 2);
+                middle |= (code & 3) << (b * 8 + i * 2);
 #endif
 #if P1
                 high |= (code >> (4 * P4 + 2 * P2) & 1) << (b * 8 + i);

@@ -96,7 +96,8 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     [[maybe_unused]] int more = units - left;
     int s = 0;
     u32 phase = 0;
-    if (COLS == 16 || COLS == 24) __builtin_assume(left > 0);  // spares registers, where there are none to spare
+    // as every stripe does: saying so spares registers here, and costs some for more rows
+    if (COLS == 16 || COLS == 24) __builtin_assume(left > 0);
 #pragma unroll 1
     while (left) {
         barrier_wait(full + 8 * s, phase);

@@ -79,6 +79,7 @@ inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffsll(unsigned long long x) { return __builtin_ffsll(x); }
 inline void sincospif(float x, float* s, float* c) { *s = (float)sin(M_PI * x), *c = (float)cos(M_PI * x); }
+// what a kernel assumes the tests check
 #define __builtin_assume(condition) do { if (!(condition)) __builtin_trap(); } while (0)
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned select) {
     const unsigned long long both = (unsigned long long)high << 32 | low;
