@@ -107,8 +107,8 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
                 copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is on its way
                 __syncwarp();
 #if BULK
-                if (late) {  // weights that are known fill the ring while the kernel before this one ends
-                    if (k + 1 < min(STAGES, item.units)) continue;
+                if (late) {  // weights that are known come while the kernel before this one ends
+                    if (k + 1 < min(PREFETCH, item.units)) continue;
                     depend();
                     for (int n = 0; n < k; n++) gather(n, n);
                     late = false;

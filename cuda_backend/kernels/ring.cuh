@@ -5,6 +5,8 @@
 #else
 #define BULK 0
 #endif
+// Stages that are asked for before a kernel waits for the one before it: more would be in the way of what that one reads.
+#define PREFETCH (STAGES < 2 ? STAGES : 2)
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");

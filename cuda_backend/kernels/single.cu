@@ -74,8 +74,8 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
             copy(to, unit, UNIT_BYTES, full + 8 * s, lane, true);
 #if !MADE
 #if BULK
-            if (ahead && i < min(STAGES, units)) {  // the row follows
-                if (i < min(STAGES, units) - 1) continue;
+            if (ahead && i < min(PREFETCH, units)) {  // the row follows
+                if (i < min(PREFETCH, units) - 1) continue;
                 depend();
                 for (int n = 0; n < i; n++)
                     copy(shared_address(ring + n * STAGE) + UNIT_BYTES, x + n * XUNIT, XUNIT, full + 8 * n, lane);

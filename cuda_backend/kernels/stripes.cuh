@@ -50,12 +50,12 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
             if (lane == 0) barrier_expect(full + 8 * s, STAGE);
             copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane, ONCE);
 #if BULK
-            // weights depend on nothing: the ring fills while the kernel before this one ends, and x follows
-            if (i == min(STAGES, units) - 1) {
+            // weights depend on nothing: some come while the kernel before this one ends, and x follows
+            if (i == min(PREFETCH, units) - 1) {
                 depend();
                 for (int j = 0; j <= i; j++) copy_x(j);
             }
-            if (i < STAGES) continue;
+            if (i < PREFETCH) continue;
 #endif
             copy_x(i);
 #if !BULK
