@@ -2,7 +2,7 @@
 // Meaning   common/quants.py dequantize; NumpyOps.embed      Launcher  cuda_backend/gemm.py
 // In        units of tile.cuh, as repack.cu writes them       Out       [n][K]
 // Build     one type of tile.cuh
-// Work      a warp per tile; embed unpacks the tile that holds a token's row and writes that row
+// Work      a warp per tile; embed: a warp per KBLOCK columns of a token's row, a lane for four of them and those 16 on
 // Numbers   float32, one rounding to bf16
 // Bound     bytes written
 
@@ -50,18 +50,17 @@ extern "C" __global__ void embed(const u8* units, int rows, int K, int k_blocks,
     const int lane = threadIdx.x, t = blockIdx.y, k_block = blockIdx.x;
     const int token = min(max(tokens[t], 0), rows - 1), t16 = token / 16, row = token % 16;
     const u8* tile = units + ((s64)(t16 / 8) * k_blocks + k_block) * UNIT_BYTES + t16 % 8 * TILE_BYTES;
+    const int j = lane / 4;  // of the lanes that own the row, for 32 columns each
+    if (j >= KBLOCK / 32) return;
+    const Scales scales(tile, row, j / 4, row < 8 ? SHIFT : SHIFT_HIGH);
+    u32 a[4];
+    unpack(tile + (row % 8 * 4 + lane % 4) * 16, j, a);
 #pragma unroll
-    for (int j = 0; j < KBLOCK / 32; j++) {
-        const Scales scales(tile, row, j / 4, row < 8 ? SHIFT : SHIFT_HIGH);
-        u32 a[4];
-        unpack(tile + lane * 16, j, a);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int k = k_block * KBLOCK + j * 32 + i / 2 * 16 + lane % 4 * 4;
-            if (lane / 4 + i % 2 * 8 != row || k >= K) continue;
-            float v[4];
-            values(scales, j, i, a[i], v);
-            *(float4*)(out + (s64)t * K + k) = make_float4(v[0], v[1], v[2], v[3]);
-        }
+    for (int i = 0; i < 4; i++) {
+        const int k = k_block * KBLOCK + j * 32 + i / 2 * 16 + lane % 4 * 4;
+        if (i % 2 != row / 8 || k >= K) continue;
+        float v[4];
+        values(scales, j, i, a[i], v);
+        *(float4*)(out + (s64)t * K + k) = make_float4(v[0], v[1], v[2], v[3]);
     }
 }
