@@ -10,6 +10,7 @@ from common.ops import Ops
 from common.sampling import ONE, Sampler
 from cuda_backend import weights
 from cuda_backend.launch import Array, Memory, kernel
+from cuda_backend.replay import TREE_ROWS
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -22,19 +23,34 @@ CTA_KEYS = 4096  # and what one of its CTAs chooses from
 def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
     if not ops.chooses(sampler):
         return np.array([sampler.pick(row) for row in ops.read(logits)], np.int32)
+    T = logits.shape[0]
+    best, keys = _best(ops, logits)
+    memory = Memory(T * 4)
+    tokens = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
+    if not sampler.is_argmax:
+        tokens.owner = memory, keys, _draw(ops, logits, best, sampler, tokens.address)
+        return tokens
+    next_step = ops.replay.small.take(tokens) if T <= TREE_ROWS else tokens.address
+    args = (*best, np.uint64(tokens.address), np.uint64(next_step))
+    kernel("sample", "final")((T,), (32,), args, stream=ops.stream)
+    return tokens
+
+
+def _best(ops: "CudaOps", logits: Array) -> tuple[tuple[Any, ...], Any]:
+    """The largest keys of pieces of each row, where they are and how many, and who holds them."""
+    if logits.best:
+        return (np.uint64(logits.best), np.int32(pieces_of(logits.shape[1]))), logits.owner
     T, V = logits.shape
     pieces = min(64, -(-V // 256))
-    memory = Memory(T * pieces * 8 + T * 4)
-    tokens = Array((T,), memory.address + T * pieces * 8, owner=memory, dtype=np.int32)
-    best = np.uint64(memory.address), np.int32(pieces)
-    kernel("sample", "partial")(
-        (pieces, T), (256,), (np.uint64(logits.address), np.int32(V), best[0]), stream=ops.stream
-    )
-    if not sampler.is_argmax:
-        tokens.owner = memory, _draw(ops, logits, best, sampler, tokens.address)
-        return tokens
-    kernel("sample", "final")((T,), (32,), (*best, np.uint64(tokens.address)), stream=ops.stream)
-    return tokens
+    memory = Memory(T * pieces * 8)
+    args = np.uint64(logits.address), np.int32(V), np.uint64(memory.address)
+    kernel("sample", "partial")((pieces, T), (256,), args, stream=ops.stream)
+    return (args[2], np.int32(pieces)), memory
+
+
+def pieces_of(V: int) -> int:
+    """Keys of a row that kernels/sample.cu add_up leaves."""
+    return -(-V // 1024)
 
 
 def top_k(ops: "CudaOps", logits: Array, k: int) -> tuple[Array, Array]:

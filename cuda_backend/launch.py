@@ -314,9 +314,10 @@ class Array:
 
     Models see `shape`, reshape and slice. Strides are in elements; `slots` partial sums lie `slot` elements apart.
     `needs` tells where columns of (T, n) end that have fewer, and how many: zeros follow, which a slice leaves out.
+    `best` is where the largest keys of a step's logits lie, if they were found: kernels/sample.cu.
     """
 
-    __slots__ = ("_address", "dtype", "needs", "node", "owner", "shape", "slot", "slots", "strides")
+    __slots__ = ("_address", "best", "dtype", "needs", "node", "owner", "shape", "slot", "slots", "strides")
 
     def __init__(
         self,
@@ -330,9 +331,10 @@ class Array:
         needs: Sequence[tuple[int, int]] = (),
         owner: Any = None,
         dtype: Any = np.float32,
+        best: int = 0,
     ):
         self.shape = tuple(shape)
-        self.needs = needs
+        self.needs, self.best = needs, best
         self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
         self._address, self.node, self.slots, self.slot, self.owner, self.dtype = (
             address,

@@ -124,6 +124,13 @@ class CudaOps(Ops):
         """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step."""
         rows = min(rows, x.shape[0])
         shape = (rows, *x.shape[1:])
+        if len(shape) == 2 and rows and in_fours(x):
+            pieces, size = choose.pieces_of(shape[1]), 4 * rows * shape[1]
+            memory = Memory(size + 8 * rows * pieces)
+            out = Array(shape, memory.address, owner=memory, best=memory.address + size)
+            args = view(x), np.int32(shape[1]), np.uint64(out.address), np.uint64(out.best)
+            kernel("sample", "add_up")((pieces, rows), (256,), args, stream=self.stream)
+            return out
         memory = Memory(4 * int(np.prod(shape)))
         out = Array(shape, memory.address, owner=memory)
         if out.size:

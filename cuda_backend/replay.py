@@ -71,8 +71,15 @@ class Inputs:
     def __init__(self, rows: int, stream: cupy.cuda.Stream):
         self.rows, self.stream = rows, stream
         self.memory = Memory(END + 8 * rows)
+        self.tokens = self.memory.address + END + 4 * rows
+        self.sampled: Array | None = None  # those that lie there since they were sampled
         self.steps: dict[tuple[int, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
+
+    def take(self, tokens: Array) -> int:
+        """Where `tokens` are to be written as well, so that a step of them need not copy them there."""
+        self.sampled = tokens
+        return self.tokens
 
     def upload(self, step: Step, past: int, current: int, path: np.ndarray) -> None:
         T = len(step)
@@ -101,15 +108,18 @@ class Inputs:
         size = len(host) if on_host else END + 4 * self.rows
         source = ctypes.addressof(ctypes.c_char.from_buffer(host))
         runtime.memcpyAsync(self.memory.address, source, size, runtime.memcpyHostToDevice, self.stream.ptr)
+        if step.tokens is self.sampled:
+            return
+        self.sampled = None
         if not on_host:
-            tokens = self.memory.address + END + 4 * self.rows
-            runtime.memcpyAsync(tokens, step.tokens.address, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
+            source = step.tokens.address
+            runtime.memcpyAsync(self.tokens, source, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def step(self, T: int, is_block: bool = False) -> DeviceStep:
         if (T, is_block) not in self.steps:
             positions = self.memory.address + END
             self.steps[T, is_block] = DeviceStep(
-                Array((T,), positions + 4 * self.rows, dtype=np.int32),
+                Array((T,), self.tokens, dtype=np.int32),
                 Array((T,), positions, dtype=np.int32),
                 self.memory.address,
                 T,

@@ -1,15 +1,14 @@
 // sample: the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
 // Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/choose.py
-// In        logits [T][V] float32                        Out  tokens [T] int32
-// Work      partial: 64 CTAs per row leave a key each; final: a warp per row
+// In        logits [T][V] float32, of add_up as partial sums, in fours at multiples of 16 bytes
+// Out       tokens [T] int32, also where the next step reads them; of add_up the logits
+// Work      add_up: 1,024 logits per CTA are added up and leave a key; partial: where they are, 64 CTAs per row leave one each;
+//           final: a warp per row
 // Bound     bytes of logits
 
-extern "C" __global__ void partial(const float* logits, int V, u64* keys) {
+// The largest key of a CTA's threads, to keys [T][CTAs of a row].
+__device__ __forceinline__ void leave(u64 key, u64* keys) {
     __shared__ u64 warps[32];
-    const float* row = logits + (s64)blockIdx.y * V;
-    u64 key = 0;
-#pragma unroll 8
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < V; i += gridDim.x * blockDim.x) key = max(key, key_of(row[i], i));
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = key;
     __syncthreads();
@@ -19,9 +18,28 @@ extern "C" __global__ void partial(const float* logits, int V, u64* keys) {
     }
 }
 
-extern "C" __global__ void final(const u64* keys, int n, int* tokens) {
+extern "C" __global__ void __launch_bounds__(256) add_up(In x, int V, float* logits, u64* keys) {
+    const int i = (blockIdx.x * 256 + threadIdx.x) * 4, t = blockIdx.y;
+    u64 key = 0;
+    if (i < V) {
+        const float4 v = slots_of(row_of(x, t) + i, x);
+        *(float4*)(logits + (s64)t * V + i) = v;
+        key = max(max(key_of(v.x, i), key_of(v.y, i + 1)), max(key_of(v.z, i + 2), key_of(v.w, i + 3)));
+    }
+    leave(key, keys);
+}
+
+extern "C" __global__ void partial(const float* logits, int V, u64* keys) {
+    const float* row = logits + (s64)blockIdx.y * V;
+    u64 key = 0;
+#pragma unroll 8
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < V; i += gridDim.x * blockDim.x) key = max(key, key_of(row[i], i));
+    leave(key, keys);
+}
+
+extern "C" __global__ void final(const u64* keys, int n, int* tokens, int* next) {
     u64 key = 0;
     for (int i = threadIdx.x; i < n; i += 32) key = max(key, keys[blockIdx.x * n + i]);
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
-    if (threadIdx.x == 0) tokens[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
+    if (threadIdx.x == 0) tokens[blockIdx.x] = next[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
 }

@@ -432,6 +432,43 @@ def test_argmax(ops):
         ops.read(ops.sample(rows_on(ops, logits), greedy))
 
 
+@pytest.mark.parametrize("vocab", [4, 1028, 5000, 5003])
+def test_sampled_steps(vocab):
+    """The best of a product's logits; and a step reads the tokens that it is given, whatever came between."""
+    from common.sampling import Sampler, Sampling
+    from common.step import Step
+
+    ops = CudaOps()  # no graph is captured where each result is filled with NaN first
+    greedy, state = Sampler(Sampling()), ops.new_state((), 64)
+    rows = np.random.default_rng(5).normal(size=(vocab, 1024)).astype(np.float32)
+    table = ops.weight(Tensor("x", "F32", rows.shape, rows.view(np.uint8)))
+    head = ops.weight(random_matrix("Q4_K", vocab, 1024))
+
+    def fn(state, step):
+        return ops.linear(ops.embed(table, step.tokens), head)
+
+    def after(tokens):
+        return ops.run(fn, state, Step.chain(tokens, 0))
+
+    for T in (1, 5):
+        for turn in range(3):  # as it comes, captured, replayed
+            ids = (np.arange(T, dtype=np.int32) + turn) % vocab
+            logits = after(ids)
+            sampled = ops.sample(logits, greedy)
+            at_once, found = ops.read(after(sampled)), ops.read(sampled)
+            assert found.tolist() == ops.read(logits).argmax(-1).tolist()
+            assert np.array_equal(ops.read(after(found)), at_once)
+            others = ops.sample(after(ids[::-1].copy()), greedy)
+            assert np.array_equal(ops.read(after(sampled)), at_once)
+            assert np.array_equal(ops.read(after(others)), ops.read(after(ops.read(others))))
+            sampled = ops.sample(logits, greedy)
+            after(ids)
+            assert np.array_equal(ops.read(after(sampled)), at_once)
+    rows[1, -1] = np.nan
+    with pytest.raises(NotFiniteError):
+        ops.read(ops.sample(ops.kept(rows_on(ops, rows), 2), greedy))
+
+
 def mixer_on(ops: CudaOps, T: int, D: int = 128):
     """A state, and a function that runs some of T random rows through a Gated DeltaNet mixer of heads D wide."""
     Hk, Hv, taps = 1, 2, 4
