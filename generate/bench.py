@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 # -- real shapes, random weights ---------------------------------------------------------------------------------------
 
-REPEATS = 10  # steps that are launched one after the other before the clock is read
+REPEATS = 32  # steps between two readings of the clock, launched one after the other: only the first waits for the host
 
 
 def run_synthetic(args: argparse.Namespace) -> int:
