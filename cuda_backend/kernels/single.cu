@@ -6,7 +6,7 @@
 // Out       out [part][j][N] float32, with PACK one packed row of all j; by the SWIGLU of a choice also its weights
 // Build     one type of tile.cuh; COLS=1; STAGES; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or SWIGLU; PACK 0 or 1
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
-//           the kernel before ends, it fills its ring meanwhile: of a head, of a shared expert, and where rows are made
+//           the kernel before ends, it asks for weights meanwhile: of a head, of a shared expert, and where rows are made
 //           of what was chosen by the kernel before
 // Numbers   bit by bit those of moe.cu and experts.cu
 // Bound     bytes of the matrices
