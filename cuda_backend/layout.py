@@ -13,6 +13,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import FEW_ROWS
+from cuda_backend.budget import WHOLE, Card, expert_blocks, in_flight, product_blocks
 from cuda_backend.visits import most_slots
 
 KERNELS = Path(__file__).with_name("kernels")
@@ -40,7 +41,6 @@ UNITS = {
     "MXFP4": (256, 2176),
 }
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-WHOLE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # groups have scales in whole numbers: kernels/tile.cuh
 TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # of neighbours that one `linear` kernel takes, as llama.cpp mixes them
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
@@ -48,21 +48,6 @@ LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
 MOST_ROWS = FEW_ROWS  # of a step that may be a tree: prelude.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a launch depends on, read from the device once.
-
-    sms           multiprocessors
-    shared        shared memory of one, and the most that a block may take, bytes
-    """
-
-    name: str
-    capability: int  # 90 for 9.0
-    sms: int
-    shared: int
-    block_shared: int
 
 
 def source(stem: str, second: tuple[str, ...] = ()) -> str:
@@ -129,8 +114,15 @@ def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch
     rings = [ring(card, t, cols) for t in types]
     ahead = cols <= 8
     stripes = min(per_sm for per_sm, _, _ in rings) if cols > 24 else 1  # more rows take the registers of two CTAs
-    defines, *second = ((*tile_defines(t), f"STAGES={stages}") for t, (_, stages, _) in zip(types, rings, strict=True))
-    both = f"COLS={cols}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}"
+
+    def of_type(type_: str, stages: int) -> tuple[str, ...]:
+        halves, eights, early = in_flight(card, type_, cols)
+        kept = f"HALVES_AT_ONCE={halves}", f"EIGHTS_AT_ONCE={eights}", f"EARLY={int(early)}"
+        return *tile_defines(type_), f"STAGES={stages}", *kept
+
+    defines, *second = (of_type(t, stages) for t, (_, stages, _) in zip(types, rings, strict=True))
+    blocks = product_blocks(card, types, cols, stripes)
+    both = f"COLS={cols}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}", f"BLOCKS={blocks}"
     shared = max(nbytes for _, _, nbytes in rings)
     return LinearLaunch((*defines, *both), tuple(*second), 288 + 32 * ahead, shared, stripes)
 
@@ -141,9 +133,20 @@ def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     k, tile = UNITS[type_]
     stage = 8 * tile + cols * (k // 32 * 40 + (32 if k == 128 else 0)) + 16
     half = card.shared // 2 - 1024
-    ctas = 2 if half // stage >= 2 and card.shared > 128 << 10 else 1
+    ctas = card.blocks if half // stage >= 2 else 1
     n = min(6, (half if ctas == 2 else card.block_shared) // stage)
     return ctas, n, n * stage
+
+
+def expert_defines(card: Card, type_: str, cols: int) -> tuple[str, ...]:
+    """How kernels/experts.cu is built."""
+    sizes = f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
+    return *tile_defines(type_), *sizes, f"BLOCKS={expert_blocks(card, type_, cols)}"
+
+
+def single_defines(card: Card, type_: str) -> tuple[str, ...]:
+    """The same for kernels/single.cu."""
+    return *tile_defines(type_), "COLS=1", f"STAGES={ring(card, type_, 1)[1]}", f"BLOCKS={card.blocks}"
 
 
 def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cuda_backend.budget import Card
 from cuda_backend.gemm import expand, gemm
 from cuda_backend.launch import CHOICE, MATRIX, PARTIALS, ROWS, Arena, Array, Node, kernel
 from cuda_backend.layout import (
@@ -15,8 +16,8 @@ from cuda_backend.layout import (
     TOGETHER,
     UNITS,
     UNPACKED,
-    Card,
     Packing,
+    expert_defines,
     expert_ring,
     groups_of,
     linear_launch,
@@ -27,6 +28,7 @@ from cuda_backend.layout import (
     ring,
     row_bytes,
     shares,
+    single_defines,
     tile_defines,
 )
 from cuda_backend.views import NOTHING, out_of, view
@@ -112,9 +114,8 @@ def grouped_linear(
         if s in parts:
             how = packing(s.type, 1)
             packed, squares = x.as_unscaled(how) if x.T <= MOST_ROWS else (x.as_packed(how), 0)
-            ctas, stages, shared = expert_ring(card, s.type, g.cols)
-            defines = (*tile_defines(s.type), f"COLS={g.cols}", f"STAGES={stages}")
-            kernel("experts", "experts", defines, shared)(
+            ctas, _, shared = expert_ring(card, s.type, g.cols)
+            kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
                 (min(ctas * card.sms, g.most * s.row_blocks * slots),),
                 (288,),
                 (
@@ -203,11 +204,11 @@ def _single(
     stream: cupy.cuda.Stream,
 ) -> None:
     """kernels/single.cu, whose rows are `made` of an array x, or lie packed at x."""
-    _, stages, shared = ring(card, s.type, 1)
+    shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
     of = (int(choice is not None), made if isinstance(x, Array) else 0, int(bool(out["packed"])))
     chosen = tuple(f"{name}={value}" for name, value in zip(("CHOICE", "MADE", "PACK"), of, strict=True))
-    kernel("single", "single", (*tile_defines(s.type), "COLS=1", f"STAGES={stages}", f"PER={per}", *chosen), shared)(
+    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
         (matrices * s.row_blocks * parts,),
         (288,),
         (

@@ -4,7 +4,7 @@
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm that is not finished: linear.cu `squares`
 //           y        where rows are MADE here: floats, perhaps partial sums, row j for itself (SUM) or as gate and up (SWIGLU)
 // Out       out [part][j][N] float32, with PACK one packed row of all j; by the SWIGLU of a choice also its weights
-// Build     one type of tile.cuh; COLS=1; STAGES; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or SWIGLU; PACK 0 or 1
+// Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS of a multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or SWIGLU; PACK 0 or 1
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
 //           the kernel before ends, it asks for weights meanwhile: of a head, of a shared expert, and where rows are made
 //           of what was chosen by the kernel before
@@ -14,11 +14,6 @@
 #define SUM 1
 #define SWIGLU 2
 #define KNOWN (!CHOICE || MADE)
-#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-#define BLOCKS 1
-#else
-#define BLOCKS 2
-#endif
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,

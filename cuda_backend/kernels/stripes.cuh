@@ -1,17 +1,8 @@
 // stripes: a CTA's part of y = x W' for one quantized matrix, as linear.cu describes it
-// Build     one type of tile.cuh, STAGES; COLS, STRIPES and AHEAD as linear.cu
+// Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE, EIGHTS_AT_ONCE and EARLY: cuda_backend/budget.py; COLS, STRIPES and
+//           AHEAD as linear.cu
 
-// Fewer instructions in flight where they would take more registers than there are: product.cuh multiply.
-#define OTHER (__CUDA_ARCH__ != 900)
-#define APART (MINS && !SUMS)  // minima that take registers of their own
-#define HALVES_AT_ONCE \
-    (OTHER && COLS > 32 || __CUDA_ARCH__ >= 1000 && COLS > 24 || COLS == 24 && (__CUDA_ARCH__ == 800 || GROUP == 16 && OTHER) || \
-             COLS == 16 && !WHOLE || COLS > 8 && APART ? 1 : HALVES)
-#define EIGHTS_AT_ONCE \
-    (APART || COLS == 24 && WHOLE && (SUMS || __CUDA_ARCH__ == 800) ? 1 : OTHER && COLS > 32 ? GROUP / 16 : \
-     __CUDA_ARCH__ >= 1000 && COLS > 24 && GROUP == 16 ? 2 : COLS > 64 ? 5 : NT)
 #define ONCE (COLS == 1 || COLS > 24)  // weights leave the L2 cache first: a gain of 2 % or none, but a loss of 1 % for 16 rows
-#define EARLY (AHEAD || __CUDA_ARCH__ >= 1000)  // a division while x is on its way, where a register is left for it
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 
 __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const Rows& x, const Partials& to, u8* ring, float* factors) {

@@ -15,9 +15,8 @@ from generate.__main__ import main
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import gemm, launch  # noqa: E402
+from cuda_backend import budget, gemm, launch  # noqa: E402
 from cuda_backend import ops as cuda_ops  # noqa: E402
-from cuda_backend.layout import Card  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
 from cuda_backend.sizes import work_bytes  # noqa: E402
@@ -26,10 +25,8 @@ from cuda_backend.weights import UPLOAD  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 MODULES = ("attention", "choose", "gemm", "launch", "mixture", "products", "recurrent", "states", "upload", "weights")
-CARDS = [  # before 9.0 a recurrent layer's mixer writes what its norm reads: layers take memory in another order
-    Card("RTX 4090", 89, 128, 100 << 10, 99 << 10),
-    Card("H200", 90, 132, 228 << 10, 227 << 10),
-]
+# before 9.0 a recurrent layer's mixer writes what its norm reads: layers take memory in another order
+CARDS = [planned.card for planned in budget.CARDS if planned.card.name in ("RTX 4090", "H200")]
 
 
 class Bytes:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from cuda_backend import budget
+from cuda_backend.budget import Card
 from cuda_backend.layout import (
     COLS,
     KERNELS,
@@ -24,7 +26,7 @@ from cuda_backend.layout import (
     PREFILL_COLS,
     TOGETHER,
     UNITS,
-    Card,
+    expert_defines,
     expert_ring,
     group_count,
     latent_tiles,
@@ -34,18 +36,13 @@ from cuda_backend.layout import (
     ring,
     run_count,
     shares,
+    single_defines,
     source,
     split_tiles,
     tile_defines,
 )
 
-CARDS = [  # multiprocessors; shared memory of one and of a block (CUDA C programming guide, technical specifications)
-    Card("A100", 80, 108, 164 << 10, 163 << 10),
-    Card("RTX 3090", 86, 82, 100 << 10, 99 << 10),
-    Card("RTX 4090", 89, 128, 100 << 10, 99 << 10),
-    Card("H200", 90, 132, 228 << 10, 227 << 10),
-    Card("RTX 5090", 120, 170, 100 << 10, 99 << 10),
-]
+CARDS = [planned.card for planned in budget.CARDS]
 
 
 def heads() -> list[tuple[str, ...]]:
@@ -56,13 +53,9 @@ def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
     return linear_launch(card, (type_,), cols).defines
 
 
-def experts(card: Card, type_: str, cols: int) -> tuple[str, ...]:
-    return *tile_defines(type_), f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
-
-
 def single(card: Card, type_: str, per: int, choice: int, made: int, pack: int) -> tuple[str, ...]:
     kind = f"PER={per}", f"CHOICE={choice}", f"MADE={made}", f"PACK={pack}"
-    return *tile_defines(type_), "COLS=1", f"STAGES={ring(card, type_, 1)[1]}", *kind
+    return *single_defines(card, type_), *kind
 
 
 def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
@@ -112,7 +105,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("attention", defines) for defines in heads()]
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
-        plain += [("experts", experts(card, type_, cols)) for cols in (8, PREFILL_COLS)]
+        plain += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]
         kinds = (8, 1, 0, 0), (2, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
         plain += [("single", single(card, type_, *kind)) for kind in kinds]
         plain += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]

@@ -1,0 +1,98 @@
+"""What a card has for a kernel, as data: shared memory, L2, and what products of its capability keep in registers.
+
+Launchers read a `Card` from the device (card.py). CARDS are those that every kernel is compiled for and that
+docs/cuda.md predicts. Needs neither CuPy nor a GPU.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a launch depends on, read from the device once. From 8.0 on a multiprocessor has 65,536 registers.
+
+    sms           multiprocessors
+    shared        shared memory of one, and the most that a block may take, bytes
+    """
+
+    name: str
+    capability: int  # 90 for 9.0
+    sms: int
+    shared: int
+    block_shared: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a product per multiprocessor: of 100 KB of shared memory, two would have too small a ring."""
+        return 2 if self.shared > 128 << 10 else 1
+
+
+class Planned(NamedTuple):
+    """A card and what its data sheet says: L2 cache in bytes, bytes per second, dense bf16 FLOP/s with float32 sums."""
+
+    card: Card
+    l2: int
+    bandwidth: float
+    flops: float
+
+
+# CUDA C++ programming guide, technical specifications; NVIDIA's whitepapers of A100, GA102, AD102, H100, RTX Blackwell
+CARDS = (
+    Planned(Card("A100", 80, 108, 164 << 10, 163 << 10), 40 << 20, 1.555e12, 312e12),
+    Planned(Card("RTX 3090", 86, 82, 100 << 10, 99 << 10), 6 << 20, 0.936e12, 71e12),
+    Planned(Card("RTX 4090", 89, 128, 100 << 10, 99 << 10), 72 << 20, 1.008e12, 165e12),
+    Planned(Card("H200", 90, 132, 228 << 10, 227 << 10), 50 << 20, 4.8e12, 989e12),
+    Planned(Card("RTX 5090", 120, 170, 100 << 10, 99 << 10), 96 << 20, 1.792e12, 209e12),
+)
+
+# Types by what products of theirs keep in registers: kernels/tile.cuh
+SUMS = ("Q4_K", "Q5_K")  # minima that meet sums of x
+APART = ("Q4_1", "Q5_1", "Q2_K")  # minima that take registers of their own
+SIXTEENS = ("Q6_K", "Q3_K", "Q2_K")  # a scale for 16 columns
+WHOLE = (*SUMS, *SIXTEENS, "IQ4_XS")  # scales in whole numbers
+
+
+class InFlight(NamedTuple):
+    """What a warp of kernels/stripes.cuh has in flight at once: more would spill, fewer wait.
+
+    halves  of 128 columns of a unit's 256
+    eights  of rows
+    early   is the place of a stripe's sums found while x is on its way?
+    """
+
+    halves: int
+    eights: int
+    early: bool
+
+
+def in_flight(card: Card, type_: str, cols: int) -> InFlight:
+    """For `cols` rows of x, of which a block has 96 registers per thread (two of a multiprocessor) or 168 (one)."""
+    all_eights, blackwell, hopper = max(1, cols // 8), card.capability >= 100, card.capability == 90
+    one_half = (
+        (cols > 32 and not hopper)
+        or (cols > 24 and blackwell)
+        or (cols == 24 and (card.capability == 80 or (type_ in SIXTEENS and not hopper)))
+        or (cols == 16 and type_ not in WHOLE)
+        or (cols > 8 and type_ in APART)
+    )
+    if type_ in APART or (cols == 24 and (type_ in SUMS or (card.capability == 80 and type_ in WHOLE))):
+        eights = 1
+    elif cols > 32 and not hopper:
+        eights = 1 if type_ in SIXTEENS else 2
+    elif cols > 24 and blackwell and type_ in SIXTEENS:
+        eights = 2
+    else:
+        eights = 5 if cols > 64 else all_eights
+    return InFlight(1 if one_half or type_ == "Q8_0" else 2, eights, cols <= 8 or blackwell)
+
+
+def product_blocks(card: Card, types: tuple[str, ...], cols: int, stripes: int) -> int:
+    """Blocks per multiprocessor that kernels/linear.cu is compiled for; `stripes` of a block."""
+    spills = cols > 16 and any(type_ in APART for type_ in types)
+    return 1 if stripes > 1 or spills else card.blocks
+
+
+def expert_blocks(card: Card, type_: str, cols: int) -> int:
+    """The same of kernels/experts.cu, where some types would spill."""
+    return 1 if cols > 8 and type_ in (*APART, "Q3_K") else card.blocks

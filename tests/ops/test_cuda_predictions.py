@@ -1,0 +1,76 @@
+"""What docs/cuda.md predicts of cards that nobody has measured follows from their budgets and the model's shapes."""
+
+from pathlib import Path
+
+import pytest
+
+from common.models import ARCHITECTURES
+from common.models.synthetic import synthetic_checkpoint
+from common.weights import Matrix
+from cuda_backend.budget import CARDS, Planned
+from cuda_backend.layout import UNITS, partition, ring
+
+PAGE = Path(__file__).parents[2] / "docs/cuda.md"
+REACHED = 0.85  # of the specified bandwidth
+KERNELS = {1: 549, 16: 597}  # of a step, by rows; before compute capability 9.0 48 more
+EACH = {1: 1.7e-6, 16: 3.5e-6}  # seconds of a kernel beside reading, on an H200
+PREFILL = 48.7e9  # FLOP per token
+
+
+def weight_bytes() -> int:
+    """Of Qwen3.6-27B Q4_K_M that a step reads, as they lie on the device."""
+    checkpoint = synthetic_checkpoint("qwen3.6-27b:q4_k_m")
+    definition = ARCHITECTURES[checkpoint.config["general.architecture"]]
+    layout = definition.layout(definition.read_config(checkpoint), checkpoint)
+    matrices = [
+        checkpoint.tensors[part.names[0]]
+        for table in (layout.top, *layout.layers)
+        for name, entry in table.items()
+        if isinstance(entry, Matrix) and name != "embed"
+        for part in entry.parts
+    ]
+    total = 0
+    for tensor in matrices:
+        rows, columns = tensor.shape
+        if tensor.type in UNITS:
+            k, tile = UNITS[tensor.type]
+            total += -(-rows // 128) * -(-columns // k) * 8 * tile
+        else:
+            total += tensor.nbytes
+    return total
+
+
+def step(planned: Planned, rows: int) -> tuple[float, float]:
+    """Milliseconds of reading, and of what comes on top."""
+    kernels = KERNELS[rows] + (48 if planned.card.capability < 90 else 0)
+    return weight_bytes() / (REACHED * planned.bandwidth) * 1e3, kernels * EACH[rows] * 1e3
+
+
+def sums_of_gate_and_up(planned: Planned, rows: int) -> int:
+    """Bytes of partial sums of the widest product, 34,816 x 5,120."""
+    blocks = 34816 // 128, 5120 // 256
+    slots = partition(ring(planned.card, "Q4_K", 1)[0] * planned.card.sms, *blocks)[1]
+    return slots * rows * 34816 * 4
+
+
+@pytest.mark.parametrize("planned", CARDS, ids=lambda planned: planned.card.name)
+def test_page(planned):
+    (read, rest), (read_16, rest_16) = step(planned, 1), step(planned, 16)
+    cells = (
+        f"{planned.card.name} ({planned.bandwidth / 1e9:,.0f} GB/s, {planned.flops / 1e12:.0f} TFLOP/s)",
+        f"{read:.1f}",
+        f"{rest:.1f}",
+        f"{1e3 / (read + rest):.0f}",
+        f"{read_16 + rest_16:.1f}",
+        f"{round(planned.flops / 2 / PREFILL, -1):,.0f}",
+        f"{sums_of_gate_and_up(planned, 64) / planned.l2:.0%}",
+    )
+    assert f"| {' | '.join(cells)} |\n" in PAGE.read_text()
+
+
+def test_measured():
+    """The same for an H200 is what it was measured at, within 5 %: 213 tok/s, 5.87 ms, 10,240 tok/s."""
+    planned = next(p for p in CARDS if p.card.name == "H200")
+    assert 1e3 / sum(step(planned, 1)) == pytest.approx(213, rel=0.05)
+    assert sum(step(planned, 16)) == pytest.approx(5.87, rel=0.05)
+    assert planned.flops / 2 / PREFILL == pytest.approx(10240, rel=0.05)
