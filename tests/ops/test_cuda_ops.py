@@ -17,8 +17,9 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import products  # noqa: E402
+from cuda_backend.budget import WHOLE  # noqa: E402
 from cuda_backend.launch import Array, Kernel  # noqa: E402
-from cuda_backend.layout import MOST_ROWS, TOGETHER, UNITS, WHOLE  # noqa: E402
+from cuda_backend.layout import MOST_ROWS, TOGETHER, UNITS  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
 
