@@ -36,10 +36,10 @@ def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
     return tokens
 
 
-def _best(ops: "CudaOps", logits: Array) -> tuple[tuple[Any, ...], Any]:
-    """The largest keys of pieces of each row, where they are and how many, and who holds them."""
+def _best(ops: "CudaOps", logits: Array) -> tuple[tuple[Any, ...], Memory | None]:
+    """The largest keys of pieces of each row: where they are, how many, and their memory if it is not the logits'."""
     if logits.best:
-        return (np.uint64(logits.best), np.int32(pieces_of(logits.shape[1]))), logits.owner
+        return (np.uint64(logits.best), np.int32(pieces_of(logits.shape[1]))), None
     T, V = logits.shape
     pieces = min(64, -(-V // 256))
     memory = Memory(T * pieces * 8)

@@ -1,5 +1,6 @@
 """CudaOps against NumpyOps, block types against their decoding, and rows that do not depend on their neighbours."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -465,6 +466,11 @@ def test_sampled_steps(vocab):
             sampled = ops.sample(logits, greedy)
             after(ids)
             assert np.array_equal(ops.read(after(sampled)), at_once)
+    logits = ops.kept(rows_on(ops, rows), 2)
+    sampled, memory = ops.sample(logits, greedy), weakref.ref(logits.owner)
+    del logits
+    assert memory() is None  # a step's may have 135 MB, and tokens outlive it
+    assert ops.read(sampled).tolist() == rows[:2].argmax(-1).tolist()
     rows[1, -1] = np.nan
     with pytest.raises(NotFiniteError):
         ops.read(ops.sample(ops.kept(rows_on(ops, rows), 2), greedy))
