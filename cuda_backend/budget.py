@@ -39,7 +39,7 @@ class Planned(NamedTuple):
 
 # CUDA C++ programming guide, technical specifications; NVIDIA's whitepapers of A100, GA102, AD102, H100, RTX Blackwell
 CARDS = (
-    Planned(Card("A100", 80, 108, 164 << 10, 163 << 10), 40 << 20, 1.555e12, 312e12),
+    Planned(Card("A100 40 GB", 80, 108, 164 << 10, 163 << 10), 40 << 20, 1.555e12, 312e12),
     Planned(Card("RTX 3090", 86, 82, 100 << 10, 99 << 10), 6 << 20, 0.936e12, 71e12),
     Planned(Card("RTX 4090", 89, 128, 100 << 10, 99 << 10), 72 << 20, 1.008e12, 165e12),
     Planned(Card("H200", 90, 132, 228 << 10, 227 << 10), 50 << 20, 4.8e12, 989e12),
@@ -67,7 +67,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(card: Card, type_: str, cols: int) -> InFlight:
-    """For `cols` rows of x, of which a block has 96 registers per thread (two of a multiprocessor) or 168 (one)."""
+    """For `cols` rows of x. A thread has 96 registers where two blocks share a multiprocessor, 168 where one has it."""
     all_eights, blackwell, hopper = max(1, cols // 8), card.capability >= 100, card.capability == 90
     one_half = (
         (cols > 32 and not hopper)

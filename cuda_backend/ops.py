@@ -124,7 +124,7 @@ class CudaOps(Ops):
         """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step."""
         rows = min(rows, x.shape[0])
         shape = (rows, *x.shape[1:])
-        if len(shape) == 2 and rows and in_fours(x):
+        if len(shape) == 2 and all(shape) and in_fours(x):
             pieces, size = choose.pieces_of(shape[1]), 4 * rows * shape[1]
             memory = Memory(size + 8 * rows * pieces)
             out = Array(shape, memory.address, owner=memory, best=memory.address + size)

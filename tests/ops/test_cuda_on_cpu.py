@@ -32,6 +32,10 @@ def test_draws():
     on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
 
 
+def test_sampled_steps():
+    on_cpu("ops/test_cuda_ops.py", "sampled_steps or argmax")
+
+
 def test_rows_of_trees():
     layers = "(KVSpec-None or LatentSpec) and (6.2.16 or 3.1.16)"
     on_cpu("ops/test_cuda_ops.py", f"of_trees and (65-7 or 65-136) and {layers}")

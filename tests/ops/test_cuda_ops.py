@@ -466,6 +466,7 @@ def test_sampled_steps(vocab):
             sampled = ops.sample(logits, greedy)
             after(ids)
             assert np.array_equal(ops.read(after(sampled)), at_once)
+    assert [ops.read(rows_on(ops, rows)[at]).shape for at in (np.s_[:0], np.s_[:, :0])] == [(0, 1024), (vocab, 0)]
     logits = ops.kept(rows_on(ops, rows), 2)
     sampled, memory = ops.sample(logits, greedy), weakref.ref(logits.owner)
     del logits
