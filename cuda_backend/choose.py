@@ -30,7 +30,7 @@ def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
     if not sampler.is_argmax:
         tokens.owner = memory, keys, _draw(ops, logits, best, sampler, tokens.address)
         return tokens
-    next_step = ops.replay.small.take(tokens) if T <= TREE_ROWS else tokens.address
+    next_step = ops.replay.small.place_for(tokens) if T <= TREE_ROWS else tokens.address
     args = (*best, np.uint64(tokens.address), np.uint64(next_step))
     kernel("sample", "final")((T,), (32,), args, stream=ops.stream)
     return tokens

@@ -121,7 +121,10 @@ class CudaOps(Ops):
         return tuple(self.kept(x, rows) for x in out) if isinstance(out, tuple) else self.kept(out, rows)
 
     def kept(self, x: Array, rows: int) -> Array:
-        """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step."""
+        """The first `rows` of x, summed, in memory of its own: the arena's is overwritten by the next step.
+
+        Of rows in fours, as logits are, the largest keys are found on the way: they cost nothing there.
+        """
         rows = min(rows, x.shape[0])
         shape = (rows, *x.shape[1:])
         if len(shape) == 2 and all(shape) and in_fours(x):

@@ -76,7 +76,7 @@ class Inputs:
         self.steps: dict[tuple[int, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
-    def take(self, tokens: Array) -> int:
+    def place_for(self, tokens: Array) -> int:
         """Where `tokens` are to be written as well, so that a step of them need not copy them there."""
         self.sampled = tokens
         return self.tokens
@@ -108,12 +108,11 @@ class Inputs:
         size = len(host) if on_host else END + 4 * self.rows
         source = ctypes.addressof(ctypes.c_char.from_buffer(host))
         runtime.memcpyAsync(self.memory.address, source, size, runtime.memcpyHostToDevice, self.stream.ptr)
-        if step.tokens is self.sampled:
-            return
-        self.sampled = None
-        if not on_host:
-            source = step.tokens.address
-            runtime.memcpyAsync(self.tokens, source, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
+        if step.tokens is not self.sampled:
+            self.sampled = None
+            if not on_host:
+                given = step.tokens.address
+                runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def step(self, T: int, is_block: bool = False) -> DeviceStep:
         if (T, is_block) not in self.steps:

@@ -6,7 +6,8 @@
 //           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
 //                   pair p being row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
-// Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; BLOCKS of a multiprocessor; CP_ASYNC to force the sm_80 ring
+// Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; BLOCKS of a multiprocessor; CP_ASYNC to
+//           force the sm_80 ring
 // Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units and gathers the rows of x.
 //           A CTA takes (group, row block, part of k) items in turn, as many as the groups make
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x

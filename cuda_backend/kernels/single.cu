@@ -4,7 +4,8 @@
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm that is not finished: linear.cu `squares`
 //           y        where rows are MADE here: floats, perhaps partial sums, row j for itself (SUM) or as gate and up (SWIGLU)
 // Out       out [part][j][N] float32, with PACK one packed row of all j; by the SWIGLU of a choice also its weights
-// Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS of a multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or SWIGLU; PACK 0 or 1
+// Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS of a multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or
+//           SWIGLU; PACK 0 or 1
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
 //           the kernel before ends, it asks for weights meanwhile: of a head, of a shared expert, and where rows are made
 //           of what was chosen by the kernel before

@@ -47,7 +47,7 @@ def step(planned: Planned, rows: int) -> tuple[float, float]:
 
 
 def sums_of_gate_and_up(planned: Planned, rows: int) -> int:
-    """Bytes of partial sums of the widest product, 34,816 x 5,120."""
+    """Bytes of partial sums of the widest product of a layer, 34,816 x 5,120."""
     blocks = 34816 // 128, 5120 // 256
     slots = partition(ring(planned.card, "Q4_K", 1)[0] * planned.card.sms, *blocks)[1]
     return slots * rows * 34816 * 4
