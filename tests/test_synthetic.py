@@ -56,6 +56,11 @@ def test_types_of_a_recipe(recipe, most, narrow):
     assert counts[most] > counts["Q6_K"] > 0
 
 
+def test_capitals():
+    small, capitals = (synthetic_checkpoint(name).tensors for name in ("wedlm-8b:q5_k_m", "WeDLM-8B:Q5_K_M"))
+    assert [(name, t.type, t.shape) for name, t in small.items()] == [(n, t.type, t.shape) for n, t in capitals.items()]
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("recipe", synthetic_module.RECIPES)
 def test_small_shapes_run(name, recipe, small):

@@ -127,7 +127,7 @@ def synthetic_checkpoint(name: str) -> Checkpoint:
 
     That is as good as any for a backend's products; `cuda_backend/random_weights.py` makes whole matrices of its own.
     """
-    shape, _, recipe = name.partition(":")
+    shape, _, recipe = name.lower().partition(":")  # files are named with capitals
     if shape not in METADATA or recipe not in RECIPES:
         shapes, recipes = ", ".join(METADATA), ", ".join(RECIPES)
         raise UsageError(f"synthetic model {name!r} is unknown; a shape of {shapes}, a colon, one of {recipes}")
