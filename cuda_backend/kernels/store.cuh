@@ -50,9 +50,11 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
     u32 bits = 0;  // magnitudes compare as integers, so that NaN wins
 #pragma unroll
     for (int i = 0; i < 4; i++) bits = max(bits, __float_as_uint(v[i]) & 0x7fffffffu);
+    if (fine)
 #pragma unroll
-    for (int m = 1; m < 8; m <<= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, m));
-    if (!fine) bits = max(bits, __shfl_xor_sync(FULL, bits, 8)), bits = max(bits, __shfl_xor_sync(FULL, bits, 16));
+        for (int m = 1; m < 8; m <<= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, m));
+    else
+        bits = __reduce_max_sync(FULL, bits);
     const float scale = __uint_as_float(bits) * (1.0f / 127.0f), inverse = 1.0f / scale;
     u32 codes = 0;
     int total = 0;
