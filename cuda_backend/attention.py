@@ -22,7 +22,7 @@ from cuda_backend.layout import (
 )
 from cuda_backend.replay import TREE_ROWS, DeviceStep
 from cuda_backend.states import KV, TILE, Latent, move
-from cuda_backend.views import COPY, NOTHING, in_fours, out_of, roping, turned, turns, unroped, view
+from cuda_backend.views import COPY, NOTHING, in_fours, only, out_of, roping, turned, turns, unroped, view
 from cuda_backend.weights import Weight
 
 if TYPE_CHECKING:
@@ -353,10 +353,12 @@ def _combine(
     """The pieces added up, D columns of a head."""
     runs, sums, stats, T, H, wide, first, *cut = pieces
     blocks = H, T, -(-D // 128)
-    room = 16 * ops.card.sms // math.prod(blocks)  # warps of a CTA where all run at once
-    of_run = 2 if room >= 4 else 1
+    room = 15 * ops.card.sms // math.prod(blocks)  # warps of a CTA, where all run at once and a product begins beside
+    of_run = 2 if room >= 6 else 1
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
-    kernel("pieces", "combine", (f"WARPS={of_run}", _windowed(pieces.window)))(
+    gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
+    built = f"WARPS={of_run}", f"GATED={gated}", _windowed(pieces.window), *only(out)
+    kernel("pieces", "combine", built)(
         blocks,
         (32 * warps,),
         (

@@ -2,7 +2,8 @@
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each form that is wanted (store.cuh), dense alone where groups of 32 straddle heads
-// Build     WARPS: of a run, 1 or 2; WINDOWED: flash.cuh
+// Build     WARPS: of a run, 1 or 2; GATED: there may be a gate, which takes a third of the registers; WINDOWED: flash.cuh; what
+//           store.cuh says
 // Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
 //           at a time, 8 or 16 pieces of it together, then the first adds up the runs
 // Numbers   float32; what is added first are the tiles of a group, by split.cu or here, then the groups of a run, then runs: an
@@ -16,7 +17,13 @@
 
 __device__ __forceinline__ float4 times(float4 a, float b) { return make_float4(a.x * b, a.y * b, a.z * b, a.w * b); }
 
-extern "C" __global__ void __launch_bounds__(384)
+#if WINDOWED || __CUDA_ARCH__ < 1000
+#define BOUND 384  // threads, at most
+#else
+#define BOUND 512  // told the truth, the compiler makes do with 56 registers, and spills
+#endif
+
+extern "C" __global__ void __launch_bounds__(BOUND)
 combine(const float* sums, const float2* stats, int H, int D, int DIM, const StepState* step, const int* positions, int T,
         int first_t, int tile_bits, int window, int keep, int shares, int trunk, int op, In gate, Out out) {
     release_next();
@@ -55,9 +62,9 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const float* from = sums + min(column + (warp % WARPS * 32 + lane) * EACH, D - EACH);
     float sum[EACH] = {}, part[EACH] = {};  // of all groups of a run, of one
     float top = lowest, total = 0.0f, part_total = 0.0f;
-    bool gates_here = op && warp == blockDim.x / 32 - 1;  // a warp with no run, if there is one
+    bool gates_here = GATED && op && warp == blockDim.x / 32 - 1;  // a warp with no run, if there is one
 #pragma unroll 1
-    do {
+    while (run < runs || gates_here) {
         float2 stat = make_float2(lowest, 0.0f);
         if (lane < AT_ONCE && i + lane < end) stat = stats[at];
         float e[AT_ONCE][EACH];
@@ -70,7 +77,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         };
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) read(n);
-        if (gates_here) {
+        if (GATED && gates_here) {
             float g[4];
             float4 by;
             load_some(g, gate, place(gate, t, head * DIM + column), gate.inner ? lane * 4 : 0, gate.inner, gate.inner ? DIM - column : 1);
@@ -110,7 +117,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         for (int c = 0; c < EACH; c++) to[c] = sum[c] + part[c], sum[c] = part[c] = 0.0f;
         if (lane == 0) tops[done] = make_float2(top, total + part_total);
         top = lowest, total = part_total = 0.0f;
-    } while (run < runs);
+    }
     __syncthreads();
     if (warp) return;
     float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -121,7 +128,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         const float factor = power(tops[r].x - top);
         all = plus(all, times(parts[r * 32 + lane], factor)), total += tops[r].y * factor;
     }
-    const float4 by = op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    const float4 by = GATED && op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     const float inverse = mine < DIM ? 1.0f / total : 0.0f;
     all = make_float4(all.x * inverse * by.x, all.y * inverse * by.y, all.z * inverse * by.z, all.w * inverse * by.w);
     if (DIM % 32) {  // dense alone, of a width that fours may not divide

@@ -80,7 +80,8 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "keep", "sample", "draw", "random", "top_k")]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
     plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
-    plain += [("pieces", (f"WARPS={n}", f"WINDOWED={w}")) for n in (1, 2) for w in (0, 1)]
+    forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
+    plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
     plain += [
