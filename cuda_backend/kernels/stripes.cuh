@@ -2,7 +2,6 @@
 // Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE, EIGHTS_AT_ONCE and EARLY: cuda_backend/budget.py; COLS, STRIPES and
 //           AHEAD as linear.cu
 
-#define ONCE (COLS == 1 || COLS > 24)  // weights leave the L2 cache first: a gain of 2 % or none, but a loss of 1 % for 16 rows
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 
 __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const Rows& x, const Partials& to, u8* ring, float* factors) {
@@ -35,11 +34,13 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
                  full + 8 * (i % STAGES), lane);
         };
         const u8* unit = m.w + (s64)first * UNIT_BYTES;
+        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 8 and 16 rows of much output, and for 24
+        const bool once = COLS == 1 || COLS > 24 || (COLS < 24 && m.k_blocks > m.row_blocks);
         for (int i = 0; i < units; i++, unit += UNIT_BYTES) {
             const int s = i % STAGES;
             if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
             if (lane == 0) barrier_expect(full + 8 * s, STAGE);
-            copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane, ONCE);
+            copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane, once);
 #if BULK
             // weights depend on nothing: some come while the kernel before this one ends, and x follows
             if (i == min(PREFETCH, units) - 1) {
