@@ -87,6 +87,16 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
     return InFlight(1 if one_half or type_ == "Q8_0" else 2, eights, cols <= 8 or blackwell)
 
 
+def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -> int:
+    """Threads to which kernels/linear.cu, which has `threads`, is told to share out the registers of a block.
+
+    For 8 and 16 rows more than it has: a thread then gets 80 registers, not 96, and what follows a product, which may
+    begin beside it on 9.0, finds room there.
+    """
+    spills = any(type_ in APART for type_ in types)
+    return 384 if card.capability == 90 and cols in (8, 16) and not spills else threads
+
+
 def product_blocks(card: Card, types: tuple[str, ...], cols: int, stripes: int) -> int:
     """Blocks per multiprocessor that kernels/linear.cu is compiled for; `stripes` of a block."""
     spills = cols > 16 and any(type_ in APART for type_ in types)

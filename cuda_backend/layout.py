@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import FEW_ROWS
-from cuda_backend.budget import WHOLE, Card, expert_blocks, in_flight, product_blocks
+from cuda_backend.budget import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
 from cuda_backend.visits import most_slots
 
 KERNELS = Path(__file__).with_name("kernels")
@@ -113,6 +113,7 @@ def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch
     """Warps that multiply, one that feeds them, and one that finds the factors of norms, where it is done in time."""
     rings = [ring(card, t, cols) for t in types]
     ahead = cols <= 8
+    threads = 288 + 32 * ahead
     stripes = min(per_sm for per_sm, _, _ in rings) if cols > 24 else 1  # more rows take the registers of two CTAs
 
     def of_type(type_: str, stages: int) -> tuple[str, ...]:
@@ -122,9 +123,10 @@ def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch
 
     defines, *second = (of_type(t, stages) for t, (_, stages, _) in zip(types, rings, strict=True))
     blocks = product_blocks(card, types, cols, stripes)
-    both = f"COLS={cols}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}", f"BLOCKS={blocks}"
+    per_sm = f"BLOCKS={blocks}", f"BOUND={product_bound(card, types, cols, threads)}"
+    both = f"COLS={cols}", f"AHEAD={int(ahead)}", f"STRIPES={stripes}", *per_sm
     shared = max(nbytes for _, _, nbytes in rings)
-    return LinearLaunch((*defines, *both), tuple(*second), 288 + 32 * ahead, shared, stripes)
+    return LinearLaunch((*defines, *both), tuple(*second), threads, shared, stripes)
 
 
 @functools.cache
