@@ -199,12 +199,16 @@ def packed_size(columns: int, rows: int, packing: Packing) -> int:
 
 @functools.cache
 def shares(card: Card, matrices: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
-    """Stripes of one or two matrices (type, row blocks, k blocks) of a launch: the longest as short as can be, then the
-    other's longest, then the mean of either.
+    """Stripes of one or two matrices (type, row blocks, k blocks) of a launch.
+
+    Of two: the longest as short as can be, then the other's longest, then the mean of either.
     """
     per_sm = min(ring(card, type_, 1)[0] for type_, _, _ in matrices)
     most = per_sm * card.sms
     if len(matrices) == 1:
+        units = matrices[0][1] * matrices[0][2]
+        if per_sm > 1 and most < units <= 2 * most:  # what follows begins where one stripe leaves room, not two
+            most = -(-units // (units // card.sms))
         return (most,)
 
     sizes = [(row_blocks * k_blocks, 8 * UNITS[type_][1]) for type_, row_blocks, k_blocks in matrices]  # units, bytes

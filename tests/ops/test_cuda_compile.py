@@ -238,9 +238,17 @@ def test_rings_fit():
             assert shared <= card.block_shared
 
 
-def test_shares_of_two_types():
-    """No stripe is longer than it has to be, and none takes more because another has places to spare."""
+def test_shares():
+    """All places are taken but by a small matrix, which leaves the second of most multiprocessors free.
+
+    Of two types no stripe is longer than it has to be, and none takes more because another has places to spare.
+    """
     card = next(c for c in CARDS if c.name == "H200")
+    assert shares(card, (("Q4_K", 192, 16),)) == (264,)
+    assert shares(card, (("Q4_K", 40, 24),)) == (264,)
+    assert shares(card, (("Q4_K", 32, 16),)) == (171,)  # of 3 units
+    assert shares(card, (("Q4_K", 16, 20),)) == (160,)  # of 2
+    assert shares(card, (("Q4_K", 16, 8),)) == (264,)  # of 1, as `partition` finds
     assert shares(card, (("Q4_K", 40, 16), ("Q6_K", 8, 16))) == (200, 64)  # of at most 4 units and 2
 
 
