@@ -67,7 +67,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(card: Card, type_: str, cols: int) -> InFlight:
-    """For `cols` rows of x. A thread has 96 registers where two blocks share a multiprocessor, 168 where one has it."""
+    """For `cols` rows of x. A thread has 96 registers, or 80, where two blocks share a multiprocessor, else 168."""
     all_eights, blackwell, hopper = max(1, cols // 8), card.capability >= 100, card.capability == 90
     one_half = (
         (cols > 32 and not hopper)
