@@ -207,7 +207,8 @@ def shares(card: Card, matrices: tuple[tuple[str, int, int], ...]) -> tuple[int,
     most = per_sm * card.sms
     if len(matrices) == 1:
         units = matrices[0][1] * matrices[0][2]
-        if per_sm > 1 and most < units <= 2 * most:  # what follows begins where one stripe leaves room, not two
+        # what follows may begin beside it from 9.0 on, where one stripe leaves room, not two
+        if card.capability >= 90 and per_sm > 1 and most < units <= 2 * most:
             most = -(-units // (units // card.sms))
         return (most,)
 
