@@ -58,12 +58,10 @@ class InFlight(NamedTuple):
 
     halves  of 128 columns of a unit's 256
     eights  of rows
-    early   is the place of a stripe's sums found while x is on its way?
     """
 
     halves: int
     eights: int
-    early: bool
 
 
 def in_flight(card: Card, type_: str, cols: int) -> InFlight:
@@ -84,7 +82,7 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
         eights = 2
     else:
         eights = 5 if cols > 64 else all_eights
-    return InFlight(1 if one_half or type_ == "Q8_0" else 2, eights, cols <= 8 or blackwell)
+    return InFlight(1 if one_half or type_ == "Q8_0" else 2, eights)
 
 
 def product_bound(card: Card, types: tuple[str, ...], cols: int, threads: int) -> int:

@@ -37,7 +37,11 @@ CHOICE = np.dtype(
     align=True,
 )
 MATRIX = np.dtype(
-    [("w", "u8"), ("out", "u8"), *((name, "i4") for name in ("N", "row_blocks", "k_blocks", "stripes", "each"))],
+    [
+        *((name, "u8") for name in ("w", "out")),
+        *((name, "i4") for name in ("N", "row_blocks", "k_blocks", "units", "stripes", "each")),
+        *((name, "u4") for name in ("by_units", "by_stripes", "by_k_blocks")),
+    ],
     align=True,
 )
 ROWS = np.dtype(

@@ -117,9 +117,8 @@ def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch
     stripes = min(per_sm for per_sm, _, _ in rings) if cols > 24 else 1  # more rows take the registers of two CTAs
 
     def of_type(type_: str, stages: int) -> tuple[str, ...]:
-        halves, eights, early = in_flight(card, type_, cols)
-        kept = f"HALVES_AT_ONCE={halves}", f"EIGHTS_AT_ONCE={eights}", f"EARLY={int(early)}"
-        return *tile_defines(type_), f"STAGES={stages}", *kept
+        halves, eights = in_flight(card, type_, cols)
+        return *tile_defines(type_), f"STAGES={stages}", f"HALVES_AT_ONCE={halves}", f"EIGHTS_AT_ONCE={eights}"
 
     defines, *second = (of_type(t, stages) for t, (_, stages, _) in zip(types, rings, strict=True))
     blocks = product_blocks(card, types, cols, stripes)

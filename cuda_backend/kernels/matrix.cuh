@@ -3,9 +3,16 @@
 struct Matrix {
     const u8* w;  // units of tile.cuh
     float* out;   // [slot][T][N]
-    int N, row_blocks, k_blocks;
+    int N, row_blocks, k_blocks, units;  // of tile.cuh; units times stripes are less than 2^32 for 2^38 weights
     int stripes, each;  // into which its units are cut, and how many of them a CTA takes
+    u32 by_units, by_stripes, by_k_blocks;  // inverses: quotient
 };
+
+// n / d for n below 2^32, with inverse = (2^32 - 1) / d from the host: a division takes a hundred cycles
+__device__ __forceinline__ u32 quotient(u32 n, u32 d, u32 inverse) {
+    const u32 q = __umulhi(n, inverse);  // the quotient or one less
+    return q + (n - q * d >= d);
+}
 
 // Packed rows (store.cuh). Where `parts` is not 0 an RMS norm has still to divide them by the root of their mean square, the
 // sum of `squares` [T][parts] / columns.

@@ -1,8 +1,31 @@
 // stripes: a CTA's part of y = x W' for one quantized matrix, as linear.cu describes it
-// Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE, EIGHTS_AT_ONCE and EARLY: cuda_backend/budget.py; COLS, STRIPES and
+// Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE and EIGHTS_AT_ONCE: cuda_backend/budget.py; COLS, STRIPES and
 //           AHEAD as linear.cu
 
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
+
+// Factors of rows first, first + apart, ...: 1 / the root of the mean of their squares. What lanes tell one another is on its
+// way for all rows at once, and a lane ends each.
+__device__ __forceinline__ void find_factors(float* factors, const Rows& x, int first, int apart, int lane) {
+    float sums[OF_EACH] = {};
+#pragma unroll 1
+    for (int i = lane; i - lane < x.parts; i += 32)
+#pragma unroll
+        for (int r = 0; r < OF_EACH; r++) {
+            const int t = first + r * apart;
+            sums[r] += t < x.T && i < x.parts ? x.squares[t * x.parts + i] : 0.0f;
+        }
+#pragma unroll
+    for (int m = 16; m; m >>= 1)
+#pragma unroll
+        for (int r = 0; r < OF_EACH; r++) sums[r] += __shfl_xor_sync(FULL, sums[r], m);
+    float sum = sums[0];
+#pragma unroll
+    for (int r = 1; r < OF_EACH; r++)
+        if (lane == r) sum = sums[r];
+    const int t = first + lane * apart;
+    if (lane < OF_EACH && t < COLS) factors[t] = x.parts ? rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, x.columns), x.eps)) : 1.0f;
+}
 
 __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const Rows& x, const Partials& to, u8* ring, float* factors) {
     const u32 full = shared_address(ring + STAGES * STAGE), empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
@@ -12,7 +35,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
             barrier_init(full + 8 * s, BULK ? 1 : 32);
             barrier_init(empty + 8 * s, 256);
         }
-        barrier_init(ready, AHEAD ? 1 : 8);
+        barrier_init(ready, AHEAD ? 32 : 256);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -20,22 +43,21 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     release_next();
     __syncthreads();
     int stripe = STRIPES > 1 ? cta * m.each : cta;
-    const u32 all = m.row_blocks * m.k_blocks;  // times stripes less than 2^32 for matrices of 2^38 weights
-    const auto first_of = [&](int of) { return all * (u32)of / (u32)m.stripes; };  // unit of a stripe
+    const auto first_of = [&](int of) { return (int)quotient((u32)m.units * of, m.stripes, m.by_stripes); };  // unit of a stripe
     const int first = first_of(stripe), units = first_of(STRIPES > 1 ? min(stripe + m.each, m.stripes) : stripe + 1) - first;
-    int row_block = first / m.k_blocks, k_block = first % m.k_blocks;
+    int row_block = quotient(first, m.k_blocks, m.by_k_blocks), k_block = first - row_block * m.k_blocks;
 
     if (warp == 8) {  // producer
 #if !BULK
         depend();
 #endif
-        const auto copy_x = [&](int i) {  // for unit i
-            copy(shared_address(ring + i % STAGES * STAGE) + UNIT_BYTES, x.packed + (s64)((k_block + i) % m.k_blocks) * XUNIT, XUNIT,
-                 full + 8 * (i % STAGES), lane);
-        };
         const u8* unit = m.w + (s64)first * UNIT_BYTES;
         // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 8 and 16 rows of much output, and for 24
         const bool once = COLS == 1 || COLS > 24 || (COLS < 24 && m.k_blocks > m.row_blocks);
+        const auto copy_x = [&](int s) {  // of the next unit
+            copy(shared_address(ring + s * STAGE) + UNIT_BYTES, x.packed + (s64)k_block * XUNIT, XUNIT, full + 8 * s, lane);
+            if (++k_block == m.k_blocks) k_block = 0;
+        };
         for (int i = 0; i < units; i++, unit += UNIT_BYTES) {
             const int s = i % STAGES;
             if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
@@ -45,11 +67,13 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
             // weights depend on nothing: some come while the kernel before this one ends, and x follows
             if (i == min(PREFETCH, units) - 1) {
                 depend();
-                for (int j = 0; j <= i; j++) copy_x(j);
+#pragma unroll
+                for (int j = 0; j < PREFETCH; j++)
+                    if (j <= i) copy_x(j);
             }
             if (i < PREFETCH) continue;
 #endif
-            copy_x(i);
+            copy_x(s);
 #if !BULK
             asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
 #endif
@@ -62,28 +86,11 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
 
     depend();  // the memory that the result takes may still be read
     if (!AHEAD || warp == 8 + 1) {
-        float sums[OF_EACH] = {};  // of rows that are read together
-#pragma unroll 1
-        for (int i = lane; i - lane < x.parts; i += 32)
-#pragma unroll
-            for (int r = 0; r < OF_EACH; r++) {
-                const int t = AHEAD ? r : warp + r * 8;
-                sums[r] += t < x.T && i < x.parts ? x.squares[t * x.parts + i] : 0.0f;
-            }
-#pragma unroll
-        for (int r = 0; r < OF_EACH; r++) {
-            const int t = AHEAD ? r : warp + r * 8;
-            const float sum = x.parts ? warp_sum(sums[r]) : 0.0f;
-            if (lane == 0 && t < COLS) factors[t] = x.parts ? 1.0f / sqrtf(sum / x.columns + x.eps) : 1.0f;
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ready);  // the factors: wanted at the end
+        find_factors(factors, x, AHEAD ? 0 : warp, AHEAD ? 1 : 8, lane);
+        barrier_arrive(ready);  // the factors: wanted at the end
         if (AHEAD) return;
     }
     float acc[NT][ACC] = {};
-    // the stripe that holds unit u is ((u + 1) * stripes - 1) / all
-    const auto slot_of = [&](int block) { return stripe - (int)(((u32)(block * m.k_blocks + 1) * m.stripes - 1) / all); };
-    int slot = EARLY ? slot_of(row_block) : 0;
     int left = STRIPES > 1 ? first_of(min(stripe + 1, m.stripes)) - first : units;  // of this stripe, and of others
     [[maybe_unused]] int more = units - left;
     int s = 0;
@@ -98,11 +105,11 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         if (++s == STAGES) s = 0, phase ^= 1;
         const bool done = ++k_block == m.k_blocks;
         if (--left && !done) continue;
+        // the stripe that holds unit u is ((u + 1) * stripes - 1) / units
+        const int slot = stripe - (int)quotient((u32)(row_block * m.k_blocks + 1) * m.stripes - 1, m.units, m.by_units);
         barrier_wait(ready, 0);
-        if (!EARLY) slot = slot_of(row_block);
         // the stripe that ends a row block clears the slots that nobody has
         put(acc, m.out, m.N, x.T, row_block * 128 + warp * 16, slot, done ? to.slots : slot + 1, to.slot, to.row, factors, lane);
-        slot = 0;  // of a row block that begins here
         if (done) row_block++, k_block = 0;
         if (STRIPES > 1 && !left) stripe++, left = more, more = 0;
 #pragma unroll

@@ -108,6 +108,8 @@ T __ldcg(const T* at) {
     return *at;
 }
 
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+
 // ---- other threads
 
 inline void wait_for_others() { simt::yield(); }

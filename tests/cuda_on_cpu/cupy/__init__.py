@@ -39,7 +39,7 @@ SIZES = {
     "Turn": 24,
     "Places": 8,
     "Choice": 96,
-    "Matrix": 40,
+    "Matrix": 56,
     "Rows": 32,
     "Partials": 24,
 }
