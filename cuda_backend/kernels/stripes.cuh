@@ -4,9 +4,9 @@
 
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 
-// Factors of rows first, first + apart, ...: 1 / the root of the mean of their squares. What lanes tell one another is on its
-// way for all rows at once, and a lane ends each.
-__device__ __forceinline__ void find_factors(float* factors, const Rows& x, int first, int apart, int lane) {
+// Factors of rows first, first + apart, ...: 1 / the root of the mean of their squares. The shuffles of all rows are in
+// flight together; a lane per row ends it and tells `ready`, which counts rows.
+__device__ __forceinline__ void find_factors(float* factors, const Rows& x, int first, int apart, u32 ready, int lane) {
     float sums[OF_EACH] = {};
 #pragma unroll 1
     for (int i = lane; i - lane < x.parts; i += 32)
@@ -23,8 +23,10 @@ __device__ __forceinline__ void find_factors(float* factors, const Rows& x, int 
 #pragma unroll
     for (int r = 1; r < OF_EACH; r++)
         if (lane == r) sum = sums[r];
-    const int t = first + lane * apart;
-    if (lane < OF_EACH && t < COLS) factors[t] = x.parts ? rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, x.columns), x.eps)) : 1.0f;
+    if (lane < OF_EACH) {
+        factors[first + lane * apart] = x.parts ? rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, x.columns), x.eps)) : 1.0f;
+        barrier_arrive(ready);
+    }
 }
 
 __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const Rows& x, const Partials& to, u8* ring, float* factors) {
@@ -35,7 +37,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
             barrier_init(full + 8 * s, BULK ? 1 : 32);
             barrier_init(empty + 8 * s, 256);
         }
-        barrier_init(ready, AHEAD ? 32 : 256);
+        barrier_init(ready, COLS);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -86,8 +88,8 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
 
     depend();  // the memory that the result takes may still be read
     if (!AHEAD || warp == 8 + 1) {
-        find_factors(factors, x, AHEAD ? 0 : warp, AHEAD ? 1 : 8, lane);
-        barrier_arrive(ready);  // the factors: wanted at the end
+        find_factors(factors, x, AHEAD ? 0 : warp, AHEAD ? 1 : 8, ready, lane);
+        __syncwarp();  // else products of 24 rows and more are scheduled worse
         if (AHEAD) return;
     }
     float acc[NT][ACC] = {};
