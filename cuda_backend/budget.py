@@ -81,7 +81,7 @@ def in_flight(card: Card, type_: str, cols: int) -> InFlight:
     elif cols > 24 and blackwell and type_ in SIXTEENS:
         eights = 2
     else:
-        eights = 5 if cols > 64 else all_eights
+        eights = all_eights if cols <= 64 else 3 if type_ == "IQ4_XS" else 5
     return InFlight(1 if one_half or type_ == "Q8_0" else 2, eights)
 
 
