@@ -25,7 +25,7 @@ def on_cpu(file: str, chosen: str, **settings: str) -> None:
 
 
 def test_row_ops():
-    on_cpu("ops/test_cuda_ops.py", "test_op and (rms_norm or mul_ or swiglu)")
+    on_cpu("ops/test_cuda_ops.py", "quotient or test_op and (rms_norm or mul_ or swiglu)")
 
 
 def test_draws():

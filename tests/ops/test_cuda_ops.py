@@ -19,8 +19,8 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import products  # noqa: E402
 from cuda_backend.budget import WHOLE  # noqa: E402
-from cuda_backend.launch import Array, Kernel  # noqa: E402
-from cuda_backend.layout import MOST_ROWS, TOGETHER, UNITS  # noqa: E402
+from cuda_backend.launch import Array, Kernel, Memory  # noqa: E402
+from cuda_backend.layout import KERNELS, MOST_ROWS, OPTIONS, TOGETHER, UNITS  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
 
@@ -142,6 +142,30 @@ def test_quantized_linear(type_, shape, ops):
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
         assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of {MOST_ROWS}"
+
+
+def test_quotient(ops):
+    """The division by which blocks of threads find their stripes: multiples of a divisor, and what lies beside them."""
+    rng = np.random.default_rng(0)
+    d = np.concatenate((np.arange(1, 300), 2 ** np.arange(9, 32) - 1, rng.integers(1, 2**31, 500)))
+    multiple = rng.integers(0, 2**32, d.size) // d * d
+    n = np.concatenate((multiple, np.maximum(multiple - 1, 0), multiple + d - 1, 0 * d, 0 * d + 2**32 - 1))
+    n, d = np.minimum(n, 2**32 - 1).astype(np.uint32), np.tile(d, 5).astype(np.uint32)
+    code = """
+extern "C" __global__ void divide(const u32* n, const u32* d, u32* out, int count) {
+    for (int i = threadIdx.x; i < count; i += 32) out[i] = quotient(n[i], d[i], 0xffffffffu / d[i]);
+}
+"""
+    text = "\n".join((KERNELS / name).read_text() for name in ("prelude.cuh", "matrix.cuh"))
+    divide = Kernel(cupy.RawModule(code=text + code, options=OPTIONS).get_function("divide"))
+    memory, out = [Memory(n.nbytes) for _ in range(3)], np.zeros_like(n)
+    runtime, addresses = cupy.cuda.runtime, tuple(np.uint64(m.address) for m in memory)
+    for values, m in zip((n, d), memory, strict=False):
+        runtime.memcpyAsync(m.address, values.ctypes.data, n.nbytes, runtime.memcpyHostToDevice, ops.stream.ptr)
+    divide((1,), (32,), (*addresses, np.int32(n.size)), stream=ops.stream)
+    runtime.memcpyAsync(out.ctypes.data, memory[2].address, n.nbytes, runtime.memcpyDeviceToHost, ops.stream.ptr)
+    ops.stream.synchronize()
+    assert np.array_equal(out, n // d)
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
