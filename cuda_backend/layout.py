@@ -110,7 +110,7 @@ class LinearLaunch:
 
 
 def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch:
-    """Warps that multiply, one that feeds them, and one that finds the factors of norms, where it is done in time."""
+    """Warps that multiply, one that feeds them, and one that finds the factors of norms, up to 8 rows."""
     rings = [ring(card, t, cols) for t in types]
     ahead = cols <= 8
     threads = 288 + 32 * ahead

@@ -4,7 +4,7 @@
 // Out       out [slot][T][N] float32 of each, to be added in slot order
 // Build     first::, and where SECOND second::, of a type of tile.cuh and STAGES each (layout.py source); COLS as layout.py has
 //           them; STRIPES; BLOCKS of a multiprocessor, where registers are for BOUND threads each; AHEAD: a warp of its own
-//           finds the factors, which for more than 8 rows would be late; CP_ASYNC to force the sm_80 ring
+//           finds the factors, which for more than 8 rows was slower; CP_ASYNC to force the sm_80 ring
 // Work      8 warps multiply, a 16-row tile each; warp 8 feeds a ring of units; where AHEAD, warp 9 finds the factors of a norm
 //           meanwhile. The (row block, k block) list is cut into stripes, so that a stripe may end a row block early; each
 //           stripe that touches a row block has a slot. A CTA takes up to STRIPES of them
