@@ -9,6 +9,7 @@ under pytest-xdist compute-sanitizer hangs.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -94,6 +95,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="after which a tool is stopped (3600)")
     parser.add_argument("tests", nargs="*", help="files of tests; else all that have tests marked gpu")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as when interrupted: no process of ours goes on
     tests = args.tests or [str(p) for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
     work = Path(tempfile.mkdtemp(prefix="bimetal-sanitize-"))
     print(f"logs: {work}", flush=True)
@@ -129,20 +131,23 @@ def run(
     environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", FOLDER: str(folder)}
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sanitize", *TESTS, *tests]
     began, processes = time.monotonic(), []
-    for n in range(max(1, (os.cpu_count() or 2) - 1)):
-        command = [tool, "--tool", name, *OPTIONS[name], "--show-backtrace", "device"]
-        command += ["--log-file", str(folder / f"{n}.log"), *pytest_]
-        with (folder / f"{n}.out").open("w") as out:
-            started = subprocess.Popen(
-                command, stdout=out, stderr=out, env=environment, cwd=ROOT, start_new_session=True
-            )
-        processes.append(started)
-    for process in processes:
-        try:
-            process.wait(max(0.1, began + seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    try:
+        for n in range(max(1, (os.cpu_count() or 2) - 1)):
+            command = [tool, "--tool", name, *OPTIONS[name], "--show-backtrace", "device"]
+            command += ["--log-file", str(folder / f"{n}.log"), *pytest_]
+            with (folder / f"{n}.out").open("w") as out:
+                started = subprocess.Popen(
+                    command, stdout=out, stderr=out, env=environment, cwd=ROOT, start_new_session=True
+                )
+            processes.append(started)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, began + seconds - time.monotonic()))
+    finally:  # out of time or interrupted
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     lines = [line for path in folder.glob("results.*.jsonl") for line in path.read_text().splitlines()]
     return [json.loads(line) for line in lines]
