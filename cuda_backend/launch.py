@@ -39,8 +39,8 @@ CHOICE = np.dtype(
 MATRIX = np.dtype(
     [
         *((name, "u8") for name in ("w", "out")),
-        *((name, "i4") for name in ("N", "row_blocks", "k_blocks", "units", "stripes", "each")),
-        *((name, "u4") for name in ("by_units", "by_stripes", "by_k_blocks")),
+        *((name, "i4") for name in ("N", "k_blocks", "units", "stripes", "each")),
+        *((name, "u4") for name in ("k_blocks_inverse", "units_inverse", "stripes_inverse")),
     ],
     align=True,
 )

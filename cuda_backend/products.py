@@ -292,8 +292,8 @@ def _quantized(
         for i, (s, out, n) in enumerate(matrices):
             to = out + first * row_stride * 4
             units = s.row_blocks * s.k_blocks
-            inverses = (0xFFFFFFFF // d for d in (units, n, s.k_blocks))
-            given[i] = s.memory.address, to, s.rows, s.row_blocks, s.k_blocks, units, n, each, *inverses
+            inverses = (0xFFFFFFFF // d for d in (s.k_blocks, units, n))
+            given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *inverses
         packed = x + first * groups_of(matrices[0][0].columns) * row_bytes(how)
         of_rows = squares + np.uint64(4 * first * norm_parts) if squares else squares
         kernel("linear", "linear", launch.defines, launch.shared, launch.second)(

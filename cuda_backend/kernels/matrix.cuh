@@ -3,9 +3,9 @@
 struct Matrix {
     const u8* w;  // units of tile.cuh
     float* out;   // [slot][T][N]
-    int N, row_blocks, k_blocks, units;  // of tile.cuh; units times stripes are less than 2^32 for 2^38 weights
-    int stripes, each;  // into which its units are cut, and how many of them a CTA takes
-    u32 by_units, by_stripes, by_k_blocks;  // inverses: quotient
+    int N, k_blocks, units;  // of a row block, and of all; units times stripes are less than 2^32 for 2^38 weights
+    int stripes, each;       // into which its units are cut, and how many of them a CTA takes
+    u32 k_blocks_inverse, units_inverse, stripes_inverse;  // for `quotient`
 };
 
 // n / d for n below 2^32, with inverse = (2^32 - 1) / d from the host: a division takes a hundred cycles

@@ -45,17 +45,17 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     release_next();
     __syncthreads();
     int stripe = STRIPES > 1 ? cta * m.each : cta;
-    const auto first_of = [&](int of) { return (int)quotient((u32)m.units * of, m.stripes, m.by_stripes); };  // unit of a stripe
+    const auto first_of = [&](int of) { return (int)quotient((u32)m.units * of, m.stripes, m.stripes_inverse); };  // unit of a stripe
     const int first = first_of(stripe), units = first_of(STRIPES > 1 ? min(stripe + m.each, m.stripes) : stripe + 1) - first;
-    int row_block = quotient(first, m.k_blocks, m.by_k_blocks), k_block = first - row_block * m.k_blocks;
+    int row_block = quotient(first, m.k_blocks, m.k_blocks_inverse), k_block = first - row_block * m.k_blocks;
 
     if (warp == 8) {  // producer
 #if !BULK
         depend();
 #endif
         const u8* unit = m.w + (s64)first * UNIT_BYTES;
-        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 8 and 16 rows of much output, and for 24
-        const bool once = COLS == 1 || COLS > 24 || (COLS < 24 && m.k_blocks > m.row_blocks);
+        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 24 rows, and 8 and 16 of up to two columns per row of W
+        const bool once = COLS == 1 || COLS > 24 || (COLS < 24 && m.k_blocks * m.k_blocks > m.units);
         const auto copy_x = [&](int s) {  // of the next unit
             copy(shared_address(ring + s * STAGE) + UNIT_BYTES, x.packed + (s64)k_block * XUNIT, XUNIT, full + 8 * s, lane);
             if (++k_block == m.k_blocks) k_block = 0;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         const bool done = ++k_block == m.k_blocks;
         if (--left && !done) continue;
         // the stripe that holds unit u is ((u + 1) * stripes - 1) / units
-        const int slot = stripe - (int)quotient((u32)(row_block * m.k_blocks + 1) * m.stripes - 1, m.units, m.by_units);
+        const int slot = stripe - (int)quotient((u32)(row_block * m.k_blocks + 1) * m.stripes - 1, m.units, m.units_inverse);
         barrier_wait(ready, 0);
         // the stripe that ends a row block clears the slots that nobody has
         put(acc, m.out, m.N, x.T, row_block * 128 + warp * 16, slot, done ? to.slots : slot + 1, to.slot, to.row, factors, lane);

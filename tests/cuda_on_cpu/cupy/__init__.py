@@ -39,7 +39,7 @@ SIZES = {
     "Turn": 24,
     "Places": 8,
     "Choice": 96,
-    "Matrix": 56,
+    "Matrix": 48,
     "Rows": 32,
     "Partials": 24,
 }
