@@ -184,6 +184,25 @@ def test_stripes(type_, ops, monkeypatch):
         assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 64"
 
 
+@pytest.mark.parametrize("columns", [768, 5376])
+def test_norms_in_products(columns, ops, monkeypatch):
+    """What a product multiplies its rows by to finish their norm, in each of its rings and for any rows."""
+    monkeypatch.setattr(ops, "card", replace(ops.card, sms=4))
+    tensor, rng = random_matrix("Q4_K", 300, columns), np.random.default_rng(3)
+    w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
+    x = rng.normal(size=(72, columns)).astype(np.float32) * np.geomspace(1e-2, 1e2, 72, dtype=np.float32)[:, None]
+    scale = rng.normal(1, 0.1, columns).astype(np.float32)
+    norm, alone = ops.vector(f32(scale)), None
+    factors = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
+    want = quantized_rows(x * scale, "Q4_K") @ values.T * factors
+    for T in (72, 1, 2, 8, 9, 16, 22, 33, 64):
+        ops.arena.reset()
+        out = ops.read(ops.linear(ops.rms_norm(rows_on(ops, x[:T]), norm, 1e-6), w))
+        assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
+        alone = out if alone is None else alone
+        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of 72"
+
+
 @pytest.mark.parametrize("types", TOGETHER, ids="+".join)
 def test_two_types(types, ops, monkeypatch):
     """Matrices of two types in one launch, in either order, in each of its rings and for any rows."""
