@@ -83,6 +83,15 @@ def test_bench(small, tmp_path, capsys):
     assert all(row["model"] == "glm-4.7-flash:q4_k_m" for row in rows)
 
 
+def test_bench_leaves_the_first_prefill_out(small, tmp_path, monkeypatch):
+    seconds = iter((9.0, 1.0, 4.0, 2.0))
+    prefill, table = bench._prefill, tmp_path / "rows.tsv"
+    monkeypatch.setattr(bench, "_prefill", lambda *args: next(seconds, 0) or prefill(*args))
+    argv = ["bench", "--synthetic", "wedlm-8b:q5_k_m", "--backend", "numpy", "--contexts", "3", "--rows", "1"]
+    assert main([*argv, "--prefill", "8", "--runs", "3", "--log", str(table)]) == 0
+    assert next(csv.DictReader(table.open(), delimiter="\t"))["prefill_tps"] == "4.0"
+
+
 def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
     """Else a recurrent state would apply a short prompt again in every step that is measured."""
     commits, found, commit, steps = [], [], State.commit, bench._steps
