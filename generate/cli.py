@@ -316,10 +316,7 @@ def _positive(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [_count(part) for part in text.split(",")]
-    if 0 in counts:
-        raise argparse.ArgumentTypeError("0 is not a number of prompt tokens")
-    return counts
+    return [_positive(part) for part in text.split(",")]
 
 
 def _indices(text: str) -> list[int]:

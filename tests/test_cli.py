@@ -131,7 +131,8 @@ def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message):
         (["-p", "x", "--backend", "tpu"], 2, "invalid choice: 'tpu'"),
         (["inspect"], 2, "the following arguments are required: MODEL"),
         (["inspect", "/no/such.gguf"], 1, "/no/such.gguf"),
-        (["bench", "--contexts", "0"], 2, "0 is not a number of prompt tokens"),
+        (["bench", "--contexts", "8,0"], 2, "--contexts: '0' is not a whole number of at least 1"),
+        (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),
         (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
     ],
 )
