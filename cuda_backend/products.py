@@ -126,6 +126,7 @@ def grouped_linear(
                     np.int32(s.row_blocks),
                     np.int32(s.k_blocks),
                     np.int32(slots),
+                    *(np.uint32(0xFFFFFFFF // d) for d in (s.row_blocks, slots)),
                     np.int64(g.pairs * N),
                     np.int64(N),
                     np.uint64(g.groups),
@@ -209,7 +210,7 @@ def _single(
     of = (int(choice is not None), made if isinstance(x, Array) else 0, int(bool(out["packed"])))
     chosen = tuple(f"{name}={value}" for name, value in zip(("CHOICE", "MADE", "PACK"), of, strict=True))
     kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
-        (matrices * s.row_blocks * parts,),
+        (parts, s.row_blocks, matrices),
         (288,),
         (
             np.uint64(s.memory.address),
@@ -222,9 +223,9 @@ def _single(
             out,
             np.int32(s.rows),
             np.int32(s.columns),
-            np.int32(s.row_blocks),
             np.int32(s.k_blocks),
             np.int32(parts),
+            np.uint32(0xFFFFFFFF // parts),
             np.int64(matrices * row_stride),
             np.int64(row_stride),
             *norm,

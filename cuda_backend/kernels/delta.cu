@@ -233,7 +233,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 wait_for(arrivals + (c + 2) % 4 * 8, (c - 2) / 4 % 2);
                 const float4 o = *(const float4*)(from + lane % 16 * 4);
                 const float4 g = *(const float4*)(weights + (half * CHUNK / 2 + j) * 128 + lane * 4);
-                const float scale = rsqrtf(warp_sum(o.x * o.x + o.y * o.y + (o.z * o.z + o.w * o.w)) * (1.0f / 128) + eps);
+                const float scale = norm_factor(warp_sum(o.x * o.x + o.y * o.y + (o.z * o.z + o.w * o.w)), 128, eps);
                 float4 e = make_float4(o.x * scale * g.x, o.y * scale * g.y, o.z * scale * g.z, o.w * scale * g.w);
 #pragma unroll 1
                 for (int k = h * 128; k < (h ? h * 128 + 1 : out.groups * 32); k = max(k + 128, Hv * 128)) {

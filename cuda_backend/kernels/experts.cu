@@ -44,17 +44,19 @@ struct GatheredRows {
 struct Item {
     int4 group;
     int part, row_block, first_k, units;
-    __device__ Item(int i, const int4* groups, int row_blocks, int k_blocks, int parts) {
-        part = i % parts, row_block = i / parts % row_blocks;
-        group = __ldcg(groups + 1 + i / parts / row_blocks);
-        first_k = k_blocks * part / parts, units = k_blocks * (part + 1) / parts - first_k;
+    __device__ Item(int i, const int4* groups, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse, u32 parts_inverse) {
+        const int block = quotient(i, parts, parts_inverse), of_group = quotient(block, row_blocks, row_blocks_inverse);
+        group = __ldcg(groups + 1 + of_group);
+        part = i - block * parts, row_block = block - of_group * row_blocks;
+        first_k = quotient(k_blocks * part, parts, parts_inverse);
+        units = (int)quotient(k_blocks * (part + 1), parts, parts_inverse) - first_k;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, s64 part_stride,
-        s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes, int matrices, const u8* last, int x_divisor,
-        int known, s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
+experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse,
+        u32 parts_inverse, s64 part_stride, s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes,
+        int matrices, const u8* last, int x_divisor, int known, s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     const u32 full = shared_address(shared + STAGES * STAGE), empty = full + 8 * STAGES;
@@ -72,13 +74,13 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
     release_next();        // not before: what comes next takes the groups for granted
     __syncthreads();
     int at = blockIdx.x, i = 0;  // units so far
-    Item item(at, groups, row_blocks, k_blocks, parts);  // read beside the number of groups, whether it is one or not
+    Item item(at, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse);  // read beside the number of groups, whether it is one or not
     const int items = __ldcg(&groups[0].x) * row_blocks * parts;
 
     if (warp == 8) {  // producer
         bool late = known;  // are the rows still to come?
         for (; at < items; at += gridDim.x) {
-            if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
+            if (i) item = Item(at, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse);
             const u8* unit = item.group.x < matrices ? w + item.group.x * matrix_bytes : last;
             unit += ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
             const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : 0;
@@ -124,7 +126,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
 
     depend();
     for (; at < items; at += gridDim.x) {
-        if (i) item = Item(at, groups, row_blocks, k_blocks, parts);
+        if (i) item = Item(at, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse);
         const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : -1;  // of column `lane`
         float factor[2] = {1.0f, 1.0f};
 #if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes
@@ -134,7 +136,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
             for (int j = lane % 4; of >= 0 && j < norm_parts; j += 4) sum += squares[(s64)(of / x_divisor) * norm_parts + j];
             sum += __shfl_xor_sync(FULL, sum, 1);
             sum += __shfl_xor_sync(FULL, sum, 2);
-            sum = 1.0f / sqrtf(sum / columns + eps);
+            sum = norm_factor(sum, columns, eps);
             factor[0] = __shfl_sync(FULL, sum, lane % 4 * 8), factor[1] = __shfl_sync(FULL, sum, lane % 4 * 8 + 4);
         }
 #endif

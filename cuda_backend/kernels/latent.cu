@@ -261,7 +261,7 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         if (lane == 0) squares_of[i / 32] = squares;
         __syncthreads();
         const float all = warp_sum(lane < blockDim.x / 32 ? squares_of[lane] : 0.0f);
-        if (i < latent_dim) v = v * (1.0f / sqrtf(all / latent_dim + eps)) * factor;
+        if (i < latent_dim) v = v * norm_factor(all, latent_dim, eps) * factor;
     }
     if (i < (is_row ? W : wide)) (is_row ? cache + (s64)(past + t) * W : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }

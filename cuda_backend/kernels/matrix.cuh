@@ -8,12 +8,6 @@ struct Matrix {
     u32 k_blocks_inverse, units_inverse, stripes_inverse;  // for `quotient`
 };
 
-// n / d for n below 2^32, with inverse = (2^32 - 1) / d from the host: a division takes a hundred cycles
-__device__ __forceinline__ u32 quotient(u32 n, u32 d, u32 inverse) {
-    const u32 q = __umulhi(n, inverse);  // the quotient or one less
-    return q + (n - q * d >= d);
-}
-
 // Packed rows (store.cuh). Where `parts` is not 0 an RMS norm has still to divide them by the root of their mean square, the
 // sum of `squares` [T][parts] / columns.
 struct Rows {

@@ -196,6 +196,11 @@ __device__ __forceinline__ float warp_max(float v) {
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
+// By which an RMS norm multiplies a row of `columns`: 1 / the root of the mean of its squares, in two units of the last place.
+__device__ __forceinline__ float norm_factor(float sum, float columns, float eps) {
+    return rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, columns), eps));
+}
+
 // Sum over the `warps` warps of a block, at most 32; every thread gets it. `scratch` holds a float per warp.
 __device__ __forceinline__ float block_sum(float v, float* scratch, int warps) {
     v = warp_sum(v);
@@ -204,6 +209,12 @@ __device__ __forceinline__ float block_sum(float v, float* scratch, int warps) {
     __syncthreads();
     const int lane = threadIdx.x % 32;
     return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+}
+
+// n / d for n below 2^32, with inverse = (2^32 - 1) / d from the host: a division takes a hundred cycles
+__device__ __forceinline__ u32 quotient(u32 n, u32 d, u32 inverse) {
+    const u32 q = __umulhi(n, inverse);  // the quotient or one less
+    return q + (n - q * d >= d);
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -64,7 +64,7 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
                 v[TURNS - 1] = first, other[TURNS - 1] = f;
             }
         }
-        if (!stored) scale = 1.0f / sqrtf(block_sum(squares, scratch, THREADS / 32) / K + eps);
+        if (!stored) scale = norm_factor(block_sum(squares, scratch, THREADS / 32), K, eps);
     }
 }
 
@@ -126,7 +126,7 @@ __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head
     }
     __syncwarp();
     if (norm) {
-        const float scale = 1.0f / sqrtf(warp_sum(squares) / D + eps);
+        const float scale = norm_factor(warp_sum(squares), D, eps);
 #pragma unroll 1
         for (int i = lane; i < D; i += 32) v[i] *= scale * (weight ? weight[i] : 1.0f);
     }

@@ -18,7 +18,7 @@
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
-       int row_blocks, int k_blocks, int parts, s64 part_stride, s64 row_stride, const float* squares, int norm_parts,
+       int k_blocks, int parts, u32 parts_inverse, s64 part_stride, s64 row_stride, const float* squares, int norm_parts,
        float columns, float eps) {
 #if KNOWN
     release_next();
@@ -26,8 +26,9 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
     extern __shared__ __align__(128) u8 ring[];
     const u32 full = shared_address(ring + STAGES * STAGE), empty = full + 8 * STAGES, met = empty + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int part = blockIdx.x % parts, row_block = blockIdx.x / parts % row_blocks, j = blockIdx.x / parts / row_blocks;
-    const int first_k = k_blocks * part / parts, units = k_blocks * (part + 1) / parts - first_k;
+    const int part = blockIdx.x, row_block = blockIdx.y, j = blockIdx.z;
+    const int first_k = quotient(k_blocks * part, parts, parts_inverse);
+    const int units = (int)quotient(k_blocks * (part + 1), parts, parts_inverse) - first_k;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, BULK ? 1 : 32);
@@ -43,7 +44,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
     if (warp == 8) {  // producer
 #if CHOICE
         const int k = choice.k;
-        [[maybe_unused]] const bool ahead = KNOWN || j == k, writes = MADE && blockIdx.x == 0;
+        [[maybe_unused]] const bool ahead = KNOWN || j == k, writes = MADE && part == 0 && row_block == 0 && j == 0;
         float added[PER];
         [[maybe_unused]] float p = 0.0f, total = 0.0f;
         biases(added, choice);
@@ -106,7 +107,7 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
         for (int i = lane % 4; i < norm_parts; i += 4) sum += squares[i];
         sum += __shfl_xor_sync(FULL, sum, 1);
         sum += __shfl_xor_sync(FULL, sum, 2);
-        factor = 1.0f / sqrtf(sum / columns + eps);
+        factor = norm_factor(sum, columns, eps);
     }
 #if MADE || PACK
     int meetings = 0;

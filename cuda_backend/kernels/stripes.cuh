@@ -24,7 +24,7 @@ __device__ __forceinline__ void find_factors(float* factors, const Rows& x, int 
     for (int r = 1; r < OF_EACH; r++)
         if (lane == r) sum = sums[r];
     if (lane < OF_EACH) {
-        factors[first + lane * apart] = x.parts ? rsqrtf(__fmaf_rn(sum, __fdividef(1.0f, x.columns), x.eps)) : 1.0f;
+        factors[first + lane * apart] = x.parts ? norm_factor(sum, x.columns, x.eps) : 1.0f;
         barrier_arrive(ready);
     }
 }

@@ -82,7 +82,7 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
     float squares = 0.0f;
 #pragma unroll
     for (int n = 0; n < PARTS; n++) squares += e[n].x * e[n].x + e[n].y * e[n].y + (e[n].z * e[n].z + e[n].w * e[n].w);
-    const float scale = norm && kind < 2 ? 1.0f / sqrtf(warp_sum(squares) / D + eps) : 1.0f;
+    const float scale = norm && kind < 2 ? norm_factor(warp_sum(squares), D, eps) : 1.0f;
 #pragma unroll
     for (int n = 0; n < PARTS; n++)
         e[n] = make_float4(e[n].x * scale * w[n].x, e[n].y * scale * w[n].y, e[n].z * scale * w[n].z, e[n].w * scale * w[n].w);

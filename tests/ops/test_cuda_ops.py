@@ -156,8 +156,8 @@ extern "C" __global__ void divide(const u32* n, const u32* d, u32* out, int coun
     for (int i = threadIdx.x; i < count; i += 32) out[i] = quotient(n[i], d[i], 0xffffffffu / d[i]);
 }
 """
-    text = "\n".join((KERNELS / name).read_text() for name in ("prelude.cuh", "matrix.cuh"))
-    divide = Kernel(cupy.RawModule(code=text + code, options=OPTIONS).get_function("divide"))
+    module = cupy.RawModule(code=(KERNELS / "prelude.cuh").read_text() + code, options=OPTIONS)
+    divide = Kernel(module.get_function("divide"))
     memory, out = [Memory(n.nbytes) for _ in range(3)], np.zeros_like(n)
     runtime, addresses = cupy.cuda.runtime, tuple(np.uint64(m.address) for m in memory)
     for values, m in zip((n, d), memory, strict=False):
