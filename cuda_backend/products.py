@@ -126,7 +126,8 @@ def grouped_linear(
                     np.int32(s.row_blocks),
                     np.int32(s.k_blocks),
                     np.int32(slots),
-                    *(np.uint32(0xFFFFFFFF // d) for d in (s.row_blocks, slots)),
+                    _inverse(s.row_blocks),
+                    _inverse(slots),
                     np.int64(g.pairs * N),
                     np.int64(N),
                     np.uint64(g.groups),
@@ -225,7 +226,7 @@ def _single(
             np.int32(s.columns),
             np.int32(s.k_blocks),
             np.int32(parts),
-            np.uint32(0xFFFFFFFF // parts),
+            _inverse(parts),
             np.int64(matrices * row_stride),
             np.int64(row_stride),
             *norm,
@@ -246,6 +247,11 @@ def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
     """What a product needs to finish a norm: Node.as_unscaled."""
     parts = s.columns // 128 if squares else 0
     return np.uint64(squares), np.int32(parts), np.float32(s.columns), np.float32(x.eps)
+
+
+def _inverse(divisor: int) -> np.uint32:
+    """By which kernels divide: kernels/prelude.cuh `quotient`."""
+    return np.uint32(0xFFFFFFFF // divisor)
 
 
 def _packed(w: Weight) -> list[Segment]:
@@ -293,8 +299,7 @@ def _quantized(
         for i, (s, out, n) in enumerate(matrices):
             to = out + first * row_stride * 4
             units = s.row_blocks * s.k_blocks
-            inverses = (0xFFFFFFFF // d for d in (s.k_blocks, units, n))
-            given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *inverses
+            given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *map(_inverse, (s.k_blocks, units, n))
         packed = x + first * groups_of(matrices[0][0].columns) * row_bytes(how)
         of_rows = squares + np.uint64(4 * first * norm_parts) if squares else squares
         kernel("linear", "linear", launch.defines, launch.shared, launch.second)(

@@ -56,7 +56,8 @@ struct Item {
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
 experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse,
         u32 parts_inverse, s64 part_stride, s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes,
-        int matrices, const u8* last, int x_divisor, int known, s64 x_bytes, const float* squares, int norm_parts, float columns, float eps) {
+        int matrices, const u8* last, int x_divisor, int known, s64 x_bytes, const float* squares, int norm_parts,
+        float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     const u32 full = shared_address(shared + STAGES * STAGE), empty = full + 8 * STAGES;
@@ -74,13 +75,14 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
     release_next();        // not before: what comes next takes the groups for granted
     __syncthreads();
     int at = blockIdx.x, i = 0;  // units so far
-    Item item(at, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse);  // read beside the number of groups, whether it is one or not
+    const auto item_of = [&](int n) { return Item(n, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse); };
+    Item item = item_of(at);  // read beside the number of groups, whether it is one or not
     const int items = __ldcg(&groups[0].x) * row_blocks * parts;
 
     if (warp == 8) {  // producer
         bool late = known;  // are the rows still to come?
         for (; at < items; at += gridDim.x) {
-            if (i) item = Item(at, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse);
+            if (i) item = item_of(at);
             const u8* unit = item.group.x < matrices ? w + item.group.x * matrix_bytes : last;
             unit += ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
             const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : 0;
@@ -126,7 +128,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
 
     depend();
     for (; at < items; at += gridDim.x) {
-        if (i) item = Item(at, groups, row_blocks, k_blocks, parts, row_blocks_inverse, parts_inverse);
+        if (i) item = item_of(at);
         const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : -1;  // of column `lane`
         float factor[2] = {1.0f, 1.0f};
 #if NT == 1  // of a norm that has still to divide by the root of the mean of `squares`: a column for four lanes

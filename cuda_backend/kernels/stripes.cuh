@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         depend();
 #endif
         const u8* unit = m.w + (s64)first * UNIT_BYTES;
-        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 24 rows, and 8 and 16 of up to two columns per row of W
+        // weights leave the L2 cache first: a gain of 1 or 2 %, but a loss for 24 rows, and for 8 and 16 where W has no more k blocks than row blocks
         const bool once = COLS == 1 || COLS > 24 || (COLS < 24 && m.k_blocks * m.k_blocks > m.units);
         const auto copy_x = [&](int s) {  // of the next unit
             copy(shared_address(ring + s * STAGE) + UNIT_BYTES, x.packed + (s64)k_block * XUNIT, XUNIT, full + 8 * s, lane);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     depend();  // the memory that the result takes may still be read
     if (!AHEAD || warp == 8 + 1) {
         find_factors(factors, x, AHEAD ? 0 : warp, AHEAD ? 1 : 8, ready, lane);
-        __syncwarp();  // else products of 24 rows and more are scheduled worse
+        __syncwarp();  // changes the order of a product's instructions: docs/cuda-speed.md, Divisions
         if (AHEAD) return;
     }
     float acc[NT][ACC] = {};
