@@ -74,8 +74,6 @@ Runner = Callable[[np.ndarray, int], Timing]  # (prompt ids, new tokens)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.synthetic is not None:
-        return run_synthetic(args)
     if args.runs < 1 or args.new_tokens < 2:
         raise UsageError("--runs must be at least 1 and --new-tokens at least 2")
     path = resolve_model(args.model)
@@ -85,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     fits = [n for n in args.contexts if n + args.new_tokens <= limit]
     if not fits:
         raise UsageError(f"no context of {args.contexts} leaves room for {args.new_tokens} new tokens within {limit}")
+    for n in set(args.contexts) - set(fits):
+        print(f"left out: {n} tokens leave no room for {args.new_tokens} more within {limit}", file=sys.stderr)
     runners: dict[str, Runner] = {ops.name: ours(model)}
     if args.peer:
         runners[args.peer] = peer(path)
@@ -135,11 +135,9 @@ REPEATS = 32  # steps between two readings of the clock, launched one after the 
 
 def run_synthetic(args: argparse.Namespace) -> int:
     """Steps of a few rows behind several contexts, and prefill, of a model of real shapes and random weights."""
-    if args.peer:
-        raise UsageError("--synthetic and --peer exclude each other; the peer has no random weights of its own")
     if args.runs < 1:
         raise UsageError("--runs must be at least 1")
-    if args.rows and max(args.rows) > FEW_ROWS:
+    if max(args.rows) > FEW_ROWS:
         raise UsageError(f"--rows takes steps of at most {FEW_ROWS} rows, got {max(args.rows)}; more is --prefill")
     model = open_synthetic(args, max(*args.contexts, *args.prefill) + FEW_ROWS)
     ops = model.ops
@@ -397,9 +395,23 @@ def note(args: argparse.Namespace) -> str:
     return "; ".join(filter(None, (str(placement_of(args)), args.note)))
 
 
+def check_log(path: Path) -> None:
+    """Raises UsageError, before anything is measured, where `log` cannot append to `path`."""
+    try:
+        if not path.exists():
+            next(path.absolute().parent.iterdir(), None)  # an error where there is no such folder
+            return
+        with path.open("r+", encoding="utf-8", errors="replace") as file:
+            head = file.readline().rstrip("\n")
+    except OSError as error:
+        raise UsageError(f"--log {path} cannot be written: {error.strerror}") from None
+    if head and head.split("\t") != list(COLUMNS):
+        raise UsageError(f"--log {path} is another table: it begins with {head[:40]!r}, not with {COLUMNS[0]!r}")
+
+
 def log(path: Path, rows: list[dict]) -> None:
-    """Append rows to the TSV at `path`, with a header line if it is new."""
-    new = not path.exists()
+    """Append rows to the TSV at `path`, with a header line if it is empty."""
+    new = not path.exists() or not path.stat().st_size
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", delimiter="\t", lineterminator="\n")
         if new:

@@ -52,6 +52,13 @@ class Result:
 def run(args: argparse.Namespace) -> int:
     if args.new_tokens < 2:
         raise UsageError(f"--new-tokens is {args.new_tokens}; it must be at least 2")
+    if args.budgets and args.draft is None:
+        raise UsageError("--budgets needs --draft: it sweeps the tree of a draft")
+    if args.plot:
+        if len(set(args.budgets or ())) < 2:
+            raise UsageError("--plot needs two --budgets or more")
+        if not Path(args.plot).absolute().parent.is_dir():
+            raise UsageError(f"--plot {args.plot} cannot be written: its folder does not exist")
     path = resolve_model(args.model)
     checkpoint = open_checkpoint(path)
     target = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
@@ -67,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
             ways[kind] = Speculation(kind, args.tree_budget, args.tree_topk)
         ways["tree, chain first"] = Speculation("tree", args.tree_budget, args.tree_topk, seed_chain=True)
         ways |= {f"tree {n}": Speculation("tree", n, args.tree_topk) for n in args.budgets or ()}
-    elif args.budgets:
-        raise UsageError("--budgets needs --draft: it sweeps the tree of a draft")
     results = measure(sessions, ways, prompts, args.new_tokens)
     name = target.ops.name
     mean = statistics.mean(map(len, prompts))
@@ -187,8 +192,6 @@ def _row(name: str, path: Path, way: str, r: Result, args: argparse.Namespace, p
 
 
 def _plot(path: Path, title: str, results: dict[str, Result], sweep: dict[int, Result]) -> None:
-    if len(sweep) < 2:
-        raise UsageError("--plot needs two --budgets or more")
     budgets = [float(n) for n in sweep]
 
     def line(name: str, of: Any) -> list[Line]:
@@ -210,14 +213,18 @@ def run_synthetic(args: argparse.Namespace) -> int:
     """Time the parts of a speculative step behind one context. Random weights accept next to nothing: a step is one
     token, and its speed at a published acceptance length is computed.
     """
-    context, steps = args.contexts[0], max(args.runs, 1) * 10
+    if args.draft != "synthetic":
+        raise UsageError(f"--draft is {args.draft!r}; with --synthetic it is synthetic")
+    if len(args.contexts) > 1 or args.runs < 1:
+        raise UsageError("a synthetic draft takes one of --contexts and --runs of at least 1")
+    context, steps = args.contexts[0], args.runs * 10
     pair = synthetic_pair(open_synthetic(args, context + 2 * steps + 40))
     ops, name = pair.ops, pair.ops.name
     print(f"{args.synthetic} with a draft of {pair.draft.layers} layers, random weights, on {name}, {machine(name)}")
     print(f"{context} tokens of context, {steps} steps each, ms per step; tok/s at {PUBLISHED_LENGTH} tokens per step")
     print(f"{'budget':>7} {'rows':>6} " + " ".join(f"{phase:>8}" for phase in (*PHASES, "total")) + f" {'tok/s':>8}")
     rows = []
-    for budget in args.budgets or (15, 22, 31, 63, 127):
+    for budget in args.budgets:
         state, accepted = pair.new_state(context + 2 * steps + 40), Accepted()
         ids = np.random.default_rng(0).integers(0, pair.config.vocab, context).astype(np.int32)
         for at in range(0, context, ops.prefill_rows):

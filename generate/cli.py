@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import UsageError
@@ -128,11 +129,31 @@ def _inspect(prog: str) -> argparse.ArgumentParser:
     return p
 
 
+# What is benched, and the flags that go with it beside those for all, with their defaults.
+OF_MODEL: dict[str, Any] = dict(model="demo", ctx=None)
+OF_DRAFT: dict[str, Any] = dict(draft=None, draft_device=None, tree_topk=8)
+BENCHES = {
+    "a model alone": OF_MODEL | dict(contexts=[128, 512, 2048], new_tokens=64, runs=5, peer=None),
+    "--spec": OF_MODEL
+    | OF_DRAFT
+    | dict(spec=None, prompts=16, new_tokens=64, tree_budget=None, budgets=None, plot=None),
+    "--synthetic": dict(
+        synthetic=None, contexts=[128, 512, 2048], rows=[1, 2, 4, 8, 16, 22, 32, 64], prefill=[512, 8192], runs=5
+    ),
+    "--synthetic with a draft": OF_DRAFT | dict(synthetic=None, contexts=[128], runs=5, budgets=[15, 22, 31, 63, 127]),
+}
+
+
 def _bench(prog: str) -> argparse.ArgumentParser:
+    """Flags of BENCHES are None where they are not given."""
     p = Parser(prog=prog, description=COMMANDS["bench"], allow_abbrev=False)
     _model(p)
+    p.set_defaults(model=None)
     p.add_argument(
-        "--contexts", type=_counts, default=[128, 512, 2048], metavar="N,N", help="prompt tokens of each row"
+        "--contexts",
+        type=_counts,
+        metavar="N,N",
+        help="prompt tokens of each row (default: 128,512,2048; with a synthetic draft 128)",
     )
     p.add_argument(
         "--synthetic",
@@ -142,21 +163,17 @@ def _bench(prog: str) -> argparse.ArgumentParser:
     p.add_argument(
         "--rows",
         type=_counts,
-        default=[1, 2, 4, 8, 16, 22, 32, 64],
         metavar="N,N",
         help="with --synthetic: rows of the steps (default: 1,2,4,8,16,22,32,64)",
     )
     p.add_argument(
         "--prefill",
         type=_counts,
-        default=[512, 8192],
         metavar="N,N",
         help="with --synthetic: tokens of a prompt (default: 512,8192)",
     )
-    p.add_argument(
-        "--new-tokens", type=_count, default=64, metavar="N", help="decoded tokens of each run (default: 64)"
-    )
-    p.add_argument("--runs", type=_count, default=5, metavar="N", help="runs of each row; medians count (default: 5)")
+    p.add_argument("--new-tokens", type=_count, metavar="N", help="decoded tokens of each run (default: 64)")
+    p.add_argument("--runs", type=_count, metavar="N", help="runs of each row; medians count (default: 5)")
     _speculation_bench(p.add_argument_group("speculative decoding"))
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
@@ -243,10 +260,10 @@ def _speculation(p: Any) -> None:
 
 def _speculation_bench(p: Any) -> None:
     p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
-    p.add_argument("--prompts", type=_positive, default=16, metavar="N", help="the first N of them (default: 16)")
+    p.add_argument("--prompts", type=_positive, metavar="N", help="the first N of them (default: 16)")
     _draft(p, "a draft for the model; or demo, or synthetic with --synthetic")
     p.add_argument("--tree-budget", type=_budget, metavar="N", help="guessed tokens per step (default: auto)")
-    p.add_argument("--tree-topk", type=_positive, default=8, metavar="N", help="tokens considered at each place")
+    p.add_argument("--tree-topk", type=_positive, metavar="N", help="tokens considered at each place (default: 8)")
     p.add_argument("--budgets", type=_counts, metavar="N,N", help="also trees of exactly so many guesses")
     p.add_argument("--plot", metavar="FILE.svg", help="draw tokens per step and per second over --budgets")
 
@@ -352,13 +369,28 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    if args.spec is not None:
-        from generate.bench_spec import run
-    elif args.synthetic is not None and args.draft is not None:
-        from generate.bench_spec import run_synthetic as run
-    else:
-        from generate.bench import run
-    return run(args)
+    if args.spec is not None and args.synthetic is not None:
+        raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
+    what = "--spec" if args.spec is not None else "a model alone" if args.synthetic is None else "--synthetic"
+    if what == "--synthetic" and args.draft is not None:
+        what = "--synthetic with a draft"
+    for name in sorted({name for flags in BENCHES.values() for name in flags} - BENCHES[what].keys()):
+        if getattr(args, name) is not None:
+            places = " or ".join(place for place, flags in BENCHES.items() if name in flags)
+            raise UsageError(f"--{name.replace('_', '-')} goes with {places}, not with {what}")
+    for name, default in BENCHES[what].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    from generate import bench, bench_spec
+
+    if args.log:
+        bench.check_log(Path(args.log))
+    run = {
+        "--spec": bench_spec.run,
+        "--synthetic": bench.run_synthetic,
+        "--synthetic with a draft": bench_spec.run_synthetic,
+    }
+    return run.get(what, bench.run)(args)
 
 
 def _run_perplexity(args: argparse.Namespace) -> int:

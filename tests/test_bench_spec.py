@@ -9,6 +9,7 @@ import tiny_chat
 import tiny_draft
 
 from common.models import synthetic, synthetic_draft
+from generate import bench_spec
 from generate.__main__ import main
 from generate.plot import Line, write_plot
 
@@ -56,6 +57,20 @@ def test_without_a_draft(files, capsys):
     assert "lookup " in capsys.readouterr().out
     assert bench(files, "--budgets", "3") == 2
     assert "--budgets needs --draft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft", "demo", "--budgets", "3,3", "--plot", "p.svg"], "--plot needs two --budgets or more"),
+        (["--draft", "demo", "--budgets", "3,4", "--plot", "/no/p.svg"], "--plot /no/p.svg cannot be written"),
+        (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic with a draft, not with --spec"),
+    ],
+)
+def test_refused_before_anything_is_measured(flags, message, files, monkeypatch, capsys):
+    monkeypatch.setattr(bench_spec, "open_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    assert bench(files, *flags) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,30 @@ def test_bench_prints_a_table_and_logs_rows(run, tmp_path):
     assert len(log.read_text().splitlines()) == 5  # one header
 
 
+@pytest.mark.parametrize("flag", ["--rows", "--prefill", "--prompts", "--budgets", "--tree-topk", "--draft-device"])
+def test_flags_of_another_bench_are_refused(flag, run):
+    code, _, err = run("bench", flag, "3")
+    assert (code, f"{flag} goes with --s" in err, "not with a model alone" in err) == (2, True, True)
+
+
+def test_a_log_that_cannot_take_rows_is_refused_first(run, tmp_path):
+    other, empty = tmp_path / "other.tsv", tmp_path / "empty.tsv"
+    other.write_text("a\tb\n")
+    empty.touch()
+    flags = ["bench", "--contexts", "8,99999", "--new-tokens", "4", "--runs", "1", "--log"]
+    for log, said in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "x.tsv", "No such file or directory"),
+        (other, "is another table: it begins with 'a\\tb', not with 'date'"),
+    ):
+        code, out, err = run(*flags, str(log))
+        assert (code, out, said in err, len(err.splitlines())) == (2, "", True, 1)
+    assert other.read_text() == "a\tb\n"
+    code, _, err = run(*flags, str(empty))
+    assert (code, "left out: 99999 tokens leave no room for 4 more" in err) == (0, True)
+    assert empty.read_text().startswith("date\tcommit\t")
+
+
 # -- the conversation ------------------------------------------------------------------------------------------------
 
 

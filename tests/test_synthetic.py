@@ -119,7 +119,17 @@ def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
         (["--synthetic", "wedlm-8b:q4_k_m", "--rows", "137"], "--rows takes steps of at most 136 rows"),
         (["--synthetic", "wedlm-8b:q4_k_m", "--contexts", "40960"], "contexts and prefill need 41096 tokens"),
         (["--synthetic", "wedlm-8b:q4_k_m", "--runs", "0"], "--runs must be at least 1"),
-        (["--synthetic", "wedlm-8b:q4_k_m", "--peer", "mlx-lm"], "exclude each other"),
+        (
+            ["--synthetic", "wedlm-8b:q4_k_m", "--peer", "mlx-lm"],
+            "--peer goes with a model alone, not with --synthetic",
+        ),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--draft", "demo"], "--draft is 'demo'; with --synthetic it is synthetic"),
+        (
+            ["--synthetic", "wedlm-8b:q4_k_m", "--draft", "synthetic", "--rows", "1"],
+            "--rows goes with --synthetic, not",
+        ),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--draft", "synthetic", "--contexts", "3,4"], "one of --contexts"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--spec", "prompts.jsonl"], "--spec and --synthetic exclude each other"),
     ],
 )
 def test_refusals(argv, reason, capsys):
