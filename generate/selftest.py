@@ -33,7 +33,7 @@ from generate.bench import environment, processor
 
 ROOT = Path(__file__).parents[1]
 PIPE = "BIMETAL_SELFTEST_PIPE"  # the file descriptor that pytest tells outcomes to
-PLAIN = ["-m", "not gpu and not model and not slow"]
+PLAIN = ["-m", "not gpu and not model and not slow and not compile"]
 EXTRAS = {"mlx": ".[mlx,test]", "cuda": ".[cuda12,test]", "numpy": ".[test]"}
 MODELS = ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "tests/test_demo.py"]
 SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest is given

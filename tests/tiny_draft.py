@@ -21,8 +21,10 @@ def write(
         noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
         return (1 + 0.3 * noise if len(shape) == 1 else noise / np.sqrt(shape[-1])).astype(np.float32)
 
+    shapes: dict[str, tuple[int, ...]]
     shapes = {"fc": (hidden, len(taps) * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
     for i in range(LAYERS):
+        layer: dict[str, tuple[int, ...]]
         layer = {"self_attn.q_proj": (HEADS * HEAD_DIM, hidden), "self_attn.o_proj": (hidden, HEADS * HEAD_DIM)}
         layer |= {f"self_attn.{name}_proj": (KV_HEADS * HEAD_DIM, hidden) for name in "kv"}
         layer |= {f"self_attn.{name}_norm": (HEAD_DIM,) for name in "qk"}

@@ -187,10 +187,9 @@ def attention_cases() -> Iterator[Case]:
     ) -> Callable[[Inputs, Any, Step], Array]:
         def call(i: Inputs, kv: Any, step: Step) -> Array:
             T = len(step)
-            hidden = {"window": window, **({"causal": True} if causal and step.parents is None else {})}
-            return i.ops.attention(
-                i.rows(T, H, D), i.rows(T, K, D), i.rows(T, K, Dv), kv, step, scale=D**-0.5, **hidden
-            )
+            rows = i.rows(T, H, D), i.rows(T, K, D), i.rows(T, K, Dv)
+            ordered = causal and step.parents is None
+            return i.ops.attention(*rows, kv, step, scale=D**-0.5, window=window, causal=ordered)
 
         return call
 

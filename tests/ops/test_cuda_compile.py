@@ -171,6 +171,7 @@ def groups() -> list[tuple[str, str]]:
     return [(stem, type_) for stem, type_ in pairs]
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 @pytest.mark.parametrize(("stem", "type_"), groups(), ids=lambda x: x or "any")
 def test_compiles(stem, type_, card):
@@ -179,6 +180,7 @@ def test_compiles(stem, type_, card):
         check(source(stem), defines, card.capability)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 @pytest.mark.parametrize("types", TOGETHER, ids="+".join)
 def test_two_types_compile(types, card):

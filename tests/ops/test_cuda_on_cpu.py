@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,22 @@ pytestmark = pytest.mark.skipif(
 
 def on_cpu(file: str, chosen: str, **settings: str) -> None:
     """Run the tests of a file that are marked gpu and match `chosen`, in a process whose CuPy is the stand-in."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS / file), "-k", chosen]
+    quiet = "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts="
+    command = [sys.executable, "-m", "pytest", *quiet, str(TESTS / file), "-k", chosen]
     environment = os.environ | {"PYTHONPATH": str(TESTS / "cuda_on_cpu")} | settings
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout or "100%" in done.stdout
+    assert re.search(r"\b[1-9]\d* passed", done.stdout), f"no test ran: {done.stdout[-500:]}"
+
+
+@pytest.mark.parametrize(
+    ("file", "chosen", "reason"),
+    [("ops/test_cuda_ops.py", "no_such_test", "deselected"), ("models/test_cuda_split.py", "", "no test ran")],
+)
+def test_a_run_without_a_test_fails(file, chosen, reason):
+    """No test chosen, or all tests of a file skipped, as the tests of two GPUs are on one."""
+    with pytest.raises(AssertionError, match=reason):
+        on_cpu(file, chosen, BIMETAL_GPUS="1")
 
 
 def test_row_ops():

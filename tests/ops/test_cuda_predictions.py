@@ -1,6 +1,4 @@
-"""What docs/cuda.md predicts of cards that nobody has measured follows from their budgets and the model's shapes."""
-
-from pathlib import Path
+"""The formula by which docs/cuda.md predicts cards that nobody has measured gives an H200's measured figures."""
 
 import pytest
 
@@ -8,9 +6,8 @@ from common.models import ARCHITECTURES
 from common.models.synthetic import synthetic_checkpoint
 from common.weights import Matrix
 from cuda_backend.budget import CARDS, Planned
-from cuda_backend.layout import UNITS, partition, ring
+from cuda_backend.layout import UNITS
 
-PAGE = Path(__file__).parents[2] / "docs/cuda.md"
 REACHED = 0.85  # of the specified bandwidth
 KERNELS = {1: 549, 16: 597}  # of a step, by rows; before compute capability 9.0 48 more
 EACH = {1: 1.5e-6, 16: 3.2e-6}  # seconds of a kernel beside reading, on an H200
@@ -46,30 +43,8 @@ def step(planned: Planned, rows: int) -> tuple[float, float]:
     return weight_bytes() / (REACHED * planned.bandwidth) * 1e3, kernels * EACH[rows] * 1e3
 
 
-def sums_of_gate_and_up(planned: Planned, rows: int) -> int:
-    """Bytes of partial sums of the widest product of a layer, 34,816 x 5,120."""
-    blocks = 34816 // 128, 5120 // 256
-    slots = partition(ring(planned.card, "Q4_K", 1)[0] * planned.card.sms, *blocks)[1]
-    return slots * rows * 34816 * 4
-
-
-@pytest.mark.parametrize("planned", CARDS, ids=lambda planned: planned.card.name)
-def test_page(planned):
-    (read, rest), (read_16, rest_16) = step(planned, 1), step(planned, 16)
-    cells = (
-        f"{planned.card.name} ({planned.bandwidth / 1e9:,.0f} GB/s, {planned.flops / 1e12:.0f} TFLOP/s)",
-        f"{read:.1f}",
-        f"{rest:.1f}",
-        f"{1e3 / (read + rest):.0f}",
-        f"{read_16 + rest_16:.1f}",
-        f"{round(planned.flops / 2 / PREFILL, -1):,.0f}",
-        f"{sums_of_gate_and_up(planned, 64) / planned.l2:.0%}",
-    )
-    assert f"| {' | '.join(cells)} |\n" in PAGE.read_text()
-
-
 def test_measured():
-    """The same for an H200 is what it was measured at, within 5 %: 218 tok/s, 5.65 ms, 10,330 tok/s."""
+    """Qwen3.6-27B Q4_K_M on an H200 was measured at 218 tok/s, 5.65 ms for 16 rows, 10,330 prefill tok/s."""
     planned = next(p for p in CARDS if p.card.name == "H200")
     assert 1e3 / sum(step(planned, 1)) == pytest.approx(218, rel=0.05)
     assert sum(step(planned, 16)) == pytest.approx(5.65, rel=0.05)

@@ -93,7 +93,8 @@ def _lints(unit: TranslationUnit, code: str) -> Iterator[tuple[int, str]]:
         if cursor.location.file and cursor.location.file.name == FILE:
             yield from walk(cursor, "")
     for function in calls:
-        reached, ahead = set(), [function]
+        reached: set[str] = set()
+        ahead = [function]
         while ahead:
             for called in calls.get(ahead.pop(), set()) - reached:
                 reached.add(called)

@@ -1,12 +1,11 @@
 """Where our kernels' own tests run: on a Mac its GPU, elsewhere the emulator."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import mlx.core as mx
 
-__all__ = ["on_metal"]
+from simt import metal
 
-if mx.metal.is_available():
-    on_metal = nullcontext
-else:
-    from simt.metal import on_metal
+
+def on_metal() -> AbstractContextManager[None]:
+    return nullcontext() if mx.metal.is_available() else metal.on_metal()

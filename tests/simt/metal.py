@@ -193,7 +193,7 @@ def metal_kernel(
     atomic_outputs: bool = False,
 ) -> Callable[..., list[mx.array]]:
     """mx.fast.metal_kernel whose calls check the kernel and run it here, under every schedule."""
-    kernel = MLX_METAL_KERNEL(
+    kernel: Any = MLX_METAL_KERNEL(
         name=name,
         input_names=list(input_names),
         output_names=list(output_names),
