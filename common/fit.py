@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.gguf import read_gguf
 from common.ops import LayerSize, Ops
-from common.step import KVSpec, LatentSpec, LayerSpec, WindowSpec
+from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
 from common.weights import Layout, Matrix, Stored, Table, account
 
@@ -98,9 +98,8 @@ def predict_run(
     ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, rows: int
 ) -> tuple[int, int, int]:
     """Bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`."""
-    grows = (KVSpec, WindowSpec, LatentSpec)
-    kv = [{name: s for name, s in layer.items() if isinstance(s, grows)} for layer in spec]
-    fixed = [{name: s for name, s in layer.items() if not isinstance(s, grows)} for layer in spec]
+    kv = [{name: s for name, s in layer.items() if grows(s)} for layer in spec]
+    fixed = [{name: s for name, s in layer.items() if not grows(s)} for layer in spec]
     sizes = [layer_size(table, states, config) for table, states in zip(layout.layers, spec, strict=True)]
     return (
         ops.held_state_bytes(kv, tokens, rows),
@@ -158,7 +157,7 @@ def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:
             values[part] += times * (sum(p.shape[-2] for p in entry.parts) + columns)
     heads = expanded = 0
     for s in states.values():
-        if isinstance(s, KVSpec | WindowSpec):
+        if isinstance(s, KVSpec):
             heads = _columns(table, "o") // s.value_dim
         elif isinstance(s, LatentSpec):
             heads = config.heads

@@ -18,11 +18,14 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.sampling import Sampler, top_k
-from common.step import LayerSpec, State, Step
+from common.step import State, Step
+from common.storage import LayerSpec
 from common.tensors import Tensor
 
 Array = Any  # the backend's own array; models see its shape, reshape it and slice it, nothing else
 Weight = Any  # opaque: dense or any block format
+
+L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
 
 
 @dataclass(frozen=True)

@@ -5,37 +5,21 @@ In steps of few rows each row is computed by itself: to the bit as in a step of 
 """
 
 import math
-import os
-import resource
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.errors import BimetalError
-from common.ops import Array, LayerSize, Ops, Rope, Weight
+from common.host import available_bytes, peak_resident_bytes
+from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
+from common.reference_states import delta_rule, layer_state, rows_held
 from common.sampling import Sampler
-from common.step import (
-    FEW_ROWS,
-    PAST,
-    ConvSpec,
-    DeltaSpec,
-    KVSpec,
-    LatentSpec,
-    LayerSpec,
-    LayerState,
-    Spec,
-    State,
-    Step,
-    WindowSpec,
-    state_bytes,
-)
+from common.step import FEW_ROWS, PAST, LayerState, State, Step
+from common.storage import Kind, LayerSpec, all_specs
 from common.tensors import Tensor
 
-L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
 CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
 
@@ -49,160 +33,6 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
-
-
-class NumpyKV:
-    """Keys (n, K, D) and values (n, K, Dv) of committed rows, then the step's rows."""
-
-    keep = 0  # first rows that no window hides
-
-    def __init__(self, spec: KVSpec):
-        self.keys = np.empty((0, spec.kv_heads, spec.key_dim), np.float32)
-        self.values = np.empty((0, spec.kv_heads, spec.value_dim), np.float32)
-        self.past = 0
-
-    def write(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Put the step's rows behind the past; the keys and values of both."""
-        end = self.past + len(k)
-        if end > len(self.keys):
-            room = max(2 * len(self.keys), end)
-            self.keys, self.values = _grown(self.keys, room, self.past), _grown(self.values, room, self.past)
-        self.keys[self.past : end], self.values[self.past : end] = k, v
-        return self.keys[:end], self.values[:end]
-
-    def commit(self, path: np.ndarray) -> None:
-        rows = slice(self.past, self.past + len(path))
-        self.keys[rows], self.values[rows] = self.keys[self.past + path], self.values[self.past + path]
-        self.past += len(path)
-
-    def snapshot(self) -> Any:
-        return self.past
-
-    def restore(self, snapshot: Any) -> None:
-        self.past = snapshot
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-
-def _grown(rows: np.ndarray, room: int, keep: int) -> np.ndarray:
-    grown = np.empty((room, *rows.shape[1:]), rows.dtype)
-    grown[:keep] = rows[:keep]
-    return grown
-
-
-class NumpyWindow:
-    """Keys (n, K, D) and values (n, K, Dv) of the first `keep` committed rows and the last `window`, oldest first."""
-
-    def __init__(self, spec: WindowSpec):
-        self.window, self.keep = spec.window, spec.keep
-        self.keys = np.empty((0, spec.kv_heads, spec.key_dim), np.float32)
-        self.values = np.empty((0, spec.kv_heads, spec.value_dim), np.float32)
-        self.rows = self.keys, self.values  # the step's
-        self.past = 0  # committed rows, gone ones included
-
-    def write(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keep the step's rows until the commit; the keys and values of the window and of them."""
-        self.rows = k, v
-        return np.concatenate([self.keys, k]), np.concatenate([self.values, v])
-
-    def commit(self, path: np.ndarray) -> None:
-        k, v = self.rows
-        kept = np.arange(len(self.keys) + len(path))
-        kept = kept[(kept < self.keep) | (kept >= len(kept) - self.window)]
-        self.keys = np.concatenate([self.keys, k[path]])[kept]
-        self.values = np.concatenate([self.values, v[path]])[kept]
-        self.rows = k[:0], v[:0]
-        self.past += len(path)
-
-    def snapshot(self) -> Any:
-        return self.keys, self.values, self.past  # commits replace the arrays, and never write into them
-
-    def restore(self, snapshot: Any) -> None:
-        self.keys, self.values, self.past = snapshot
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
-
-class NumpyLatent(NumpyKV):
-    """Rows (n, 1, R + P) of committed tokens, then the step's: keys whose first R channels are the values."""
-
-    def __init__(self, spec: LatentSpec):
-        super().__init__(KVSpec(1, spec.latent_dim + spec.rope_dim, 0))
-
-    def write_rows(self, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
-        """Put the step's rows behind the past: (n, R + P) of both."""
-        row = np.concatenate([latent, k_rope], axis=-1)[:, None]
-        return self.write(row, row[..., :0])[0][:, 0]
-
-
-class NumpyConv:
-    """The last taps - 1 committed inputs, oldest first; zeros before the first token."""
-
-    def __init__(self, spec: ConvSpec):
-        self.tail = np.zeros((spec.taps - 1, spec.channels), np.float32)
-        self.rows = self.tail[:0]  # the step's inputs
-
-    def commit(self, path: np.ndarray) -> None:
-        n = len(self.tail)
-        self.tail = np.concatenate([self.tail, self.rows[path]])[len(path) : len(path) + n]
-        self.rows = self.rows[:0]
-
-    def snapshot(self) -> Any:
-        return self.tail.copy()
-
-    def restore(self, snapshot: Any) -> None:
-        self.tail = snapshot.copy()
-
-    @property
-    def nbytes(self) -> int:
-        return self.tail.nbytes
-
-
-class NumpyDelta:
-    """The recurrent matrix per head, (Hv, Dk, Dv), and what the step's rows would make of it."""
-
-    def __init__(self, spec: DeltaSpec):
-        self.matrix = np.zeros((spec.heads, spec.key_dim, spec.value_dim), np.float32)
-        self.rows: tuple[np.ndarray, ...] = ()  # k, v, exp(g), beta per row
-        self.after: dict[int, np.ndarray] = {}  # matrix after a row: of all rows of a tree, of the last of a chain
-
-    def commit(self, path: np.ndarray) -> None:
-        if len(path) and path[-1] in self.after:
-            self.matrix = self.after[path[-1]]
-        else:
-            for t in path:
-                self.matrix = delta_rule(self.matrix, *(x[t] for x in self.rows))
-        self.rows, self.after = (), {}
-
-    def snapshot(self) -> Any:
-        return self.matrix.copy()
-
-    def restore(self, snapshot: Any) -> None:
-        self.matrix = snapshot.copy()
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
-
-
-def delta_rule(S: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray) -> np.ndarray:
-    """One token of the gated delta rule: S (H, Dk, Dv), k (H, Dk), v (H, Dv), decay and beta (H,) -> the next S."""
-    S = decay[:, None, None] * S
-    correction = beta[:, None] * (v - np.einsum("hkv,hk->hv", S, k))
-    return S + k[:, :, None] * correction[:, None, :]
-
-
-STATES: dict[type[Spec], Any] = {
-    KVSpec: NumpyKV,
-    WindowSpec: NumpyWindow,
-    LatentSpec: NumpyLatent,
-    ConvSpec: NumpyConv,
-    DeltaSpec: NumpyDelta,
-}
 
 
 class NumpyOps(Ops):
@@ -222,23 +52,15 @@ class NumpyOps(Ops):
         return "as stored" if stored_type == "F32" else "expanded to float32"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        layers: list[dict[str, LayerState]] = [
-            {name: STATES[type(s)](s) for name, s in layer.items()} for layer in spec
-        ]
+        layers: list[dict[str, LayerState]] = [{name: layer_state(s) for name, s in layer.items()} for layer in spec]
         return State(layers, capacity)
 
     def held_bytes(self, *parts: Tensor) -> int:
         return sum(4 * math.prod(part.shape) for part in parts)
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
-        room = 0
-        for end in (*range(rows, tokens, rows), tokens):
-            room = max(2 * room, end) if end > room else room
-        total = 0
-        for layer in spec:
-            for name, s in layer.items():
-                total += state_bytes([{name: s}], tokens if isinstance(s, WindowSpec) else room, self.item_bytes)
-        return total
+        room = rows_held(tokens, rows)
+        return sum(s.bytes(room if s.kind is Kind.APPENDS else tokens, self.item_bytes) for s in all_specs(spec))
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         rows = min(rows, tokens)
@@ -314,7 +136,7 @@ class NumpyOps(Ops):
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
     ) -> Array:
         step.the_slot()
-        rows = kv.write_rows(latent, k_rope)[:, None]
+        (rows,) = kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])
         q = np.concatenate([q_latent, q_rope], axis=-1)
         return _attend(q, rows, rows[..., : latent.shape[1]], _seen(step, len(rows)), scale)
 
@@ -331,7 +153,8 @@ class NumpyOps(Ops):
         scale: float,
     ) -> Array:
         step.the_slot()
-        rows, R = kv.write_rows(latent, k_rope), latent.shape[1]
+        R = latent.shape[1]
+        rows = kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])[0][:, 0]
         k_nope = np.einsum("nr,hrc->nhc", rows[:, :R], k_up, optimize=True)
         k_rope = np.broadcast_to(rows[:, None, R:], (*k_nope.shape[:2], k_rope.shape[1]))
         q, keys = np.concatenate([q_nope, q_rope], axis=-1), np.concatenate([k_nope, k_rope], axis=-1)
@@ -408,12 +231,6 @@ def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
 
-def peak_resident_bytes() -> int:
-    """The process's peak resident set; getrusage counts KiB on Linux and bytes on macOS."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def _seen(step: Step, n: int) -> np.ndarray:
     """(T, n) bool: which of n rows, the last T of them the step's, each row of the step may see"""
     T = len(step)
@@ -432,21 +249,6 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
-
-
-def available_bytes() -> tuple[int, str]:
-    """Memory that a new program may take before the system swaps or ends one, and where the figure is from."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of this machine"
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    free, what = int(fields["MemAvailable"].split()[0]) * 1024, "available memory of this machine"
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        left = max(0, int(most) - int(used.read_text()))
-        if left < free:
-            return left, "memory that this container may still take"
-    return free, what
 
 
 def _parents(step: Step) -> np.ndarray:

@@ -20,7 +20,8 @@ from common.errors import BimetalError, NotFiniteError
 from common.ops import Array as AnyArray
 from common.ops import LayerSize, Ops, Rope
 from common.quants import dequantize
-from common.step import LayerSpec, State, Step
+from common.step import State, Step
+from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import attention as attending
 from cuda_backend import choose, mixture, products, recurrent, sizes, weights

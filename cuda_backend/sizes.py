@@ -7,7 +7,7 @@ tests/models/test_cuda_work.py compares them with it.
 from collections.abc import Sequence
 
 from common.ops import LayerSize
-from common.step import DeltaSpec, KVSpec, LatentSpec, WindowSpec
+from common.storage import DeltaSpec, KVSpec, LatentSpec
 from cuda_backend.launch import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
@@ -32,7 +32,7 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
     values, past = layer.mixer + layer.ffn + 2 * layer.hidden, 0
     for s in layer.states.values():
         match s:
-            case KVSpec() | WindowSpec():
+            case KVSpec():
                 values += layer.heads * s.key_dim // 2 + layer.heads * s.value_dim
             case DeltaSpec():
                 values += 2 * s.key_heads * s.key_dim + 3 * s.heads * s.value_dim

@@ -15,7 +15,8 @@ import numpy as np
 
 from common.errors import BimetalError, UsageError
 from common.ops import LayerSize, Ops
-from common.step import LayerSpec, State, Step
+from common.step import State, Step
+from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend.launch import Array, Graph, Kernel, Memory
 from cuda_backend.ops import CudaOps

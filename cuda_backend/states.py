@@ -13,7 +13,8 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, State, Step, WindowSpec
+from common.step import State, Step
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, all_specs
 from cuda_backend.launch import PLACES, Memory, kernel
 from cuda_backend.layout import group_count, padded, tail_places
 from cuda_backend.replay import TREE_ROWS, graphs
@@ -46,7 +47,7 @@ class KVStore:
     of more rows than that attends to a copy, and leaves in `after` what the ring becomes where the step is committed.
     """
 
-    def __init__(self, spec: KVSpec | WindowSpec, layers: int, capacity: int, stream: cupy.cuda.Stream):
+    def __init__(self, spec: KVSpec, layers: int, capacity: int, stream: cupy.cuda.Stream):
         _check_widths(spec)
         _check_capacity(capacity)
         self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
@@ -63,7 +64,7 @@ class KVStore:
     @property
     def window(self) -> tuple[int, int]:
         """Positions that a row sees behind the first ones that are kept, 0: all; and those first ones."""
-        return (self.spec.window, self.spec.keep) if isinstance(self.spec, WindowSpec) else (0, 0)
+        return self.spec.window or 0, self.spec.keep
 
     def layer(self, i: int) -> KV:
         keys = self.memory.address + 2 * i * self.plane
@@ -154,16 +155,16 @@ def _rows(capacity: int) -> int:
     return -(-(capacity + TREE_ROWS) // TILE) * TILE
 
 
-def _places(spec: KVSpec | WindowSpec, capacity: int) -> np.ndarray:
+def _places(spec: KVSpec, capacity: int) -> np.ndarray:
     rows = _rows(capacity)
-    if isinstance(spec, WindowSpec):
+    if spec.window is not None:
         fixed, ring = -(-spec.keep // TILE) * TILE, -(-(spec.window + TREE_ROWS) // TILE) * TILE
         if fixed + ring < rows:
             return np.array((fixed, ring), PLACES)
     return np.array((rows - TILE, TILE), PLACES)
 
 
-def _check_widths(spec: KVSpec | WindowSpec) -> None:
+def _check_widths(spec: KVSpec) -> None:
     if spec.key_dim != spec.value_dim or spec.key_dim > 256:
         raise BimetalError(
             f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
@@ -345,7 +346,7 @@ class CudaState(State):
         self, spec: Sequence[LayerSpec], capacity: int, settle: Callable[[Any], None], stream: cupy.cuda.Stream
     ):
         flat = [(i, name, s) for i, layer in enumerate(spec) for name, s in layer.items()]
-        cached = [(i, name, s) for i, name, s in flat if isinstance(s, KVSpec | WindowSpec | LatentSpec)]
+        cached = [(i, name, s) for i, name, s in flat if isinstance(s, RowSpec)]
         recurrent = [(i, name, s) for i, name, s in flat if isinstance(s, ConvSpec | DeltaSpec)]
         layers: list[dict[str, Any]] = [{} for _ in spec]
         self.stores: list[Any] = []
@@ -381,8 +382,8 @@ def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
     """Device bytes of a CudaState, without building it."""
     _check_capacity(capacity)
     total = 0
-    for s in (s for layer in spec for s in layer.values()):
-        if isinstance(s, KVSpec | WindowSpec):
+    for s in all_specs(spec):
+        if isinstance(s, KVSpec):
             places = _places(s, capacity)
             rows = int(places["fixed"] + places["ring"])
             total += 4 * s.kv_heads * rows * padded(s.key_dim) * (2 if rows < _rows(capacity) else 1)

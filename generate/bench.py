@@ -29,7 +29,8 @@ from common.models import Model, architecture
 from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
-from common.step import FEW_ROWS, State, Step, state_bytes
+from common.step import FEW_ROWS, State, Step
+from common.storage import state_bytes
 from common.weights import Matrix
 from generate.backends import backend_package, choose, open_backend, open_model, placement_of
 

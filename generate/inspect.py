@@ -10,7 +10,7 @@ from common.errors import BimetalError
 from common.hub import resolve_model
 from common.models import architecture
 from common.ops import Ops, Rope
-from common.step import state_bytes
+from common.storage import state_bytes
 from common.tokenizer import load_tokenizer
 from common.weights import Layout, misfits
 from generate.backends import open_backend

@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from common.errors import BimetalError, NotFiniteError
-from common.ops import Array, LayerSize, Ops, Rope, Weight
+from common.host import available_bytes, peak_resident_bytes
+from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
-from common.reference import L2_EPS, available_bytes, peak_resident_bytes
 from common.sampling import Sampler
-from common.step import LayerSpec, State, Step
+from common.step import State, Step
+from common.storage import LayerSpec
 from common.tensors import Tensor
 from mlx_backend import quantized, recurrent
 from mlx_backend.kernels import on_metal

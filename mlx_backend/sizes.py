@@ -10,7 +10,7 @@ about one layer ahead of the work, and the terms are an estimate.
 from collections.abc import Sequence
 
 from common.ops import LayerSize
-from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, WindowSpec
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, RowSpec
 from mlx_backend.quantized import DECODED
 from mlx_backend.states import rows_held
 
@@ -29,11 +29,15 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, f
     return item * kept + max(_lazy_bytes(layer, tokens, rows, item) for layer in layers)
 
 
-def _outgrown(s: KVSpec | WindowSpec | LatentSpec, tokens: int, rows: int) -> int:
+def _outgrown(s: RowSpec, tokens: int, rows: int) -> int:
     """Rows of the buffer that the last step replaces by a larger one, if it does; a layer's old one lives till then."""
-    window, keep = (s.window, s.keep) if isinstance(s, WindowSpec) else (None, 0)
-    before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, window, keep)
-    return before if before != rows_held(tokens, rows, window, keep) else 0
+    before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, s.window, s.keep)
+    return before if before != rows_held(tokens, rows, s.window, s.keep) else 0
+
+
+def _seen(s: RowSpec, tokens: int, rows: int) -> int:
+    """Rows that attention reads in the last step."""
+    return tokens if s.window is None else min(tokens, s.window + rows)
 
 
 # -- on the CPU --------------------------------------------------------------------------------------------------------
@@ -48,7 +52,7 @@ def _kept_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int) 
                 case ConvSpec():
                     total += (2 * T + s.taps - 1) * s.channels * item  # its inputs, and its outputs: v is their slice
                 case DeltaSpec():
-                    total += T * s.heads * s.key_dim * item + s.heads * s.key_dim * s.value_dim * 4  # k, new matrix
+                    total += T * s.heads * s.key_dim * item + s.matrix_bytes  # k, new matrix
     # the logits of no row that a chunk ends with are never computed, and hold the two arrays that they would add
     return total + (2 * rows * layers[-1].hidden * item if tokens > rows else 0)
 
@@ -59,18 +63,17 @@ def _eager_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:
     mixer, scratch = layer.mixer, 0  # numbers per row, the residual stream in the place of the last product
     for s in layer.states.values():
         match s:
-            case KVSpec() | WindowSpec():
-                seen = tokens if isinstance(s, KVSpec) else min(tokens, s.window + rows)
-                size = s.kv_heads * (s.key_dim + s.value_dim)
+            case KVSpec():
+                seen, size = _seen(s, tokens, rows), s.numbers
                 # queries are normed, multiplied for rope, roped, scaled; their output gated, laid out; keys likewise
                 mixer += 6 * layer.heads * s.key_dim + 2 * size
                 scratch += (layer.heads * T * seen + _outgrown(s, tokens, rows) * size) * item
-                scratch += T * seen * (3 if isinstance(s, WindowSpec) else 1)  # a mask; NumPy makes a window's in parts
+                scratch += T * seen * (3 if s.window else 1)  # a mask; NumPy makes a window's in parts
             case LatentSpec():
                 # queries, as wide as half of what is expanded, are roped, put together, scaled; so is the row's latent
-                mixer += 3 * layer.expanded // 2 + 2 * (s.latent_dim + s.rope_dim)
+                mixer += 3 * layer.expanded // 2 + 2 * s.numbers
                 scratch += tokens * (layer.expanded + 2 * layer.heads * s.latent_dim) * item  # latents repeat by head
-                scratch += (layer.heads * T * tokens + _outgrown(s, tokens, rows) * (s.latent_dim + s.rope_dim)) * item
+                scratch += (layer.heads * T * tokens + _outgrown(s, tokens, rows) * s.numbers) * item
                 scratch += T * tokens
             case DeltaSpec():
                 mixer += s.heads * s.key_dim  # q; k is kept
@@ -87,9 +90,8 @@ def _lazy_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:
     mixer, ffn, scratch = layer.mixer, layer.ffn + 4 * layer.hidden, 0
     for s in layer.states.values():
         match s:
-            case KVSpec() | WindowSpec():
-                seen = tokens if isinstance(s, KVSpec) else min(tokens, s.window + rows)
-                size = s.kv_heads * (s.key_dim + s.value_dim)
+            case KVSpec():
+                seen, size = _seen(s, tokens, rows), s.numbers
                 mixer += 2 * layer.heads * s.key_dim + size  # roped, and laid out head by head
                 scratch += (seen + _outgrown(s, tokens, rows)) * size * item
             case LatentSpec():

@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, LayerState, Spec, State, WindowSpec
+from common.step import LayerState, State
+from common.storage import ConvSpec, DeltaSpec, LayerSpec, RowSpec, Spec, all_specs
 from mlx_backend.recurrent import Rows, replay
 
 PREFILL = 32  # rows of a commit from which it is a prompt's
@@ -21,13 +22,12 @@ class MlxRows:
     follows the end, and rows before it are dropped when the buffer grows; the first `keep` rows lie apart.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: mx.Dtype, window: int | None = None, keep: int = 0):
-        self.buffers = [mx.zeros((1, heads, 0, size), dtype) for heads, size in shapes]
-        self.first = [buffer for buffer in self.buffers if keep]
-        self.keep = keep
+    def __init__(self, spec: RowSpec, dtype: mx.Dtype):
+        self.buffers = [mx.zeros((1, plane.heads, 0, plane.dim), dtype) for plane in spec.planes]
+        self.window, self.keep = spec.window, spec.keep
+        self.first = [buffer for buffer in self.buffers if self.keep]
         self.start = self.end = 0
         self.past = 0  # committed rows, dropped ones included
-        self.window = window
 
     @property
     def keys(self) -> mx.array:
@@ -163,36 +163,20 @@ class MlxDelta:
 
 
 def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
-    match s:
-        case KVSpec():
-            return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype)
-        case WindowSpec():
-            return MlxRows([(s.kv_heads, s.key_dim), (s.kv_heads, s.value_dim)], dtype, s.window, s.keep)
-        case LatentSpec():
-            return MlxRows([(1, s.latent_dim + s.rope_dim)], dtype)
-        case ConvSpec():
-            return MlxConv(s, dtype)
-        case DeltaSpec():
-            return MlxDelta(s)
+    if isinstance(s, RowSpec):
+        return MlxRows(s, dtype)
+    return MlxConv(s, dtype) if isinstance(s, ConvSpec) else MlxDelta(s)
 
 
 def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) -> int:
     """What `MlxState.nbytes` will be once `tokens` tokens have been read in steps of `rows`; a number takes `item`."""
-    full, total = rows_held(tokens, rows), 0
-    for layer in spec:
-        for s in layer.values():
-            match s:
-                case KVSpec():
-                    total += full * s.kv_heads * (s.key_dim + s.value_dim) * item
-                case WindowSpec():
-                    held = rows_held(tokens, rows, s.window, s.keep) + min(tokens, s.keep)
-                    total += held * s.kv_heads * (s.key_dim + s.value_dim) * item
-                case LatentSpec():
-                    total += full * (s.latent_dim + s.rope_dim) * item
-                case ConvSpec():
-                    total += (s.taps - 1) * s.channels * item
-                case DeltaSpec():
-                    total += s.heads * s.key_dim * s.value_dim * 4
+    total = 0
+    for s in all_specs(spec):
+        if isinstance(s, RowSpec):
+            apart = min(tokens, s.keep)  # rows that are kept for good
+            total += (rows_held(tokens, rows, s.window, s.keep) + apart) * s.row_bytes(item)
+        else:
+            total += s.bytes(tokens, item)
     return total
 
 

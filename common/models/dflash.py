@@ -21,7 +21,8 @@ from common.errors import BimetalError
 from common.models import Model
 from common.models.blocks import check_sizes, ffn_weights, gguf_rope, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
-from common.step import LayerSpec, State, Step, WindowSpec
+from common.step import State, Step
+from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights, rows
 
 NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
@@ -259,7 +260,7 @@ def _first(at: Names, *names: str) -> str:
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    return [{"kv": WindowSpec(c.kv_heads, c.head_dim, c.head_dim, window or CONTEXT_ROWS)} for window in c.windows]
+    return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, window or CONTEXT_ROWS)} for window in c.windows]
 
 
 def read(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step, features: Sequence[Array]) -> None:

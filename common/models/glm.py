@@ -27,7 +27,8 @@ from common.models.blocks import (
 )
 from common.ops import Array, Ops, Rope
 from common.quants import dequantize
-from common.step import FEW_ROWS, LatentSpec, LayerSpec, State, Step
+from common.step import FEW_ROWS, State, Step
+from common.storage import LatentSpec, LayerSpec
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, dense, rows
 

@@ -23,7 +23,8 @@ from common.models.blocks import (
     swiglu_ffn,
 )
 from common.ops import Array, Ops, Rope
-from common.step import KVSpec, LayerSpec, State, Step, WindowSpec
+from common.step import State, Step
+from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
 WIDE = True  # products inside the experts pass float16's 65504
@@ -247,7 +248,7 @@ def _attention_weights(c: Config, at: Names, heads: int) -> Table:
 
 def state_spec(c: Config) -> list[LayerSpec]:
     full = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
-    sliding = {"kv": WindowSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
+    sliding = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window)}
     return [sliding if slides else full for slides in c.is_sliding]
 
 

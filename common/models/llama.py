@@ -13,7 +13,8 @@ from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
-from common.step import KVSpec, LayerSpec, State, Step
+from common.step import State, Step
+from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
 
 

@@ -15,7 +15,8 @@ from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
-from common.step import ConvSpec, DeltaSpec, KVSpec, LayerSpec, State, Step
+from common.step import State, Step
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
 
 

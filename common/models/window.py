@@ -7,7 +7,8 @@ from typing import Any
 from common.errors import UsageError
 from common.models import Model
 from common.ops import Array, Ops
-from common.step import KVSpec, LatentSpec, LayerSpec, State, Step, WindowSpec
+from common.step import State, Step
+from common.storage import Kind, LatentSpec, LayerSpec
 
 KEEP = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
 
@@ -48,9 +49,7 @@ class Bounded(Windowed):
         return self._ops.new_state([{name: self._bounded(s) for name, s in layer.items()} for layer in spec], capacity)
 
     def _bounded(self, s: Any) -> Any:
-        if not isinstance(s, KVSpec):
-            return s
-        return WindowSpec(s.kv_heads, s.key_dim, s.value_dim, self._window, KEEP)
+        return replace(s, window=self._window, keep=KEEP) if s.kind is Kind.APPENDS else s
 
 
 def windowed(model: Model, window: int) -> Model:

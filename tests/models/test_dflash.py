@@ -17,7 +17,8 @@ from common.errors import BimetalError
 from common.models import load_model
 from common.models.dflash import CONTEXT_ROWS, Tap, load_pair, read_config
 from common.quants import dequantize
-from common.step import Step, WindowSpec
+from common.step import Step
+from common.storage import KVSpec
 
 FOLDER = tiny.FOLDER / "dflash"
 GOLDEN = np.load(FOLDER / "golden.npz")
@@ -218,7 +219,7 @@ def test_layers_keep_their_window_and_full_ones_a_ring(tmp_path):
     assert spec == [8, CONTEXT_ROWS]
     assert pair.draft.is_causal == (True, False)
     assert isinstance(pair.draft.windows[0], int)
-    assert WindowSpec(2, 16, 16, CONTEXT_ROWS) == WindowSpec(2, 16, 16, 4096)
+    assert KVSpec(2, 16, 16, CONTEXT_ROWS) == KVSpec(2, 16, 16, 4096)
 
 
 def test_causality_and_layers_come_from_the_file(tmp_path):

@@ -18,7 +18,8 @@ from common.errors import BimetalError
 from common.models import glm, load_model
 from common.ops import Rope
 from common.reference import NumpyOps
-from common.step import PAST, Step, state_bytes
+from common.step import PAST, Step
+from common.storage import state_bytes
 from common.tensors import Tensor
 
 FOLDER = tiny.FOLDER / "glm"

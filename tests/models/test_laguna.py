@@ -19,7 +19,7 @@ from common.models import blocks, laguna, load_model
 from common.models.blocks import hf_rope
 from common.ops import Rope
 from common.reference import NumpyOps, sigmoid
-from common.step import state_bytes
+from common.storage import state_bytes
 
 FOLDER = tiny.FOLDER / "laguna"
 DERIVED = 0.1 * math.log(8) + 1  # YaRN's factor on q and k where the configuration of the tiny models has none

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from common.ops import Array, Ops, Rope
-from common.step import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, Step, WindowSpec
+from common.step import Step
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec
 from common.tensors import Tensor
 from common.weights import dense
 
@@ -194,7 +195,7 @@ def attention_cases() -> Iterator[Case]:
         return call
 
     def kept(window: int | None, K: int, D: int, Dv: int) -> LayerSpec:
-        return {"state": KVSpec(K, D, Dv) if window is None else WindowSpec(K, D, Dv, window)}
+        return {"state": KVSpec(K, D, Dv) if window is None else KVSpec(K, D, Dv, window)}
 
     def written(i: Inputs, kv: Any, step: Step) -> Array:
         """Rows that only leave keys and values, then two that read them."""

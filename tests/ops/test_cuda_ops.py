@@ -11,7 +11,8 @@ from common.errors import BimetalError, NotFiniteError
 from common.ops import Rope
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
-from common.step import PAST, ConvSpec, DeltaSpec, KVSpec, LatentSpec, Step, WindowSpec
+from common.step import PAST, Step
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec
 from common.tensors import Tensor
 from common.weights import dense
 
@@ -678,8 +679,8 @@ class Attention:
         (8, 8, 80, KVSpec(8, 80, 80), None),
         (40, 1, 16, KVSpec(1, 16, 16), None),
         (6, 2, 16, KVSpec(2, 16, 16), 33),
-        (6, 2, 16, WindowSpec(2, 16, 16, 33), 33),
-        (6, 2, 16, WindowSpec(2, 16, 16, 100, 5), 100),
+        (6, 2, 16, KVSpec(2, 16, 16, 33), 33),
+        (6, 2, 16, KVSpec(2, 16, 16, 100, 5), 100),
         (3, 1, 16, LatentSpec(16, 8), None),
         (40, 1, 48, LatentSpec(48, 8), None),
     ],

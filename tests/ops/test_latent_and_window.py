@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.step import PAST, KVSpec, LatentSpec, Step, WindowSpec, state_bytes
+from common.step import PAST, Step
+from common.storage import KVSpec, LatentSpec, state_bytes
 from common.weights import dense
 
 TOLERANCE = 1e-5
@@ -114,7 +115,7 @@ moves = st.one_of(
 def test_window_drops_what_is_never_seen(ops, history, window):
     """Whatever was tried: a state of the last rows attends as a state of all rows does, under the same window."""
     random, length = np.random.default_rng(3), 0
-    specs = KVSpec(2, 8, 4), WindowSpec(2, 8, 4, window)
+    specs = KVSpec(2, 8, 4), KVSpec(2, 8, 4, window)
     states, saved = [ops.new_state([{"kv": spec}], 1000) for spec in specs], []
     for move, *rest in (*history, ("read", 2)):
         if move in ("read", "tree"):
@@ -146,7 +147,7 @@ def test_window_drops_what_is_never_seen(ops, history, window):
 @given(history=st.lists(moves, min_size=2, max_size=9), window=st.sampled_from([1, 2, 6]), keep=st.integers(1, 9))
 def test_first_rows_are_kept(ops, history, window, keep):
     """Equal scores and values that name their position: a row's output says which positions it saw."""
-    state, saved, held = ops.new_state([{"kv": WindowSpec(1, 4, 64, window, keep)}], 1000), [], 0
+    state, saved, held = ops.new_state([{"kv": KVSpec(1, 4, 64, window, keep)}], 1000), [], 0
     names = np.eye(64)
     for move, *rest in (*history, ("read", 2)):
         length = state.length
@@ -177,7 +178,7 @@ def test_first_rows_are_kept(ops, history, window, keep):
 @pytest.mark.parametrize("window", [1, 5, 64])
 def test_window_bounds_bytes(ops, window):
     """Ten windows of steps take as much memory as two; counted rows are those of the window alone."""
-    spec = [{"kv": WindowSpec(1, 4, 4, window)}]
+    spec = [{"kv": KVSpec(1, 4, 4, window)}]
     assert state_bytes(spec, 10 * window, 2) == state_bytes(spec, window, 2) == window * 16
     state, held = ops.new_state(spec, 10000), []
     for start in range(0, 2000, 8):

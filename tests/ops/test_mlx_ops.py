@@ -10,7 +10,8 @@ from common.errors import NotFiniteError
 from common.ops import Rope
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
-from common.step import ConvSpec, DeltaSpec, KVSpec, Step, WindowSpec
+from common.step import Step
+from common.storage import ConvSpec, DeltaSpec, KVSpec
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
@@ -105,7 +106,7 @@ def test_a_prefill_chunk_is_computed_when_it_is_committed():
 def test_window_snapshots_outlive_later_writes():
     """A window's rows are overwritten in place; a snapshot keeps its own."""
     ops, i = MlxOps(), Inputs(MlxOps())
-    state = ops.new_state([{"kv": WindowSpec(1, 8, 8, 5)}], 1000)
+    state = ops.new_state([{"kv": KVSpec(1, 8, 8, 5)}], 1000)
     rows = [[i.rows(n, 1, 8) for _ in "qkv"] for n in (7, 3, 300, 2)]
 
     def read(n: int) -> np.ndarray:

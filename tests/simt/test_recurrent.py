@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import BimetalError
 from common.reference import NumpyOps
-from common.step import ConvSpec, DeltaSpec, Step
+from common.step import Step
+from common.storage import ConvSpec, DeltaSpec
 from common.weights import dense
 from mlx_backend import recurrent
 from mlx_backend.ops import MlxOps
