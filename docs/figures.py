@@ -1,0 +1,185 @@
+"""Draw the figures and write the tables of docs/benchmarks.md and docs/speculative.md from BENCHMARKS.tsv.
+
+python docs/figures.py          rewrite them
+python docs/figures.py --check  exit with 1 if they are not what the log gives
+"""
+
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+DOCS = Path(__file__).parent
+BEGIN, END = "<!-- written by python docs/figures.py: {} -->", "<!-- end of table -->"
+H200, COMMIT = "NVIDIA H200, compute capability 9.0", "fb56852"  # the baseline that the pages show
+SWEEP = "40bb6ac"  # the baseline of the demo pair by budget
+MODELS = {
+    "qwen3.6-27b:q4_k_m": "Qwen3.6-27B",
+    "wedlm-8b:q4_k_m": "WeDLM-8B",
+    "laguna-xs.2:q4_k_m": "Laguna-XS.2",
+    "glm-4.7-flash:q4_k_m": "GLM-4.7-Flash",
+}
+CONTEXTS, ROWS, PREFILLS = (128, 512, 32768), (1, 2, 4, 8, 16, 22, 32, 64), (512, 8192)
+WIDTH, HEIGHT, LEFT, TOP = 400, 260, 56, 34  # of a panel, and its margins, in pixels
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one curve; a dashed one is a level to compare with."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+def rows(commit: str) -> list[dict[str, str]]:
+    """The baseline of one commit on one H200."""
+    with (DOCS.parent / "BENCHMARKS.tsv").open(newline="") as file:
+        return [r for r in csv.DictReader(file, delimiter="\t") if r["commit"] == commit and r["machine"] == H200]
+
+
+def rate(model: str, n: int, context: int) -> float:
+    """Rows per second in steps of `n` rows."""
+    found = [r for r in rows(COMMIT) if r["model"] == model and r["decoder"] == f"steps of {n}"]
+    return next(float(r["decode_tps_median"]) for r in found if int(r["context"]) == context)
+
+
+def prefill(model: str, n: int) -> float:
+    """Tokens per second of a prompt of `n` tokens."""
+    found = [r for r in rows(COMMIT) if r["model"] == model and r["decoder"] == "prefill"]
+    return next(float(r["prefill_tps"]) for r in found if int(r["prompt_tokens"]) == n)
+
+
+def sweep() -> dict[str, tuple[float, float]]:
+    """Of the demo pair on prompts from unseen packages: tokens per step and per second, by decoder."""
+    found = [r for r in rows(SWEEP) if r["note"].startswith("unseen")]
+    return {r["decoder"]: (float(r["accept_len"]), float(r["decode_tps_median"])) for r in found}
+
+
+def tables() -> dict[Path, dict[str, str]]:
+    """The text of each generated table, by page and name."""
+    speed = [
+        _row("tokens per second", *(f"decode, {c:,} tokens" for c in CONTEXTS), *(f"prefill, {n:,}" for n in PREFILLS)),
+        _row("---", *["---:"] * (len(CONTEXTS) + len(PREFILLS))),
+    ]
+    steps = [_row("milliseconds per step", *map(str, ROWS)), _row("---", *["---:"] * len(ROWS))]
+    for model, name in MODELS.items():
+        cells = [rate(model, 1, c) for c in CONTEXTS] + [prefill(model, n) for n in PREFILLS]
+        speed.append(_row(name, *(f"{cell:,.0f}" for cell in cells)))
+        steps.append(_row(name, *(f"{n / rate(model, n, 512) * 1e3:.2f}" for n in ROWS)))
+    return {DOCS / "benchmarks.md": {"speed": "\n".join(speed), "rows": "\n".join(steps)}}
+
+
+def figures() -> dict[Path, str]:
+    """The SVG text of each figure."""
+    by_context = [Line(name, CONTEXTS, [rate(m, 1, c) for c in CONTEXTS]) for m, name in MODELS.items()]
+    by_rows = [Line(name, ROWS, [rate(m, n, 512) for n in ROWS]) for m, name in MODELS.items()]
+    found = sweep()
+    budgets = sorted(int(name.split()[1]) for name in found if name.startswith("tree "))
+    accepted, speed = [
+        [Line("tree", budgets, [found[f"tree {n}"][i] for n in budgets])]
+        + [Line(name, budgets, [found[name][i]] * len(budgets), True) for name in ("chain", "lookup", "plain")]
+        for i in (0, 1)
+    ]
+    return {
+        DOCS / "decode.svg": draw(
+            f"One H200, Q4_K_M, random weights ({COMMIT})",
+            ("context length, tokens", "decoded tokens per second", by_context),
+            ("rows in a step, context of 512", "rows per second", by_rows),
+        ),
+        DOCS / "speculative.svg": draw(
+            f"Demo pair on one H200, prompts of unseen packages ({SWEEP})",
+            ("budget: drafted tokens per step", "acceptance length, tokens per step", accepted),
+            ("budget: drafted tokens per step", "tokens per second, median", speed),
+        ),
+    }
+
+
+def draw(title: str, *panels: tuple[str, str, Sequence[Line]]) -> str:
+    """Panels side by side, each (label of x, label of y, lines); both axes begin at 0."""
+    parts = [_text(WIDTH * len(panels) / 2, 16, title, "middle", 13)]
+    for i, panel in enumerate(panels):
+        parts.append(f'<g transform="translate({i * WIDTH},0)">{_panel(*panel)}</g>')
+    size = f'width="{WIDTH * len(panels)}" height="{HEIGHT}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+def _panel(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
+    right, bottom = WIDTH - 90, HEIGHT - 40
+    most_x = _round_up(max(max(line.x) for line in lines))
+    most_y = _round_up(max(max(line.y) for line in lines))
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return LEFT + (right - LEFT) * x / most_x, bottom - (bottom - TOP) * y / most_y
+
+    out = [_text(LEFT, TOP - 6, y_label), _text((LEFT + right) / 2, HEIGHT - 8, x_label, "middle")]
+    for tick in range(5):
+        x, y = at(most_x * tick / 4, most_y * tick / 4)
+        out.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="#dddddd"/>')
+        out.append(_text(LEFT - 5, y + 4, f"{most_y * tick / 4:g}", "end"))
+        out.append(_text(x, bottom + 15, f"{most_x * tick / 4:g}", "middle"))
+    ends: list[tuple[float, str, str]] = []
+    for line, colour in zip(lines, COLOURS, strict=True):
+        points = [at(x, y) for x, y in zip(line.x, line.y, strict=True)]
+        dash = ' stroke-dasharray="4 3"' if line.dashed else ""
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        out.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        if not line.dashed:
+            out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        ends.append((points[-1][1] + 4, line.name, colour))
+    below = 0.0
+    for y, name, colour in sorted(ends):  # labels that would overlap move down
+        below = max(y, below + 12)
+        out.append(_text(right + 6, below, name, colour=colour))
+    return "".join(out)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11, colour: str = "#333333") -> str:
+    style = f'text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+
+
+def _round_up(value: float) -> float:
+    """The next number whose quarter is round; powers of two stay as they are."""
+    if value == 2 ** round(math.log2(value)):
+        return value
+    unit = 10 ** math.floor(math.log10(value))
+    return next(n * unit for n in (1, 2, 4, 6, 8, 10, 20) if n * unit >= value)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def texts() -> dict[Path, str]:
+    """What every generated file should hold."""
+    out = figures()
+    for path, named in tables().items():
+        text = path.read_text()
+        for name, table in named.items():
+            begin = BEGIN.format(name)
+            head, found, rest = text.partition(begin)
+            assert found, f"{path} lacks {begin}"
+            text = f"{head}{begin}\n{table}\n{END}{rest.partition(END)[2]}"
+        out[path] = text
+    return out
+
+
+def main(argv: list[str]) -> int:
+    stale = [path for path, text in texts().items() if not path.exists() or path.read_text() != text]
+    if "--check" in argv:
+        print("\n".join(f"{path} is not what BENCHMARKS.tsv gives" for path in stale))
+        return int(bool(stale))
+    for path, text in texts().items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
