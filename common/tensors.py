@@ -53,9 +53,23 @@ class Tensor:
             biases=self.biases and self.biases.take_rows(index),
         )
 
-    def as_row(self) -> "Tensor":
-        """A vector of n elements as a matrix of one row, (1, n)."""
-        return replace(self, shape=(1, *self.shape), data=self.data.reshape(1, -1))
+    def reshape(self, shape: tuple[int, ...]) -> "Tensor":
+        """The same elements under `shape`, which may differ from the stored one in axes of length 1 alone."""
+
+        def reshaped(part: "Tensor", shape: tuple[int, ...]) -> "Tensor":
+            return replace(part, shape=shape, data=part.data.reshape(*shape[:-1], -1))
+
+        groups = (*shape[:-1], self.scales.shape[-1]) if self.scales else ()
+        return replace(
+            reshaped(self, shape),
+            scales=self.scales and reshaped(self.scales, groups),
+            biases=self.biases and reshaped(self.biases, groups),
+        )
+
+
+def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Do the shapes differ in axes of length 1 alone, so that writers may keep or drop those axes?"""
+    return [n for n in one if n != 1] == [n for n in other if n != 1]
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -19,14 +19,14 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.ops import Ops
 from common.quants import BLOCKS, PLAIN, check_scales, dequantize
-from common.tensors import Tensor, stack
+from common.tensors import Tensor, same_axes, stack
 
 Fix = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a weight lies in the checkpoint at hand: its full name, its canonical shape, and the way there.
+    """Where a weight lies in the checkpoint at hand: its full name, its canonical shape, and the fix between both.
 
     Several names are the layer's experts, one tensor each, to be stacked.
 
@@ -152,20 +152,56 @@ def make_weights(
     return weights
 
 
+@dataclass(frozen=True)
+class Misfits:
+    """Tensors of a checkpoint that do not fit a layout.
+
+    missing    names that the layout lists and the checkpoint lacks
+    unused     names that neither the layout nor its `ignored` knows
+    misshapen  a sentence for each weight whose stored shape the layout contradicts
+    """
+
+    missing: list[str]
+    unused: list[str]
+    misshapen: list[str]
+
+
 def account(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Refuse a checkpoint with missing tensors or with tensors that neither the model nor `ignored` knows."""
-    missing, unused = misfits(checkpoint, layout)
-    if missing:
-        raise BimetalError(f"{checkpoint.path} lacks {_listed(missing)}")
-    if unused:
-        raise BimetalError(f"{checkpoint.path} has {_listed(unused)}, which this architecture does not use")
+    """Refuse a checkpoint with tensors that are missing, unknown to the model, or of a wrong shape."""
+    found = misfits(checkpoint, layout)
+    if found.missing:
+        raise BimetalError(f"{checkpoint.path} lacks {_listed(found.missing)}")
+    if found.unused:
+        raise BimetalError(f"{checkpoint.path} has {_listed(found.unused)}, which this architecture does not use")
+    if found.misshapen:
+        raise BimetalError(found.misshapen[0])
 
 
-def misfits(checkpoint: Checkpoint, layout: Layout) -> tuple[list[str], list[str]]:
-    """The names of tensors that the model misses, and of those that it does not understand."""
-    wanted = layout.names()
-    unused = (name for name in checkpoint.tensors if name not in wanted and layout.ignored(name) is None)
-    return sorted(wanted - checkpoint.tensors.keys()), sorted(unused)
+def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
+    """What of the checkpoint does not fit the layout, by its headers alone."""
+    used = layout.names()
+    unused = (name for name in checkpoint.tensors if name not in used and layout.ignored(name) is None)
+    weights = [stored for entry in layout.entries() for stored in entry.parts]
+    misshapen = (_misshapen(checkpoint, stored) for stored in weights if checkpoint.tensors.keys() >= set(stored.names))
+    return Misfits(
+        sorted(used - checkpoint.tensors.keys()), sorted(unused), list(dict.fromkeys(filter(None, misshapen)))
+    )
+
+
+def _misshapen(checkpoint: Checkpoint, stored: Stored) -> str | None:
+    """A sentence where the weight cannot have its stored shape; a fix may change a shape, but not its elements."""
+    expected = stored.part_of or stored.shape
+    experts = (len(stored.names),) if len(stored.names) > 1 else ()
+    for name in stored.names:
+        shape = (*experts, *checkpoint.tensors[name].shape)
+        fits = math.prod(shape) == math.prod(expected) if stored.fix else same_axes(shape, expected)
+        if not fits:
+            return _wrong_shape(name, shape[len(experts) :], expected[len(experts) :])
+    return None
+
+
+def _wrong_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    return f"{name}: shape {shape}, the model's configuration says {expected}"
 
 
 def _listed(names: list[str]) -> str:
@@ -186,27 +222,27 @@ def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
 
 
 def _canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
-    """The tensor as a backend takes it; `unseen`: which checks what it gets, if that is what the file has."""
+    """The weight as a backend takes it, of a checkpoint that `account` accepted.
+
+    unseen  the backend checks the scales of what it receives, so that bytes which are handed over as stored need no
+            check here
+    """
     tensors = [checkpoint.tensors[name] for name in stored.names]
     for tensor in tensors if stored.fix or len(tensors) > 1 or not unseen else ():
         check_scales(tensor)
     tensor = stack(tensors) if len(tensors) > 1 else tensors[0]
-    expected = stored.part_of or stored.shape
-    misshapen = f"{tensor.name}: shape {tensor.shape}, the model's configuration says {expected}"
-    if math.prod(tensor.shape) != math.prod(expected):  # before a fix that takes rows could hide it
-        raise BimetalError(misshapen)
     if tensor.scales is None and tensor.type in PLAIN and not tensor.type.startswith("F"):
         raise BimetalError(f"{tensor.name} holds {tensor.type} values; weights are floats")
+    file_shape, expected = tensor.shape, stored.part_of or stored.shape
     try:
         tensor = stored.fix(tensor) if stored.fix else tensor
-    except (ValueError, IndexError) as error:
-        if isinstance(error, BimetalError):
-            raise
-        # a fix reshapes by the configuration's sizes
-        raise BimetalError(misshapen) from error
-    if tensor.shape != stored.shape:
-        raise BimetalError(misshapen)
-    return tensor
+    except BimetalError:
+        raise
+    except (ValueError, IndexError) as error:  # a fix reshapes by the configuration's sizes
+        raise BimetalError(_wrong_shape(tensor.name, file_shape, expected)) from error
+    if not same_axes(tensor.shape, stored.shape):
+        raise BimetalError(_wrong_shape(tensor.name, file_shape, expected))
+    return tensor if tensor.shape == stored.shape else tensor.reshape(stored.shape)
 
 
 # -- fixes: small functions from a stored tensor to the canonical one --------------------------------------------------

@@ -60,7 +60,7 @@ def _types(checkpoint: Checkpoint, ops: Ops) -> None:
 
 
 def _tensors(checkpoint: Checkpoint, layout: Layout) -> None:
-    missing, unknown = misfits(checkpoint, layout)
+    found = misfits(checkpoint, layout)
     ignored: dict[str, int] = defaultdict(int)
     for tensor in checkpoint.tensors:
         if tensor not in layout.names() and (why := layout.ignored(tensor)):
@@ -68,9 +68,10 @@ def _tensors(checkpoint: Checkpoint, layout: Layout) -> None:
     print(f"\ntensors: {len(checkpoint.tensors)} in the file, {len(layout.names() & checkpoint.tensors.keys())} used")
     for why, count in ignored.items():
         print(f"  {count} left alone: {why}")
-    for title, names in (("missing", missing), ("not understood", unknown)):
-        for tensor in names:
-            print(f"  {title}: {tensor}")
+    rows = (("missing", found.missing), ("not understood", found.unused), ("wrong shape", found.misshapen))
+    for title, lines in rows:
+        for line in lines:
+            print(f"  {title}: {line}")
 
 
 def _tokenizer(checkpoint: Checkpoint) -> None:

@@ -234,6 +234,18 @@ def test_inspect_names_a_tensor_that_it_does_not_understand(run, folder, tmp_pat
     assert (code, "model.layers.0.mystery.weight" in err) == (1, True)
 
 
+def test_inspect_names_a_tensor_of_a_wrong_shape(run, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    write(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].reshape(2, -1)
+    save_file(weights, tmp_path / "model.safetensors")
+    code, out, _ = run("inspect", str(tmp_path), model=False)
+    assert code == 0
+    assert "wrong shape: model.norm.weight: shape (2, " in out
+
+
 def test_bench_prints_a_table_and_logs_rows(run, tmp_path):
     log = tmp_path / "rows.tsv"
     argv = ["bench", "--contexts", "8,16", "--new-tokens", "4", "--runs", "2", "--log", str(log), "--note", "a test"]

@@ -11,7 +11,7 @@ from common.config import Keys
 from common.errors import BimetalError
 from common.ops import Array, Ops, Rope
 from common.quants import dequantize
-from common.tensors import Tensor
+from common.tensors import Tensor, same_axes
 from common.weights import Matrix, Names, Stored, Table, Vector
 
 
@@ -151,9 +151,9 @@ def gguf_rope(keys: Keys, dim: int, factors: Tensor | None, default_theta: float
         raise BimetalError(f"{keys.where}: rope.dimension_count is {keys.get('rope.dimension_count')}, expected {dim}")
     frequencies = _frequencies(theta, dim)
     if factors is not None:
-        divisors = dequantize(factors)
-        if divisors.shape != (dim // 2,) or not np.all(np.isfinite(divisors) & (divisors > 0)):
-            raise BimetalError(f"{factors.name}: expected {dim // 2} finite divisors above 0, got {divisors.shape}")
+        divisors = dequantize(factors).ravel()
+        if not same_axes(factors.shape, (dim // 2,)) or not np.all(np.isfinite(divisors) & (divisors > 0)):
+            raise BimetalError(f"{factors.name}: shape {factors.shape}, expected {dim // 2} finite divisors above 0")
         frequencies = tuple(f / float(d) for f, d in zip(frequencies, divisors, strict=True))
     kind = keys.get("rope.scaling.type") or "none"
     if kind == "none":

@@ -302,7 +302,6 @@ def _moe_weights(c: Config, at: Names) -> Table:
             experts("gate_proj", "ffn_gate_exps.weight", (E, F, c.hidden)),
             experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden)),
         )
-    one_row = {"gguf": lambda tensor: tensor.as_row()}  # stored as a vector
     return {
         "router": Matrix(at("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
         "experts_gate_up": gate_up,
@@ -312,7 +311,7 @@ def _moe_weights(c: Config, at: Names) -> Table:
             at("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden)),
         ),
         "down": Matrix(at("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight", (c.hidden, S))),
-        "shared_gate": Matrix(at("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden), one_row)),
+        "shared_gate": Matrix(at("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden))),
     }
 
 

@@ -50,38 +50,37 @@ def entry(dtype: object = "F32", shape: object = (4,), offsets: object = (0, 16)
 
 
 TWICE = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}'
-BROKEN = {
+ONE = entry() | {"b": entry("U8", [2], [16, 18])["a"]}  # 18 bytes
+BROKEN = {  # where the words are not ours, they are the safetensors package's
     "empty": (b"", "is empty"),
-    "short": (b"\x01\0\0", "cut short: it has 3 bytes"),
-    "header length": ((1 << 63).to_bytes(8, "little") + b"{}", "its header would take 9223372036854775808 bytes"),
-    "header cut": (safetensors_bytes(entry())[:-4], "cut short or is not a safetensors file"),
-    "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "not valid JSON"),
-    "not JSON": (safetensors_bytes(b"{'a': 1}"), "not valid JSON"),
-    "not an object": (safetensors_bytes(b"[]"), "must hold a JSON object, not list"),
-    "deep": (safetensors_bytes(b"[" * 100_000), "nests too deeply"),
-    "long number": (safetensors_bytes(b'{"a": ' + b"1" * 5000 + b"}"), "not valid JSON"),
-    "name twice": (safetensors_bytes(TWICE, bytes(2)), "has the key 'a' twice"),
-    "no entry": (safetensors_bytes({"a": 3}), "'a' needs a dtype, a shape and data_offsets"),
-    "no shape": (safetensors_bytes({"a": {"dtype": "F32", "data_offsets": [0, 4]}}), "'a' needs a dtype"),
-    "dtype": (safetensors_bytes(entry("F8_E4M3", [16])), "'a' has dtype 'F8_E4M3'; supported are F64, F32"),
-    "dtype list": (safetensors_bytes(entry(["F32"])), r"'a' has dtype \['F32'\]"),
-    "negative": (safetensors_bytes(entry(shape=[-4])), r"'a' has shape \[-4\]"),
-    "fraction": (safetensors_bytes(entry(shape=[4.0])), r"'a' has shape \[4.0\]"),
-    "bool": (safetensors_bytes(entry(shape=[True])), r"'a' has shape \[True\]"),
+    "short": (b"\x01\0\0", "cut short or is not a safetensors file: header too small"),
+    "header length": ((1 << 63).to_bytes(8, "little") + b"{}", "header too large"),
+    "header cut": (safetensors_bytes(entry())[:-4], "cut short or is not a safetensors file: invalid header length"),
+    "not UTF-8": (safetensors_bytes(b'{"\xff": 1}'), "invalid UTF-8 in header"),
+    "not JSON": (safetensors_bytes(b"{'a': 1}"), "invalid JSON"),
+    "not an object": (safetensors_bytes(b"[]"), "invalid JSON"),
+    "deep": (safetensors_bytes(b"[" * 100_000), "invalid JSON"),
+    "long number": (safetensors_bytes(b'{"a": ' + b"1" * 5000 + b"}"), "number out of range"),
+    "name twice": (safetensors_bytes(TWICE, bytes(2)), "invalid offset for tensor `a`"),
+    "entry twice": (safetensors_bytes(TWICE.replace(b"[1,2]", b"[0,1]"), bytes(1)), "has the key 'a' twice"),
+    "no entry": (safetensors_bytes({"a": 3}), "invalid type: integer `3`"),
+    "no shape": (safetensors_bytes({"a": {"dtype": "F32", "data_offsets": [0, 4]}}), "missing field `shape`"),
+    "dtype": (safetensors_bytes(entry("F8_E4M3", [16]), bytes(16)), "'a' has dtype 'F8_E4M3'; supported are F64, F32"),
+    "dtype list": (safetensors_bytes(entry(["F32"])), "invalid JSON"),
+    "negative": (safetensors_bytes(entry(shape=[-4])), "invalid value: integer `-4`"),
+    "fraction": (safetensors_bytes(entry(shape=[4.0])), "invalid type: floating point `4.0`"),
+    "bool": (safetensors_bytes(entry(shape=[True])), "invalid type: boolean `true`"),
     "no elements": (safetensors_bytes(entry(shape=[0, 4], offsets=[0, 0])), r"'a' has shape \[0, 4\]"),
     "rank": (safetensors_bytes(entry("U8", [1] * 99, [0, 1]), b"x"), "must be up to 8 positive sizes"),
-    "product": (safetensors_bytes(entry(shape=[1 << 62, 1 << 62]), bytes(16)), "16 bytes, which does not fit F32 of"),
-    "size": (
-        safetensors_bytes(entry(shape=[5]), bytes(16)),
-        r"'a' has 16 bytes, which does not fit F32 of shape \[5\]",
-    ),
-    "three offsets": (safetensors_bytes(entry(offsets=[0, 16, 16]), bytes(16)), r"data_offsets \[0, 16, 16\]"),
-    "backwards": (safetensors_bytes(entry(offsets=[16, 0]), bytes(16)), r"data_offsets \[16, 0\]"),
-    "outside": (safetensors_bytes(entry(), bytes(15)), r"data_offsets \[0, 16\]; the file has 15 bytes of data"),
-    "overlap": (
-        safetensors_bytes(entry() | {"b": entry(offsets=[12, 28])["a"]}, bytes(28)),
-        "tensors 'a' and 'b' overlap",
-    ),
+    "product": (safetensors_bytes(entry(shape=[1 << 62, 1 << 62]), bytes(16)), "overflow computing buffer size"),
+    "size": (safetensors_bytes(entry(shape=[5]), bytes(16)), "invalid shape, data type, or offset"),
+    "three offsets": (safetensors_bytes(entry(offsets=[0, 16, 16]), bytes(16)), "expected 2 elements"),
+    "backwards": (safetensors_bytes(entry(offsets=[16, 0]), bytes(16)), "invalid offset for tensor `a`"),
+    "outside": (safetensors_bytes(entry(), bytes(15)), "file not fully covered"),
+    "overlap": (safetensors_bytes(entry() | {"b": entry(offsets=[12, 28])["a"]}, bytes(28)), "invalid offset"),
+    "hole": (safetensors_bytes(entry() | {"b": entry("U8", [2], [20, 22])["a"]}, bytes(22)), "invalid offset"),
+    "hole in front": (safetensors_bytes(entry(offsets=[4, 20]), bytes(20)), "invalid offset"),
+    "trailing byte": (safetensors_bytes(ONE, bytes(19)), "file not fully covered"),
 }
 
 
@@ -95,6 +94,20 @@ def test_broken_files_are_named(tmp_path, case):
         open_checkpoint(tmp_path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_header_whose_length_is_wrong_is_refused(tmp_path):
+    """One byte less, of a header that ends in spaces, would shift every tensor by a byte."""
+    path = tmp_path / "model.safetensors"
+    write_config(tmp_path)
+    data = safetensors_bytes(json.dumps(ONE).encode() + b"  ", bytes(18))
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes(data)
+    assert open_checkpoint(tmp_path).tensors.keys() == {"a", "b"}
+    for wrong in (length - 1, length - 2, length + 1):
+        path.write_bytes(wrong.to_bytes(8, "little") + data[8:])
+        with pytest.raises(BimetalError, match="is cut short or is not a safetensors file"):
+            open_checkpoint(tmp_path)
 
 
 def test_every_cut_is_noticed(tmp_path):
@@ -198,6 +211,23 @@ def test_triples_become_one_tensor(tmp_path, mode, bits, group, rows):
     np.testing.assert_array_equal(dequantize(some), dequantize(tensor)[[1]])
 
 
+def test_nulls_of_the_whole_table_are_defaults(tmp_path):
+    """What `mlx_lm.convert` writes for a mixed recipe without --q-group-size."""
+    table = {"group_size": None, "bits": 4, "mode": "affine", "b": {"group_size": None, "bits": 6}}
+    tensors = open_quantized(tmp_path, triple("a", "affine", 4, 64) | triple("b", "affine", 6, 64), quantization=table)
+    assert {name: (t.bits, t.group_size) for name, t in tensors.items()} == {"a.weight": (4, 64), "b.weight": (6, 64)}
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), [("affine", 4, 64), ("affine", 3, 32), ("mxfp4", 4, 32)])
+def test_axes_of_length_one_come_and_go(tmp_path, mode, bits, group):
+    table = {"mode": mode, "bits": bits, "group_size": group}
+    tensor = open_quantized(tmp_path, triple("m", mode, bits, group, (3, 1)), quantization=table)["m.weight"]
+    narrow = tensor.reshape((3, 128))
+    assert narrow.scales.shape == (3, 128 // group)
+    np.testing.assert_array_equal(dequantize(narrow), dequantize(tensor)[:, 0])
+    np.testing.assert_array_equal(dequantize(narrow.reshape((1, 3, 128))), dequantize(narrow)[None])
+
+
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_half_scales(tmp_path, dtype):
     tensors = open_quantized(tmp_path, triple("m", "affine", 4, 64, dtype=dtype), quantization={"bits": 4})
@@ -207,13 +237,16 @@ def test_half_scales(tmp_path, dtype):
 def test_overrides_win(tmp_path):
     arrays = triple("a", "mxfp4", 4, 32) | triple("b", "affine", 8, 64) | triple("c", "affine", 4, 64)
     arrays |= triple("d", "mxfp4", 4, 32) | {"e.weight": stored("F32", np.ones((2, 4), "f4"))}
+    arrays |= triple("f", "affine", 6, 64) | triple("g", "nvfp4", 4, 16)
     table = {"mode": "mxfp4", "bits": 4, "group_size": 32, "b": {"bits": 8, "group_size": 64}, "c": {}, "d": True}
+    table["f"] = {"bits": 6, "group_size": None, "mode": None}  # as mlx-lm's mixed recipes write defaults
+    table["g"] = {"bits": None, "group_size": None, "mode": "nvfp4"}
     for key in ("quantization", "quantization_config"):
         tensors = open_quantized(tmp_path, arrays, **{key: table | {"e": False}})
         settings = {name[0]: (tensor.type, tensor.bits, tensor.group_size) for name, tensor in tensors.items()}
         assert settings == {
             **{"a": ("mxfp4", 4, 32), "b": ("affine", 8, 64), "c": ("affine", 4, 64)},
-            **{"d": ("mxfp4", 4, 32), "e": ("F32", 0, 0)},
+            **{"d": ("mxfp4", 4, 32), "e": ("F32", 0, 0), "f": ("affine", 6, 64), "g": ("nvfp4", 4, 16)},
         }
 
 

@@ -43,6 +43,7 @@ NAMES = {
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 TOP["lm_head.weight"] = "output.weight"
+DENSE = ("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 TYPES = {kind.name: kind for kind in gguf.GGMLQuantizationType}
 
 
@@ -80,7 +81,7 @@ def write_gguf(
             tensors["rope_freqs.weight"] = _llama3_divisors(config)
     writer.add_tokenizer_model("none")
     for name, array in tensors.items():
-        dense = array.ndim == 1 or name.endswith(("_norm.weight", "ssm_conv1d.weight", "ffn_gate_inp.weight"))
+        dense = array.ndim == 1 or name.endswith(DENSE)
         kind = TYPES["F32" if dense else matrices]
         if array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = TYPES["F16"]
@@ -160,8 +161,6 @@ def _converted(config: dict, architecture: str, name: str, array: np.ndarray) ->
         return array
     if name.endswith("norm.weight") and not name.startswith("linear_attn"):
         return array + 1
-    if name == "mlp.shared_expert_gate.weight":
-        return array[0]
     if not name.startswith("linear_attn") or name.endswith("norm.weight"):
         return array
     groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]

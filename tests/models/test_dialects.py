@@ -135,7 +135,26 @@ def listed_layers(c: Checkpoint) -> Checkpoint:
     return replace(c, config=config | keys)
 
 
+def without_unit_axes(c: Checkpoint) -> Checkpoint:
+    """As a quantizer rewrites what the converter stored: axes of length 1 at the end of GGUF's list are dropped."""
+    return replace(c, tensors={key: t.reshape(tuple(n for n in t.shape if n != 1)) for key, t in c.tensors.items()})
+
+
+def with_unit_axes(c: Checkpoint) -> Checkpoint:
+    """Every vector as a matrix of one row, every filter with the axis that a convolution's weight has in PyTorch."""
+
+    def widened(key: str, tensor: Tensor) -> Tensor:
+        if key.endswith("ssm_conv1d.weight"):
+            return tensor.reshape((tensor.shape[0], 1, tensor.shape[1]))
+        return tensor.reshape((1, *tensor.shape)) if len(tensor.shape) == 1 else tensor
+
+    return replace(c, tensors={key: widened(key, tensor) for key, tensor in c.tensors.items()})
+
+
 GGUF = [
+    ("qwen35moe", without_unit_axes),
+    ("qwen35moe", with_unit_axes),
+    ("qwen35", with_unit_axes),
     ("qwen35", fused_attention),
     ("qwen35moe", fused_experts),
     ("qwen35", other_norm_name),
