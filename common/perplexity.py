@@ -8,6 +8,7 @@ Nothing of size (tokens, vocabulary) is ever held: log-probabilities come and go
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from common.errors import BimetalError
+from common.files import rewriting
 from common.ops import Array, Ops
 from common.safetensors import read_safetensors
 from common.step import State, Step
@@ -265,30 +267,25 @@ def save(path: Path, model: str, windows: np.ndarray, vocab: int, blocks: Iterab
         end += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    free = shutil.disk_usage(path.absolute().parent).free
-    if end > free:
+    free = shutil.disk_usage(Path(os.path.realpath(path)).parent).free
+    if end > free and (path.is_file() or not path.exists()):
         raise BimetalError(
             f"the log-probabilities of {rows} tokens over a vocabulary of {vocab} take {end / 1e9:.1f} GB, and the "
             f"disk of {path} has {free / 1e9:.1f} GB free; score fewer tokens"
         )
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text + windows.astype("<i4").tobytes())
-            best_at = file.tell()
-            file.write(bytes(4 * rows))
-            for block in blocks:
-                below = block.logprobs.max(axis=-1, keepdims=True) - block.logprobs
-                file.write(np.minimum(np.rint(below / CODE_NATS), 65535).astype("<u2").tobytes())
-                codes_at = file.tell()
-                file.seek(best_at)
-                best_at += file.write(block.best.astype("<i4").tobytes())
-                file.seek(codes_at)
-                yield block
-            file.write(name.tobytes())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with rewriting(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text + windows.astype("<i4").tobytes())
+        best_at = file.tell()
+        file.write(bytes(4 * rows))
+        for block in blocks:
+            below = block.logprobs.max(axis=-1, keepdims=True) - block.logprobs
+            file.write(np.minimum(np.rint(below / CODE_NATS), 65535).astype("<u2").tobytes())
+            codes_at = file.tell()
+            file.seek(best_at)
+            best_at += file.write(block.best.astype("<i4").tobytes())
+            file.seek(codes_at)
+            yield block
+        file.write(name.tobytes())
 
 
 def open_saved(path: Path) -> Saved:

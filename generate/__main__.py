@@ -1,7 +1,9 @@
-"""`python -m generate`: parse the command line, run one command, turn errors into one sentence and an exit code."""
+"""`python -m generate` and `bimetal`: run one command, turn errors into one sentence and an exit code."""
 
+import argparse
 import os
 import sys
+from pathlib import Path
 
 from common.errors import BimetalError, UsageError
 from generate.cli import parse
@@ -9,10 +11,14 @@ from generate.cli import parse
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
+def script() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
 def main(argv: list[str]) -> int:
     try:
-        args = parse(argv)
-        return args.run(args)
+        return run(parse(argv))
     except UsageError as error:
         return _fail(error, 2)
     except BimetalError as error:
@@ -30,10 +36,60 @@ def main(argv: list[str]) -> int:
         return INTERRUPTED
 
 
+def run(args: argparse.Namespace) -> int:
+    """Run the command of parsed arguments; its exit code."""
+    match args.command:
+        case "prompt":
+            from generate import prompt
+
+            return prompt.run(args)
+        case "chat":
+            from generate import chat
+
+            return chat.run(args)
+        case "devices":
+            from generate import devices
+
+            return devices.run()
+        case "inspect":
+            from generate import inspect
+
+            return inspect.run(args.model)
+        case "bench":
+            return _bench(args)
+        case "perplexity":
+            from generate import perplexity
+
+            return perplexity.run(args)
+        case "fit":
+            from generate import fit
+
+            return fit.run(args)
+        case "selftest":
+            from generate import selftest
+
+            return selftest.run(args)
+    raise AssertionError(args.command)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from generate import bench, bench_log, bench_spec
+
+    if args.log:
+        bench_log.check_log(Path(args.log))
+    run = {
+        "a model alone": bench.run,
+        "--spec": bench_spec.run,
+        "--synthetic": bench.run_synthetic,
+        "--synthetic with a draft": bench_spec.run_synthetic,
+    }
+    return run[args.bench](args)
+
+
 def _fail(error: object, code: int) -> int:
     print(f"error: {error}", file=sys.stderr)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    script()

@@ -70,7 +70,7 @@ ONE_GPU = Placement()
 
 
 def placement_of(args: argparse.Namespace) -> Placement:
-    """What the flags of generate.cli say."""
+    """The placement that parsed flags ask for."""
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
     return Placement(args.devices or (), args.split or (), draft_device)
@@ -194,14 +194,3 @@ def backend_package(name: str) -> ModuleType:
     import mlx_backend
 
     return mlx_backend
-
-
-def run() -> int:
-    """`python -m generate devices`"""
-    chosen = choose(None).name
-    for find in FINDERS.values():
-        found = find()
-        mark = "chosen" if found.name == chosen else "usable" if found.usable else "no"
-        print(f"{found.name:6} {mark:7} {found.what}")
-    print(f"{chosen} is the first of {', '.join(BY_ITSELF)} that can run here; --backend picks another")
-    return 0

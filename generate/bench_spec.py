@@ -24,9 +24,9 @@ from common.session import Session
 from common.step import Step
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
-from generate.bench import announced, environment, log, machine, note, open_synthetic
+from generate.bench import announced, open_synthetic
+from generate.bench_log import environment, log, machine, note
 from generate.llm import resolve_draft
-from generate.plot import Line, write_plot
 
 PLAIN = Speculation()
 NEAR_TIE = 1e-3  # of logits: what rows of different steps may differ by where their number changes a sum's order
@@ -54,11 +54,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--new-tokens is {args.new_tokens}; it must be at least 2")
     if args.budgets and args.draft is None:
         raise UsageError("--budgets needs --draft: it sweeps the tree of a draft")
-    if args.plot:
-        if len(set(args.budgets or ())) < 2:
-            raise UsageError("--plot needs two --budgets or more")
-        if not Path(args.plot).absolute().parent.is_dir():
-            raise UsageError(f"--plot {args.plot} cannot be written: its folder does not exist")
     path = resolve_model(args.model)
     checkpoint = open_checkpoint(path)
     target = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
@@ -82,9 +77,6 @@ def run(args: argparse.Namespace) -> int:
     table(results)
     if args.log:
         log(Path(args.log), [_row(name, path, way, r, args, mean) for way, r in results.items()])
-    if args.plot:
-        sweep = {n: results[f"tree {n}"] for n in args.budgets or ()}
-        _plot(Path(args.plot), f"{path.stem} on {machine(name)}", results, sweep)
     return 0
 
 
@@ -189,21 +181,6 @@ def _row(name: str, path: Path, way: str, r: Result, args: argparse.Namespace, p
         "verdict": args.verdict,
         "note": f"{Path(args.spec).name}; {note(args)}",
     }
-
-
-def _plot(path: Path, title: str, results: dict[str, Result], sweep: dict[int, Result]) -> None:
-    budgets = [float(n) for n in sweep]
-
-    def line(name: str, of: Any) -> list[Line]:
-        levels = [Line(way, budgets, [of(results[way])] * len(budgets), True) for way in ("plain", "lookup", "chain")]
-        return [Line(name, budgets, [of(r) for r in sweep.values()]), *levels]
-
-    panels = {
-        "tokens per step": line("tree", lambda r: r.accepted.length if r.accepted.steps else 1.0),
-        "tokens per second": line("tree", lambda r: statistics.median(r.rates)),
-    }
-    write_plot(path, title, "guessed tokens per step", panels)
-    print(f"wrote {path}")
 
 
 # -- real shapes, random weights ---------------------------------------------------------------------------------------

@@ -2,37 +2,64 @@
 
 import argparse
 import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError, UsageError
+from common.files import rewrite
 from generate.backends import placement_of
-from generate.cli import sampling_options
+from generate.checks import check_options
+from generate.line import Interrupted, line_reader
 from generate.llm import LLM
-from generate.reply import PrefillBar, figures, show
+from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
 
-HELP = """\
-/reset        forget the conversation, keep the system prompt
-/system TEXT  set the system prompt and forget the conversation; without TEXT, remove it
-/regen        write the last reply again
-/save FILE    write the conversation to FILE as JSON
-/load FILE    continue a saved conversation
-/stats        figures of the last reply
-/help         this list
-/quit         leave (or Ctrl-D)
-A line that is only \"\"\" begins or ends a message of several lines. Ctrl-C stops the reply, not the program."""
+COMMANDS = {
+    "reset": "forget the conversation, keep the system prompt",
+    "system": "TEXT  set the system prompt and forget the conversation; without TEXT, remove it",
+    "regen": "write the last reply again",
+    "set": "NAME VALUE  change an option, such as temperature 0.7; without NAME, list the options",
+    "save": "FILE  write the conversation to FILE as JSON",
+    "load": "FILE  continue a saved conversation",
+    "stats": "figures of the last reply",
+    "help": "this list",
+    "quit": "leave (or Ctrl-D, or Ctrl-C twice at an empty prompt)",
+}
+KEYS = (
+    'A pasted text is one message, whatever its lines; Alt-Enter begins a new line. A line that is only """ begins '
+    "or ends a message of several lines. Ctrl-C stops the reply, not the program."
+)
+
+
+def _switch(text: str) -> bool:
+    return {"on": True, "off": False}[text]
+
+
+SETTINGS: dict[str, Callable[[str], Any]] = {  # what /set changes, and how its value is read
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "seed": int,
+    "max_tokens": int,
+    "think": _switch,
+}
+
+
+KINDS = {float: "a number", int: "a whole number", _switch: "on or off"}
 
 
 def run(args: argparse.Namespace) -> int:
+    check_options(args.options)
     how = (args.ctx, True, args.draft, args.fa_window, args.max_kv_size, placement_of(args))
     with LLM(args.model, args.backend, *how) as llm:
         if llm.tokenizer.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; use --prompt with --raw")
         if sys.stdin.isatty():
-            import readline  # noqa: F401  line editing and history for input()
-
             print(f"{llm.path.name} ({llm.architecture}) on {llm.backend}, context {llm.context}; /help lists commands")
         Chat(llm, args).loop()
     return 0
@@ -43,52 +70,60 @@ class Chat:
 
     def __init__(self, llm: LLM, args: argparse.Namespace):
         self.llm, self.show_stats = llm, args.stats
-        self.options = sampling_options(args) | {"think": args.think}
+        self.options: dict[str, Any] = args.options | {"think": args.think}
         self.system: str | None = args.system
         self.history: list[dict[str, Any]] = []
         self.last_figures = "no reply yet"
+        self.read_line = line_reader([f"/{name}" for name in COMMANDS], [f"/set {name}" for name in SETTINGS])
 
     def loop(self) -> None:
-        while (text := self._read()) is not None:
+        """Answer messages and run commands until the end of input, /quit, or two Ctrl-C at an empty prompt."""
+        interrupts = 0
+        while True:
             try:
-                if text.startswith("/"):
-                    if self._command(*text[1:].partition(" ")[::2]):
-                        return
-                elif text.strip():
-                    self.history.append({"role": "user", "content": text})
-                    self._reply()
+                text = self._read()
+                interrupts = 0
+                if text is None or (text.startswith("/") and self._command(*text[1:].partition(" ")[::2])):
+                    return
+                if text.strip() and not text.startswith("/"):
+                    self._answer([*self.history, {"role": "user", "content": text}])
+            except Interrupted as interrupted:  # Ctrl-C dropped the line
+                interrupts = interrupts + 1 if interrupted.was_empty else 0
+                if interrupts == 2:
+                    return
+                print("Ctrl-C again, Ctrl-D or /quit leaves" if interrupts else "")
+            except KeyboardInterrupt:  # before a reply began
+                print("cancelled", file=sys.stderr)
             except (BimetalError, OSError) as error:
                 print(f"error: {error}", file=sys.stderr)
 
     def _read(self) -> str | None:
-        """The next message or command; None at the end of input. Ctrl-C drops the line."""
-        prompt = "> " if sys.stdin.isatty() else ""
+        """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
         try:
-            line = input(prompt)
+            line = self.read_line("> ")
             if line.strip() != '"""':
                 return line
             lines = []
-            while (line := input("")).strip() != '"""':
+            while (line := self.read_line("")).strip() != '"""':
                 lines.append(line)
             return "\n".join(lines)
         except EOFError:
             return None
-        except KeyboardInterrupt:
-            print("\nCtrl-D or /quit leaves")
-            return ""
 
-    def _reply(self) -> None:
+    def _answer(self, messages: list[dict[str, Any]]) -> None:
+        """Reply to `messages`, which become the history with the reply; without any of a reply the history stays."""
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        try:
-            with PrefillBar() as bar:
-                stream = self.llm.stream_chat(system + self.history, **self.options, on_prefill=bar.update)
-                with stream:
-                    show(stream, bar)
-        except BimetalError:
-            self.history.pop()  # the message that could not be answered
-            raise
+        with (
+            Waiting() as waiting,
+            self.llm.stream_chat(system + messages, **self.options, on_prefill=waiting.update) as stream,
+            cancelled_by_ctrl_c(stream, once=False),
+        ):
+            show(stream, waiting)
+        if stream.finish_reason == "cancelled" and not (stream.text or stream.reasoning):
+            print("cancelled before the reply began; the message is not part of the conversation", file=sys.stderr)
+            return
         print()
-        self.history.append(stream.reply().message)
+        self.history = [*messages, stream.reply().message]
         assert stream.stats
         self.last_figures = figures(stream.stats)
         if self.show_stats:
@@ -97,46 +132,64 @@ class Chat:
     def _command(self, name: str, argument: str) -> bool:
         """Run a command; True to leave."""
         argument = argument.strip()
-        if name in ("quit", "exit"):
-            return True
-        if name == "help":
-            print(HELP)
-        elif name == "reset":
-            self.history.clear()
-        elif name == "system":
-            self.system = argument or None
-            self.history.clear()
-        elif name == "stats":
-            print(self.last_figures)
-        elif name == "regen":
-            self._regenerate()
-        elif name == "save":
-            self._save(argument)
-        elif name == "load":
-            self._load(argument)
-        else:
-            raise UsageError(
-                f"/{name} is not a command; /help lists them, and a message that begins with / can be quoted"
-            )
+        match name:
+            case "quit" | "exit":
+                return True
+            case "help":
+                print("\n".join(f"/{command:7} {what}" for command, what in COMMANDS.items()) + f"\n{KEYS}")
+            case "reset":
+                self.history = []
+            case "system":
+                self.system, self.history = argument or None, []
+            case "stats":
+                print(self.last_figures)
+            case "set":
+                self._set(*argument.partition(" ")[::2])
+            case "regen":
+                self._regenerate()
+            case "save":
+                self._save(_path(argument, "save"))
+            case "load":
+                self._load(_path(argument, "load"))
+            case _:
+                raise UsageError(
+                    f"/{name} is not a command; /help lists them, and a message that begins with / can be quoted"
+                )
         return False
 
-    def _regenerate(self) -> None:
-        if not self.history:
-            raise UsageError("there is no reply to write again")
-        if self.history[-1]["role"] == "assistant":
-            self.history.pop()
-        self._reply()
+    def _set(self, name: str, value: str) -> None:
+        """Change an option for the replies to come, "default" takes a given one back; without a name, list them."""
+        if not name:
+            for known in SETTINGS:
+                given = self.options.get(known)
+                print(f"{known:20} {'default' if given is None else given}")
+            return
+        if (key := name.replace("-", "_")) not in SETTINGS:
+            raise UsageError(f"/set {name} is not an option; options: {', '.join(SETTINGS)}")
+        value = value.strip()
+        try:
+            read = None if value == "default" else SETTINGS[key](value)
+        except (ValueError, KeyError):
+            kind = KINDS[SETTINGS[key]]
+            raise UsageError(f"/set {key} takes {kind} or default, not {value!r}") from None
+        options = {n: v for n, v in self.options.items() if n != key} | ({} if read is None else {key: read})
+        check_options(options)
+        self.options = options
 
-    def _save(self, file: str) -> None:
-        path, partial = _path(file, "save"), _path(file + ".part", "save")
-        partial.write_text(json.dumps({"system": self.system, "messages": self.history}, ensure_ascii=False, indent=1))
-        os.replace(partial, path)
+    def _regenerate(self) -> None:
+        messages = self.history[:-1] if self.history and self.history[-1]["role"] == "assistant" else self.history
+        if not messages:
+            raise UsageError("there is no reply to write again")
+        self._answer(messages)
+
+    def _save(self, path: Path) -> None:
+        saved = {"system": self.system, "messages": self.history}
+        rewrite(path, json.dumps(saved, ensure_ascii=False, indent=1))
         print(f"saved {len(self.history)} messages to {path}")
 
-    def _load(self, file: str) -> None:
-        path = _path(file, "load")
+    def _load(self, path: Path) -> None:
         try:
-            saved = json.loads(path.read_text())
+            saved = json.loads(path.read_text(encoding="utf-8"))
             system, messages = saved["system"], saved["messages"]
             keys = ("role", "content", "reasoning_content")
             history = [{key: str(m[key]) for key in keys if key in m or key != "reasoning_content"} for m in messages]
@@ -147,6 +200,6 @@ class Chat:
 
 
 def _path(file: str, command: str) -> Path:
-    if not file or file == ".part":
+    if not file:
         raise UsageError(f"/{command} needs a file name")
     return Path(file).expanduser()

@@ -1,8 +1,9 @@
 """The command line's flags. Imports nothing heavy: `--help` must answer at once."""
 
 import argparse
+import os
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from common.errors import UsageError
@@ -17,31 +18,52 @@ COMMANDS = {
 }
 BACKENDS = ("cuda", "mlx", "numpy")
 KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")  # common.decode.speculative
+MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
+MOST_DRAFTED = 135  # draft tokens of a step, on every backend: common.step
+OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION)  # of LLM.stream
+
+
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = namespace.__dict__.setdefault("_given", set())
+        if self.dest in given:
+            raise argparse.ArgumentError(self, "is given more than once")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **options: Any):
+        options.setdefault("allow_abbrev", False)
+        super().__init__(*args, **options)
+        self.register("action", None, Once)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The parsed arguments; `run` on them is the command's function."""
-    if argv and argv[0] in COMMANDS:
-        name, argv = argv[0], argv[1:]
-        flags, run = {
-            "devices": (_devices, _run_devices),
-            "inspect": (_inspect, _run_inspect),
-            "bench": (_bench, _run_bench),
-            "perplexity": (_perplexity, _run_perplexity),
-            "fit": (_fit, _run_fit),
-            "selftest": (_selftest, _run_selftest),
-        }[name]
-        args = flags(f"python -m generate {name}").parse_args(argv)
-        args.run = run
-        return args
-    if argv and not argv[0].startswith("-"):
+    """The parsed arguments.
+
+    command  a key of COMMANDS, or "prompt" or "chat"
+    options  of these two, what LLM.stream takes of the flags that were given
+    """
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
-    args = _text("python -m generate").parse_args(argv)
+    if empty := next((flag for flag in argv if flag.startswith("--") and flag.endswith("=--")), None):
+        raise UsageError(f"{empty[:-3]} has the value '--', which ends the flags; give another")
+    args = _parser().parse_args(argv)
+    vars(args).pop("_given", None)
+    if args.command is not None:
+        if argv[0] != args.command:
+            raise UsageError(f"the command {args.command} comes first, and its flags after it")
+        _finish(args)
+        return args
+    args.command = "chat" if args.chat else "prompt"
     if args.chat and args.prompt is not None:
         raise UsageError("--chat and --prompt exclude each other; in a chat the prompt is typed")
     if args.chat and args.raw:
@@ -52,31 +74,73 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("--system and --raw exclude each other; a system prompt needs the model's template")
     if not args.chat and args.prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
-    args.run = _run_chat if args.chat else _run_prompt
+    args.options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     return args
 
 
-def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that `LLM.stream` takes."""
-    sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-    guessing = ("spec", "tree_budget", "tree_topk", "chain_seed")
-    names = (*sampling, "seed", "max_tokens", *guessing)
-    return {name: getattr(args, name) for name in names} | {"stop": args.stop}
+def _finish(args: argparse.Namespace) -> None:
+    """Check what argparse cannot: a model named once, and flags of one bench."""
+    if args.command in ("inspect", "perplexity", "fit"):
+        if (args.model is None) == (args.named is None):
+            many = "is named twice" if args.model else "is not named"
+            raise UsageError(f"the model {many}; give it as MODEL or by --model")
+        args.model = args.model or args.named
+    if args.command == "bench":
+        _finish_bench(args)
 
 
-def _text(prog: str) -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:12}{what}" for name, what in COMMANDS.items())
+def _parser() -> Parser:
+    prog = "bimetal" if os.path.basename(sys.argv[0]) == "bimetal" else "python -m generate"
     p = Parser(
         prog=prog,
+        usage=f"{prog} [flags]\n       {prog} COMMAND [flags]",
         description="Generate text with a local model.",
-        epilog=f"commands (python -m generate COMMAND --help):\n{commands}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        epilog=f"{prog} COMMAND --help lists the flags of a command.",
     )
+    p.add_argument("--version", action=Version, help="print the version")
+    _text(p)
+    commands = p.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog=prog, parser_class=Parser)
+    add = {
+        "devices": lambda p: None,
+        "inspect": _named_model,
+        "bench": _bench,
+        "perplexity": _perplexity,
+        "fit": _fit,
+        "selftest": _selftest,
+    }
+    for name, what in COMMANDS.items():
+        add[name](commands.add_parser(name, help=what, description=DESCRIPTIONS.get(name, what)))
+    return p
+
+
+class Version(argparse.Action):
+    """Prints the version and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"bimetal {version('bimetal')}")
+        parser.exit()
+
+
+DESCRIPTIONS = {
+    "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
+    "state, the second half of each scored. Against a reference also KL divergence and agreement.",
+    "fit": "What a model takes in memory, by file and context, while a prompt of the whole context is read. Of a "
+    "repository on the Hub only headers are fetched.",
+    "selftest": "Run the repository's tests of a backend and a short bench, and write the results to one file, which "
+    "names the machine. Your home folder is written as ~ there.",
+}
+
+
+def _text(p: Parser) -> None:
     what = p.add_argument_group("what to generate")
-    what.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; without it, stdin is the prompt")
+    what.add_argument("-p", "--prompt", type=_words, metavar="TEXT", help="the prompt; without it, stdin is the prompt")
     what.add_argument("--chat", action="store_true", help="talk in turns; /help lists the commands")
-    what.add_argument("--system", metavar="TEXT", help="system prompt")
+    what.add_argument("--system", type=_words, metavar="TEXT", help="system prompt")
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
     model = p.add_argument_group("model")
     _model(model)
@@ -92,21 +156,22 @@ def _text(prog: str) -> argparse.ArgumentParser:
         metavar="N",
         help="hold keys and values of N tokens, the first 4 and the latest: bounds memory, and LOSSY (default: all)",
     )
-    s = p.add_argument_group("sampling (penalties, temperature, top-k, top-p, min-p, in that order)")
-    s.add_argument("--temperature", "--temp", type=_number, default=0.0, metavar="X", help="0 is greedy (default)")
-    s.add_argument("--top-p", type=_number, default=1.0, metavar="X", help="share of probability kept (default: 1)")
-    s.add_argument("--top-k", type=_count, default=0, metavar="N", help="tokens kept; 0 keeps all (default)")
-    s.add_argument(
-        "--min-p", type=_number, default=0.0, metavar="X", help="least share of the best token's probability"
+    s = p.add_argument_group(
+        "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
+        "A flag that is left out takes the value that the model's files recommend, else the default given here.",
     )
-    s.add_argument("--repetition-penalty", "--repeat-penalty", type=_number, default=1.0, metavar="X", help="1 is none")
-    s.add_argument("--frequency-penalty", type=_number, default=0.0, metavar="X", help="per occurrence in the reply")
-    s.add_argument("--presence-penalty", type=_number, default=0.0, metavar="X", help="for any occurrence in the reply")
+    s.add_argument("--temperature", "--temp", type=_number, metavar="X", help="0 is greedy (default)")
+    s.add_argument("--top-p", type=_number, metavar="X", help="share of probability kept (default: 1)")
+    s.add_argument("--top-k", type=_count, metavar="N", help="tokens kept; 0 keeps all (default)")
+    s.add_argument("--min-p", type=_number, metavar="X", help="least share of the best token's probability")
+    s.add_argument("--repetition-penalty", "--repeat-penalty", type=_number, metavar="X", help="1 is none (default)")
+    s.add_argument("--frequency-penalty", type=_number, metavar="X", help="per occurrence in the reply")
+    s.add_argument("--presence-penalty", type=_number, metavar="X", help="for any occurrence in the reply")
     s.add_argument("--seed", type=_count, metavar="N", help="same seed, same text")
     _speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
     r = p.add_argument_group("reply")
     r.add_argument(
-        "-n", "--max-tokens", type=_count, metavar="N", help="most tokens of the reply (default: the context)"
+        "-n", "--max-tokens", type=_positive, metavar="N", help="most tokens of the reply (default: the context)"
     )
     r.add_argument(
         "--think",
@@ -114,19 +179,13 @@ def _text(prog: str) -> argparse.ArgumentParser:
         help="reason before the answer, or not (default: as the model's template has it); a terminal shows the "
         "reasoning dimmed, a pipe gets the answer alone",
     )
-    r.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply before TEXT; repeatable")
+    r.add_argument("--stop", action="append", type=_stop, metavar="TEXT", help="end the reply before TEXT; repeatable")
     r.add_argument("--stats", action="store_true", help="print speed, time to first token and peak memory to stderr")
-    return p
 
 
-def _devices(prog: str) -> argparse.ArgumentParser:
-    return Parser(prog=prog, description=COMMANDS["devices"], allow_abbrev=False)
-
-
-def _inspect(prog: str) -> argparse.ArgumentParser:
-    p = Parser(prog=prog, description=COMMANDS["inspect"], allow_abbrev=False)
-    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    return p
+def _named_model(p: Parser) -> None:
+    p.add_argument("named", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")
 
 
 # What is benched, and the flags that go with it beside those for all, with their defaults.
@@ -134,9 +193,7 @@ OF_MODEL: dict[str, Any] = dict(model="demo", ctx=None)
 OF_DRAFT: dict[str, Any] = dict(draft=None, draft_device=None, tree_topk=8)
 BENCHES = {
     "a model alone": OF_MODEL | dict(contexts=[128, 512, 2048], new_tokens=64, runs=5, peer=None),
-    "--spec": OF_MODEL
-    | OF_DRAFT
-    | dict(spec=None, prompts=16, new_tokens=64, tree_budget=None, budgets=None, plot=None),
+    "--spec": OF_MODEL | OF_DRAFT | dict(spec=None, prompts=16, new_tokens=64, tree_budget=None, budgets=None),
     "--synthetic": dict(
         synthetic=None, contexts=[128, 512, 2048], rows=[1, 2, 4, 8, 16, 22, 32, 64], prefill=[512, 8192], runs=5
     ),
@@ -144,9 +201,25 @@ BENCHES = {
 }
 
 
-def _bench(prog: str) -> argparse.ArgumentParser:
+def _finish_bench(args: argparse.Namespace) -> None:
+    """Set `bench`, a key of BENCHES, and its defaults; refuse flags of another."""
+    if args.spec is not None and args.synthetic is not None:
+        raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
+    what = "--spec" if args.spec is not None else "a model alone" if args.synthetic is None else "--synthetic"
+    if what == "--synthetic" and args.draft is not None:
+        what = "--synthetic with a draft"
+    for name in sorted({name for flags in BENCHES.values() for name in flags} - BENCHES[what].keys()):
+        if getattr(args, name) is not None:
+            places = " or ".join(place for place, flags in BENCHES.items() if name in flags)
+            raise UsageError(f"--{name.replace('_', '-')} goes with {places}, not with {what}")
+    for name, default in BENCHES[what].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    args.bench = what
+
+
+def _bench(p: Parser) -> None:
     """Flags of BENCHES are None where they are not given."""
-    p = Parser(prog=prog, description=COMMANDS["bench"], allow_abbrev=False)
     _model(p)
     p.set_defaults(model=None)
     p.add_argument(
@@ -181,17 +254,10 @@ def _bench(prog: str) -> argparse.ArgumentParser:
     p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
     p.add_argument("--verdict", choices=("keep", "drop", "info"), default="info", help="what the logged rows decided")
     p.add_argument("--note", default="", metavar="TEXT", help="why, for the log")
-    return p
 
 
-def _perplexity(prog: str) -> argparse.ArgumentParser:
-    p = Parser(
-        prog=prog,
-        description="The perplexity of a model over a text, by llama-perplexity's convention: windows read from an "
-        "empty state, the second half of each scored. Against a reference also KL divergence and agreement.",
-        allow_abbrev=False,
-    )
-    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+def _perplexity(p: Parser) -> None:
+    _named_model(p)
     p.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
     p.add_argument("--ctx-window", type=_count, default=512, metavar="N", help="tokens of a window (default: 512)")
     p.add_argument("--max-tokens", type=_count, metavar="N", help="read the first N tokens of the text (default: all)")
@@ -205,37 +271,22 @@ def _perplexity(prog: str) -> argparse.ArgumentParser:
     )
     _backend(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
-    return p
 
 
-def _fit(prog: str) -> argparse.ArgumentParser:
-    p = Parser(
-        prog=prog,
-        description="What a model takes in memory, by file and context, while a prompt of the whole context is read. "
-        "Of a repository on the Hub only headers are fetched.",
-        allow_abbrev=False,
-    )
-    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+def _fit(p: Parser) -> None:
+    _named_model(p)
     p.add_argument("--memory", metavar="SIZE", help="24GB (10^9 bytes each) or 24GiB (default: what is free here)")
     p.add_argument(
         "-c", "--ctx", type=_positive, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
     )
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     p.add_argument("--json", action="store_true", help="print one JSON object")
-    return p
 
 
-def _selftest(prog: str) -> argparse.ArgumentParser:
-    p = Parser(
-        prog=prog,
-        description="Run the repository's tests of a backend and a short bench, and write what came of them to one "
-        "file, which names the machine. Your home folder is written as ~ there.",
-        allow_abbrev=False,
-    )
+def _selftest(p: Parser) -> None:
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     p.add_argument("-m", "--model", metavar="MODEL", help=f"to time: {MODEL_HELP} (default: the demo model)")
     p.add_argument("--out", metavar="FILE", help="default: bimetal-selftest-OS-CHIP-DATE.md in this folder")
-    return p
 
 
 def _speculation(p: Any) -> None:
@@ -243,32 +294,30 @@ def _speculation(p: Any) -> None:
     p.add_argument(
         "--spec",
         choices=KINDS,
-        help="how to guess ahead: from the text so far (lookup), by the draft's likeliest block (chain), by its "
+        help="what proposes tokens to verify: the text so far (lookup), the draft's likeliest block (chain), its "
         "likeliest prefixes (tree), or both (default: tree with a draft, else off)",
     )
     p.add_argument(
         "--tree-budget",
         type=_budget,
         metavar="N",
-        help="guessed tokens per step, or auto: as measured while decoding (default)",
+        help=f"draft tokens per step, at most {MOST_DRAFTED}, or auto: as measured while decoding (default)",
     )
     p.add_argument(
-        "--tree-topk", type=_positive, default=8, metavar="N", help="tokens a tree considers at each place (default: 8)"
+        "--tree-topk", type=_positive, metavar="N", help="tokens that a tree considers at each place (default: 8)"
     )
-    p.add_argument("--chain-seed", action="store_true", help="begin trees with the draft's likeliest block")
+    p.add_argument(
+        "--chain-seed", action="store_true", default=None, help="begin trees with the draft's likeliest block"
+    )
 
 
 def _speculation_bench(p: Any) -> None:
     p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
     p.add_argument("--prompts", type=_positive, metavar="N", help="the first N of them (default: 16)")
     _draft(p, "a draft for the model; or demo, or synthetic with --synthetic")
-    p.add_argument("--tree-budget", type=_budget, metavar="N", help="guessed tokens per step (default: auto)")
+    p.add_argument("--tree-budget", type=_budget, metavar="N", help="draft tokens per step (default: auto)")
     p.add_argument("--tree-topk", type=_positive, metavar="N", help="tokens considered at each place (default: 8)")
-    p.add_argument("--budgets", type=_counts, metavar="N,N", help="also trees of exactly so many guesses")
-    p.add_argument("--plot", metavar="FILE.svg", help="draw tokens per step and per second over --budgets")
-
-
-MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
+    p.add_argument("--budgets", type=_budgets, metavar="N,N", help="also trees of exactly N draft tokens")
 
 
 def _model(p: Any) -> None:
@@ -276,7 +325,7 @@ def _model(p: Any) -> None:
     p.add_argument(
         "-c",
         "--ctx",
-        type=_count,
+        type=_positive,
         metavar="N",
         help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
     )
@@ -320,10 +369,25 @@ def _count(text: str) -> int:
 
 
 def _budget(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_DRAFTED:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number from 1 to {MOST_DRAFTED}")
+    return int(text)
+
+
+def _words(text: str) -> str:
+    """The text as typed: where the locale is not UTF-8, Python decodes the command line in another way."""
     try:
-        return None if text == "auto" else _positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number of at least 1") from None
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("a stop string is empty; each must have at least one character")
+    return _words(text)
 
 
 def _positive(text: str) -> int:
@@ -336,76 +400,15 @@ def _counts(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
+def _budgets(text: str) -> list[int]:
+    if too_many := next((part for part in text.split(",") if part.isdecimal() and int(part) > MOST_DRAFTED), None):
+        raise argparse.ArgumentTypeError(f"{too_many!r} is not a whole number from 1 to {MOST_DRAFTED}")
+    return _counts(text)
+
+
 def _indices(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
 
 
 def _numbers(text: str) -> list[float]:
     return [_number(part) for part in text.split(",")]
-
-
-def _run_prompt(args: argparse.Namespace) -> int:
-    from generate.reply import run
-
-    return run(args)
-
-
-def _run_chat(args: argparse.Namespace) -> int:
-    from generate.chat import run
-
-    return run(args)
-
-
-def _run_devices(args: argparse.Namespace) -> int:
-    from generate.backends import run
-
-    return run()
-
-
-def _run_inspect(args: argparse.Namespace) -> int:
-    from generate.inspect import run
-
-    return run(args.model)
-
-
-def _run_bench(args: argparse.Namespace) -> int:
-    if args.spec is not None and args.synthetic is not None:
-        raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
-    what = "--spec" if args.spec is not None else "a model alone" if args.synthetic is None else "--synthetic"
-    if what == "--synthetic" and args.draft is not None:
-        what = "--synthetic with a draft"
-    for name in sorted({name for flags in BENCHES.values() for name in flags} - BENCHES[what].keys()):
-        if getattr(args, name) is not None:
-            places = " or ".join(place for place, flags in BENCHES.items() if name in flags)
-            raise UsageError(f"--{name.replace('_', '-')} goes with {places}, not with {what}")
-    for name, default in BENCHES[what].items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    from generate import bench, bench_spec
-
-    if args.log:
-        bench.check_log(Path(args.log))
-    run = {
-        "--spec": bench_spec.run,
-        "--synthetic": bench.run_synthetic,
-        "--synthetic with a draft": bench_spec.run_synthetic,
-    }
-    return run.get(what, bench.run)(args)
-
-
-def _run_perplexity(args: argparse.Namespace) -> int:
-    from generate.perplexity import run
-
-    return run(args)
-
-
-def _run_fit(args: argparse.Namespace) -> int:
-    from generate.fit import run
-
-    return run(args)
-
-
-def _run_selftest(args: argparse.Namespace) -> int:
-    from generate.selftest import run
-
-    return run(args)

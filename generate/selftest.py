@@ -27,9 +27,10 @@ from tqdm import tqdm
 
 from common.demo import demo_path
 from common.errors import BimetalError, UsageError
+from common.files import rewrite
 from common.hub import resolve_model
 from generate.backends import Found, choose
-from generate.bench import environment, processor
+from generate.bench_log import environment, processor
 
 ROOT = Path(__file__).parents[1]
 PIPE = "BIMETAL_SELFTEST_PIPE"  # the file descriptor that pytest tells outcomes to
@@ -101,9 +102,7 @@ def run(args: argparse.Namespace) -> int:
     def save(state: str) -> None:
         took = (datetime.datetime.now(datetime.UTC) - began).total_seconds()
         text = _report(state, about | {"took": f"{took:.0f} s"}, suites, bench, found)
-        part = out.with_name(f"{out.name}.part")
-        part.write_text(_private(text), encoding="utf-8")
-        part.replace(out)
+        rewrite(out, _private(text))
 
     doing = ""
     try:

@@ -11,7 +11,6 @@ import tiny_draft
 from common.models import synthetic, synthetic_draft
 from generate import bench_spec
 from generate.__main__ import main
-from generate.plot import Line, write_plot
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,9 @@ def bench(files, *flags):
     )
 
 
-def test_table_log_and_plot(files, tmp_path, capsys):
-    log, plot = tmp_path / "log.tsv", tmp_path / "plot.svg"
-    flags = ("--prompts", "2", "--budgets", "3,9", "--log", str(log), "--plot", str(plot), "--note", "why")
+def test_table_and_log(files, tmp_path, capsys):
+    log = tmp_path / "log.tsv"
+    flags = ("--prompts", "2", "--budgets", "3,9", "--log", str(log), "--note", "why")
     assert bench(files, "--draft", str(files[1]), *flags) == 0
     out = capsys.readouterr().out
     ways = ["plain", "lookup", "chain", "tree", "lookup+chain", "lookup+tree", "tree, chain first", "tree 3", "tree 9"]
@@ -49,7 +48,6 @@ def test_table_log_and_plot(files, tmp_path, capsys):
     assert [row["decoder"] for row in rows] == ways
     assert all(float(row["accept_len"]) >= 1 and float(row["decode_tps_median"]) > 0 for row in rows)
     assert rows[0]["note"] == "prompts.jsonl; why"
-    assert plot.read_text().count("<polyline") == 8
 
 
 def test_without_a_draft(files, capsys):
@@ -62,8 +60,7 @@ def test_without_a_draft(files, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--draft", "demo", "--budgets", "3,3", "--plot", "p.svg"], "--plot needs two --budgets or more"),
-        (["--draft", "demo", "--budgets", "3,4", "--plot", "/no/p.svg"], "--plot /no/p.svg cannot be written"),
+        (["--draft", "demo", "--budgets", "3,136"], "--budgets: '136' is not a whole number from 1 to 135"),
         (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic with a draft, not with --spec"),
     ],
 )
@@ -107,13 +104,3 @@ def test_a_synthetic_pair(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "with a draft of 5 layers" in out
     assert out.splitlines()[-1].split()[0] == "7"
-
-
-def test_plots_scale_to_their_largest_value(tmp_path):
-    write_plot(
-        tmp_path / "p.svg", "a < b", "x", {"y": [Line("one", [0, 10], [0, 37]), Line("two", [0, 10], [5, 5], True)]}
-    )
-    svg = (tmp_path / "p.svg").read_text()
-    assert "a &lt; b" in svg
-    assert ">40<" in svg
-    assert svg.count("<polyline") == 2

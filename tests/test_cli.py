@@ -104,23 +104,33 @@ def test_seed_and_stop(run):
         (["--temperature", "x"], "'x' is not a number"),
         (["--temperature", "-1"], "temperature is -1.0; it must be at least 0"),
         (["--top-p", "2"], "top_p is 2.0"),
-        (["--max-tokens", "0"], "max_tokens is 0"),
-        (["--max-tokens", "-3"], "'-3' is not a whole number of at least 0"),
-        (["--ctx", "0"], "ctx is 0"),
+        (["--max-tokens", "0"], "--max-tokens: '0' is not a whole number of at least 1"),
+        (["--max-tokens", "-3"], "'-3' is not a whole number of at least 1"),
+        (["--ctx", "0"], "--ctx: '0' is not a whole number of at least 1"),
         (["--stop", ""], "a stop string is empty"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
         (["--raw", "--system", "x"], "--system and --raw exclude each other"),
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "again"], "argument -p/--prompt: is given more than once"),
+        (["--seed", "1", "--seed", "1"], "argument --seed: is given more than once"),
+        (["--temperature=--"], "--temperature has the value '--'"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--tree-budget", "136"], "'136' is neither auto nor a whole number from 1 to 135"),
     ],
 )
-def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message):
-    raw = ["--raw"] if argv == ["--prompt", ""] else []  # a template writes something around an empty prompt
-    code, out, err = run("--prompt", "hi", *argv, *raw)
+def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message, monkeypatch):
+    monkeypatch.setattr("generate.prompt.LLM", lambda *_: pytest.fail("a model was loaded"))
+    code, out, err = run("--prompt", "hi", *argv)
     assert (code, out) == (2, "")
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_an_empty_prompt(run):
+    for argv, stdin in ((["--raw", "--prompt", ""], None), ([], "")):
+        code, out, err = run(*argv, stdin=stdin)
+        assert (code, out, "is empty" in err, err.count("\n")) == (2, "", True, 1)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +139,9 @@ def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message):
         (["no-such-command"], 2, "'no-such-command' is not a command; commands: devices, inspect, bench"),
         (["-p", "x", "--model", "/no/such.gguf"], 1, "/no/such.gguf"),
         (["-p", "x", "--backend", "tpu"], 2, "invalid choice: 'tpu'"),
-        (["inspect"], 2, "the following arguments are required: MODEL"),
+        (["inspect"], 2, "the model is not named; give it as MODEL or by --model"),
+        (["inspect", "a", "-m", "b"], 2, "the model is named twice"),
+        (["-p", "x", "bench"], 2, "the command bench comes first"),
         (["inspect", "/no/such.gguf"], 1, "/no/such.gguf"),
         (["bench", "--contexts", "8,0"], 2, "--contexts: '0' is not a whole number of at least 1"),
         (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),

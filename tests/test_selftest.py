@@ -14,7 +14,7 @@ import yaml
 from tiny_chat import write
 
 from common.errors import BimetalError
-from generate import bench, selftest
+from generate import bench_log, selftest
 from generate.__main__ import main
 from generate.backends import Found
 
@@ -164,7 +164,7 @@ def test_what_is_not_installed_is_one_sentence(tmp_path, monkeypatch, capsys):
 def test_a_macs_report(monkeypatch):
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
-    monkeypatch.setattr(bench, "_output", lambda *command: "Apple M3 Pro" if command[0] == "sysctl" else "")
+    monkeypatch.setattr(bench_log, "_output", lambda *command: "Apple M3 Pro" if command[0] == "sysctl" else "")
     mac = Found("mlx", True, "Apple M3 Pro, 36 GiB, MLX 0.32.4")
     name = selftest._file_name(mac, datetime.datetime(2026, 11, 20, 19, 5))
     assert name == "bimetal-selftest-macos-apple-m3-pro-2026-11-20-1905.md"

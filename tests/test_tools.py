@@ -20,9 +20,9 @@ from common.reply import Parts, ReplyParser
 from common.session import Piece, Stats
 from common.tokenizer import Tokenizer
 from common.tools import GLM, HERMES, QWEN_XML, find_syntax, typed
-from generate import reply as command
+from generate import terminal
 from generate.__main__ import main
-from generate.reply import PrefillBar
+from generate.terminal import Waiting
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
 TEMPLATES = {name: golden["template"] for name, golden in GOLDEN["templates"].items()}
@@ -705,14 +705,14 @@ def test_a_terminal_shows_the_reasoning_dimmed(llm, monkeypatch):
         monkeypatch.setattr("sys.stdout", out)
         llm.say("Hm.\n</think>\nYes.")
         with llm.stream_chat(ASK) as stream:
-            assert command.show(stream, PrefillBar())
+            terminal.show(stream, Waiting())
         assert out.getvalue().replace("\x1b[0m\x1b[2m", "") == shown
 
 
 def test_an_answer_that_never_came_is_said(llm, capsys):
     llm.say("Hm.", "length")
     with llm.stream_chat(ASK) as stream:
-        command.show(stream, PrefillBar())
+        terminal.show(stream, Waiting())
     assert capsys.readouterr() == ("", "the reply ended before the answer began; see --max-tokens and --no-think\n")
 
 

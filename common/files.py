@@ -1,0 +1,44 @@
+"""Writing files: a regular file is replaced whole or left as it was, everything else is written through."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+
+@contextmanager
+def rewriting(path: Path) -> Iterator[IO[bytes]]:
+    """Open a binary file, for writing and seeking, whose bytes are those of `path` once the block has ended well.
+
+    A regular file or a new one is written beside its place and renamed; a symbolic link is followed and stays. A device
+    or a pipe gets the bytes at the end, in order. Raises OSError.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if target.exists() and not target.is_file():
+        with TemporaryFile() as file:
+            yield file
+            file.seek(0)
+            with target.open("wb") as sink:
+                shutil.copyfileobj(file, sink)
+        return
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with partial.open("w+b") as file:
+            yield file
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Make `text`, in UTF-8, the content of `path`, as `rewriting` does."""
+    with rewriting(path) as file:
+        file.write(text.encode())

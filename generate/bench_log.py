@@ -1,0 +1,121 @@
+"""The log of bench rows that speed claims quote: its columns, and what each row states about the machine."""
+
+import argparse
+import csv
+import datetime
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from common.errors import UsageError
+from generate.backends import backend_package, placement_of
+
+COLUMNS = (
+    "date",
+    "commit",
+    "dirty",
+    "machine",
+    "os_driver",
+    "versions",
+    "model",
+    "weights",
+    "kv",
+    "decoder",
+    "context",
+    "prompt_tokens",
+    "new_tokens",
+    "runs",
+    "prefill_tps",
+    "decode_tps_median",
+    "decode_tps_min",
+    "decode_tps_max",
+    "gb_per_s",
+    "accept_len",
+    "peak_gb",
+    "parity",
+    "base_commit",
+    "verdict",
+    "note",
+)
+
+
+def machine(runner: str = "") -> str:
+    if runner == "cuda":
+        return str(backend_package("cuda").find_card())
+    return f"{os.cpu_count()} x {processor()}"
+
+
+def processor() -> str:
+    """The CPU's name, on a Mac the chip's."""
+    name = platform.processor() or platform.machine()
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or name
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+    return name
+
+
+def environment(runner: str) -> dict[str, str]:
+    """What a row must say of where it was measured."""
+    cupy = next((name for name in ("cupy-cuda13x", "cupy-cuda12x") if _version(name) != "?"), "cupy")
+    packages = {"numpy": ["numpy"], "mlx": ["mlx"], "mlx-lm": ["mlx", "mlx-lm"], "cuda": [cupy]}[runner]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
+        "dirty": "yes" if _git("status", "--porcelain", "--", ":!BENCHMARKS.tsv") else "no",
+        "machine": machine(runner),
+        "os_driver": f"{platform.system()} {platform.release()}",
+        "versions": " ".join(f"{name} {_version(name)}" for name in packages),
+    }
+
+
+def note(args: argparse.Namespace) -> str:
+    """--note, behind the GPUs that were chosen."""
+    return "; ".join(filter(None, (str(placement_of(args)), args.note)))
+
+
+def check_log(path: Path) -> None:
+    """Raises UsageError, before anything is measured, where `log` cannot append to `path`."""
+    try:
+        if not path.exists():
+            next(path.absolute().parent.iterdir(), None)  # an error where there is no such folder
+            return
+        if not path.is_file() and not path.is_dir():  # a device or a pipe
+            return
+        with path.open("r+", encoding="utf-8", errors="replace") as file:
+            head = file.readline().rstrip("\n")
+    except OSError as error:
+        raise UsageError(f"--log {path} cannot be written: {error.strerror}") from None
+    if head and head.split("\t") != list(COLUMNS):
+        raise UsageError(f"--log {path} is another table: it begins with {head[:40]!r}, not with {COLUMNS[0]!r}")
+
+
+def log(path: Path, rows: list[dict]) -> None:
+    """Append rows to the TSV at `path`, with a header line if it is empty."""
+    new = not path.exists() or not path.stat().st_size
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", delimiter="\t", lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "?"
+
+
+def _git(*words: str) -> str:
+    return _output("git", "-C", str(Path(__file__).parent), *words)
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

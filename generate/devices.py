@@ -1,0 +1,13 @@
+"""`python -m generate devices`: the backends of this machine, and which one runs a model that names none."""
+
+from generate.backends import BY_ITSELF, FINDERS, choose
+
+
+def run() -> int:
+    chosen = choose(None).name
+    for find in FINDERS.values():
+        found = find()
+        mark = "chosen" if found.name == chosen else "usable" if found.usable else "no"
+        print(f"{found.name:6} {mark:7} {found.what}")
+    print(f"{chosen} is the first of {', '.join(BY_ITSELF)} that can run here; --backend picks another")
+    return 0

@@ -1,0 +1,51 @@
+"""One prompt, one reply: the text to stdout, figures to stderr."""
+
+import argparse
+import sys
+from functools import partial
+
+from common.errors import UsageError
+from generate.backends import placement_of
+from generate.checks import check_options
+from generate.llm import LLM
+from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
+
+INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+
+
+def run(args: argparse.Namespace) -> int:
+    check_options(args.options)
+    prompt = args.prompt if args.prompt is not None else _stdin()
+    how = (args.ctx, True, args.draft, args.fa_window, args.max_kv_size, placement_of(args))
+    with LLM(args.model, args.backend, *how) as llm:
+        if args.raw or llm.tokenizer.chat_template is None:
+            if args.system is not None:
+                raise UsageError(f"{args.model} has no chat template, so --system has no place to go")
+            if args.think is not None:
+                raise UsageError(f"{args.model} has no chat template, so it cannot be told to think or not")
+            start = partial(llm.stream, prompt)
+        else:
+            messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+            messages.append({"role": "user", "content": prompt})
+            start = partial(llm.stream_chat, messages, think=args.think)
+        with (
+            Waiting() as waiting,
+            start(**args.options, on_prefill=waiting.update) as stream,
+            cancelled_by_ctrl_c(stream, once=True),
+        ):
+            show(stream, waiting)
+        print()
+        if args.stats and stream.stats:
+            print(figures(stream.stats), file=sys.stderr)
+        return INTERRUPTED if stream.finish_reason == "cancelled" else 0
+
+
+def _stdin() -> str:
+    try:
+        prompt = sys.stdin.read()
+        prompt.encode()  # some locales smuggle undecodable bytes through as half surrogate pairs
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise UsageError(f"the prompt on stdin is not UTF-8: {error.reason} at position {error.start}") from None
+    if not prompt:
+        raise UsageError("the prompt on stdin is empty; it must have at least one character, or give --prompt TEXT")
+    return prompt

@@ -1,0 +1,119 @@
+"""What a terminal or a pipe shows of a reply: its text as it comes, progress until then, and figures at the end."""
+
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.session import Stats
+from generate.llm import Stream
+
+DIM, RESET = "\x1b[2m", "\x1b[0m"
+ERASE_LINE = "\r\x1b[K"
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def show(stream: Stream, waiting: "Waiting") -> None:
+    """Print the reply to stdout as it comes. A terminal shows the reasoning dimmed; a pipe gets the answer alone."""
+    thinking, terminal = False, sys.stdout.isatty()
+    for piece in stream:
+        waiting.close()
+        if piece.reasoning and terminal:
+            sys.stdout.write(f"{DIM}{piece.reasoning}{RESET}")
+            thinking = True
+        if piece.text and thinking:
+            sys.stdout.write("\n\n")
+            thinking = False
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    if stream.finish_reason != "cancelled" and stream.reasoning and not stream.text:
+        print("the reply ended before the answer began; see --max-tokens and --no-think", file=sys.stderr)
+
+
+@contextmanager
+def cancelled_by_ctrl_c(stream: Stream, once: bool) -> Iterator[None]:
+    """Have Ctrl-C end the reply at its next step, so that what came stays and its stats are read.
+
+    once  a second Ctrl-C raises KeyboardInterrupt; False: it changes nothing, as the reply is ending
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def cancel(*_: object) -> None:
+        stream.cancel()
+        if once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Waiting:
+    """A spinner on stderr, where that is a terminal, until the first piece of a reply."""
+
+    def __init__(self) -> None:
+        self._read = self._total = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._spin, daemon=True) if sys.stderr.isatty() else None
+
+    def update(self, read: int, total: int) -> None:
+        """Show how many tokens of the prompt have been read; any thread may call it."""
+        self._read, self._total = read, total
+
+    def close(self) -> None:
+        """Erase the spinner."""
+        if self._thread is not None and not self._over.is_set():
+            self._over.set()
+            self._thread.join()
+            sys.stderr.write(ERASE_LINE)
+            sys.stderr.flush()
+
+    def _spin(self) -> None:
+        for frame in itertools.cycle(SPINNER):
+            tokens = f" {self._read} of {self._total} tokens" if self._total else ""
+            sys.stderr.write(f"{ERASE_LINE}{DIM}{frame} reading the prompt{tokens}{RESET}")
+            sys.stderr.flush()
+            if self._over.wait(0.1):
+                return
+
+    def __enter__(self) -> "Waiting":
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def figures(stats: Stats) -> str:
+    """The stats of a reply in two lines, in four where decoding was speculative."""
+    read = stats.prompt_tokens - stats.cached_tokens
+    cached = f" (and {stats.cached_tokens} kept from before)" if stats.cached_tokens else ""
+    text = (
+        f"prefill {read} tokens{cached}, {stats.prefill_tps:.1f} tok/s, first token in {stats.prefill_seconds:.3f} s\n"
+        f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "
+        f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
+    )
+    return text if stats.accepted is None else f"{text}\n{speculation_figures(stats)}"
+
+
+def speculation_figures(stats: Stats) -> str:
+    """Acceptance of the drafted tokens, and milliseconds per step by phase."""
+    accepted = stats.accepted
+    assert accepted is not None
+    steps = max(accepted.steps, 1)
+    against = f", {stats.speedup:.2f} x steps of one token" if stats.speedup else ""
+    places = " ".join(f"{share:.0%}" for share in accepted.by_position)
+    phases = ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in accepted.seconds.items())
+    return (
+        f"speculative decoding: {accepted.length:.2f} tokens per step of {accepted.rows / steps:.1f} rows{against}; "
+        f"accepted by place: {places or 'none'}\n"
+        f"ms per step: {phases}"
+    )

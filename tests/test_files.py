@@ -1,0 +1,84 @@
+"""Files are replaced whole; links, pipes and devices are written through."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from tiny_chat import write
+
+from common.files import rewrite, rewriting
+from generate.__main__ import main
+
+
+def test_a_regular_file_is_replaced_and_keeps_its_mode(tmp_path):
+    file = tmp_path / "a"
+    file.write_text("old, and longer")
+    file.chmod(0o600)
+    rewrite(file, "new")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o600)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_an_error_leaves_the_old_content(tmp_path):
+    file = tmp_path / "a"
+    file.write_text("old")
+
+    def fail():
+        with rewriting(file) as out:
+            out.write(b"ne")
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "other").mkdir()
+    link, target = tmp_path / "link", tmp_path / "other" / "target"
+    link.symlink_to(target)
+    for text in ("made", "replaced"):
+        rewrite(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+
+
+def test_a_pipe_gets_the_bytes_in_order(tmp_path):
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    with rewriting(pipe) as out:
+        out.write(b"0000, then more")
+        out.seek(0)
+        out.write(b"1111")
+    reader.join(10)
+    assert got == [b"1111, then more"]
+    assert pipe.is_fifo()
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(IsADirectoryError), rewriting(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_device_is_written_through(tmp_path, capsys):
+    """The node was replaced by a regular file, where its folder could be written."""
+    model, text = write(tmp_path / "model"), tmp_path / "text"
+    text.write_text("hello hello hello hello")
+    link = tmp_path / "full"
+    link.symlink_to("/dev/full")
+    flags = ["--model", str(model), "--backend", "numpy", "--text", str(text), "--ctx-window", "8"]
+    assert main(["perplexity", *flags, "--save-reference", str(link)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert link.is_symlink()
+    assert not Path("/dev/full").is_file()
+    link.unlink()
+    link.symlink_to("/dev/null")
+    assert main(["perplexity", *flags, "--save-reference", str(link), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scored"] > 0
+    assert link.is_symlink()
