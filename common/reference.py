@@ -16,7 +16,7 @@ from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
 from common.reference_states import delta_rule, layer_state, rows_held
 from common.sampling import Sampler
-from common.step import FEW_ROWS, PAST, LayerState, State, Step
+from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
 from common.storage import Kind, LayerSpec, all_specs
 from common.tensors import Tensor
 
@@ -224,7 +224,7 @@ class NumpyOps(Ops):
 
 def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """x (T, C), w (R, C) -> (T, R). BLAS adds in another order for one row than for several: few go one by one."""
-    if len(x) > FEW_ROWS:
+    if len(x) > MAX_DECODE_ROWS:
         return x @ w.T
     n = -(-CACHED // w.shape[1])
     pieces = [np.matmul(x[:, None], w[at : at + n].T)[:, 0] for at in range(0, len(w), n)]
@@ -241,7 +241,7 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
     """softmax(scale q·k) v over the seen rows: q (T, H, D), keys (n, K, D), values (n, K, Dv) -> (T, H, Dv)"""
     T, H, D = q.shape
     K = keys.shape[1]
-    if T <= FEW_ROWS and not (T == 1 and seen.all()):
+    if T <= MAX_DECODE_ROWS and not (T == 1 and seen.all()):
         rows = ((q[t : t + 1], keys[at], values[at], seen[t : t + 1, at]) for t, at in enumerate(seen))
         return np.concatenate([_attend(*row, scale) for row in rows])  # of one row's past at a time
     scores = np.einsum("tkgd,nkd->kgtn", q.reshape(T, K, H // K, D) * np.float32(scale), keys)

@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import BimetalError
 
 PAST = -1  # the parent of a row that continues the committed past
-FEW_ROWS = 136  # of a step that decodes or checks guesses, at most: no choice of how to compute depends on their number
+MAX_DECODE_ROWS = 136  # of a step that decodes or verifies a draft; how a row is computed does not depend on how many
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy
 import numpy as np
 
+from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
 from cuda_backend.launch import PLACES, Array, Node, kernel
 from cuda_backend.layout import (
@@ -20,7 +21,7 @@ from cuda_backend.layout import (
     split_tiles,
     tail_places,
 )
-from cuda_backend.replay import TREE_ROWS, DeviceStep
+from cuda_backend.replay import DeviceStep
 from cuda_backend.states import KV, TILE, Latent, move
 from cuda_backend.views import COPY, NOTHING, in_fours, only, out_of, roping, turned, turns, unroped, view
 from cuda_backend.weights import Weight
@@ -130,14 +131,14 @@ def latent_attention(
     step, wide = ops.step_of(step, kv.store), padded(R)
     q16 = ops.arena.take(T * H * kv.width * 2)
     _gather(ops, q_latent, q_rope, latent, k_rope, kv, step, wide, kv.width, q16)
-    rows, most = min(T, TREE_ROWS), kv.store.past + T if step.prefill else kv.capacity
+    rows, most = min(T, MAX_DECODE_ROWS), kv.store.past + T if step.prefill else kv.capacity
     blocks, (tile, _, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(ops.card, kv.width)
     shares = max(1, ops.card.shared // (shared + 2048) * ops.card.sms // blocks)
     trunk = piece_places(most, tile, 0, 0, shares)
     count = trunk + tail_places(tile, rows)
     sums, stats = ops.arena.take(count * rows * H * wide * 4), ops.arena.take(count * rows * H * 8)
     out = 0 if rows == T else ops.arena.take(T * H * R * 4)
-    for first in range(0, T, TREE_ROWS):
+    for first in range(0, T, MAX_DECODE_ROWS):
         n = min(rows, T - first)
         kernel("latent", "split", _latent(ops, kv), shared)(
             (blocks, shares),
@@ -253,7 +254,7 @@ def _heads_to_cache(
     sources = unroped(queries), unroped(k), v
     (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = roping(queries), roping(k)
     alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
-    if alike and D in (128, 256) and T <= TREE_ROWS and in_fours(*sources, flat=False) and turns(q_rope):
+    if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and in_fours(*sources, flat=False) and turns(q_rope):
         norms = q_norm, q_weight, k_weight, q_eps, q_rope
         cache = np.uint64(keys), np.uint64(values), np.int64(capacity)
         ctas = sum(n if x.slots > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))

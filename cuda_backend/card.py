@@ -3,7 +3,7 @@
 import cupy
 
 from common.errors import BimetalError
-from cuda_backend.budget import Card
+from cuda_backend.occupancy import Card
 
 OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
 

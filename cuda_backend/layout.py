@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import FEW_ROWS
-from cuda_backend.budget import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
-from cuda_backend.visits import most_slots
+from common.step import MAX_DECODE_ROWS
+from cuda_backend.occupancy import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
+from cuda_backend.tree_order import most_slots
 
 KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
@@ -46,7 +46,6 @@ COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel 
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
-MOST_ROWS = FEW_ROWS  # of a step that may be a tree: prelude.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 
 
@@ -271,8 +270,8 @@ def delta_slots(card: Card, key_width: int, rows: int, norm: bool) -> tuple[int,
 
     One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
     """
-    slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MOST_ROWS else 0
-    shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 4) + 2 * MOST_ROWS
+    slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MAX_DECODE_ROWS else 0
+    shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 4) + 2 * MAX_DECODE_ROWS
     shared += 4 * (2 * 16 * 64 + 16 * 128 + 8) if norm else 0
     slot = delta_slot(key_width)
     shared_slots = int(slots > 0 and shared + slot <= card.block_shared)
@@ -320,5 +319,5 @@ def run_count(most: int, window: int, keep: int) -> int:
     groups = group_count(most)
     if window and window + keep <= 65536:
         size = 128 if window + keep <= 4096 else 256
-        groups = min(-(-most // size), -(-(window + MOST_ROWS) // size) + -(-keep // size) + 8)
+        groups = min(-(-most // size), -(-(window + MAX_DECODE_ROWS) // size) + -(-keep // size) + 8)
     return groups // 8 + 2

@@ -7,10 +7,10 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.ops import Ops
+from common.step import MAX_DECODE_ROWS
 from cuda_backend.launch import CHOICE, Array, Kernel, Node, kernel
 from cuda_backend.layout import PREFILL_COLS, Packing
 from cuda_backend.products import Groups, chosen_linear, heads_of_one, is_packed, joins
-from cuda_backend.replay import TREE_ROWS
 from cuda_backend.views import COPY, NOTHING, SWIGLU, in_fours, view
 from cuda_backend.weights import Weight, upload
 
@@ -45,7 +45,7 @@ def moe_ffn(
 ) -> Array:
     """A shared expert stored as the others are is one more matrix of their launches, else a branch of the graph."""
     T, E, shared = x.shape[0], router.rows, (shared_gate_up, shared_down)
-    if T > TREE_ROWS:
+    if T > MAX_DECODE_ROWS:
         return Ops.moe_ffn(ops, x, router, bias, top_k, scale, gate_up, down, *shared, shared_gate)
     address, joined = bias.address if bias else 0, joins(gate_up, shared_gate_up) and joins(down, shared_down)
 
@@ -144,7 +144,7 @@ def _route(
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
     k, matrices = top_k + shared, E + shared
-    pairs, cols = T * k, 8 if T <= TREE_ROWS else PREFILL_COLS
+    pairs, cols = T * k, 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS
     most = min(pairs, matrices) + pairs // cols
     ids, groups, order = (ops.arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
     chosen = Array((T, k), ops.arena.take(pairs * 4))
@@ -159,7 +159,7 @@ def _route(
         shared_mem=12 * matrices,
         stream=ops.stream,
     )
-    table = Groups(ids, groups, order, pairs, most, cols, k if T <= TREE_ROWS else 0)
+    table = Groups(ids, groups, order, pairs, most, cols, k if T <= MAX_DECODE_ROWS else 0)
     return Array((T, k), ids, owner=table, dtype=np.int32), chosen
 
 
@@ -204,7 +204,7 @@ def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:
     """Rows (t, head) of which each takes the matrix of its head."""
     if (T, H) in ops.heads:
         return ops.heads[T, H]
-    cols = 8 if T <= TREE_ROWS else PREFILL_COLS
+    cols = 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS
     order = np.arange(T * H, dtype=np.int32).reshape(T, H).T
     groups = [(h, h * T + t, min(cols, T - t), 0) for h in range(H) for t in range(0, T, cols)]
     table = np.array([(len(groups), 0, 0, 0), *groups], np.int32)
@@ -213,6 +213,6 @@ def head_groups(ops: "CudaOps", T: int, H: int) -> Groups:
     at = memory.address
     ends = at + table.nbytes, at + table.nbytes + order.nbytes
     made = Groups(ends[1], at, ends[0], T * H, len(groups), cols, 0, memory)
-    if T <= TREE_ROWS:  # captured graphs point to it
+    if T <= MAX_DECODE_ROWS:  # captured graphs point to it
         ops.heads[T, H] = made
     return made

@@ -20,16 +20,16 @@ from common.errors import BimetalError, NotFiniteError
 from common.ops import Array as AnyArray
 from common.ops import LayerSize, Ops, Rope
 from common.quants import dequantize
-from common.step import State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import attention as attending
-from cuda_backend import choose, mixture, products, recurrent, sizes, weights
+from cuda_backend import mixture, products, recurrent, sampling, sizes, weights
 from cuda_backend.card import available
 from cuda_backend.launch import ROPE, Arena, Array, Kernel, Memory, Node, kernel
 from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
 from cuda_backend.products import Groups
-from cuda_backend.replay import TREE_ROWS, DeviceStep, Replay
+from cuda_backend.replay import DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, only, out_of, view
@@ -43,7 +43,7 @@ class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
     runs_ahead = draws = checks_scales = reserves = True
-    tree_rows = TREE_ROWS
+    tree_rows = MAX_DECODE_ROWS
 
     def __init__(self) -> None:
         self.card = available()
@@ -129,7 +129,7 @@ class CudaOps(Ops):
         rows = min(rows, x.shape[0])
         shape = (rows, *x.shape[1:])
         if len(shape) == 2 and all(shape) and in_fours(x):
-            pieces, size = choose.pieces_of(shape[1]), 4 * rows * shape[1]
+            pieces, size = sampling.pieces_of(shape[1]), 4 * rows * shape[1]
             memory = Memory(size + 8 * rows * pieces)
             out = Array(shape, memory.address, owner=memory, best=memory.address + size)
             args = view(x), np.int32(shape[1]), np.uint64(out.address), np.uint64(out.best)
@@ -265,8 +265,8 @@ class CudaOps(Ops):
     route_sigmoid = mixture.route_sigmoid
     moe = mixture.moe
     moe_ffn = mixture.moe_ffn
-    sample = choose.sample
-    top_k = choose.top_k
+    sample = sampling.sample
+    top_k = sampling.top_k
 
     # -- what goes on and what comes out -------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class CudaOps(Ops):
         def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
             out = out_of(dense, packed, bf16, K, packing)
             name = LIGHT.get(op)
-            if name and T <= TREE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=op == SWIGLU):
+            if name and T <= MAX_DECODE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=op == SWIGLU):
                 args = (view(x), view(y), out)
                 defines = (f"SLOTS={x.slots}", f"OTHERS={y.slots}", *only(out))
                 kernel("light", name, defines)((-(-int(out["groups"]) // 8), T), (64,), args, stream=self.stream)
@@ -397,7 +397,7 @@ class CudaOps(Ops):
                 grid = (T, -(-int(out["groups"]) // 32))
                 kernel("rows", "pointwise")(grid, (256,), (np.int32(COPY), source, source, out), stream=self.stream)
                 return
-            if gate and norm and D == 128 and weight and T <= TREE_ROWS and in_fours(x, gate, flat=False):
+            if gate and norm and D == 128 and weight and T <= MAX_DECODE_ROWS and in_fours(x, gate, flat=False):
                 args = (view(x), np.int32(H), np.int32(T), np.uint64(address), np.float32(eps), view(gate))
                 out = out_of(dense, packed, bf16, H * D, packing)
                 kernel("light", "gated_norm")((-(-T * H // 2),), (64,), (*args, out), stream=self.stream)

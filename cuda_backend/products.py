@@ -8,11 +8,10 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cuda_backend.budget import Card
+from common.step import MAX_DECODE_ROWS
 from cuda_backend.gemm import expand, gemm
 from cuda_backend.launch import CHOICE, MATRIX, PARTIALS, ROWS, Arena, Array, Node, kernel
 from cuda_backend.layout import (
-    MOST_ROWS,
     TOGETHER,
     UNITS,
     UNPACKED,
@@ -31,6 +30,7 @@ from cuda_backend.layout import (
     single_defines,
     tile_defines,
 )
+from cuda_backend.occupancy import Card
 from cuda_backend.views import NOTHING, out_of, view
 from cuda_backend.weights import Segment, Weight
 
@@ -41,7 +41,7 @@ EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 
 def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
     """x (T, columns), computed by `node` where anything still has to be, times each segment's rows."""
     T, N = x.shape[0], w.rows
-    if T > MOST_ROWS:
+    if T > MAX_DECODE_ROWS:
         return _product(T, w, arena, stream, node)
     launches = _launches(w.segments)
     cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, card), strict=True)}
@@ -113,7 +113,7 @@ def grouped_linear(
     for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
             how = packing(s.type, 1)
-            packed, squares = x.as_unscaled(how) if x.T <= MOST_ROWS else (x.as_packed(how), 0)
+            packed, squares = x.as_unscaled(how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
                 (min(ctas * card.sms, g.most * s.row_blocks * slots),),

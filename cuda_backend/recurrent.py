@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.ops import Ops
-from common.step import Step
+from common.step import MAX_DECODE_ROWS, Step
 from cuda_backend.launch import Array, Node, kernel
 from cuda_backend.layout import UNPACKED, Packing, delta_slot, delta_slots, padded
-from cuda_backend.replay import TREE_ROWS
 from cuda_backend.states import Conv, Delta, Recurrent
+from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, in_fours, only, out_of, view
-from cuda_backend.visits import BEFORE
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -137,13 +136,13 @@ def _delta(
     after  z, weight and eps of the norm behind it
     """
     Hk, Hv, Dk, Dv = delta.spec.key_heads, delta.spec.heads, padded(delta.spec.key_dim), delta.spec.value_dim
-    changes = delta.rows + 2 * TREE_ROWS * Hk * Dk * 4
-    factors = changes + 2 * TREE_ROWS * Hv * Dv * 4
+    changes = delta.rows + 2 * MAX_DECODE_ROWS * Hk * Dk * 4
+    factors = changes + 2 * MAX_DECODE_ROWS * Hv * Dv * 4
     conv, taps = before or (None, 0)
     z, norm, eps = after or (NOTHING, 0, 0.0)
     alone = T == 1 and conv is not None
     shared_slots, spilled, shared = delta_slots(ops.card, Dk, T, after is not None)
-    most = delta_slots(ops.card, Dk, TREE_ROWS, after is not None)[2]
+    most = delta_slots(ops.card, Dk, MAX_DECODE_ROWS, after is not None)[2]
     spill = ops.arena.take(Hv * -(-Dv // 64) * spilled * delta_slot(Dk)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={delta.spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"SLOTS": inputs[0], "A_SLOTS": inputs[3], "B_SLOTS": inputs[4]}

@@ -16,23 +16,21 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import PAST, Step
+from common.step import MAX_DECODE_ROWS, PAST, Step
 from cuda_backend.launch import Arena, Array, Graph, Memory
-from cuda_backend.layout import MOST_ROWS
-from cuda_backend.visits import lines, visits
+from cuda_backend.tree_order import lines, visits
 
-TREE_ROWS = MOST_ROWS  # rows of a step that may be a tree or be committed in part; more is prefill
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
 # kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
 HEAD = struct.Struct("6i")  # past, rows, current, path_length, kind, branches
 PATH = 64
-SEEN = PATH + 4 * TREE_ROWS
-SEEN_BYTES = -(-TREE_ROWS // 32) * 4  # of a row
-LINE = SEEN + TREE_ROWS * SEEN_BYTES
-MOVES = LINE + 4 * TREE_ROWS
-PARENTS = MOVES + TREE_ROWS
-END = PARENTS + TREE_ROWS
+SEEN = PATH + 4 * MAX_DECODE_ROWS
+SEEN_BYTES = -(-MAX_DECODE_ROWS // 32) * 4  # of a row
+LINE = SEEN + MAX_DECODE_ROWS * SEEN_BYTES
+MOVES = LINE + 4 * MAX_DECODE_ROWS
+PARENTS = MOVES + MAX_DECODE_ROWS
+END = PARENTS + MAX_DECODE_ROWS
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class DeviceStep:
 
     @property
     def prefill(self) -> bool:
-        return self.T > TREE_ROWS
+        return self.T > MAX_DECODE_ROWS
 
     def __len__(self) -> int:
         return self.T
@@ -88,8 +86,8 @@ class Inputs:
         def put(at: int, data: bytes) -> None:
             host[at : at + len(data)] = data
 
-        kind, branches = 1 if T > TREE_ROWS else 2 if step.parents is None else 0, 0
-        if T <= TREE_ROWS:
+        kind, branches = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0, 0
+        if T <= MAX_DECODE_ROWS:
             parents = None if step.parents is None else step.parents.tolist()
             put(SEEN, seen(parents, T))
             if parents is not None and parents != list(range(PAST, T - 1)):
@@ -143,7 +141,7 @@ class Replay:
 
     def __init__(self, arena: Arena, stream: cupy.cuda.Stream, overlap: bool):
         self.arena, self.stream = arena, stream
-        self.small = Inputs(TREE_ROWS, stream)
+        self.small = Inputs(MAX_DECODE_ROWS, stream)
         self.large: Inputs | None = None
         self.overlap = overlap
         self.active: DeviceStep | None = None  # the step whose ops are being launched
@@ -165,10 +163,10 @@ class Replay:
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""
         T = len(step)
-        if T <= TREE_ROWS:
-            return Inputs(TREE_ROWS, self.stream) if own else self.small
+        if T <= MAX_DECODE_ROWS:
+            return Inputs(MAX_DECODE_ROWS, self.stream) if own else self.small
         if not step.is_chain:
-            raise BimetalError(f"a tree or block has {T} rows; the CUDA kernels take at most {TREE_ROWS}")
+            raise BimetalError(f"a tree or block has {T} rows; the CUDA kernels take at most {MAX_DECODE_ROWS}")
         if own:
             return Inputs(T, self.stream)
         if self.large is None or self.large.rows < T:
@@ -211,7 +209,9 @@ def check(state: Any, step: Step) -> None:
     """Refuse a step that `state` has no room for."""
     T = len(step)
     step.the_slot()
-    if state.length + T > state.capacity + TREE_ROWS or (T > TREE_ROWS and state.length + T > state.capacity):
+    if state.length + T > state.capacity + MAX_DECODE_ROWS or (
+        T > MAX_DECODE_ROWS and state.length + T > state.capacity
+    ):
         raise BimetalError(
             f"{T} more tokens do not fit the context of {state.capacity}, of which {state.length} are used"
         )
@@ -221,7 +221,7 @@ def check(state: Any, step: Step) -> None:
 
 def bucket(T: int) -> int:
     """The rows of the graph that serves T rows; more than a graph has are prefill and serve themselves."""
-    return T if T > TREE_ROWS else next(b for b in BUCKETS if b >= T)
+    return T if T > MAX_DECODE_ROWS else next(b for b in BUCKETS if b >= T)
 
 
 def graphs() -> Any:

@@ -13,16 +13,16 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, all_specs
 from cuda_backend.launch import PLACES, Memory, kernel
 from cuda_backend.layout import group_count, padded, tail_places
-from cuda_backend.replay import TREE_ROWS, graphs
+from cuda_backend.replay import graphs
 
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
 MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
 TILE = 64  # positions that attention reads at a time
-NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {TREE_ROWS} may be chosen"
+NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECODE_ROWS} may be chosen"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class KVStore:
         return KV(keys, keys + self.plane, after, self.capacity, self.places, self)
 
     def began(self, step: Step) -> None:
-        self.step_rows = len(step) if self.is_ring and len(step) > TREE_ROWS else 0
+        self.step_rows = len(step) if self.is_ring and len(step) > MAX_DECODE_ROWS else 0
 
     def commit(self, path: np.ndarray) -> None:
         n = len(path)
@@ -152,13 +152,13 @@ def latent_width(spec: LatentSpec) -> int:
 
 def _rows(capacity: int) -> int:
     """Rows of a cache of everything, with room for those of a step."""
-    return -(-(capacity + TREE_ROWS) // TILE) * TILE
+    return -(-(capacity + MAX_DECODE_ROWS) // TILE) * TILE
 
 
 def _places(spec: KVSpec, capacity: int) -> np.ndarray:
     rows = _rows(capacity)
     if spec.window is not None:
-        fixed, ring = -(-spec.keep // TILE) * TILE, -(-(spec.window + TREE_ROWS) // TILE) * TILE
+        fixed, ring = -(-spec.keep // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
         if fixed + ring < rows:
             return np.array((fixed, ring), PLACES)
     return np.array((rows - TILE, TILE), PLACES)
@@ -173,7 +173,7 @@ def _check_widths(spec: KVSpec) -> None:
 
 
 def _check_capacity(capacity: int) -> None:
-    if group_count(capacity + TREE_ROWS) + tail_places(TILE // 2, TREE_ROWS) > MOST_PIECES:
+    if group_count(capacity + MAX_DECODE_ROWS) + tail_places(TILE // 2, MAX_DECODE_ROWS) > MOST_PIECES:
         raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
 
 
@@ -231,7 +231,7 @@ def move(
 
 @dataclass(frozen=True)
 class Conv:
-    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (2, TREE_ROWS, C)."""
+    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (2, MAX_DECODE_ROWS, C)."""
 
     tail: int
     flip: int
@@ -242,8 +242,9 @@ class Conv:
 
 @dataclass(frozen=True)
 class Delta:
-    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart, and rows (2, TREE_ROWS, ...) of k, change and
-    factor.
+    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart.
+
+    rows  k, change and factor of each row, (2, MAX_DECODE_ROWS, ...)
     """
 
     matrix: int
@@ -267,7 +268,7 @@ class Recurrent:
         self.step_whole = False
         self.flip = sum(map(_state_size, specs))  # elements of one of the two
         self.memory = zeros(2 * self.flip * 4, stream)
-        self.rows = zeros(2 * TREE_ROWS * sum(map(_row_size, specs)) * 4, stream)
+        self.rows = zeros(2 * MAX_DECODE_ROWS * sum(map(_row_size, specs)) * 4, stream)
 
     def layers(self) -> list[Conv | Delta]:
         """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
@@ -278,14 +279,14 @@ class Recurrent:
                 layers.append(Conv(at, self.flip, row_at, spec, self))
             else:
                 layers.append(Delta(at, self.flip, row_at, spec, self))
-            at, row_at = at + 4 * _state_size(spec), row_at + 8 * TREE_ROWS * _row_size(spec)
+            at, row_at = at + 4 * _state_size(spec), row_at + 8 * MAX_DECODE_ROWS * _row_size(spec)
         return layers
 
     def began(self, step: Step) -> None:
-        """The step is about to be launched; one of more than TREE_ROWS leaves its own state, no rows to choose from."""
+        """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all."""
         if step.parents is None:
             raise BimetalError(NO_ORDER)
-        self.step_rows, self.step_whole = len(step), len(step) > TREE_ROWS
+        self.step_rows, self.step_whole = len(step), len(step) > MAX_DECODE_ROWS
 
     def commit(self, path: np.ndarray) -> None:
         if not len(path):
@@ -390,7 +391,7 @@ def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
         elif isinstance(s, LatentSpec):
             total += 2 * _rows(capacity) * latent_width(s)
         else:
-            total += 8 * _state_size(s) + 8 * TREE_ROWS * _row_size(s)
+            total += 8 * _state_size(s) + 8 * MAX_DECODE_ROWS * _row_size(s)
     return total
 
 

@@ -23,7 +23,7 @@ from common.models import Model, architecture
 from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
-from common.step import FEW_ROWS, State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import state_bytes
 from common.weights import Matrix
 from generate.backends import backend_package, choose, open_backend, open_model, placement_of
@@ -105,9 +105,11 @@ def run_synthetic(args: argparse.Namespace) -> int:
     """Steps of a few rows behind several contexts, and prefill, of a model of real shapes and random weights."""
     if args.runs < 1:
         raise UsageError("--runs must be at least 1")
-    if max(args.rows) > FEW_ROWS:
-        raise UsageError(f"--rows takes steps of at most {FEW_ROWS} rows, got {max(args.rows)}; more is --prefill")
-    model = open_synthetic(args, max(*args.contexts, *args.prefill) + FEW_ROWS)
+    if max(args.rows) > MAX_DECODE_ROWS:
+        raise UsageError(
+            f"--rows takes steps of at most {MAX_DECODE_ROWS} rows, got {max(args.rows)}; more is --prefill"
+        )
+    model = open_synthetic(args, max(*args.contexts, *args.prefill) + MAX_DECODE_ROWS)
     ops = model.ops
     name, copy = ops.name, ops.copy_bandwidth()
     print(f"{args.synthetic}, random weights, on {name}, {machine(name)}; copy bandwidth {copy / 1e9:.0f} GB/s")
@@ -124,7 +126,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
         )
     head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
-    state = model.new_state(max(args.contexts) + FEW_ROWS)
+    state = model.new_state(max(args.contexts) + MAX_DECODE_ROWS)
     for context in sorted(set(args.contexts)):
         with announced(f"reading {context} tokens"):
             _prefill(model, state, context - state.length - 1)

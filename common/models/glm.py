@@ -27,7 +27,7 @@ from common.models.blocks import (
 )
 from common.ops import Array, Ops, Rope
 from common.quants import dequantize
-from common.step import FEW_ROWS, State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LatentSpec, LayerSpec
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, dense, rows
@@ -65,7 +65,7 @@ class Config:
         """
         saved = 2 * self.latent - self.nope_dim - self.value_dim
         pays = rows * (past + rows) * saved > past * self.latent * (self.nope_dim + self.value_dim)
-        return rows > FEW_ROWS and pays
+        return rows > MAX_DECODE_ROWS and pays
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------

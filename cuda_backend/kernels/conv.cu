@@ -1,9 +1,9 @@
 // conv: silu of a causal depthwise convolution along each row's ancestors
 // Meaning   common/reference.py NumpyOps.short_conv       Launcher  cuda_backend/recurrent.py
-// In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MOST_ROWS][C]   Out  out [T][C] float32
+// In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MAX_DECODE_ROWS][C]   Out  out [T][C] float32
 // Work      a thread per channel and row, in the order of visits. The last committed path is still in the other step's rows: it is read there,
 //           and the tail that it leaves is written beside the old one, so that a step can run twice
-// Assumes   a step of more than MOST_ROWS rows is a chain (kind 1)
+// Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -11,7 +11,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     release_next();
     const int c = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, current = step->current, path = step->path_length;
     if (c >= C) return;
-    const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * MOST_ROWS * C + c;
+    const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * MAX_DECODE_ROWS * C + c;
     const bool branches = step->branches;
     auto row_at = [&](int i) { return branches ? step->line[i] & 0xff : i; };
     auto place_of = [&](int row) {  // a visit of the step, or counted back from the newest committed row, -1
@@ -41,7 +41,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (inside[i]) v[i] += p[i][s * x.slot];
-        if (!step->kind && j == n - 4) rows[((s64)(1 - current) * MOST_ROWS + row_at(t)) * C + c] = v[0];
+        if (!step->kind && j == n - 4) rows[((s64)(1 - current) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
     }

@@ -78,7 +78,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
         for (int j = 1; j <= BEFORE; j++) {
             if (rows[j] >= 0) continue;
             const int of_path = step->path_length + rows[j];  // committed: no kernel of the step writes it
-            x[j] = *(const float4*)(channel + (of_path >= 0 ? conv.rows + ((s64)current * MOST_ROWS + step->path[of_path]) * conv.C
+            x[j] = *(const float4*)(channel + (of_path >= 0 ? conv.rows + ((s64)current * MAX_DECODE_ROWS + step->path[of_path]) * conv.C
                                                             : conv.tail + current * conv.flip + (s64)(BEFORE + of_path) * conv.C));
             if (first && kept && real) *(float4*)(conv.tail + (1 - current) * conv.flip + (s64)(BEFORE - j) * conv.C + channel) = x[j];
         }
@@ -89,7 +89,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
 #pragma unroll
         for (int j = 0; j <= BEFORE; j++)
             if (j == 0 || rows[j] >= 0) x[j] = sum[j];
-        if (kept && real) *(float4*)(conv.rows + ((s64)(1 - current) * MOST_ROWS + rows[0]) * conv.C + channel) = x[0];
+        if (kept && real) *(float4*)(conv.rows + ((s64)(1 - current) * MAX_DECODE_ROWS + rows[0]) * conv.C + channel) = x[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             y[f][i] = (&x[0].x)[i];

@@ -3,9 +3,9 @@
 // Launcher  cuda_backend/recurrent.py
 // In        q, k (T, Hk, DIM), v (T, Hv, DV), a, b (T, Hv), z (T, Hv, DV); with TAPS q is the convolution's input (T, C), the
 //           channels of all three; decay, dt_bias (Hv,)
-//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][MOST_ROWS]: k [Hk][DK], change
+//           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][MAX_DECODE_ROWS]: k [Hk][DK], change
 //           [Hv][DV], factor [Hv]
-//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MOST_ROWS][C]
+//           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
 // Out       NORM: what store.cuh says of (T, Hv * 128); else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
@@ -19,7 +19,7 @@
 //           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is visited depth first, leaves first, as the
 //           step's `line` says. A matrix that several rows with children go on from waits for them: the innermost in
 //           registers, one in shared memory, and more, which few trees have, in `spill`
-// Assumes   a step of more than MOST_ROWS rows is a chain (kind 1); it leaves its own matrix
+// Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
 //           tree equals the row that plain decoding computes, bit for bit
 // Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
@@ -33,7 +33,7 @@
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads
 #define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
-#define LEAF 16                                     // a move: cuda_backend/visits.py
+#define LEAF 16                                     // a move: cuda_backend/tree_order.py
 #if NORM
 #define CLUSTER __cluster_dims__(1, 2, 1)
 #else
@@ -159,20 +159,20 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     float* changes = vs + 2 * CHUNK * WIDE;  // [2][CHUNK][WIDE]
     float* outs = changes + 2 * CHUNK * WIDE;            // [2][CHUNK][WIDE]
     float4* scalars = (float4*)(outs + 2 * CHUNK * WIDE);  // [2][CHUNK]: factor, weight of the change, k times q
-    u8* order = (u8*)(scalars + 2 * CHUNK);              // [MOST_ROWS] as in StepState
-    u8* moves = order + MOST_ROWS;                       // [MOST_ROWS]
+    u8* order = (u8*)(scalars + 2 * CHUNK);               // [MAX_DECODE_ROWS] as in StepState
+    u8* moves = order + MAX_DECODE_ROWS;                      // [MAX_DECODE_ROWS]
     const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
     const int current = step->current, rows = ALONE ? 1 : step->rows, path = step->path_length, kept = ALONE || !step->kind;
     const bool branches = !ALONE && step->branches;
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
     const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows of each
-    const DeltaRows now = {row_k + (s64)(1 - current) * MOST_ROWS * Hk * DK,
-                           row_change + (s64)(1 - current) * MOST_ROWS * Hv * DV,
-                           row_factor + (1 - current) * MOST_ROWS * Hv};
+    const DeltaRows now = {row_k + (s64)(1 - current) * MAX_DECODE_ROWS * Hk * DK,
+                           row_change + (s64)(1 - current) * MAX_DECODE_ROWS * Hv * DV,
+                           row_factor + (1 - current) * MAX_DECODE_ROWS * Hv};
     auto row_at = [&](int i) { return branches ? order[i] : i; };
 #if NORM
-    float* others = (float*)(moves + MOST_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
+    float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
     const u32 arrivals = shared_address(weights + CHUNK * 128), rank = rank_in_cluster();  // [4], of outs
     if (threadIdx.x == TEAM) {  // which expects the first bytes, before any thread has waited for another
@@ -323,15 +323,15 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const int local = warp * 8 + lane / 16 * 4, column = c0 + local, left = min(4, DV - column);
     const int own = local + part % 4;
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
-    const DeltaRows old = {row_k + (s64)current * MOST_ROWS * Hk * DK, row_change + (s64)current * MOST_ROWS * Hv * DV,
-                           row_factor + current * MOST_ROWS * Hv};
+    const DeltaRows old = {row_k + (s64)current * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)current * MAX_DECODE_ROWS * Hv * DV,
+                           row_factor + current * MAX_DECODE_ROWS * Hv};
     const float* from = matrix + current * flip + at;
     float* next = matrix + (1 - current) * flip + at;
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
     const int t = threadIdx.x;
-    if (branches && t < MOST_ROWS) order[t] = step->line[t], moves[t] = step->moves[t];
+    if (branches && t < MAX_DECODE_ROWS) order[t] = step->line[t], moves[t] = step->moves[t];
 #pragma unroll 1
     for (int first = 0; first < path; first += APPLIED) {
         float4 k[APPLIED][NJ];
@@ -357,7 +357,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #if HELD
     float4 held[4][NJ];
 #endif
-    float4* snapshots = (float4*)(moves + MOST_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
+    float4* snapshots = (float4*)(moves + MAX_DECODE_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
     // The row before's matrix goes to a slot, or what waits there comes back.
     auto move_matrix = [&](int move) {
         const int slot = move & 7;

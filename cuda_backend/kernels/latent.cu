@@ -35,7 +35,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
       int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
-    __shared__ u8 line[MOST_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
+    __shared__ u8 line[MAX_DECODE_ROWS];  // the rows of the step that a tree's row sees, in the order of their positions
     __shared__ Pieces pieces;
     __shared__ int tails;
     __shared__ volatile float2 factors[ROWS];  // of what a row has so far and of a tile; read as they are used, for registers

@@ -146,15 +146,15 @@ struct Rope {
 };
 
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
-#define MOST_ROWS 136  // of a step that may be a tree
-#define ROW_WORDS ((MOST_ROWS + 31) / 32)
+#define MAX_DECODE_ROWS 136  // common/step.py
+#define ROW_WORDS ((MAX_DECODE_ROWS + 31) / 32)
 struct __align__(16) StepState {
     int past, rows, current, path_length, kind, branches, unused[10];  // kind: 0 tree, 1 chain of any length, 2 block
-    int path[MOST_ROWS];
-    u32 seen[MOST_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of the step
-    u32 line[MOST_ROWS];  // of branches, by visit, a byte each: the row and three before it, newest first; -1 is the newest committed
-    u8 moves[MOST_ROWS];  // of branches, by visit, like the next: cuda_backend/visits.py
-    u8 parents[MOST_ROWS];
+    int path[MAX_DECODE_ROWS];
+    u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of the step
+    u32 line[MAX_DECODE_ROWS];  // of branches, by visit, a byte each: the row and three before it, newest first; -1 is the newest committed
+    u8 moves[MAX_DECODE_ROWS];  // of branches, by visit, like the next: cuda_backend/tree_order.py
+    u8 parents[MAX_DECODE_ROWS];
 };
 // The lowest byte as a row or a visit; 253 to 255 are -3 to -1.
 __device__ __forceinline__ int of_byte(u32 byte) { return (u8)(byte + 3) - 3; }

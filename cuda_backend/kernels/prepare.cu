@@ -25,7 +25,7 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
             depend();
             const float2 g = gates_of(a, b, t, h, d, bias);
             *(float2*)(gates + ((s64)i * Hv + h) * 2) = g;
-            if (kept) row_factor[(other * MOST_ROWS + t) * Hv + h] = g.x;
+            if (kept) row_factor[(other * MAX_DECODE_ROWS + t) * Hv + h] = g.x;
         }
         return;
     }
@@ -41,7 +41,7 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
     const float* p = head_of(in, 0, h, is_v ? DV : DIM) + c0;
 #endif
     const Head head = {p, channel, wide, is_v ? wide : DK, is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM)};
-    float* keep = is_k && kept ? row_k + ((s64)other * MOST_ROWS * Hk + h) * DK : 0;
+    float* keep = is_k && kept ? row_k + ((s64)other * MAX_DECODE_ROWS * Hk + h) * DK : 0;
     float* out = is_v ? values + h * DV + c0 : (is_k ? keys : queries) + h * DK;
     const int stride = is_v ? Hv * DV : Hk * DK;
 #pragma unroll 1

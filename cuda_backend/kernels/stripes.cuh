@@ -1,5 +1,5 @@
 // stripes: a CTA's part of y = x W' for one quantized matrix, as linear.cu describes it
-// Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE and EIGHTS_AT_ONCE: cuda_backend/budget.py; COLS, STRIPES and
+// Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE and EIGHTS_AT_ONCE: cuda_backend/occupancy.py; COLS, STRIPES and
 //           AHEAD as linear.cu
 
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds

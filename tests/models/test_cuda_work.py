@@ -15,7 +15,7 @@ from generate.__main__ import main
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import budget, gemm, launch  # noqa: E402
+from cuda_backend import gemm, launch, occupancy  # noqa: E402
 from cuda_backend import ops as cuda_ops  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
@@ -24,9 +24,9 @@ from cuda_backend.weights import UPLOAD  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-MODULES = ("attention", "choose", "gemm", "launch", "mixture", "products", "recurrent", "states", "upload", "weights")
+MODULES = ("attention", "gemm", "launch", "mixture", "products", "recurrent", "sampling", "states", "upload", "weights")
 # before 9.0 a recurrent layer's mixer writes what its norm reads: layers take memory in another order
-CARDS = [next(p.card for p in budget.CARDS if p.card.name == name) for name in ("RTX 4090", "H200")]
+CARDS = [next(p.card for p in occupancy.CARDS if p.card.name == name) for name in ("RTX 4090", "H200")]
 
 
 class Bytes:

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from cuda_backend import budget
-from cuda_backend.budget import Card
+from common.step import MAX_DECODE_ROWS
+from cuda_backend import occupancy
 from cuda_backend.layout import (
     COLS,
     KERNELS,
-    MOST_ROWS,
     OPTIONS,
     PREFILL_COLS,
     TOGETHER,
@@ -41,8 +40,9 @@ from cuda_backend.layout import (
     split_tiles,
     tile_defines,
 )
+from cuda_backend.occupancy import Card
 
-CARDS = [planned.card for planned in budget.CARDS]
+CARDS = [planned.card for planned in occupancy.CARDS]
 
 
 def heads() -> list[tuple[str, ...]]:
@@ -288,7 +288,7 @@ def test_split_fits(card, rows):
 
 
 def test_rows_of_a_step():
-    assert f"#define MOST_ROWS {MOST_ROWS} " in source("keep")
+    assert f"#define MAX_DECODE_ROWS {MAX_DECODE_ROWS} " in source("keep")
 
 
 def test_run_count():
@@ -299,5 +299,5 @@ def test_run_count():
             size = 128 if window + keep <= 4096 else 256
             for past in range(0, most, max(1, most // 50)):
                 low = max(keep, past - window + 1)
-                seen = {i // size // 8 for i in (*range(min(keep, past)), *range(low, past + MOST_ROWS))}
+                seen = {i // size // 8 for i in (*range(min(keep, past)), *range(low, past + MAX_DECODE_ROWS))}
                 assert run_count(most, window, keep) >= min(len(seen), -(-most // size // 8))

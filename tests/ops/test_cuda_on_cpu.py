@@ -28,7 +28,7 @@ def on_cpu(file: str, chosen: str, **settings: str) -> None:
 
 @pytest.mark.parametrize(
     ("file", "chosen", "reason"),
-    [("ops/test_cuda_ops.py", "no_such_test", "deselected"), ("models/test_cuda_split.py", "", "no test ran")],
+    [("ops/test_cuda_ops.py", "no_such_test", "deselected"), ("models/test_cuda_multi_gpu.py", "", "no test ran")],
 )
 def test_a_run_without_a_test_fails(file, chosen, reason):
     """No test chosen, or all tests of a file skipped, as the tests of two GPUs are on one."""
@@ -103,7 +103,7 @@ def test_memory():
     ],
 )
 def test_several_gpus(chosen):
-    on_cpu("models/test_cuda_split.py", chosen, BIMETAL_GPUS="3")
+    on_cpu("models/test_cuda_multi_gpu.py", chosen, BIMETAL_GPUS="3")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from common.errors import BimetalError, NotFiniteError
 from common.ops import Rope
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
-from common.step import PAST, Step
+from common.step import MAX_DECODE_ROWS, PAST, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec
 from common.tensors import Tensor
 from common.weights import dense
@@ -19,9 +19,9 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import products  # noqa: E402
-from cuda_backend.budget import WHOLE  # noqa: E402
 from cuda_backend.launch import Array, Kernel, Memory  # noqa: E402
-from cuda_backend.layout import KERNELS, MOST_ROWS, OPTIONS, TOGETHER, UNITS  # noqa: E402
+from cuda_backend.layout import KERNELS, OPTIONS, TOGETHER, UNITS  # noqa: E402
+from cuda_backend.occupancy import WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
 
@@ -133,16 +133,16 @@ def test_quantized_linear(type_, shape, ops):
     """The product is that of the file's values with the int8 activations, and a row's never depends on the others."""
     tensor = random_matrix(type_, *shape)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
-    x = np.random.default_rng(3).normal(size=(MOST_ROWS, shape[1])).astype(np.float32)
+    x = np.random.default_rng(3).normal(size=(MAX_DECODE_ROWS, shape[1])).astype(np.float32)
     x[:, 7] *= 30
     want = quantized_rows(x, type_) @ values.T
     alone = None
-    for T in (MOST_ROWS, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 65, 76, 90, 104, 110, 128, 129):
+    for T in (MAX_DECODE_ROWS, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 65, 76, 90, 104, 110, 128, 129):
         ops.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
-        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of {MOST_ROWS}"
+        assert np.array_equal(out, alone[:T]), f"{T} rows differ from the same rows of {MAX_DECODE_ROWS}"
 
 
 def test_quotient(ops):
@@ -592,11 +592,11 @@ def test_widths_of_the_delta_rule(widths, ops):
 
 
 TREES = {  # of as many rows as there may be
-    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, MOST_ROWS))],
-    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, MOST_ROWS))],
-    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(MOST_ROWS)],
-    "a leaf beside each": [(t - 1) // 2 * 2 if t else PAST for t in range(MOST_ROWS)],
-    "leaves": [PAST] * MOST_ROWS,
+    "random": [PAST, *np.random.default_rng(3).integers(PAST, np.arange(1, MAX_DECODE_ROWS))],
+    "near": [PAST, *(max(PAST, t - 1 - t * t % 5) for t in range(1, MAX_DECODE_ROWS))],
+    "two children each": [(t - 2) // 2 if t > 1 else PAST for t in range(MAX_DECODE_ROWS)],
+    "a leaf beside each": [(t - 1) // 2 * 2 if t else PAST for t in range(MAX_DECODE_ROWS)],
+    "leaves": [PAST] * MAX_DECODE_ROWS,
 }
 
 
@@ -604,17 +604,17 @@ TREES = {  # of as many rows as there may be
 @pytest.mark.parametrize("tree", TREES)
 def test_mixer_trees_are_plain(tree, D, ops):
     """Every row of a tree has the bits of the chain that leads to it, and leaves its state."""
-    parents, rows = TREES[tree], list(range(MOST_ROWS))
-    state, run = mixer_on(ops, MOST_ROWS + 8, D)
-    run([MOST_ROWS + t for t in range(6)], Step.chain(np.zeros(6, np.int32), 0))
+    parents, rows = TREES[tree], list(range(MAX_DECODE_ROWS))
+    state, run = mixer_on(ops, MAX_DECODE_ROWS + 8, D)
+    run([MAX_DECODE_ROWS + t for t in range(6)], Step.chain(np.zeros(6, np.int32), 0))
     state.commit([0, 1, 2])
-    step = Step.tree(np.zeros(MOST_ROWS, np.int32), parents, 3)
+    step = Step.tree(np.zeros(MAX_DECODE_ROWS, np.int32), parents, 3)
     out = run(rows, step)
     before = state.snapshot()
     for leaf in sorted(set(rows) - set(parents)):
         path = np.flatnonzero(step.visible[leaf])
         assert np.array_equal(run(path.tolist(), Step.chain(np.zeros(len(path), np.int32), 3)), out[path]), leaf
-    for row in (0, 29, 126, 127, 128, MOST_ROWS - 1):
+    for row in (0, 29, 126, 127, 128, MAX_DECODE_ROWS - 1):
         path, after = np.flatnonzero(step.visible[row]), []
         for whole in (True, False):
             state.restore(before)
@@ -625,7 +625,9 @@ def test_mixer_trees_are_plain(tree, D, ops):
                 for at, one in enumerate(path):
                     run([int(one)], Step.chain(np.zeros(1, np.int32), 3 + at))
                     state.commit([0])
-            after.append(run([MOST_ROWS + 6, MOST_ROWS + 7], Step.chain(np.zeros(2, np.int32), 3 + len(path))))
+            after.append(
+                run([MAX_DECODE_ROWS + 6, MAX_DECODE_ROWS + 7], Step.chain(np.zeros(2, np.int32), 3 + len(path)))
+            )
         assert np.array_equal(*after), row
 
 
@@ -669,7 +671,7 @@ class Attention:
             state.commit([0])
 
 
-@pytest.mark.parametrize("n", [2, 7, 22, 64, MOST_ROWS])
+@pytest.mark.parametrize("n", [2, 7, 22, 64, MAX_DECODE_ROWS])
 @pytest.mark.parametrize("past", [0, 1, 50, 63, 64, 65, 250, 256, 300])
 @pytest.mark.parametrize(
     "layer",

@@ -8,9 +8,9 @@ import numpy as np
 
 from common.ops import Ops
 from common.sampling import ONE, Sampler
+from common.step import MAX_DECODE_ROWS
 from cuda_backend import weights
 from cuda_backend.launch import Array, Memory, kernel
-from cuda_backend.replay import TREE_ROWS
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -30,7 +30,7 @@ def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
     if not sampler.is_argmax:
         tokens.owner = memory, keys, _draw(ops, logits, best, sampler, tokens.address)
         return tokens
-    next_step = ops.replay.small.place_for(tokens) if T <= TREE_ROWS else tokens.address
+    next_step = ops.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
     args = (*best, np.uint64(tokens.address), np.uint64(next_step))
     kernel("sample", "final")((T,), (32,), args, stream=ops.stream)
     return tokens

@@ -15,12 +15,12 @@ import numpy as np
 
 from common.errors import BimetalError, UsageError
 from common.ops import LayerSize, Ops
-from common.step import State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend.launch import Array, Graph, Kernel, Memory
 from cuda_backend.ops import CudaOps
-from cuda_backend.replay import TREE_ROWS, DeviceStep, bucket, check, graphs
+from cuda_backend.replay import DeviceStep, bucket, check, graphs
 
 
 class Part:
@@ -128,8 +128,8 @@ class Relay:
         T, table = bucket(len(step)), state.graphs.setdefault(fn, {})
         self.running = state, step
         try:
-            if T > TREE_ROWS or T not in table:
-                if T <= TREE_ROWS:
+            if T > MAX_DECODE_ROWS or T not in table:
+                if T <= MAX_DECODE_ROWS:
                     table[T] = None
                 return self._call(fn, state, T)
             if table[T] is None:

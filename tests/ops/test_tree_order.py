@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.step import PAST
-from cuda_backend.visits import LEAF, WAITS, lines, most_slots, visits
+from cuda_backend.tree_order import LEAF, WAITS, lines, most_slots, visits
 
 
 def slots_of(parents):
