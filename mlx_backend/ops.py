@@ -341,7 +341,7 @@ class MlxOps(Ops):
             y = y[mx.argsort(order)]
         return (y.reshape(T, k, y.shape[-1]) * weights[:, :, None].astype(y.dtype)).sum(axis=1)
 
-    # -- the way out -----------------------------------------------------------------------------------------------
+    # -- sampling --------------------------------------------------------------------------------------------------
 
     def sample(self, logits: Array, sampler: Sampler) -> Array:
         if not sampler.is_argmax:
@@ -360,7 +360,7 @@ class MlxOps(Ops):
         """Draws among the top-k, of which alone the host reads the logits, in the order of their ids as of a row."""
         ids = mx.sort(self.top_k(logits, sampler.sampling.top_k)[0], axis=-1)
         best = mx.take_along_axis(logits, mx.maximum(ids, 0), axis=-1)
-        rows = zip(self.read(ids), self.read(best), strict=True)  # the ids first: they tell of NaN
+        rows = zip(self.read(ids), self.read(best), strict=True)  # the ids first: -1 marks NaN
         return mx.array([int(of_row[sampler.pick(row)]) for of_row, row in rows], mx.int32)
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:

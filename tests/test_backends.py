@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what is said of a GPU that cannot run: CuPy is played by tests/cuda_on_cpu."""
+"""Which backend is chosen, and how a GPU that cannot run is reported: tests/cuda_on_cpu stands in for CuPy."""
 
 import os
 import subprocess

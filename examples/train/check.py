@@ -27,13 +27,13 @@ SAMPLE = 8192
 ROOT = Path(__file__).parents[2]
 
 
-def dequantized(path: Path, wanted: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a GGUF file in float32, each near what was `wanted`."""
+def dequantized(path: Path, expected: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a GGUF file in float32, each near its tensor of `expected`."""
     stored = {}
     for t in gguf.GGUFReader(path).tensors:
-        stored[t.name] = gguf.quants.dequantize(t.data, t.tensor_type).reshape(wanted[t.name].shape)
-    assert stored.keys() == wanted.keys()
-    worst = max(np.linalg.norm(stored[n] - w) / np.linalg.norm(w) for n, w in wanted.items())
+        stored[t.name] = gguf.quants.dequantize(t.data, t.tensor_type).reshape(expected[t.name].shape)
+    assert stored.keys() == expected.keys()
+    worst = max(np.linalg.norm(stored[n] - w) / np.linalg.norm(w) for n, w in expected.items())
     print(f"{path.name}: largest relative error of a tensor {worst:.4f}")
     return stored
 

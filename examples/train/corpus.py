@@ -136,7 +136,7 @@ def build(folder: Path, wheels: Path, humaneval: Path) -> None:
 
     seen_text, seen_windows = set[bytes](), set[int]()
     split = {name: (folder / f"{name}.txt").open("w") for name in ("unseen", "known", "train")}
-    for wanted in ("unseen", "known", "train"):
+    for split_name in ("unseen", "known", "train"):
         for about, files in sources:
             used = {"files": 0, "bytes": 0}
             for path, source in files:
@@ -144,7 +144,7 @@ def build(folder: Path, wheels: Path, humaneval: Path) -> None:
                 held = "known" if int.from_bytes(key[:2]) < HELD_OUT * 65536 else "train"
                 if about["package"] in unseen:
                     held = "unseen"
-                if held != wanted or used["bytes"] > PACKAGE_BYTES:
+                if held != split_name or used["bytes"] > PACKAGE_BYTES:
                     continue
                 text = clean(source)
                 why = fault(path, text)
@@ -156,18 +156,18 @@ def build(folder: Path, wheels: Path, humaneval: Path) -> None:
                         why = "near-duplicate"
                     elif len(set(rows)) < 0.75 * len(rows):
                         why = "repeats itself"
-                    elif wanted == "train" and any(g in forbidden for g in grams(text)):
+                    elif split_name == "train" and any(g in forbidden for g in grams(text)):
                         why = "shares an n-gram with HumanEval"
                 if why is not None:
                     dropped[why] += 1
                     continue
                 seen_text.add(digest)
                 seen_windows.update(rows)
-                split[wanted].write(text + "\0")
+                split[split_name].write(text + "\0")
                 used["files"] += 1
                 used["bytes"] += len(text.encode())
             if used["files"]:
-                manifest.append({**about, "split": wanted, **used})
+                manifest.append({**about, "split": split_name, **used})
     for file in split.values():
         file.close()
     total = {s: sum(m["bytes"] for m in manifest if m["split"] == s) for s in split}

@@ -92,9 +92,9 @@ def block_loss(
     block = draft.c.block
     x = draft(features, block_inputs(target, tokens, anchors, block, features.dtype), anchors)
     depth = torch.arange(1, block, device=tokens.device)
-    wanted = tokens.gather(1, (anchors[..., None] + depth).flatten(1))
+    following = tokens.gather(1, (anchors[..., None] + depth).flatten(1))
     logits = target.head(x[:, :, 1:].flatten(0, 2)).float()
-    each = cross_entropy(logits, wanted.flatten(), reduction="none").view(-1, block - 1)
+    each = cross_entropy(logits, following.flatten(), reduction="none").view(-1, block - 1)
     reached = (each.detach() - each.detach().cumsum(1)).exp()
     weight = reached + FLOOR * torch.exp(-(depth - 1) / DEPTH)
     return (each * weight).sum() / weight.sum(), logits.argmax(-1).view(*anchors.shape, -1)

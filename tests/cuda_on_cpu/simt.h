@@ -153,7 +153,7 @@ T __shfl_sync(unsigned, T value, int source) {
 }
 template <class T>
 __attribute__((noinline, no_sanitize("thread"))) T atomicAdd(T* at, T value) {
-#ifdef __SANITIZE_THREAD__  // else nothing tells of plain stores
+#ifdef __SANITIZE_THREAD__  // else nothing reports plain stores
     simt::note(at, sizeof *at, true, true, true, __builtin_return_address(0));
 #endif
     return (*at += value) - value;

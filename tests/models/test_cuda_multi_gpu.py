@@ -180,7 +180,7 @@ def test_draft(target, placement, one, tmp_path):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_real_widths(name, monkeypatch):
-    """Of models whose products take a norm's rows unscaled, and whose norms add up a mixture on their way."""
+    """Of models whose products take a norm's rows unscaled, and whose norms add up a mixture before they scale it."""
     narrow(name, monkeypatch)
     ids, logits = np.random.default_rng(1).integers(0, 512, 110).astype(np.int32), []
     for placement in (Placement(), Placement((1, 0), (1, 1))):

@@ -1,4 +1,4 @@
-"""Weights on their way to the device: every byte, scales that are refused, and what the host holds meanwhile."""
+"""Loading weights onto the device: every byte, scales that are refused, and what the host holds meanwhile."""
 
 import gc
 import threading

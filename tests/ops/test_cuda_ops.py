@@ -696,7 +696,7 @@ def test_rows_of_trees_are_plain(layer, past, n, ops):
 @pytest.mark.parametrize("slots", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])
 @pytest.mark.parametrize(("H", "K", "D", "pairs"), [(6, 2, 128, 64), (10, 5, 256, 32)])
 def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
-    """Heads normed and turned on their way to the cache, however many warps add them up."""
+    """Heads normed and rotated before they are stored in the cache, however many warps add them up."""
     random, eps = np.random.default_rng(3), 1e-6
     sums = [random.normal(size=(n, 5, heads, D)).astype(np.float32) for n, heads in zip(slots, (H, K, K), strict=True)]
     weights_, rope = [f32(random.normal(size=D)) for _ in range(2)], Rope(tuple(0.3**i for i in range(pairs)))

@@ -283,7 +283,7 @@ inline void simdgroup_barrier(mem_flags flags, HERE) {
 template <class T>
 struct Lane {
     T in, out;
-    int from;  // the lane whose `in` is wanted; outside 0..31: this lane's own
+    int from;  // the lane whose `in` is read; outside 0..31: this lane's own
     bool given;
 };
 template <class T>

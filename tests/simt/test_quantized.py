@@ -111,7 +111,7 @@ def test_each_row_through_its_expert(type_):
 
 @TYPES
 def test_the_backend_keeps_what_the_file_stores(type_):
-    """Sizes and words for a person tell of Metal there, and of MLX's groups elsewhere."""
+    """`holds` and predicted sizes describe our Metal kernels there, and MLX's groups elsewhere."""
     tensor, ops = stored(type_, 7, 256), MlxOps(mx.float16)
     with metal.on_metal():
         weight = ops.weight(tensor, tensor)

@@ -68,9 +68,9 @@ def test_gated_delta(steps, dtype):
     spec = DeltaSpec(*shape)
     with metal.on_metal():
         ours = delta_run(MlxOps(dtype), 1, spec, dtype, shape[0], STEPS[steps])
-    wants = delta_run(NumpyOps(), 0, spec, dtype, shape[0], STEPS[steps])
-    for our, want in zip(ours, (wants[0], wants[1].swapaxes(1, 2)), strict=True):
-        assert np.abs(our - want).max() <= DELTA[dtype] * np.abs(want).max()
+    expected = delta_run(NumpyOps(), 0, spec, dtype, shape[0], STEPS[steps])
+    for our, theirs in zip(ours, (expected[0], expected[1].swapaxes(1, 2)), strict=True):
+        assert np.abs(our - theirs).max() <= DELTA[dtype] * np.abs(theirs).max()
 
 
 def test_a_path_of_a_tree_has_the_bits_of_decoding_it():

@@ -192,7 +192,7 @@ class Function:
             addresses = [int(word) for word in words if word.dtype == np.uint64]
             belongs(f"an argument of {self.name}", *map(device_of, addresses))
         if shared_mem > self.max_dynamic_shared_size_bytes:
-            raise ValueError(f"{self.name} was not told of {shared_mem} bytes of shared memory")
+            raise ValueError(f"{self.name} needs {shared_mem} bytes of shared memory, which were not allowed")
         pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
         sizes = [(ctypes.c_uint * 3)(*(*d, 1, 1)[:3]) for d in (grid, block)]
 

@@ -1,0 +1,83 @@
+"""Plain words: code, documentation, help texts and messages use the field's terms; CONTRIBUTING.md lists both."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PHRASES = {  # how CONTRIBUTING.md lists a phrase: the pattern that finds it
+    "guess": r"\bguess(es|ed|ing)?\b",
+    "behind N tokens": r"\bbehind (N\b|\d)",
+    "wants, wanted": r"\bwant(s|ed)\b",
+    "the way out": r"\bthe way out\b",
+    "on its way": r"\bon (its|the|their) way\b",
+    "rows that ride along": r"\brid(e|es|ing) along\b",
+    "are not there": r"\b(is|are) not there\b",
+    "say of, tell of": r"\b(say|says|said|tell|tells|told) of\b",
+}
+SUFFIXES = {".py", ".md", ".cu", ".cuh", ".metal", ".h", ".cpp", ".html", ".js", ".ipynb", ".tsv", ".toml", ".yml"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    "build",
+    "dist",
+    "__pycache__",
+    "node_modules",
+}  # folders
+ALLOWED = {"CONTRIBUTING.md", "tests/test_words.py"}  # they list the phrases
+UNTIL_CLEAN = ("common/", "cuda_backend/", "generate/", "tests/decode/", "tests/test_speculation.py", "DECISIONS.md")
+
+
+def files() -> list[Path]:
+    """Everything that we write for people to read."""
+    found = [p for p in ROOT.rglob("*") if p.suffix in SUFFIXES and not SKIPPED & set(p.relative_to(ROOT).parts)]
+    names = {p: p.relative_to(ROOT).as_posix() for p in found if p.is_file()}
+    quoted = {p for p, name in names.items() if name.startswith("tests/data/") and p.suffix != ".py"}  # others' texts
+    quoted |= {
+        p for p, name in names.items() if name.startswith(("docs/experiments/", "docs/cuda-speed.md", *UNTIL_CLEAN))
+    }
+    return sorted(p for p, name in names.items() if name not in ALLOWED and p not in quoted)
+
+
+def phrases(text: str) -> list[str]:
+    """The lines of `text` that hold a phrase of the list, with the phrase; also where a line break divides it."""
+    found = []
+    for name, pattern in PHRASES.items():
+        spaced = pattern.replace(" ", r"\s+(?:(?://|#)\s*)?")
+        for match in re.finditer(spaced, text, re.IGNORECASE):
+            found.append(f"{text.count(chr(10), 0, match.start()) + 1}: {name}")
+    return found
+
+
+def test_nothing_uses_them():
+    assert len(files()) > 100
+    found = {p.relative_to(ROOT).as_posix(): phrases(p.read_text(errors="replace")) for p in files()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_contributing_lists_them():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [name for name in PHRASES if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "The draft guesses a token.",
+        "a step behind 512 tokens",
+        "x is wanted\nhere",
+        "# rows that ride\n# along",
+        "weights that are\n// not there",
+        "It tells of a path.",
+    ],
+)
+def test_a_phrase_is_found(line):
+    assert len(phrases(line)) == 1
+
+
+def test_other_words_are_not():
+    assert phrases("Say what lies behind the last token, and offer a way out; nobody can want more.") == []
