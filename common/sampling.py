@@ -9,48 +9,14 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import NotFiniteError, UsageError
+from common.errors import NotFiniteError
+from common.options import Sampling
 
 ONE = 1 << 40  # chances of the likeliest token
 FEW = 1024  # tokens that are sorted first where a top-p is reached by few
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What a caller asks for; the defaults are greedy decoding without penalties.
-
-    temperature         0 is greedy
-    top_p, min_p        shares of probability, (0, 1] and [0, 1); top_k tokens, 0 keeps all
-    repetition_penalty  divides the logits of tokens seen in prompt or reply (Keskar et al., arXiv 1909.05858)
-    frequency_penalty, presence_penalty   subtracted per occurrence, or once, for tokens of the reply (OpenAI's rule)
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, ok, rule in (
-            ("temperature", 0 <= self.temperature < np.inf, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < np.inf, "above 0"),
-            ("frequency_penalty", abs(self.frequency_penalty) < np.inf, "finite"),
-            ("presence_penalty", abs(self.presence_penalty) < np.inf, "finite"),
-            ("seed", self.seed is None or self.seed >= 0, "at least 0"),
-        ):
-            if not ok:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be {rule}")
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:

@@ -5,9 +5,9 @@ The command line, the Python API and the bench all generate through `Session.str
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,92 +16,66 @@ from common.decode.plain import plain
 from common.decode.speculative import Accepted, Speculation, check, speculate
 from common.errors import BimetalError, UsageError
 from common.models import Model
+from common.models.dflash import Pair
 from common.models.window import windowed
 from common.ops import Array, Ops
-from common.reply import Parts, ReplyParser, overlap
-from common.sampling import Sampler, Sampling, log_softmax
+from common.options import GenerationOptions
+from common.pieces import Logprob, Piece, Stats
+from common.sampling import Sampler
 from common.step import Snapshot, Step
+from common.stop import StopText
 from common.tokenizer import Tokenizer
 
-PREFILL_ROWS = Ops.prefill_rows  # where all logits of a step are wanted
+PREFILL_ROWS = Ops.prefill_rows  # rows of a step of which all logits are read
 
 
-@dataclass(frozen=True)
-class Logprob:
-    """Natural log-probability of a token under the model's own distribution, before penalties and temperature."""
+def check_tokens(tokens: Any, vocab: int) -> list[int]:
+    """Return the token ids of a prompt as plain integers; raises UsageError for anything else, and if there are none.
 
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the best alternatives, best first
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Seconds, tokens and bytes of one reply."""
-
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens already in the state
-    new_tokens: int
-    prefill_seconds: float
-    decode_seconds: float  # from the first token to the last
-    step_bytes: int  # weight bytes read per decoded token
-    state_bytes: int
-    peak_bytes: int
-    accepted: Accepted | None = None  # where speculation was on
-    plain_seconds: float | None = None  # of a step that guesses nothing, where one was measured
-
-    @property
-    def speedup(self) -> float | None:
-        """Tokens per second over those of steps that guess nothing; None where none was measured."""
-        return None if self.plain_seconds is None else self.decode_tps * self.plain_seconds
-
-    @property
-    def prefill_tps(self) -> float:
-        return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)
-
-    @property
-    def decode_tps(self) -> float:
-        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
-
-    @property
-    def gb_per_s(self) -> float:
-        """Weight bytes per second of decoding, in 1e9."""
-        return self.step_bytes * self.decode_tps / 1e9
-
-
-@dataclass
-class Piece(Parts):
-    """What became certain of a reply, the tokens it came from, and on the last piece why the reply ended.
-
-    finish_reason  "stop": an end token or a stop string; "tool_calls": the same, after calls; "length": max_tokens or
-                   the context; "cancelled"
+    vocab  ids are 0 to vocab - 1
     """
+    if hasattr(tokens, "tolist"):  # an array
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
+        raise UsageError(f"the prompt is {tokens!r:.80}; it must be text or a sequence of token ids")
+    if not tokens:
+        raise UsageError("the prompt is empty; it must have at least one token")
+    for token in tokens:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool):
+            raise UsageError(f"the prompt has a token id {token!r:.80}; it must be a whole number")
+        if not 0 <= token < vocab:
+            raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")
+    return [int(token) for token in tokens]
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stats: Stats | None = None
+
+def speculation_of(options: GenerationOptions, drafted: bool) -> Speculation:
+    """Return the speculative mode that `options` choose; raises UsageError for options of other modes.
+
+    drafted  whether the model has a draft
+    """
+    kind = options.spec or ("tree" if drafted else "off")
+    plain_topk = GenerationOptions.tree_topk
+    given = {
+        "tree_budget": options.tree_budget is not None,
+        "chain_seed": options.chain_seed,
+        "tree_topk": options.tree_topk != plain_topk,
+    }
+    for name in (name for name, asked in given.items() if asked):
+        if kind == "off":
+            raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
+        if name != "tree_budget" and "tree" not in kind:
+            raise UsageError(f"{name} is for trees, and spec is {kind}")
+    return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed)
 
 
-def take_apart(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
-    """The same reply with its reasoning and tool calls out of the text; a piece comes when any of them is certain."""
-    out = Piece()
-    for piece in pieces:
-        out.tokens += piece.tokens
-        out.logprobs += piece.logprobs
-        parser.push(piece.text, out)
-        if piece.finish_reason:
-            parser.finish(out)
-            called = parser.calls and piece.finish_reason == "stop"
-            out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
-        if out.text or out.reasoning or out.tool_calls or out.finish_reason:
-            yield out
-            out = Piece()
+DEFAULTS = GenerationOptions()
 
 
 class Session:
     """A model's state and the tokens committed to it. Not thread-safe: one owner at a time.
 
+    tokens     the last prompt and its reply
+    committed  those of them that the state holds
     fa_window  most positions that decoding attends to; None: all. Changes the text
     """
 
@@ -114,13 +88,12 @@ class Session:
         self.reset()
 
     @property
-    def tokens(self) -> list[int]:
-        """Committed to the state."""
-        return self.text[: self.state.length]
+    def committed(self) -> list[int]:
+        return self.tokens[: self.state.length]
 
     def reset(self) -> None:
         self.state.restore(self._empty)  # a new state would have no graphs captured
-        self.text: list[int] = []  # the last prompt and its reply
+        self.tokens: list[int] = []
         self.accepted = Accepted()
         # what the next prompt may begin with, the state after it, and the logits where that is a whole prompt
         self.turn: tuple[list[int], Snapshot, Array | None] | None = None
@@ -128,42 +101,34 @@ class Session:
     def stream(
         self,
         prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        top_logprobs: int | None = None,
+        options: GenerationOptions = DEFAULTS,
         cancel: threading.Event | None = None,
-        on_prefill: Callable[[int, int], None] | None = None,
-        speculation: Speculation | None = None,
         shared: int | None = None,
     ) -> Iterator[Piece]:
         """Generate a reply to `prompt` (token ids), piece by piece.
 
-        top_logprobs  None for no log-probabilities, else how many alternatives to list
-        cancel        ends the reply at the next step, also during prefill
-        on_prefill    called with (tokens read, tokens to read)
-        speculation   how to guess ahead; None: one token per step
-        shared        tokens of the prompt that the next one will begin with, whatever the reply; None: all
+        cancel  ends the reply at the next step, also during prefill
+        shared  tokens of the prompt that the next one will begin with, whatever the reply; None: all
         """
-        prompt, speculation = list(prompt), speculation or Speculation()
-        self._check(prompt, max_tokens, stop, top_logprobs)
+        ids = self._check(prompt, options)
+        speculation = speculation_of(options, isinstance(self.model, Pair))
         if speculation.kind != "off":
             check(speculation, self.model)
         started = time.perf_counter()
-        cached = self._rewind(prompt)
-        logits = self._prefill(prompt, len(prompt) if shared is None else shared, cancel, on_prefill)
+        cached = self._rewind(ids)
+        logits = self._prefill(ids, len(ids) if shared is None else shared, cancel, options.on_prefill)
         first = last = time.perf_counter()
         new, pending = 0, Piece()
-        text = StopText(stop)
+        text = StopText(options.stop)
         decoder = self.tokenizer.decoder()
         reason = "cancelled" if logits is None else "length"
-        with closing(self._decode(logits, Sampler(sampling, prompt), speculation)) as tokens:
+        with closing(self._decode(logits, Sampler(options, ids), speculation)) as tokens:
             for token, row in tokens:
                 last = time.perf_counter()
                 if not new:
                     first = last
                 new += 1
-                self.text.append(token)
+                self.tokens.append(token)
                 if cancel is not None and cancel.is_set():
                     reason = "cancelled"
                     break
@@ -171,14 +136,14 @@ class Session:
                     reason = "stop"
                     break
                 pending.tokens.append(token)
-                if top_logprobs is not None:
-                    pending.logprobs.append(_logprob(self.model.ops.read(row)[-1], token, top_logprobs))
+                if options.logprobs is not None:
+                    pending.logprobs.append(Logprob.of(self.model.ops.read(row)[-1], token, options.logprobs))
                 known = token < self.tokenizer.vocab_size  # a padded vocabulary ends in ids without text
                 pending.text = text.push(decoder.push(token) if known else "")
                 if text.stopped:
                     reason = "stop"
                     break
-                if max_tokens is not None and new >= max_tokens:
+                if new == options.max_tokens:
                     break
                 if pending.text:
                     yield pending
@@ -187,7 +152,7 @@ class Session:
             pending.text += text.flush()  # a character that the end cuts in half is not shown
         pending.finish_reason = "stop" if text.stopped else reason
         pending.stats = Stats(
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(ids),
             cached_tokens=cached,
             new_tokens=new,
             prefill_seconds=first - started,
@@ -211,16 +176,17 @@ class Session:
         if speculation.budget is None and speculation not in self.tuners:
             self.tuners[speculation] = speculation.tuner(self.model)
         self.accepted = Accepted()
-        tuner, text = self.tuners.get(speculation), list(self.text)
-        yield from speculate(self.decoding, self.state, logits, sampler, text, speculation, tuner, self.accepted)
+        tuner, tokens = self.tuners.get(speculation), list(self.tokens)
+        yield from speculate(self.decoding, self.state, logits, sampler, tokens, speculation, tuner, self.accepted)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
-        self._check_fits(len(tokens))
+        ids = check_tokens(tokens, self.model.config.vocab)
+        self._check_fits(len(ids))
         state = self.model.new_state(self.context)
         out = []
-        for at in range(0, len(tokens), PREFILL_ROWS):
-            chunk = np.asarray(tokens[at : at + PREFILL_ROWS], np.int32)
+        for at in range(0, len(ids), PREFILL_ROWS):
+            chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
             out.append(self.model.ops.read(self.model.forward(state, Step.chain(chunk, at))))
             state.commit(np.arange(len(chunk)))
         return np.concatenate(out)
@@ -231,14 +197,14 @@ class Session:
         A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after what the last
         prompt shares with this one, or empty.
         """
-        if self.tokens == prompt[: len(self.tokens)] and len(self.tokens) < len(prompt):
-            return len(self.tokens)
+        if self.committed == prompt[: self.state.length] and self.state.length < len(prompt):
+            return self.state.length
         if self.turn:
-            text, snapshot, logits = self.turn
-            if text == prompt[: len(text)] and (len(text) < len(prompt) or logits is not None):
-                self.text = list(text)
+            tokens, snapshot, logits = self.turn
+            if tokens == prompt[: len(tokens)] and (len(tokens) < len(prompt) or logits is not None):
+                self.tokens = list(tokens)
                 self.state.restore(snapshot)
-                return len(text)
+                return len(tokens)
         self.reset()
         return 0
 
@@ -247,13 +213,13 @@ class Session:
         prompt: list[int],
         shared: int,
         cancel: threading.Event | None,
-        on_prefill: Callable[[int, int], None] | None,
+        on_prefill: Callable[[int, int], object] | None,
     ) -> Array | None:
         """Run the prompt's tokens that the state lacks; the last row's logits (1, vocab), or None if cancelled.
 
         A state that has read past `shared` keeps what it could go back to before.
         """
-        self.text = list(prompt)
+        self.tokens = list(prompt)
         start = at = self.state.length
         end, logits = len(prompt), None
         if at == end:  # the same prompt again
@@ -274,20 +240,14 @@ class Session:
                 on_prefill(at - start, end - start)
         return logits
 
-    def _check(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str], top: int | None) -> None:
-        if not prompt:
-            raise UsageError("the prompt is empty; it must have at least one token")
+    def _check(self, prompt: Sequence[int], options: GenerationOptions) -> list[int]:
+        """Return the prompt's token ids; raises UsageError for what this model cannot do."""
         vocab = self.model.config.vocab
-        for token in prompt:
-            if not 0 <= token < vocab:
-                raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")
-        if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"max_tokens is {max_tokens}; it must be at least 1")
-        if any(not s for s in stop):
-            raise UsageError("a stop string is empty; each must have at least one character")
-        if top is not None and not 0 <= top <= vocab:
-            raise UsageError(f"top_logprobs is {top}; it must be from 0 to {vocab}")
-        self._check_fits(len(prompt))
+        tokens = check_tokens(prompt, vocab)
+        if options.logprobs is not None and options.logprobs > vocab:
+            raise UsageError(f"logprobs is {options.logprobs}; it must be at most the vocabulary of {vocab}")
+        self._check_fits(len(tokens))
+        return tokens
 
     def _check_fits(self, tokens: int) -> None:
         if tokens > self.context:
@@ -295,36 +255,3 @@ class Session:
                 f"the prompt has {tokens} tokens and the context holds {self.context}; shorten it or raise ctx "
                 f"(the model was trained for {self.model.config.context})"
             )
-
-
-class StopText:
-    """Holds back text that may turn out to begin a stop string, and cuts at the first stop string."""
-
-    def __init__(self, stop: Sequence[str]):
-        self.stop = tuple(stop)
-        self.held = ""
-        self.stopped = False
-
-    def push(self, text: str) -> str:
-        """Add text; what is now certain to lie before any stop string."""
-        if not self.stop:
-            return text
-        self.held += text
-        ends = [at for s in self.stop if (at := self.held.find(s)) >= 0]
-        if ends:
-            self.stopped = True
-            out, self.held = self.held[: min(ends)], ""
-            return out
-        keep = max(overlap(self.held, s) for s in self.stop)
-        out, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return out
-
-    def flush(self) -> str:
-        out, self.held = self.held, ""
-        return out
-
-
-def _logprob(row: np.ndarray, token: int, top: int) -> Logprob:
-    logprobs = log_softmax(row)
-    best = np.argsort(-logprobs, kind="stable")[:top]
-    return Logprob(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))

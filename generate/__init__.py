@@ -5,68 +5,58 @@
 >>> llm.chat([{"role": "user", "content": "Name a prime number."}], max_tokens=32).text
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
+import pathlib
+import typing
 
 import common
 
-if TYPE_CHECKING:
-    from generate.llm import LLM, AsyncStream, Reply, Stream
-
-_ours, _found = Path(__file__).parents[1] / "common", Path(next(iter(common.__path__)))
+_ours, _found = pathlib.Path(__file__).parents[1] / "common", pathlib.Path(next(iter(common.__path__)))
 if not (_found / "reference.py").exists():
     raise ImportError(
         f"`import common` found {_found}, which shadows bimetal's own package at {_ours}; rename it or move it"
     )
 
-__all__ = ["LLM", "AsyncStream", "Reply", "Stream", "load"]
+from common.errors import BimetalError, UsageError  # noqa: E402  what the check above makes sure of
+from common.options import LoadOptions, P, with_keywords  # noqa: E402
 
-
-def load(
-    model: str = "demo",
-    backend: str | None = None,
-    ctx: int | None = None,
-    progress: bool = False,
-    draft: str | None = None,
-    fa_window: int | None = None,
-    max_kv_size: int | None = None,
-    devices: Sequence[int] = (),
-    split: Sequence[float] = (),
-    draft_device: int | None = None,
-) -> "LLM":
-    """Load a model and start the one thread that owns it.
-
-    model    a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2",
-             or "demo", which comes with the package and continues Python
-    backend  "mlx", "cuda" or "numpy"; None picks what the machine has
-    ctx      most tokens of prompt and reply together; None: what the model was trained for, on CUDA as far as it fits
-    draft    a DFlash draft for the model, named as models are, or "demo": it makes decoding faster and changes no text
-    fa_window  most positions that decoding attends to, for long contexts; it changes the text. None: all
-    max_kv_size  most tokens whose keys and values are kept, the first four among them; it changes the text. None: all
-    devices  NVIDIA GPUs by number, which share the model's layers in this order; empty: the first alone
-    split    proportions of the model's bytes, one per device; empty: as memory is free
-    draft_device  the GPU of the draft; None: the last of `devices`
-    """
-    from generate.backends import Placement
+if typing.TYPE_CHECKING:
     from generate.llm import LLM
+    from generate.streams import AsyncStream, Reply, Stream
 
-    return LLM(
-        model,
-        backend=backend,
-        ctx=ctx,
-        progress=progress,
-        draft=draft,
-        fa_window=fa_window,
-        max_kv_size=max_kv_size,
-        placement=Placement(devices, split, draft_device),
-    )
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncStream", "BimetalError", "Reply", "Stream", "UsageError", "load"]
 
 
-def __getattr__(name: str) -> Any:
-    """The classes, imported when first asked for: `python -m generate --help` needs none of them."""
+class _Load(typing.Protocol[P]):
+    def __call__(self, model: str | os.PathLike[str] = "demo", *args: P.args, **options: P.kwargs) -> "LLM": ...
+
+
+def _load_with(options: typing.Callable[P, LoadOptions]) -> _Load[P]:
+    def load(model: str | os.PathLike[str] = "demo", options: LoadOptions | None = None) -> "LLM":
+        """Load a model and start the one thread that owns it.
+
+        model  a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2",
+               or "demo", which comes with the package and continues Python
+        """
+        from generate.llm import LLM
+
+        return LLM(model, options)
+
+    return with_keywords(LoadOptions, load)  # type: ignore[return-value]
+
+
+load = _load_with(LoadOptions)
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Import the classes when first asked for: `python -m generate --help` needs none of them."""
     if name in __all__:
         from generate import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module 'generate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__name__", "__path__", "__version__"])

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
@@ -42,9 +41,6 @@ class Placement:
     draft: int | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers("devices", self.devices, int, "GPUs by number, such as (0, 1)")
-        _check_numbers("split", self.split, (int, float), "proportions, such as (1, 3)")
-        _check_numbers("draft_device", () if self.draft is None else (self.draft,), int, "a GPU by number")
         if not self.devices and (self.split or self.draft is not None):
             raise UsageError(f"{'split' if self.split else 'draft_device'} needs devices: the GPUs that hold the model")
         if self.split and len(self.split) != len(self.devices):
@@ -58,12 +54,6 @@ class Placement:
         words += [f" split {','.join(f'{part:g}' for part in self.split)}"] if self.split else []
         words += [f", draft on {self.draft}"] if self.draft is not None else []
         return "".join(words)
-
-
-def _check_numbers(name: str, values: Any, kind: Any, wanted: str) -> None:
-    """Callers of the API may give one number, or text."""
-    if not isinstance(values, Sequence) or any(not isinstance(v, kind) or isinstance(v, bool) for v in values):
-        raise UsageError(f"{name} is {values!r}; it takes {wanted}")
 
 
 ONE_GPU = Placement()

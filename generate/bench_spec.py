@@ -19,6 +19,7 @@ from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.models.synthetic_draft import synthetic_pair
+from common.options import GenerationOptions
 from common.sampling import Sampler, Sampling
 from common.session import Session
 from common.step import Step
@@ -100,6 +101,18 @@ def read_prompts(file: str, most: int) -> list[str]:
     return prompts[:most]
 
 
+def options(speculation: Speculation, new_tokens: int) -> GenerationOptions:
+    """Greedy decoding of `new_tokens` tokens in a speculative mode."""
+    tree = "tree" in speculation.kind
+    return GenerationOptions(
+        max_tokens=new_tokens,
+        spec=speculation.kind,
+        tree_budget=speculation.budget,
+        tree_topk=speculation.top_k if tree else Speculation.top_k,
+        chain_seed=tree and speculation.seed_chain,
+    )
+
+
 def measure(
     sessions: dict[str, Session], ways: dict[str, Speculation], prompts: list[list[int]], new_tokens: int
 ) -> dict[str, Result]:
@@ -110,7 +123,7 @@ def measure(
             expected: list[int] = []
             for way, speculation in ways.items():
                 session = sessions.get(speculation.kind, sessions["off"])
-                pieces = list(session.stream(prompt, Sampling(), new_tokens, speculation=speculation))
+                pieces = list(session.stream(prompt, options(speculation, new_tokens)))
                 session.reset()
                 bar.update()
                 tokens, stats = [t for p in pieces for t in p.tokens], pieces[-1].stats

@@ -9,8 +9,7 @@ from typing import Any
 
 from common.errors import BimetalError, UsageError
 from common.files import rewrite
-from generate.backends import placement_of
-from generate.checks import check_options
+from common.options import ChatOptions
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
@@ -54,9 +53,7 @@ KINDS = {float: "a number", int: "a whole number", _switch: "on or off"}
 
 
 def run(args: argparse.Namespace) -> int:
-    check_options(args.options)
-    how = (args.ctx, True, args.draft, args.fa_window, args.max_kv_size, placement_of(args))
-    with LLM(args.model, args.backend, *how) as llm:
+    with LLM(args.model, args.load) as llm:
         if llm.tokenizer.chat_template is None:
             raise UsageError(f"{args.model} has no chat template; use --prompt with --raw")
         if sys.stdin.isatty():
@@ -173,7 +170,7 @@ class Chat:
             kind = KINDS[SETTINGS[key]]
             raise UsageError(f"/set {key} takes {kind} or default, not {value!r}") from None
         options = {n: v for n, v in self.options.items() if n != key} | ({} if read is None else {key: read})
-        check_options(options)
+        ChatOptions(**options)  # refuses values that no model takes
         self.options = options
 
     def _regenerate(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from common.errors import UsageError
+from common.options import GenerationOptions, LoadOptions
 
 COMMANDS = {
     "devices": "what was found on this machine, what is chosen and why",
@@ -22,6 +23,7 @@ MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
 MOST_DRAFTED = 135  # draft tokens of a step, on every backend: common.step
+LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device")  # of generate.load
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION)  # of LLM.stream
 
 
@@ -50,7 +52,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The parsed arguments.
 
     command  a key of COMMANDS, or "prompt" or "chat"
-    options  of these two, what LLM.stream takes of the flags that were given
+    options  of these two, what LLM.stream takes of the flags that were given, checked
+    load     of these two, what generate.load takes
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
@@ -75,6 +78,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not args.chat and args.prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
     args.options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    GenerationOptions(**args.options)  # refuses values that no model takes
+    args.load = LoadOptions(progress=True, **{name: getattr(args, name) for name in LOAD})
     return args
 
 

@@ -1,10 +1,13 @@
 """The one thread that owns a loaded model: callers hand it jobs and wait, so that none of them interleave."""
 
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from common.errors import BimetalError
 
 T = TypeVar("T")
 
@@ -20,10 +23,35 @@ class Owner:
     def __init__(self, name: str, at_end: Callable[[], None]):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._at_end = at_end
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has the thread; os.fork copies none."""
+        return os.getpid() == self._process
+
+    def check(self) -> None:
+        """Refuse callers who would wait for ever; raises BimetalError."""
+        if not self.is_here:
+            raise BimetalError(
+                f"the model was loaded in process {self._process} and does not survive os.fork(); load it in process "
+                f"{os.getpid()}, or start that one by spawn"
+            )
+        if threading.current_thread() is self._thread:
+            raise BimetalError(
+                "a callback runs in the thread that owns the model and cannot call this model; call it from another "
+                "thread after the callback has returned"
+            )
+
     def submit(self, job: Callable[[], T]) -> "Future[T]":
+        """Queue a job for which the caller may wait; raises BimetalError where it cannot."""
+        self.check()
+        return self.put(job)
+
+    def put(self, job: Callable[[], T]) -> "Future[T]":
+        """Queue a job."""
         future: Future[T] = Future()
         self._jobs.put((future, job))
         return future

@@ -5,8 +5,6 @@ import sys
 from functools import partial
 
 from common.errors import UsageError
-from generate.backends import placement_of
-from generate.checks import check_options
 from generate.llm import LLM
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
 
@@ -14,10 +12,8 @@ INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 def run(args: argparse.Namespace) -> int:
-    check_options(args.options)
     prompt = args.prompt if args.prompt is not None else _stdin()
-    how = (args.ctx, True, args.draft, args.fa_window, args.max_kv_size, placement_of(args))
-    with LLM(args.model, args.backend, *how) as llm:
+    with LLM(args.model, args.load) as llm:
         if args.raw or llm.tokenizer.chat_template is None:
             if args.system is not None:
                 raise UsageError(f"{args.model} has no chat template, so --system has no place to go")

@@ -156,8 +156,6 @@ def test_cancelled_task_stops_the_reply(llm):
 def test_errors_reach_the_caller(llm):
     with pytest.raises(UsageError, match="temperature is -1"):
         llm.generate("hello", temperature=-1)
-    with pytest.raises(UsageError, match="tempreature is not an option of generate; supported: temperature, top_p"):
-        llm.stream("hello", tempreature=1)
     with pytest.raises(UsageError, match="the prompt is empty"):
         llm.generate("")
     with pytest.raises(BimetalError, match="the prompt has 300 tokens and the context holds 256"):

@@ -16,13 +16,15 @@ PACKAGES = ("generate", "common", "mlx_backend", "cuda_backend", "metal_kernels"
 CHOOSER = "generate.backends"  # the one module that imports a backend, in one function
 BACKENDS = {"mlx_backend", "cuda_backend"}
 ORACLES = {"mlx_lm", "torch", "transformers"}
-UPPER = {"common.models", "common.decode", "common.session"}  # what the rest of common and the backends never see
+# what the rest of common and the backends never see
+UPPER = {"common.models", "common.decode", "common.pieces", "common.session"}
 
 # What the modules of a package may not import; the longest prefix of a module's name decides.
 FORBIDDEN = {
     "common": {"generate", "mlx", "cupy"} | BACKENDS | ORACLES | UPPER,
     "common.models": {"generate", "mlx", "cupy", "common.decode", "common.session"} | BACKENDS | ORACLES,
     "common.decode": {"generate", "mlx", "cupy", "common.session"} | BACKENDS | ORACLES,
+    "common.pieces": {"generate", "mlx", "cupy", "common.session"} | BACKENDS | ORACLES,
     "common.session": {"generate", "mlx", "cupy"} | BACKENDS | ORACLES,
     "mlx_backend": {"generate", "cuda_backend", "cupy"} | ORACLES | UPPER,
     "mlx_backend.fallback": {"generate", "cuda_backend", "cupy", "torch", "transformers"} | UPPER,  # mlx-lm's models

@@ -129,8 +129,8 @@ Memory(5 * 10**9)
         ("--devices 2", "GPU 2 does not exist; this machine has GPUs 0 to 1"),
         ("--devices 0,1 --draft demo --draft-device 5", "GPU 5 does not exist"),
         ("--devices 0,1 --split 1", "split has 1 proportions for 2 devices; give one each"),
-        ("--devices 0,1 --split 1,0", "split is 1,0; proportions must be above 0"),
-        ("--devices 0,1 --split 1,-1", "split is 1,-1; proportions must be above 0"),
+        ("--devices 0,1 --split 1,0", "split is [1.0, 0.0]; it must be proportions above 0"),
+        ("--devices 0,1 --split 1,-1", "split is [1.0, -1.0]; it must be proportions above 0"),
         ("--devices 0,x", "'x' is not a whole number of at least 0"),
         ("--split 1,1", "split needs devices: the GPUs that hold the model"),
         ("--devices 0 --draft-device 1", "draft_device is 1, and there is no draft; give one"),
@@ -149,11 +149,14 @@ def test_devices_that_cannot_be(flags, said):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"devices": 0}, r"devices is 0; it takes GPUs by number, such as \(0, 1\)"),
-        ({"devices": "01"}, "devices is '01'; it takes GPUs by number"),
-        ({"devices": (0, True)}, "it takes GPUs by number"),
-        ({"devices": (0, 1), "split": "1,3"}, r"split is '1,3'; it takes proportions, such as \(1, 3\)"),
-        ({"devices": (0, 1), "draft_device": "1", "draft": "demo"}, "it takes a GPU by number"),
+        ({"devices": 0}, r"devices is 0; it must be GPUs by number, such as \(0, 1\)"),
+        ({"devices": "01"}, "devices is '01'; it must be GPUs by number"),
+        ({"devices": (0, True)}, r"devices is \(0, True\); it must be GPUs by number"),
+        ({"devices": (0, 1), "split": "1,3"}, r"split is '1,3'; it must be proportions above 0, such as \(1, 3\)"),
+        (
+            {"devices": (0, 1), "draft_device": "1", "draft": "demo"},
+            "draft_device is '1'; it must be a whole number",
+        ),
     ],
 )
 def test_devices_of_callers(how, said):

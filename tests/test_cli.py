@@ -102,7 +102,7 @@ def test_seed_and_stop(run):
     ("argv", "message"),
     [
         (["--temperature", "x"], "'x' is not a number"),
-        (["--temperature", "-1"], "temperature is -1.0; it must be at least 0"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be a finite number of at least 0"),
         (["--top-p", "2"], "top_p is 2.0"),
         (["--max-tokens", "0"], "--max-tokens: '0' is not a whole number of at least 1"),
         (["--max-tokens", "-3"], "'-3' is not a whole number of at least 1"),

@@ -1,7 +1,6 @@
 """Sampling on rows whose distribution is known."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,9 +48,11 @@ def test_chances_of_whole_prefixes():
     for trial in range(300):
         row = (random.integers(-6, 7, 40) / 2 if trial % 2 else random.normal(scale=4, size=40)).astype(np.float32)
         s = Sampling(
-            float(random.uniform(0.1, 3)), *random.choice([1.0, 0.9, 0.3, 1e-9], 1), *random.choice([0, 1, 7], 1)
+            temperature=random.uniform(0.1, 3),
+            top_p=random.choice([1.0, 0.9, 0.3, 1e-9]),
+            top_k=random.choice([0, 1, 7]),
+            min_p=random.choice([0, 0.05, 0.5]),
         )
-        s = replace(s, min_p=float(random.choice([0, 0.05, 0.5])))
         whole = [round(float(np.exp((float(x) - float(row.max())) / s.temperature)) * 2**40) for x in row]
         order = sorted(range(40), key=lambda i: (-row[i], i))[: int(s.top_k) or None]
         enough, kept, sum_ = s.top_p * sum(whole[i] for i in order), [], 0

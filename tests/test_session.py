@@ -8,9 +8,11 @@ from tiny_chat import CONTEXT, write
 
 from common.errors import BimetalError, UsageError
 from common.models import load_model
+from common.options import GenerationOptions
 from common.reference import NumpyOps
-from common.sampling import Sampling, log_softmax
-from common.session import PREFILL_ROWS, Session, StopText
+from common.sampling import log_softmax
+from common.session import PREFILL_ROWS, Session
+from common.stop import StopText
 from common.tokenizer import load_tokenizer
 
 PROMPT = list(range(40, 60))
@@ -28,8 +30,8 @@ def session(parts):
 
 
 def generate(session, prompt=PROMPT, max_tokens=30, **options):
-    sampling = Sampling(**options.pop("sampling", {}))
-    pieces = list(session.stream(prompt, sampling, max_tokens, **options))
+    how = {name: options.pop(name) for name in ("cancel", "shared") if name in options}
+    pieces = list(session.stream(prompt, GenerationOptions(max_tokens=max_tokens, **options), **how))
     text = "".join(p.text for p in pieces)
     return text, [t for p in pieces for t in p.tokens], pieces[-1].finish_reason, pieces
 
@@ -107,7 +109,7 @@ def test_no_piece_shows_what_a_stop_string_takes_back(session):
     text, *_ = generate(session)
     stop = text[9:14]
     shown = ""
-    for piece in session.stream(PROMPT, Sampling(), 30, stop=[stop]):
+    for piece in session.stream(PROMPT, GenerationOptions(max_tokens=30, stop=[stop])):
         shown += piece.text
         assert text[: text.find(stop)].startswith(shown)
 
@@ -126,7 +128,7 @@ def test_stop_text_equals_a_search_over_the_whole(text, stop):
 
 
 def test_log_probabilities_are_those_of_the_model(session):
-    _, tokens, _, pieces = generate(session, top_logprobs=3, sampling={"temperature": 1.0, "seed": 5})
+    _, tokens, _, pieces = generate(session, logprobs=3, temperature=1.0, seed=5)
     rows = session.logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
     logprobs = [lp for p in pieces for lp in p.logprobs]
     assert [lp.token for lp in logprobs] == tokens
@@ -191,18 +193,18 @@ def test_another_prompt_starts_over(session):
 def test_a_reply_left_in_the_middle_leaves_a_usable_session(session):
     _, whole, _, _ = generate(session)
     session.reset()
-    stream = session.stream(PROMPT, Sampling(), 30)
+    stream = session.stream(PROMPT, GenerationOptions(max_tokens=30))
     for _ in range(5):
         next(stream)
     stream.close()
-    assert session.tokens == (PROMPT + whole)[: session.state.length]
+    assert session.committed == (PROMPT + whole)[: session.state.length]
     assert generate(session)[1] == whole
 
 
 def test_cancel_before_prefill_and_while_decoding(session):
     cancel = threading.Event()
     pieces = []
-    for piece in session.stream(PROMPT, Sampling(), 30, cancel=cancel):
+    for piece in session.stream(PROMPT, GenerationOptions(max_tokens=30), cancel):
         pieces.append(piece)
         cancel.set()
     assert pieces[-1].finish_reason == "cancelled"
@@ -216,7 +218,8 @@ def test_prefill_in_pieces_reports_progress(parts):
     session = Session(model, tokenizer, 2 * PREFILL_ROWS + 10)
     seen = []
     prompt = [40 + i % 50 for i in range(PREFILL_ROWS + 7)]
-    list(session.stream(prompt, Sampling(), 1, on_prefill=lambda read, total: seen.append((read, total))))
+    options = GenerationOptions(max_tokens=1, on_prefill=lambda read, total: seen.append((read, total)))
+    list(session.stream(prompt, options))
     assert seen == [(PREFILL_ROWS, len(prompt)), (len(prompt), len(prompt))]
 
 
@@ -226,8 +229,8 @@ def test_refusals(session):
         ({"prompt": [1000]}, "token id 1000 is outside the vocabulary of 258"),
         ({"prompt": [-1]}, "token id -1 is outside"),
         ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"stop": [""]}, "a stop string is empty"),
-        ({"top_logprobs": 1000}, "top_logprobs is 1000"),
+        ({"stop": [""]}, "stop is .*; it must be text or a list of texts"),
+        ({"logprobs": 1000}, "logprobs is 1000; it must be at most the vocabulary of 258"),
     ):
         with pytest.raises(UsageError, match=message):
             generate(session, **options)

@@ -1,6 +1,7 @@
 """Guessing ahead as a person meets it: flags, options, chats, figures, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +11,13 @@ import tiny_draft
 
 import generate
 from common.decode.lookup import Lookup
-from common.decode.speculative import KINDS, Guesser, Speculation
+from common.decode.speculative import KINDS, Guesser
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.models.window import bounded, windowed
+from common.options import GenerationOptions
 from common.reference import NumpyOps
-from common.sampling import Sampling
 from common.session import Session
 from common.step import Step
 from common.tokenizer import load_tokenizer
@@ -209,9 +210,10 @@ def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
     prompt = list(range(40, 70))
     logits = session._prefill(prompt, len(prompt), None, None)
     assert np.array_equal(logits[-1], Session(model, tokenizer, 128)._prefill(prompt, len(prompt), None, None)[-1])
-    tokens = [t for p in session.stream(prompt, Sampling(), 20, speculation=Speculation("lookup")) for t in p.tokens]
-    assert tokens == [t for p in session.stream(prompt, Sampling(), 20) for t in p.tokens]
-    whole = [t for p in Session(model, tokenizer, 128).stream(prompt, Sampling(), 20) for t in p.tokens]
+    options, other = GenerationOptions(max_tokens=20), Session(model, tokenizer, 128)
+    tokens = [t for p in session.stream(prompt, replace(options, spec="lookup")) for t in p.tokens]
+    assert tokens == [t for p in session.stream(prompt, options) for t in p.tokens]
+    whole = [t for p in other.stream(prompt, options) for t in p.tokens]
     assert tokens != whole
 
 
@@ -236,7 +238,7 @@ def test_a_bounded_cache_sees_its_first_rows_and_its_last(name, ops):
 
 @pytest.mark.parametrize("option", [{"tree_budget": 5}, {"chain_seed": True}, {"tree_topk": 4}])
 def test_options_of_guessing_without_guessing(folder, option):
-    refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for guessing ahead, which is off")
+    refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for speculative decoding, which is off")
     with generate.load(str(folder), backend="numpy") as llm, refusal:
         llm.generate("hello", **option)
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Backend
 import generate
 from common.chat import render
 from common.errors import BimetalError, UsageError
+from common.pieces import Piece, Stats
 from common.reply import Parts, ReplyParser
-from common.session import Piece, Stats
 from common.tokenizer import Tokenizer
 from common.tools import GLM, HERMES, QWEN_XML, find_syntax, typed
 from generate import terminal
@@ -572,7 +572,7 @@ def folder(tmp_path_factory):
 def scripted(text, finish_reason="stop"):
     """Session.stream for a model that writes `text`, a character in each token."""
 
-    def stream(prompt, sampling, max_tokens=None, stop=(), *rest):
+    def stream(prompt, *rest):
         for at, char in enumerate(text):
             yield Piece(char, tokens=[at])
         yield Piece(finish_reason=finish_reason, stats=Stats(len(prompt), 0, len(text), 1.0, 1.0, 0, 0, 0))
@@ -689,7 +689,7 @@ def test_errors_reach_the_caller(llm):
         llm.chat(ASK, tools=["weather"])
     with pytest.raises(UsageError, match="tools is 5, not a list"):
         llm.render(ASK, tools=5)
-    with pytest.raises(UsageError, match="tools is not an option of generate"):
+    with pytest.raises(TypeError, match="tools is an option of chat"):
         llm.generate("hello", tools=WEATHER)
     with pytest.raises(BimetalError, match="message 0 is"):
         llm.chat(["hello"], tools=WEATHER)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tiny_chat
 
+import generate
 from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
 from common.errors import BimetalError
 from common.sampling import Sampler, Sampling
 from common.step import Step
 from generate.backends import open_model
-from generate.llm import LLM
 
 PROMPT = np.arange(40, 60, dtype=np.int32)
 
@@ -108,7 +108,7 @@ def test_snapshots_and_whole_steps(name, request):
 
 @pytest.mark.model
 def test_a_chat_over_it(gemma):
-    with LLM(str(gemma), backend="mlx") as llm:
+    with generate.load(gemma, backend="mlx") as llm:
         first = llm.chat([{"role": "user", "content": "hello"}], max_tokens=8)
         again = llm.chat([{"role": "user", "content": "hello"}], max_tokens=8)
     assert first.tokens == again.tokens

@@ -75,7 +75,12 @@ def test_more_than_the_kernel_takes():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, top_k=1), Sampling(0.7, top_k=40, top_p=0.9), Sampling(3.0, top_k=64, min_p=0.05)]
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=0.7, top_k=40, top_p=0.9),
+        Sampling(temperature=3.0, top_k=64, min_p=0.05),
+    ],
 )
 def test_drawing_among_the_best(sampling, dtype, monkeypatch):
     """The token of the definition, by logits of top-k tokens alone; bfloat16 has ties where the top-k ends."""

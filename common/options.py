@@ -1,0 +1,239 @@
+"""The options of loading and of generating: frozen dataclasses whose fields carry type, default, range and meaning.
+
+`takes_options` turns the fields into the keyword arguments of a function, so that `help` and completion list them.
+Imports nothing heavy: the command line's `--help` and `import generate` read this module.
+"""
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from os import PathLike
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from common import rules
+from common.rules import Rule
+
+
+def option(default: Any, rule: Rule, meaning: str) -> Any:
+    """A field of an options class; None in its place is the default."""
+    return field(default=default, metadata={"rule": rule, "meaning": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options whose values are checked when they are made; a value of None is the default. Raises UsageError."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            accepted = f.default if value is None else f.metadata["rule"].accept(f.name, value)
+            object.__setattr__(self, f.name, accepted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Options):
+    """How a token is drawn from a row of logits; the defaults are greedy decoding without penalties."""
+
+    temperature: float = option(0.0, rules.AT_LEAST_0, "divides the logits; 0 takes the likeliest token (greedy)")
+    top_p: float = option(1.0, rules.SHARE, "keep the likeliest tokens that hold this share of the probability")
+    top_k: int = option(0, rules.whole(0), "keep this many of the likeliest tokens; 0 keeps all")
+    min_p: float = option(0.0, rules.LEAST_SHARE, "keep tokens of at least this share of the best probability")
+    repetition_penalty: float = option(
+        1.0, rules.POSITIVE, "divides the logits of tokens seen in prompt or reply (Keskar et al., arXiv 1909.05858)"
+    )
+    frequency_penalty: float = option(0.0, rules.FINITE, "subtracted from a token's logit per occurrence in the reply")
+    presence_penalty: float = option(0.0, rules.FINITE, "subtracted once from the logits of tokens in the reply")
+    seed: int | None = option(None, rules.whole(0), "the same seed gives the same text; None draws a new one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(Sampling):
+    """How a reply is generated."""
+
+    max_tokens: int | None = option(None, rules.whole(1), "most tokens of the reply; None: to the end of the context")
+    stop: str | Sequence[str] = option(
+        (),
+        rules.texts("text or a list of texts, each of at least one character"),
+        "strings that end the reply and are not part of it",
+    )
+    logprobs: int | None = option(
+        None, rules.whole(0), "alternatives to list beside each token's log-probability; None: no log-probabilities"
+    )
+    on_prefill: Callable[[int, int], object] | None = option(  # noqa: RUF009
+        None,
+        rules.CALLBACK,
+        "called with (tokens read, tokens to read) during prefill, in the thread that owns the model",
+    )
+    spec: str | None = option(
+        None,
+        rules.one_of("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree"),
+        "speculative mode: off, lookup, chain, tree, lookup+chain or lookup+tree; the text is the same in all of them. "
+        "None: tree with a draft, else off",
+    )
+    tree_budget: int | None = option(
+        None, rules.whole(1), "draft tokens to verify per step; None: chosen from measurements while decoding"
+    )
+    tree_topk: int = option(8, rules.whole(1), "candidates that a tree considers at each position")
+    chain_seed: bool = option(False, rules.FLAG, "begin each tree with the draft's likeliest block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(GenerationOptions):
+    """How a reply to messages is generated."""
+
+    think: bool | None = option(
+        None, rules.FLAG, "whether to reason before the answer; None: as the model's chat template has it"
+    )
+    tools: Sequence[Mapping[str, Any]] | None = option(
+        None,
+        rules.ITEMS,
+        "functions that the model may call, as in OpenAI's API. A call leaves the text once it is whole; a malformed "
+        "call stays in the text as the model wrote it",
+    )
+    template: Mapping[str, Any] | None = option(None, rules.MAPPING, "further variables for the model's chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Options):
+    """How a model is loaded."""
+
+    backend: str | None = option(
+        None,
+        Rule("the name of a backend", rules.PATH.convert),
+        "mlx, cuda or numpy; None: the fastest that this machine can run",
+    )
+    ctx: int | None = option(
+        None,
+        rules.whole(1),
+        "context length: most tokens of prompt and reply together. None: as the model was trained, on CUDA as far as "
+        "memory allows",
+    )
+    progress: bool | None = option(
+        None, rules.FLAG, "show bars for downloads, loading and long prompts; None: in a notebook"
+    )
+    draft: str | PathLike[str] | None = option(  # noqa: RUF009
+        None,
+        rules.PATH,
+        "a DFlash draft model for speculative decoding, named as models are, or demo; the text stays the same",
+    )
+    fa_window: int | None = option(
+        None, rules.whole(1), "positions that decoding attends to; changes the text. None: all"
+    )
+    max_kv_size: int | None = option(
+        None,
+        rules.whole(1),
+        "tokens whose keys and values are kept, the first four (attention sinks) and the latest; changes the text. "
+        "None: all",
+    )
+    devices: Sequence[int] = option(
+        (),
+        rules.many("GPUs by number, such as (0, 1)", rules.whole(0)),
+        "NVIDIA GPUs that share the model's layers in this order; empty: the first one alone",
+    )
+    split: Sequence[float] = option(
+        (),
+        rules.many("proportions above 0, such as (1, 3)", rules.POSITIVE),
+        "proportions of the model's bytes, one per device; empty: as memory is free",
+    )
+    draft_device: int | None = option(
+        None, rules.whole(0), "the GPU of the draft model, by number; None: the last of devices"
+    )
+
+
+# -- functions whose keyword arguments are options ---------------------------------------------------------------------
+
+P = ParamSpec("P")
+Self = TypeVar("Self")
+Subject = TypeVar("Subject")
+Made = TypeVar("Made")
+Result = TypeVar("Result")
+
+OTHER_NAMES = {  # of other programs
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "top_logprobs": "logprobs",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "repeat_penalty": "repetition_penalty",
+    "random_seed": "seed",
+    "enable_thinking": "think",
+    "chat_template_kwargs": "template",
+    "n_ctx": "ctx",
+    "num_ctx": "ctx",
+    "context": "ctx",
+    "context_length": "ctx",
+    "max_model_len": "ctx",
+    "draft_model": "draft",
+    "tensor_split": "split",
+    "device": "devices",
+}
+
+
+def takes_options(
+    options: Callable[P, Made],
+) -> Callable[[Callable[[Self, Subject, Made], Result]], Callable[Concatenate[Self, Subject, P], Result]]:
+    """Decorate a method whose last parameter is an `options` object to take the options as keyword arguments."""
+    return functools.partial(with_keywords, options)  # type: ignore[arg-type]
+
+
+def with_keywords(options: type[Options], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like `function`, with the fields of `options` as keyword arguments in its last parameter's place.
+
+    An unknown name is a TypeError that names the nearest option.
+    """
+    own = inspect.signature(function)
+    added = inspect.signature(options).parameters.values()
+    signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *added])
+
+    def arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+        unknown = next((name for name in given if name not in signature.parameters), None)
+        if unknown is not None:
+            raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options)}")
+        bound = signature.bind(*args, **given)
+        bound.apply_defaults()
+        return (*bound.args, options(**bound.kwargs))
+
+    wrapper: Any
+    if inspect.iscoroutinefunction(function):
+
+        async def wrapper(*args: Any, **given: Any) -> Any:
+            return await function(*arguments(args, given))
+
+    else:
+
+        def wrapper(*args: Any, **given: Any) -> Any:
+            return function(*arguments(args, given))
+
+    functools.update_wrapper(wrapper, function)
+    wrapper.__signature__ = signature
+    wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    wrapper.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{describe(options)}"
+    made: Callable[..., Any] = wrapper
+    return made
+
+
+def describe(options: type[Options]) -> str:
+    """The options with their meanings, a paragraph each, for a docstring."""
+    width = max(len(f.name) for f in fields(options)) + 2
+    return "\n".join(
+        textwrap.fill(f"{f.name:{width}}{f.metadata['meaning']}", 110, subsequent_indent=" " * width)
+        for f in fields(options)
+    )
+
+
+def _hint(unknown: str, options: type[Options]) -> str:
+    places: dict[str, str] = {}
+    for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
+        places |= {f.name: place for f in fields(kind)}
+    own = [f.name for f in fields(options)]
+    found = OTHER_NAMES.get(unknown) or next(
+        (close[0] for names in (own, list(places)) if (close := get_close_matches(unknown, names, 1, 0.7))), None
+    )
+    if found is None:
+        return f"its options are {', '.join(own)}"
+    return f"did you mean {found}?" if found in own else f"{found} is an option of {places[found]}"

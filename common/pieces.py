@@ -1,0 +1,92 @@
+"""What a session yields: pieces of a reply, log-probabilities and, at the end, statistics."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.decode.speculative import Accepted
+from common.reply import Parts, ReplyParser
+from common.sampling import log_softmax
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural log-probability of a token under the model's own distribution, before penalties and temperature."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the best alternatives, best first
+
+    @classmethod
+    def of(cls, row: np.ndarray, token: int, top: int) -> "Logprob":
+        """Read `token` and the `top` best alternatives from a row of logits (vocab,) float32."""
+        logprobs = log_softmax(row)
+        best = np.argsort(-logprobs, kind="stable")[:top]
+        return cls(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Seconds, tokens and bytes of one reply."""
+
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens already in the state
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float  # from the first token to the last
+    step_bytes: int  # weight bytes read per decoded token
+    state_bytes: int
+    peak_bytes: int
+    accepted: Accepted | None = None  # with speculative decoding
+    plain_seconds: float | None = None  # of a step without draft tokens, if one was measured
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second over plain decoding's; None if no plain step was measured."""
+        return None if self.plain_seconds is None else self.decode_tps * self.plain_seconds
+
+    @property
+    def prefill_tps(self) -> float:
+        """Prompt tokens per second, without cached ones."""
+        return (self.prompt_tokens - self.cached_tokens) / max(self.prefill_seconds, 1e-9)
+
+    @property
+    def decode_tps(self) -> float:
+        """Decoded tokens per second after the first token."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Weight bytes per second of decoding, in 1e9."""
+        return self.step_bytes * self.decode_tps / 1e9
+
+
+@dataclass
+class Piece(Parts):
+    """What became certain of a reply, the tokens behind the text, and on the last piece why the reply ended.
+
+    finish_reason  "stop": an end token or a stop string; "tool_calls": as "stop", after calls; "length": max_tokens or
+                   the context; "cancelled"
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: Stats | None = None
+
+
+def parse_pieces(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
+    """Move reasoning and tool calls out of the text of a reply; a piece comes when any part of it is certain."""
+    out = Piece()
+    for piece in pieces:
+        out.tokens += piece.tokens
+        out.logprobs += piece.logprobs
+        parser.push(piece.text, out)
+        if piece.finish_reason:
+            parser.finish(out)
+            called = parser.calls and piece.finish_reason == "stop"
+            out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
+        if out.text or out.reasoning or out.tool_calls or out.finish_reason:
+            yield out
+            out = Piece()

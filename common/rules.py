@@ -1,0 +1,100 @@
+"""What a value from a caller may be: `Rule.accept` brings it to a plain Python type or refuses it in one sentence."""
+
+import math
+import numbers
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The values that an option may have.
+
+    words    the values in words, after "it must be"
+    convert  gives the value in plain types; raises TypeError, ValueError or OverflowError for any other
+    """
+
+    words: str
+    convert: Callable[[Any], Any]
+
+    def accept(self, name: str, value: Any) -> Any:
+        """Return the value of option `name` in plain types; raises UsageError."""
+        try:
+            return self.convert(value)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(f"{name} is {value!r:.80}; it must be {self.words}") from None
+
+
+def number(words: str, holds: Callable[[float], bool]) -> Rule:
+    """Accept real numbers for which `holds`, but no text and no bool."""
+
+    def convert(value: Any) -> float:
+        return _check(float(_typed(value, numbers.Real)), holds)
+
+    return Rule(words, convert)
+
+
+def whole(least: int) -> Rule:
+    """Accept integers from `least`, NumPy's among them, but no bool."""
+
+    def convert(value: Any) -> int:
+        return _check(operator.index(_typed(value, numbers.Integral)), lambda x: x >= least)
+
+    return Rule(f"a whole number of at least {least}", convert)
+
+
+def one_of(*names: str) -> Rule:
+    """Accept one of some texts."""
+    return Rule(f"one of {', '.join(names)}", lambda value: _check(_typed(value, str), lambda x: x in names))
+
+
+def many(words: str, each: Rule) -> Rule:
+    """Accept a sequence of values that `each` accepts, as a tuple."""
+    return Rule(words, lambda value: tuple(each.convert(item) for item in _typed(value, Sequence)))
+
+
+def texts(words: str) -> Rule:
+    """Accept one text or a sequence of texts, as a tuple; none may be empty."""
+
+    def convert(value: Any) -> tuple[str, ...]:
+        items = (value,) if isinstance(value, str) else tuple(_typed(value, Sequence))
+        return tuple(_check(_typed(item, str), bool) for item in items)
+
+    return Rule(words, convert)
+
+
+def _path(value: Any) -> str:
+    return _check(_typed(os.fspath(value), str), bool)
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return value
+
+
+def _check(value: Any, holds: Callable[[Any], bool]) -> Any:
+    if not holds(value):
+        raise ValueError
+    return value
+
+
+def _call(value: Any) -> Any:
+    return _check(value, callable)
+
+
+FLAG = Rule("True or False", lambda value: _typed(value, bool))
+PATH = Rule("a name or a path", _path)
+CALLBACK = Rule("a function", _call)
+MAPPING = Rule("a dict", lambda value: _typed(value, Mapping))
+ITEMS = Rule("a list", lambda value: _check(_typed(value, Sequence), lambda x: not isinstance(x, str | bytes)))
+AT_LEAST_0 = number("a finite number of at least 0", lambda x: 0 <= x < math.inf)
+POSITIVE = number("a finite number above 0", lambda x: 0 < x < math.inf)
+FINITE = number("a finite number", math.isfinite)
+SHARE = number("a number above 0 and at most 1", lambda x: 0 < x <= 1)
+LEAST_SHARE = number("a number of at least 0 and below 1", lambda x: 0 <= x < 1)

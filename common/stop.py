@@ -1,0 +1,33 @@
+"""Stop strings in a text that grows."""
+
+from collections.abc import Sequence
+
+from common.reply import overlap
+
+
+class StopText:
+    """Hold back text that may turn out to begin a stop string, and cut at the first stop string."""
+
+    def __init__(self, stop: Sequence[str]):
+        self.stop = tuple(stop)
+        self.held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Add text, and return what is now certain to lie before any stop string."""
+        if not self.stop:
+            return text
+        self.held += text
+        ends = [at for s in self.stop if (at := self.held.find(s)) >= 0]
+        if ends:
+            self.stopped = True
+            out, self.held = self.held[: min(ends)], ""
+            return out
+        held = max(overlap(self.held, s) for s in self.stop)
+        out, self.held = self.held[: len(self.held) - held], self.held[len(self.held) - held :]
+        return out
+
+    def flush(self) -> str:
+        """Return what is held back: the text has ended."""
+        out, self.held = self.held, ""
+        return out
