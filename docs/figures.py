@@ -174,7 +174,8 @@ def texts() -> dict[Path, str]:
 def main(argv: list[str]) -> int:
     stale = [path for path, text in texts().items() if not path.exists() or path.read_text() != text]
     if "--check" in argv:
-        print("\n".join(f"{path} is not what BENCHMARKS.tsv gives" for path in stale))
+        for path in stale:
+            print(f"{path} is not what BENCHMARKS.tsv gives")
         return int(bool(stale))
     for path, text in texts().items():
         path.write_text(text)

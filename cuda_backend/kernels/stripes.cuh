@@ -89,7 +89,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     depend();  // the memory that the result takes may still be read
     if (!AHEAD || warp == 8 + 1) {
         find_factors(factors, x, AHEAD ? 0 : warp, AHEAD ? 1 : 8, ready, lane);
-        __syncwarp();  // changes the order of a product's instructions: docs/cuda-speed.md, Divisions
+        __syncwarp();  // changes the order of a product's instructions: docs/experiments/products.md, Divisions
         if (AHEAD) return;
     }
     float acc[NT][ACC] = {};

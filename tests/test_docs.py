@@ -1,0 +1,56 @@
+"""The documentation: README stays short, links lead somewhere, and tables and figures are what their scripts write."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    tree = text.partition("## Where things are")[2].split("```")[1]
+    assert len(tree.strip().splitlines()) <= 25
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{target} leads nowhere"
+        assert not anchor or anchor in anchors(path), f"{target}: {path.name} has no such heading"
+
+
+def test_the_index_names_every_page():
+    text = (ROOT / "docs/README.md").read_text()
+    assert [p.name for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in text] == []
+    text = (ROOT / "docs/experiments/README.md").read_text()
+    assert [p.name for p in sorted((ROOT / "docs/experiments").glob("*.md"))[1:] if p.name not in text] == []
+
+
+def test_tables_and_figures_are_made_of_the_log():
+    found = subprocess.run([sys.executable, ROOT / "docs/figures.py", "--check"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_support_tables_are_what_runs():
+    pytest.importorskip("mlx.core")
+    import support_table
+
+    stale = [path.name for path, table in support_table.tables().items() if table not in path.read_text()]
+    assert stale == []
