@@ -11,8 +11,8 @@ tq3_0                      as lm3 with lucebox's table; `to_blocks` gives its fi
 turboquant                 keys: tq3_0 codes, a raw norm, and the residual's signs under a second rotation (QJL, arXiv
                            2504.19874), with the scale that an orthonormal projection takes
 
-The Lloyd-Max formats are made for the coordinates of a randomly rotated vector: `rotate` before encode, `unrotate` after
-decode. The rotation is a product of signs, a Walsh-Hadamard transform and signs, per group.
+The Lloyd-Max formats are made for the coordinates of a randomly rotated vector: `common.hadamard.rotate` before encode,
+`unrotate` after decode.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,13 @@ from functools import cache, partial
 import numpy as np
 
 from common.errors import BimetalError
-from common.hadamard import wht
+from common.hadamard import GROUPS, group_of, signs, wht
 from common.quants import DECODERS
 
 BLOCK = 32  # values of one ggml block
-GROUPS = (128, 64, 32)  # values that are rotated together and share a norm, the widest first
 LANES = 32  # partial sums of a group's squares: the lanes of a kernel
 MOST = np.float32(65504)  # float16's largest finite number
 
-# bit 1 is -1; element 0 is the lowest bit of word 0. A narrower group takes the first of them.
-SIGNS = {
-    "S1": (0xE46A0359, 0x42F85949, 0xA4C63BBB, 0x49F250A9),
-    "S2": (0x16ACEE90, 0x3F628FDC, 0xB7A5357A, 0xBEA56562),
-    "Q1": (0x693A565E, 0x25622D30, 0x0243E607, 0xFEC58BDA),
-    "Q2": (0x3D172324, 0x203007CB, 0x9540A34B, 0x856B1126),
-}
 # positive centroids of the optimal quantizer of N(0, 1), and the positive boundaries between them
 LLOYD_MAX: dict[int, tuple[tuple[float, ...], tuple[float, ...]]] = {
     2: ((0.4527800346, 1.510417608), (0.9815988216,)),
@@ -54,13 +46,6 @@ TQ3: tuple[tuple[float, ...], tuple[float, ...]] = (
 
 
 @cache
-def signs(name: str, group: int) -> np.ndarray:
-    """(group,) float32 of 1 and -1: the first entries of the named sequence."""
-    bits = np.unpackbits(np.array(SIGNS[name], "<u4").view(np.uint8), bitorder="little")[:group]
-    return 1 - 2 * bits.astype(np.float32)
-
-
-@cache
 def table(name: str, group: int) -> tuple[np.ndarray, np.ndarray]:
     """(centroids, boundaries), ascending float32, of a format's codes in a unit vector of `group` numbers."""
     is_tq3 = name in ("tq3_0", "turboquant")
@@ -69,27 +54,6 @@ def table(name: str, group: int) -> tuple[np.ndarray, np.ndarray]:
     positive, above = np.array(centroids) * scale, np.array(boundaries) * scale
     ascending = np.concatenate([-positive[::-1], positive])
     return ascending.astype(np.float32), np.concatenate([-above[::-1], [0], above]).astype(np.float32)
-
-
-def group_of(dim: int) -> int:
-    """Values of a head of `dim` that are rotated together and share a norm; 0 where there is no transform."""
-    return next((group for group in GROUPS if dim % group == 0), 0)
-
-
-def rotate(x: np.ndarray) -> np.ndarray:
-    """Each group of x (..., dim), rotated: float32."""
-    group = group_of(x.shape[-1])
-    return wht(_grouped(x, group), signs("S1", group), signs("S2", group)).reshape(x.shape)
-
-
-def unrotate(y: np.ndarray) -> np.ndarray:
-    """The inverse of `rotate`."""
-    group = group_of(y.shape[-1])
-    return wht(_grouped(y, group), signs("S2", group), signs("S1", group)).reshape(y.shape)
-
-
-def _grouped(x: np.ndarray, group: int) -> np.ndarray:
-    return x.reshape(*x.shape[:-1], -1, group)
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, quants
 
-from common.kv_formats import FORMATS, rotate
+from common.hadamard import rotate
+from common.kv_formats import FORMATS
 
 SIZES = (64, 128, 256)
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from common.errors import BimetalError
-from common.kv_formats import FORMATS, from_blocks, group_of, norms, rotate, signs, to_blocks, unrotate
+from common.hadamard import group_of, rotate, signs, unrotate
+from common.kv_formats import FORMATS, from_blocks, norms, to_blocks
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "kv_golden.json").read_text())
 CODED = [name for name in FORMATS if name not in ("f16", "bf16")]
