@@ -1,8 +1,12 @@
 """`import generate`: the calls that notebooks and services make, on the NumPy backend."""
 
 import asyncio
+import copy
 import gc
+import os
+import pickle
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 from tiny_chat import TEMPLATE, write
 
 import generate
+from common.decode.plain import plain
 from common.errors import BimetalError, UsageError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -22,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with generate.load(str(folder), backend="numpy") as llm:
+    with generate.load(folder, backend="numpy") as llm:
         yield llm
 
 
@@ -141,6 +146,76 @@ def test_a_dropped_stream_frees_the_model_for_the_next_caller(llm):
     assert llm.generate("hello", max_tokens=3).finish_reason == "length"
 
 
+@pytest.fixture
+def steps(llm, monkeypatch):
+    """Steps of the next reply after `left` is set, for which the fourth step waits."""
+    left, after = threading.Event(), []
+
+    def gated(*args):
+        for n, item in enumerate(plain(*args)):
+            if n == 3:
+                left.wait(10)
+            if left.is_set():
+                after.append(n)
+            yield item
+
+    def leave():
+        left.set()
+        monkeypatch.setattr("common.session.plain", plain)
+        llm.generate("next", max_tokens=1)
+        return len(after)
+
+    monkeypatch.setattr("common.session.plain", gated)
+    return leave
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["in a variable", "dropped"])
+def test_leaving_a_loop_ends_the_reply_within_a_step(llm, steps, held):
+    stream = llm.stream("hello") if held else None
+    for _ in stream or llm.stream("hello"):
+        break
+    assert steps() == 1
+    if stream:
+        assert stream.reply().finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["in a variable", "dropped"])
+def test_leaving_an_async_loop_ends_the_reply_within_a_step(llm, steps, held):
+    async def leave():
+        stream = llm.astream("hello") if held else None
+        async for _ in stream or llm.astream("hello"):
+            break
+        assert steps() == 1
+        if stream:
+            assert (await stream.reply()).finish_reason == "cancelled"
+
+    asyncio.run(leave())
+
+
+def test_an_exception_in_an_async_loop_ends_the_reply_within_a_step(llm, steps):
+    async def fail():
+        async for _ in llm.astream_chat(MESSAGES):
+            raise RuntimeError("the reader's own")
+
+    with pytest.raises(RuntimeError, match="the reader's own"):
+        asyncio.run(fail())
+    assert steps() == 1
+
+
+def test_closing_an_async_generator_over_a_stream_ends_the_reply_within_a_step(llm, steps):
+    async def lines():
+        async for piece in llm.astream("hello"):
+            yield piece.text
+
+    async def close():
+        source = lines()
+        await anext(source)
+        await source.aclose()
+
+    asyncio.run(close())
+    assert steps() == 1
+
+
 def test_cancelled_task_stops_the_reply(llm):
     async def cancelled():
         task = asyncio.create_task(llm.agenerate("hello"))
@@ -162,6 +237,93 @@ def test_errors_reach_the_caller(llm):
         llm.generate([50] * 300)
     with pytest.raises(BimetalError, match="the prompt has 300 tokens"):
         asyncio.run(llm.agenerate([50] * 300))
+
+
+@pytest.mark.parametrize("entry", ["generate", "stream", "agenerate", "astream", "logits", "alogits"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([10**9], "token id 1000000000 is outside the vocabulary of 258"),
+        ([258], "token id 258 is outside"),
+        ([5, -1], "token id -1 is outside"),
+        ([1.5], "the prompt has a token id 1.5; it must be a whole number"),
+        ([True], "the prompt has a token id True"),
+        (["a"], "the prompt has a token id 'a'"),
+        (np.array([[1, 2]]), r"the prompt has a token id \[1, 2\]"),
+        (b"hello", "the prompt is b'hello'; it must be text or a sequence of token ids"),
+        (None, "the prompt is None; it must be text"),
+        (5, "the prompt is 5; it must be text"),
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_every_entry_checks_the_prompt(llm, entry, prompt, message):
+    async def call():
+        result = getattr(llm, entry)(prompt)
+        return await result if asyncio.iscoroutine(result) else result
+
+    with pytest.raises(UsageError, match=message):
+        asyncio.run(call())
+
+
+def test_ids_of_arrays_are_a_prompt(llm):
+    ids = llm.tokenizer.encode("hello")
+    for prompt in (np.array(ids), tuple(ids), list(np.array(ids, np.uint16))):
+        assert llm.generate(prompt, max_tokens=4).tokens == llm.generate(ids, max_tokens=4).tokens
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_refused_instead_of_waiting(llm):
+    stream = llm.stream("hello", max_tokens=2)
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, fork beside threads
+        child = os.fork()
+    if not child:
+        said = []
+        for call in (lambda: llm.generate("hello", max_tokens=2), lambda: llm.logits("hello"), lambda: next(stream)):
+            try:
+                call()
+            except BimetalError as error:
+                said.append(str(error))
+        llm.close()
+        os.write(write, "\n".join(said).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        said = pipe.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(said) == 3
+    for line in said:
+        assert line.startswith(f"the model was loaded in process {os.getpid()} and does not survive os.fork(); load it")
+    assert len(stream.reply().tokens) == 2
+
+
+@pytest.mark.parametrize("entry", ["generate", "logits"])
+def test_a_callback_that_calls_its_model_is_refused_instead_of_waiting(llm, entry):
+    with pytest.raises(BimetalError, match="a callback runs in the thread that owns the model and cannot call"):
+        llm.generate("call back", max_tokens=2, on_prefill=lambda *_: getattr(llm, entry)("hello"))
+    assert llm.generate("hello", max_tokens=2).finish_reason == "length"
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(llm, duplicate):
+    with pytest.raises(TypeError, match="cannot be copied or pickled, because one thread of this process owns"):
+        duplicate(llm)
+    with llm.stream("hello") as stream, pytest.raises(TypeError, match="a reply that is being written cannot be"):
+        duplicate(stream)
+
+
+def test_public_names(folder):
+    assert set(dir(generate)) == {
+        *("LLM", "AsyncStream", "BimetalError", "Reply", "Stream", "UsageError", "load"),
+        *("__doc__", "__name__", "__path__", "__version__"),
+    }
+    assert (generate.BimetalError, generate.UsageError) == (BimetalError, UsageError)
+    for name in dir(generate):
+        assert getattr(generate, name) is not None
+    with pytest.raises(AttributeError, match="module 'generate' has no attribute 'laod'"):
+        generate.laod  # noqa: B018
 
 
 def test_loading_errors_reach_the_caller(folder, tmp_path):
