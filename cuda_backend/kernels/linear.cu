@@ -11,6 +11,27 @@
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x; stripes do not depend on the number of rows
 // Numbers   product.cuh's, unit after unit: the result of a row depends neither on the other rows nor on COLS
 // Bound     bytes of w; Origin: the stripes of Marlin (Frantar et al., arXiv 2408.11743)
+// Tried     ms of a step, variant against what was here then (Q: Qwen3.6-27B, W: WeDLM-8B, one H200); docs/experiments/products.md has
+//             more.
+//           one CTA per multiprocessor for few rows -> Q 6.54 against 5.43 at one row: eight warps do not hide each other's latency
+//           registers for three or four CTAs -> Q 5.50, 6.08 against 5.18: the next product's CTAs come many to one multiprocessor
+//           two row blocks and 16 warps a CTA -> Q 24.0 against 21.3 at 64 rows, 6.91 against 6.02 at one: fewer stages
+//           two CTAs per multiprocessor at 32 rows, in 96 registers -> Q 8.88 against 8.43: the tile is unpacked twice, reads wait
+//           two warps to a tile, each with half of the rows -> Q 17.9 against 16.3 at 64 rows: the tile is unpacked twice
+//           four warps with two tiles each, x read once for both -> Q 18.3 against 14.6 at 64 rows: half as many warps
+//           two tiles of a warp, x read once for both -> Q 8.20 against 8.23 at 32 rows, 13.61 against 13.27 at 64: later kernels
+//             start later
+//           eight warps that copy their own tiles, no ninth -> Q 16.9 against 14.8 at 64 rows: waits delay the products
+//           72 registers at 16 rows -> W 2.35 against 2.07 with 80; 80 registers at one row -> W 1.681 against 1.661, Q 4.721 against
+//             4.735
+//           norms' factors by the feeding warp once the ring is full -> W 1.691 against 1.640: nobody refills the ring meanwhile
+//           norms' factors of 16 rows by a warp of their own -> W 1.985 against 1.964, 2.248 against 2.104 before they were found
+//             side by side
+//           the feeding warp begins before the others -> W 1.659 against 1.646, cause not known
+//           72 rows as products of 64 and 8 -> Q 19.6 against 15.9: 8 rows take as long as reading the matrix; 96 at once would spill
+//           parts added by a cluster of four CTAs, then addition and norm, one launch -> W 1.633 against 1.640, but 4.43 against 4.33
+//             at 64 rows
+//           a first pass over nothing, to fetch the code early -> Q 6.10 against 6.01: the code is there
 
 extern "C" __global__ void __launch_bounds__(BOUND, BLOCKS)
 linear(Matrix a, Matrix b, int ctas, Rows x, Partials to) {

@@ -9,6 +9,20 @@
 //           each times its scale of x, the second added to the first; minima times sums of x in bf16, 16 bits of a sum, which a
 //           tensor core adds up for 256 columns; minima, then scales times the sum of both halves added to the result.
 //           Q2_K adds up minima in whole numbers, as scales. Others: the dot of each group of 32 columns is exact
+// Tried     ms of a step of Qwen3.6-27B, variant against what was here then (one H200); docs/experiments/products.md has more.
+//           float16 activations times 2^-6 on wgmma -> 16.1 against 21.3 at 64 rows, but 6.48 against 6.02 at one, which must have
+//             the same bits
+//           float16 on wgmma, exact weights, a scale of x per 128 columns -> 21.3 against 21.3 at 64 rows: scales cost what tensor
+//             cores gained
+//           float16 on wgmma, codes times scales as integers, equal bits -> 15.0 against 14.2 at 64 rows, 6.70 against 6.17 at 16:
+//             twice the
+//             instructions to unpack, twice the bytes of x, and half of the cycles have no warp that can go on
+//           int8 on wgmma, 24 or 32 rows each -> 16.75 against 14.8 at 64 rows: a group's sums are all there is to do until the next
+//             has come
+//           Q4_K's scales multiplied into the codes, halves apart -> 19.1 against 17.9 at 64 rows: 647 instructions per tile, not 604
+//           weights unpacked before x is there -> 4.84 against 4.74 at one row: the first unit gains what the others lose
+//           64 rows as two batches of 32 that find the weights in L2 -> not built to the end: gate and up 61.4 us at 64 rows, twice
+//             33.8 at 32
 
 #if COLS == 1
 #define NT 1

@@ -1,6 +1,19 @@
 // stripes: a CTA's part of y = x W' for one quantized matrix, as linear.cu describes it
 // Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE and EIGHTS_AT_ONCE: cuda_backend/occupancy.py; COLS, STRIPES and
 //           AHEAD as linear.cu
+// Tried     ms of a step, variant against what was here then (W: WeDLM-8B, one H200).
+//           as few stripes as leave the longest as long -> Qwen3.6-27B 7.59 against 7.40 at 16 rows: CTAs stay idle at the end
+//           gate and up in 256 stripes, two partial sums instead of three -> W 1.684 against 1.672 with 264; 236 to 262 1.670 to
+//             1.719 against 1.650
+//           down in 256, 250, 220 stripes -> W 1.685, 1.696, 1.703 against 1.672: CTAs that end at once let nothing begin
+//           four units a stripe of the output projection -> W 1.675 and 1.684 against 1.674 with three, 2.047 against 2.032 at 16
+//             rows
+//           three or four units where fewer CTAs than multiprocessors are left -> Laguna 1.362, 1.380 against 1.324; GLM 2.000, 2.023
+//             against 1.955
+//           stripes of two types by bytes on average, by units, Q6_K as 1.25 or 0.8 of its bytes -> W 1.736 to 1.743 against 1.731 to
+//             1.736
+//           evict_first at 16 rows for all matrices -> Qwen3.6-27B 5.98 against 5.91, from 24 rows on at 22 6.88 against 6.82; causes
+//             not known
 
 #define OF_EACH (AHEAD ? COLS : (COLS + 7) / 8)  // rows whose factor a warp finds
 

@@ -1,7 +1,7 @@
 // tile: how a quantized matrix lies in device memory, and how a warp reads 16 rows x KBLOCK columns of it.
 //
 // A unit is 128 rows x KBLOCK columns: 8 tiles of 16 rows, one per warp, contiguous; units run along k, then down rows.
-// A tile holds bit planes in the order in which the lanes of mma.m16n8k32 want them, then the scales of its 16 rows.
+// A tile holds bit planes in the order in which the lanes of mma.m16n8k32 need them, then the scales of its 16 rows.
 // Lane (g = lane / 4, t = lane % 4) owns per 32 columns four words of four codes: a0 (row g, columns 4t..4t+3),
 // a1 (row g + 8, same columns), a2 and a3 (as a0, a1, 16 columns on).
 //   4-bit plane   two words per group, a0 | a1 << 4 and a2 | a3 << 4; 16 bytes per lane and two groups
@@ -17,6 +17,14 @@
 // Build  -D one type name (Q4_K, ...). GROUP: columns that share a scale. MINS: codes are unsigned, groups have a minimum.
 //        WHOLE: scales of groups are whole numbers, times a float of the row. SHIFT: unpacked codes are 2^SHIFT times
 //        those of the file, SHIFT_HIGH for rows 8 to 15.
+// Tried     Q6_K as planes of 4 and 2 bits -> 15 instructions to unpack four words of a lane, 9 as a 6-bit plane: 6.87 ms against
+//             6.77 at
+//             22 rows of Qwen3.6-27B (H200)
+//           a ring address that goes from stage to stage, 7 to 27 instructions less -> 4.763 ms against 4.738 at one row, 13.73
+//             against 13.25 at
+//             64: registers
+//           halves of a unit of 24 rows kept apart by __syncwarp, so that Q6_K needs no loop -> 7.53 ms against 6.94 at 22 rows:
+//             reads wait
 
 #if defined(Q4_K) || defined(Q4_1)
 #define P4 1
@@ -98,7 +106,7 @@
 #if defined(Q4_K) || defined(Q5_K)
 // Per row two float16, d and dmin; a byte per group, its scale above the low 2 bits of its minimum; the high 4 bits of the
 // minima in a word: of group j of the first half at bit 8 j + 2, of the second half behind them. Scales, which each lane
-// wants all of, are a mask away.
+// needs all of, are a mask away.
 #define SCALE_BYTES 256
 #elif defined(Q4_0) || defined(Q5_0) || defined(IQ4_NL) || defined(Q8_0)
 #define SCALE_BYTES (16 * GROUPS * 2)  // float16 per group
@@ -139,7 +147,7 @@ __device__ __forceinline__ u32 lookup(u32 codes) {  // four 4-bit codes, one per
 }
 #endif
 
-__device__ __forceinline__ u32 word_of(const u8* from, int i) {  // one of four, read together: the others are wanted next
+__device__ __forceinline__ u32 word_of(const u8* from, int i) {  // one of four, read together: the others are needed next
     const uint4 w = *(const uint4*)from;
     return i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w;
 }
