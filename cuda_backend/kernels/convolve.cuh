@@ -1,7 +1,7 @@
 // convolve: a row of a head of q, k or v, for prepare.cu and for delta.cu's step of one row
 //
 // Build     as prepare.cu
-// Work      all that a lane reads is asked for at once, from another place where it is not wanted: the compiler lets a conditional
+// Work      all that a lane reads is requested at once, from another place where it is not needed: the compiler lets a conditional
 //           read wait for the one before it
 
 #ifndef SLOTS

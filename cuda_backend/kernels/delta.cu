@@ -6,7 +6,7 @@
 //           state: two matrices [Hv][DV][DK], `flip` apart, and of the last step's rows [2][MAX_DECODE_ROWS]: k [Hk][DK], change
 //           [Hv][DV], factor [Hv]
 //           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
-// Out       NORM: what store.cuh says of (T, Hv * 128); else out.dense [T][Hv][DV] before the norm
+// Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: for a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed
@@ -14,7 +14,7 @@
 // Work      a CTA per value head and 64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share
 //           four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
 //           last one; chunks are as long as each other, so that neither waits for a short one.
-//           The committed path is applied on the way in, and its result written beside the old matrix; this step's
+//           The committed path is applied first, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
 //           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is visited depth first, leaves first, as the
 //           step's `line` says. A matrix that several rows with children go on from waits for them: the innermost in
@@ -23,6 +23,19 @@
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
 //           tree equals the row that plain decoding computes, bit for bit
 // Bound     bytes of the matrix, read and written once; from about 8 rows the recurrence, 200 instructions per warp and row
+// Tried     us per layer, variant against what was here then (Qwen3.6-27B, one H200); docs/experiments/recurrent.md has more.
+//           one launch for any number of rows -> 52.8 against 33.4 at 64 rows, 6.1 against 8.3 at 2: six CTAs convolve each query and
+//             key
+//           the committed path brought to shared memory by other warps -> 0.3 to 0.6 less for a path of 8 rows, 0.4 to 0.7 more for
+//             one
+//           eight committed rows read at once instead of four -> 22.9 against 21.5 for a tree of 24 after a path of 8: longer code
+//           committed rows read whether they exist or not -> 14.5 against 13.2 at 16 rows after a path of 8; 5.7 against 6.0 at one
+//             row
+//           each result sent to the other CTA of the cluster -> 39.5 against 35.9 at 64 rows: 243 instructions per row, not 203
+//           128 registers, so that the kernel before fits beside it -> 35.89 against 34.80 at 64 rows: spills
+//           the decay in one number per matrix -> recurrence 24.2 against 23.4 at 64 rows: shuffles were hidden behind the
+//             multiplications
+//           chunks of 8 rows instead of 16 -> 26.0 against 24.8 at 64 rows, 13.4 against 13.6 at 22: as many phases again
 
 #define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
 #define CHUNK 16             // rows that are read together, at most
@@ -415,7 +428,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #pragma unroll
             for (int c = 0; c < 4; c++) with_query[c] = part_of_dot(s[c], query);
 #pragma unroll
-            for (int c = 0; c < 4; c++) fade(s[c], leaf ? 1.0f : now.x);  // while the sums are on their way
+            for (int c = 0; c < 4; c++) fade(s[c], leaf ? 1.0f : now.x);  // while the sums are still being added
             q_at += DK;
             if (i + 1 < n) read_fours(query, q_at, part);
             const float out_of_row = __fmaf_rn(both, change, now.x * sum_of_sixteen(with_query, part));

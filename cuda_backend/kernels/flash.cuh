@@ -1,4 +1,4 @@
-// flash: what attention.cu, split.cu and pieces.cu share: tiles of the cache on their way to the tensor cores, the pieces
+// flash: what attention.cu, split.cu and pieces.cu share: tiles of the cache as tensor cores read them, the pieces
 // into which a past is cut, and who sees whom. Positions are absolute; a cache of a window keeps `fixed` rows, then a ring.
 
 #ifndef WINDOWED

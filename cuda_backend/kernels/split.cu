@@ -15,6 +15,21 @@
 //           row gets depends on the positions that it sees, not on how they are cut into pieces, on where the step's rows
 //           lie, or on the other rows. The row of a tree equals the row of plain decoding, bit for bit
 // Bound     bytes of keys and values
+// Tried     us per layer of `split`, or of a step of 8 layers, variant against what was here then (Qwen3.6-27B, one H200).
+//           the walk over tiles written out wherever a tile is fetched -> 62 us against 37 at one row, context of 32K: code that does
+//             not fit
+//           one CTA per multiprocessor -> 48.4 us: too few warps to hide latency
+//           16 rows per CTA above 16 rows -> 17.4 against 12.6 at 22 rows, 48 against 32.5 at 64: tiles are read more often
+//           64 rows per CTA -> 435 against 495 at 64 rows and 32K, but one CTA per multiprocessor: 48 against 37 at one row; as a
+//             third build 30.8 against 32.5 at 64 rows, but 20.5 against 12.6 at 22
+//           four warps for 32 rows, a quarter less read of shared memory -> step 950 against 947 at 22 rows: tiles wait for one phase
+//             after another
+//           three CTAs with three buffers instead of two with four -> WeDLM's step 552 against 541 at 16 rows
+//           the committed part of the step's own tile loaded before the wait -> 5.05 ms against 5.09 at one row, 11.25 against 11.11
+//             at 22 rows and 32K; it wrote out of bounds for trees of more than 64 rows
+//           that part requested in L2 during the wait -> WeDLM's step 408.3 against 409.4; one build spills
+//           once through the code over nothing before the wait -> 15.7 against 12.7 at 22 rows: the code was there
+//           to_cache inside `split` -> not built: to_cache left out gains WeDLM 0.4 us per layer, `split` would start cold
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
@@ -33,7 +48,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
     if (!WINDOWED) window = keep = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ int2 coming[4];  // tiles on their way: where each begins, + 1 if its piece ends with it, and that one's place
+    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if its piece ends with it, and that one's place
     __shared__ int place;  // of the piece that is fetched next; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
