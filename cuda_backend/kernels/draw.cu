@@ -10,6 +10,8 @@
 // Numbers   exponentials in float64, with the host's up to the last bit; sums of whole numbers, the same in any order
 // Assumes   V below 2^23
 // Bound     what one CTA reads: 12 V bytes, and 4 V for each round but the first of top-k, and of top-p
+// Tried     one load of a thread at a time -> 206 us for a row of 248,320 logits with top-k 40, against 150 with eight in flight
+//             (H200)
 
 #define BINS 2048
 #define FLIGHT 8  // loads of a thread that are under way together: one CTA has only these to hide their latency

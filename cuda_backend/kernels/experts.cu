@@ -13,6 +13,12 @@
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x
 // Numbers   as linear.cu; the result of a row depends on its matrix alone: not on COLS, its group or its place there
 // Bound     bytes of the matrices that were chosen, each read once while groups hold all of its rows
+// Tried     tokens per second at one row, variant against what was here then (one H200); docs/experiments/mixtures.md has more.
+//           k cut for three CTAs per multiprocessor -> GLM 386 against 424, Laguna 492 against 545: two fit, the others come after
+//             them
+//           k cut for one CTA -> GLM 364 against 424, Laguna 532 against 545: it waits for one unit after the other
+//           no overlap with what is before, to leave the shared expert room -> GLM 316 against 325, Laguna 444 against 441
+//           the shared expert after the experts, in one stream -> Laguna 381 against 406: three more kernels in line
 
 #define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // bytes of a gathered row: two rows meet each bank once
 #define XBYTES (HALVES * 160)  // of which it fills
@@ -103,7 +109,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
                 const int s = i % STAGES;
                 if (i >= STAGES) barrier_wait(empty + 8 * s, (i / STAGES - 1) % 2);
                 if (lane == 0) barrier_expect(full + 8 * s, UNIT_BYTES + item.group.z * XBYTES);
-                copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is on its way
+                copy(shared_address(ring + s * STAGE), unit, UNIT_BYTES, full + 8 * s, lane);  // while `pair` is being read
                 __syncwarp();
 #if BULK
                 if (late) {  // weights that are known come while the kernel before this one ends

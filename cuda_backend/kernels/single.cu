@@ -11,6 +11,11 @@
 //           of what was chosen by the kernel before
 // Numbers   bit by bit those of moe.cu and experts.cu
 // Bound     bytes of the matrices
+// Tried     variant against what was here then (one row, one H200).
+//           matrices of heads as float16, with k_up where the rest is gathered and v_up packing its result -> GLM 3.056 ms against
+//             3.076, but 5.85 against 4.35 at 16 rows: three times the bytes, no tensor cores
+//           where rows are made here, the third ring stage after the wait, too -> GLM 2.000 ms against 1.991, Laguna 1.342 against
+//             1.342
 
 #define SUM 1
 #define SWIGLU 2
