@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import BimetalError
-from common.sampling import Sampler, top_k
+from common.sampling import Sampler, argmax_entropy, top_k
 from common.step import State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
@@ -314,6 +314,13 @@ class Ops(ABC):
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         """The k likeliest tokens of each row of logits (T, vocab), best first: ids and log-probabilities, (T, k)."""
         return top_k(self.read(logits), k)
+
+    def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
+        """The likeliest token but `excluded` of each row of logits (T, vocab), and the row's entropy without it.
+
+        Returns ids (T,) int32 and entropies (T,) float32 in nats, of the softmax at temperature 1.
+        """
+        return argmax_entropy(self.read(logits), excluded)
 
     def norm_rope(self, x: Array, weight: Array, positions: np.ndarray, rope: Rope, eps: float) -> Array:
         """RMSNorm over the head, then rope: x (T, heads, D)"""

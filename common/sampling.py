@@ -40,6 +40,22 @@ def top_k(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, (np.take_along_axis(shifted, ids, axis=-1) - total).astype(np.float32)
 
 
+def argmax_entropy(rows: np.ndarray, excluded: int) -> tuple[np.ndarray, np.ndarray]:
+    """rows (T, vocab) float32 -> the best id but `excluded` (T,) int32 and the entropy in nats without it (T,) float32.
+
+    H = log(sum exp(x)) - sum(p x), in float64; of equal logits the smaller id is best; NaN logits are refused.
+    """
+    if np.isnan(rows).any():
+        raise NotFiniteError(f"{np.isnan(rows).sum()} of {rows.size} logits are NaN")
+    rows = rows.astype(np.float64)
+    rows[:, excluded] = -np.inf
+    weights = np.exp(rows - rows.max(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1, keepdims=True)
+    shifted = np.where(weights > 0, rows - rows.max(axis=-1, keepdims=True), 0)
+    entropy = np.log(total[:, 0]) - (weights * shifted).sum(axis=-1) / total[:, 0]
+    return rows.argmax(axis=-1).astype(np.int32), entropy.astype(np.float32)
+
+
 def best_of(row: np.ndarray, k: int) -> np.ndarray:
     """The ids of the k largest of row (vocab,), best first, of equal ones the smaller id; all where there are less."""
     ids = np.flatnonzero(row >= np.partition(row, -k)[-k]) if k < len(row) else np.arange(len(row))

@@ -367,6 +367,14 @@ class MlxOps(Ops):
         ids, logs, total = best_of_rows(logits, k)
         return mx.where(mx.isnan(total), NOT_A_TOKEN, ids), logs
 
+    def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
+        x = mx.where(mx.arange(logits.shape[-1]) == excluded, -mx.inf, logits.astype(mx.float32))
+        shifted = x - x.max(axis=-1, keepdims=True)
+        weights = mx.exp(shifted)
+        total = weights.sum(axis=-1)
+        entropy = mx.log(total) - (weights * mx.where(weights > 0, shifted, 0)).sum(axis=-1) / total
+        return mx.where(mx.isnan(total), NOT_A_TOKEN, x.argmax(axis=-1).astype(mx.int32)), entropy
+
     def read(self, x: Array) -> np.ndarray:
         if mx.issubdtype(x.dtype, mx.floating):
             return np.array(x.astype(mx.float32))

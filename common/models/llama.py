@@ -11,11 +11,14 @@ import numpy as np
 
 from common.checkpoint import Checkpoint
 from common.config import Keys
+from common.errors import BimetalError
 from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
+
+WEDLM_MASK = 151665
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Config:
     rope: Rope
     context: int
     tied: bool
+    mask_id: int | None = None  # of WeDLM: the token of a position that is still to be filled
 
     @property
     def norms_heads(self) -> bool:
@@ -67,7 +71,19 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
         rope=hf_rope(keys, head_dim),
         context=keys.size("max_position_embeddings"),
         tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
+        mask_id=_mask_id(keys) if checkpoint.config["model_type"] == "wedlm" else None,
     )
+
+
+def _mask_id(keys: Keys) -> int | None:
+    """The id that the configuration names; published WeDLM checkpoints leave it null and were trained with 151665."""
+    vocab = keys.size("vocab_size")
+    mask = keys.read("mask_token_id", int, WEDLM_MASK)
+    if keys.get("mask_token_id") is None and mask >= vocab:
+        return None
+    if not 0 <= mask < vocab:
+        raise BimetalError(f"{keys.where}: mask_token_id is {mask}; the vocabulary has {vocab} tokens")
+    return mask
 
 
 def _gguf_config(checkpoint: Checkpoint) -> Config:

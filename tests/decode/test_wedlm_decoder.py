@@ -1,0 +1,237 @@
+"""WeDLM's decoder against an independent simulator without a cache, and the properties that its cache must have."""
+
+import json
+import shutil
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+import pytest
+import tiny
+from wedlm_simulator import qwen3, simulate, visible
+
+from common.decode.plain import plain
+from common.decode.wedlm import WedlmOptions, WedlmStats, choose, verified, wedlm
+from common.errors import BimetalError, UsageError
+from common.models import load_model
+from common.quants import dequantize
+from common.reference import NumpyOps
+from common.sampling import Sampler, Sampling, argmax_entropy
+from common.step import Step
+
+MASK = 90
+PROMPT = [5, 17, 3, 60, 44, 2, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wedlm") / "model"
+    shutil.copytree(tiny.FOLDER / "qwen3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm", "mask_token_id": MASK}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder, ops):
+    return load_model(folder, ops)
+
+
+@pytest.fixture(scope="module")
+def network(folder):
+    tensors = {name: dequantize(t).astype(np.float64) for name, t in tiny.checkpoint("qwen3").tensors.items()}
+    return qwen3(tensors, json.loads((folder / "config.json").read_text()))
+
+
+def read(model, prompt, capacity=tiny.CAPACITY):
+    """A state that holds `prompt`, and its last row's logits."""
+    state = model.new_state(capacity)
+    if not prompt:
+        return state, None
+    logits = model.forward(state, Step.chain(np.array(prompt, np.int32), 0), slice(len(prompt) - 1, len(prompt)))
+    state.commit(np.arange(len(prompt)))
+    return state, logits
+
+
+def decoded(model, prompt, count, options, sampling=None, unread=1, capacity=tiny.CAPACITY):
+    """`count` tokens, the counts, and the state."""
+    state, _ = read(model, prompt[: len(prompt) - unread], capacity)
+    stats, sampler = WedlmStats(), Sampler(sampling or Sampling(), prompt)
+    with closing(wedlm(model, state, prompt[len(prompt) - unread :], sampler, options, stats)) as tokens:
+        out = [token for token, _ in islice(tokens, count)]
+    return out, stats, state
+
+
+SETTINGS = [(16, 0.4, 0.02), (6, 4.3, 0.05), (8, 4.4, 0.0), (4, None, 0.02), (1, 4.2, 0.0), (5, 100.0, 0.0)]
+
+
+def test_rows_may_be_reordered(model, network):
+    """Filled rows first and masks after them, causal, give the logits of the natural order with explicit visibility."""
+    random = np.random.default_rng(2)
+    for _ in range(4):
+        filled = random.random(9) < 0.5
+        tokens = np.where(filled, random.integers(0, 80, 9), MASK)
+        natural = network(np.array([*PROMPT, *tokens]), np.arange(16), visible(np.array([*[True] * 7, *filled])))[7:]
+        order = np.argsort(~filled, kind="stable").astype(np.int32)
+        state, _ = read(model, PROMPT)
+        step = Step(tokens[order].astype(np.int32), 7 + order, np.arange(-1, 8, dtype=np.int32), np.zeros(9, np.int32))
+        assert np.abs(model.ops.read(model.forward(state, step)) - natural[order]).max() < 2e-3
+        plain_order = Step.chain(tokens.astype(np.int32), 7)  # control: the natural order with a causal mask
+        if not filled[: filled.sum()].all():
+            assert np.abs(model.ops.read(model.forward(state, plain_order)) - natural).max() > 0.05
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+def test_tokens_and_forwards_are_the_simulators(window, tau, penalty, model, network):
+    for prompt in (PROMPT, PROMPT[::-1], [1]):
+        expected, fills = simulate(network, prompt, 24, window, tau, penalty, MASK)
+        out, stats, _ = decoded(model, prompt, 24, WedlmOptions(window, tau, penalty))
+        assert (out, stats.fills) == (expected, fills)
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+def test_the_cache_is_a_prefills(window, tau, penalty, model):
+    """Keys and values of committed tokens are those of reading prompt and reply anew."""
+    out, _, state = decoded(model, PROMPT, 20, WedlmOptions(window, tau, penalty))
+    kept = [*PROMPT, *out][: state.length]
+    fresh, _ = read(model, kept)
+    ours, theirs = tiny.arrays_of(model, state), tiny.arrays_of(model, fresh)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert np.abs(ours[name] - theirs[name]).max() < 1e-4, name
+
+
+def test_filled_slots_after_a_mask_are_not_committed(model):
+    """Such a row saw a mask: its keys and values differ from a prefill's, so that committing it would be wrong."""
+    state, _ = read(model, PROMPT)
+    step = Step(
+        np.array([8, 9, MASK], np.int32),
+        np.array([7, 9, 8], np.int32),
+        np.arange(-1, 2, dtype=np.int32),
+        np.zeros(3, np.int32),
+    )
+    model.forward(state, step)
+    state.commit([0, 1])
+    wrong = tiny.arrays_of(model, state)
+    fresh, _ = read(model, [*PROMPT, 8, 12, 9])
+    right = tiny.arrays_of(model, fresh)
+    last = max(name for name in wrong if name.startswith("values"))
+    assert np.abs(wrong[last][7] - right[last][7]).max() < 1e-4  # the leading run
+    assert np.abs(wrong[last][8] - right[last][9]).max() > 1e-2
+
+
+def test_where_the_prompt_is_read_changes_nothing(model):
+    """The last tokens of a prompt may be read with the first window: one forward less."""
+    options = WedlmOptions(6, 4.3, 0.05)
+    whole, alone, _ = decoded(model, PROMPT, 20, options, unread=0)
+    fused, together, _ = decoded(model, PROMPT, 20, options, unread=5)
+    assert whole == fused
+    assert alone.fills == together.fills
+
+
+def test_the_papers_order_counts_filled_slots(model):
+    """Everything accepted: forwards that fill and forwards that only commit alternate."""
+    stream, engine, _ = decoded(model, PROMPT, 40, WedlmOptions(16, 1e9, 0.0), unread=0)
+    _, paper, _ = decoded(model, PROMPT, 40, WedlmOptions(16, 1e9, 0.0, order="paper"), unread=0)
+    assert (engine.forwards, engine.rows) == (3, 16 + 2 * 32)  # 16 rows, then 16 filled beside 16 masks
+    assert (paper.forwards, paper.rows) == (5, 5 * 16)
+    assert len(stream) == 40
+
+
+@pytest.mark.parametrize(
+    ("tau", "penalty", "chosen"), [(0.4, 0.02, [0, 2, 3, 4]), (0.39, 0.1, [0]), (None, 0.02, [3]), (0.05, 0.05, [0])]
+)
+def test_choice(tau, penalty, chosen):
+    entropies, slots = np.array([0.25, 0.45, 0.20, 0.10, 0.15]), np.array([0, 1, 2, 4, 5])
+    assert choose(entropies, slots, WedlmOptions(16, tau, penalty)).tolist() == chosen
+
+
+@pytest.mark.parametrize(
+    ("row", "entropy"),
+    [([2, 1, 0, -1], 0.947537), ([5, 0, 0, 0], 0.119079), ([0] * 4, 1.386294), ([10, 0, 0, 0], 0.001498)],
+)
+def test_entropy(row, entropy, ops):
+    """In nats, without the excluded token, at any scale of the logits."""
+    rows = np.array([[*row, 50.0], [*(x + 80 for x in row), 130.0]], np.float32)
+    ids, found = argmax_entropy(rows, 4)
+    assert ids.tolist() == [0, 0]
+    assert found == pytest.approx([entropy] * 2, abs=1e-5)
+    ids, found = (ops.read(x) for x in ops.argmax_entropy(model_array(ops, rows), 4))
+    assert ids.tolist() == [0, 0]
+    assert found == pytest.approx([entropy] * 2, abs=1e-4)
+
+
+def model_array(ops, rows):
+    if ops.name == "numpy":
+        return rows
+    import mlx.core as mx
+
+    return mx.array(rows)
+
+
+def test_a_predicted_mask_is_a_token_like_any_other(model, monkeypatch):
+    """Masks are known by a flag: a slot filled with the mask's id is filled."""
+    exact = type(model.ops).argmax_entropy
+
+    def always_mask(self, logits, excluded):
+        ids, entropies = (self.read(x) for x in exact(self, logits, excluded))
+        return model_array(self, np.full_like(ids, MASK)), model_array(self, entropies)
+
+    monkeypatch.setattr(type(model.ops), "argmax_entropy", always_mask)
+    out, _, _ = decoded(model, PROMPT, 12, WedlmOptions(4, 4.3, 0.0))
+    assert out == [MASK] * 12
+
+
+def test_temperature_draws_by_seed(model):
+    texts = [decoded(model, PROMPT, 16, WedlmOptions(6, 4.3), Sampling(temperature=1.0, seed=s))[0] for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    penalized = decoded(model, PROMPT, 16, WedlmOptions(6, 4.3), Sampling(repetition_penalty=5.0))[0]
+    assert penalized != decoded(model, PROMPT, 16, WedlmOptions(6, 4.3))[0]
+
+
+@pytest.mark.parametrize("capacity", [8, 9, 20])
+def test_the_state_may_fill_up(capacity, model):
+    out, _, state = decoded(model, PROMPT, 99, WedlmOptions(6, 4.3, 0.0), capacity=capacity)
+    assert len(out) == capacity - len(PROMPT)
+    assert state.length <= capacity
+
+
+@pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (4, None), (8, 4.4), (16, 100.0)])
+def test_verified_text_is_plain_decodings(window, tau, model):
+    for prompt in (PROMPT, [1], [7] * 12):
+        state, logits = read(model, prompt)
+        expected = [token for token, _ in islice(plain(model, state, logits, Sampler(Sampling())), 40)]
+        state, logits = read(model, prompt)
+        stats = WedlmStats()
+        options = WedlmOptions(window, tau, verify=True)
+        tokens = verified(model, state, logits, Sampler(Sampling()), options, stats)
+        out = [token for token, _ in islice(tokens, 40)]
+        tokens.close()
+        assert out == expected
+        assert stats.forwards <= 40
+        assert [*prompt, *out][: state.length] == [*prompt, *expected][: state.length]
+
+
+def test_metrics():
+    stats = WedlmStats(forwards=5, fills=4, rows=60, committed=12, tokens=12)
+    assert (stats.tokens_per_forward, stats.rows_per_token, stats.cache_share) == (3.0, 5.0, 0.2)
+
+
+def test_refusals(folder, tmp_path):
+    for bad, name in (
+        ({"window": 0}, "wedlm_window is 0"),
+        ({"window": 69}, "wedlm_window is 69"),
+        ({"tau": float("nan")}, "wedlm_tau is nan"),
+        ({"penalty": -1.0}, "wedlm_lambda is -1"),
+        ({"order": "x"}, "wedlm_order is 'x'"),
+    ):
+        with pytest.raises(UsageError, match=name):
+            WedlmOptions(**bad)
+    model = tiny.load("qwen3", NumpyOps())
+    with pytest.raises(UsageError, match="qwen3 has no mask token"):
+        next(wedlm(model, model.new_state(64), [1], Sampler(Sampling()), WedlmOptions(), WedlmStats()))
+    shutil.copytree(folder, tmp_path / "bad")
+    config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": 10**6}
+    (tmp_path / "bad/config.json").write_text(json.dumps(config))
+    with pytest.raises(BimetalError, match="mask_token_id is 1000000"):
+        load_model(tmp_path / "bad", NumpyOps())
