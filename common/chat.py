@@ -1,56 +1,205 @@
-"""Conversations to prompts: a model's own Jinja chat template, rendered as transformers' `apply_chat_template` does."""
+"""Conversations to prompts: a model's own Jinja chat template, rendered as transformers' `apply_chat_template` does.
+
+What a message holds never becomes a control token. A prompt is rendered twice, the second time with other punctuation
+in everything that the conversation brings; a control token counts where both texts have it, so that each of its
+characters came from the template. Other occurrences are encoded as plain text.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
+from common.template import SECONDS, run
+from common.tools import schemas
 
 Message = Mapping[str, Any]
 
+# Tags that templates look for in messages, by role. No turn begins or ends with one.
+_READ = {"assistant": "</?think>", "user": "</?tool_response>", "tool": "</?tool_response>"}
+_STAND_INS = "~^*!;?="  # the first that no control token has replaces their punctuation
+
+
+class Vocabulary(Protocol):
+    """What a chat prompt needs of a tokenizer."""
+
+    bos_id: int | None
+    eos_id: int | None
+    chat_templates: dict[str, str]
+
+    @property
+    def control_tokens(self) -> Sequence[str]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
+
+    def encode_plain(self, text: str) -> list[int]: ...
+
+    def find_control(self, text: str) -> list[tuple[int, int, int]]: ...
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation: its text, its token ids, and the source of the template that wrote it."""
+
+    text: str
+    tokens: list[int]
+    template: str
+
+
+def chat_prompt(
+    vocabulary: Vocabulary,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    think: bool | None = None,
+    parse_special: bool = False,
+    **template: Any,
+) -> ChatPrompt:
+    """The prompt of `messages`, up to where the assistant's reply begins.
+
+    think          whether the assistant thinks before it answers; None: as the template has it
+    parse_special  control tokens that are spelled out in the conversation count as such
+    template       what else the template may read; add_generation_prompt=False ends after the last message
+    """
+    source = _source(vocabulary, tools)
+    special = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
+    more: dict[str, Any] = {name: vocabulary.decode([id]) for name, id in special.items() if id is not None}
+    more |= template | ({} if think is None else _thinking(source, think))
+    inputs = _inputs(source, messages, tools, **more)
+    deadline = time.monotonic() + SECONDS
+    text = run(source, inputs, deadline)
+    if parse_special:
+        return ChatPrompt(text, vocabulary.encode(text, add_special=False), source)
+    control = vocabulary.find_control(text)
+    own = control and _templates_own(vocabulary, source, inputs, text, control, deadline)
+    if len(own) == len(control):
+        return ChatPrompt(text, vocabulary.encode(text, add_special=False), source)
+    tokens, at = list[int](), 0
+    for start, end, token in own:
+        tokens += [*vocabulary.encode_plain(text[at:start]), token]
+        at = end
+    return ChatPrompt(text, tokens + vocabulary.encode_plain(text[at:]), source)
+
+
+def _templates_own(
+    vocabulary: Vocabulary,
+    source: str,
+    inputs: Mapping[str, Any],
+    text: str,
+    control: list[tuple[int, int, int]],
+    deadline: float,
+) -> list[tuple[int, int, int]]:
+    """Those of the `control` tokens of `text` that the template wrote: start, end and id of each.
+
+    Raises BimetalError where a template takes the punctuation of messages as its own syntax, and what it wrote cannot
+    be told from what the messages hold.
+    """
+    marks = {c for token in vocabulary.control_tokens for c in token if not (c.isalnum() or c.isspace() or c == "_")}
+    other = next(c for c in _STAND_INS if c not in marks)
+    table = str.maketrans(dict.fromkeys(marks, other))
+    for read in ({}, _READ):  # the second time with tags that the template may look for left as they are
+        masked = _masked(inputs, lambda role, value, read=read: _mask(value, table, read.get(role)))  # type: ignore[misc]
+        if masked == inputs:
+            return control
+        try:
+            shadow = run(source, masked, deadline)
+        except BimetalError:
+            continue
+        if shadow.translate(table) == text.translate(table):
+            return [(start, end, id) for start, end, id in control if shadow[start:end] == text[start:end]]
+        if [id for *_, id in vocabulary.find_control(shadow)] == [id for *_, id in control]:
+            return control
+    raise BimetalError(
+        "the chat template takes punctuation of the messages as its own syntax, so that control tokens in them cannot "
+        "be told from its own; parse_special takes them all as control tokens"
+    )
+
+
+def _masked(inputs: Mapping[str, Any], mask: Callable[[str, str], str]) -> dict[str, Any]:
+    """`inputs` with `mask(role, text)` of every text but roles and the tokenizer's own tokens."""
+
+    def walk(role: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return mask(role, value)
+        if isinstance(value, Mapping):
+            return {walk(role, key): walk(role, item) for key, item in value.items()}
+        return [walk(role, item) for item in value] if isinstance(value, list | tuple) else value
+
+    own = ("messages", "bos_token", "eos_token")
+    out = {key: value if key in own else walk("", value) for key, value in inputs.items()}
+    return out | {
+        "messages": [
+            {key: value if key == "role" else walk(message["role"], value) for key, value in message.items()}
+            for message in inputs["messages"]
+        ]
+    }
+
+
+def _mask(text: str, table: dict[int, str], read: str | None) -> str:
+    if read is None:
+        return text.translate(table)
+    parts = re.split(f"({read})", text)
+    return "".join(part if at % 2 else part.translate(table) for at, part in enumerate(parts))
+
+
+def _source(vocabulary: Vocabulary, tools: Any) -> str:
+    """The template's source; some models have one of their own for conversations with tools."""
+    source = vocabulary.chat_templates.get("default")
+    if tools:
+        schemas(tools)  # refuses what is no tool
+        source = vocabulary.chat_templates.get("tool_use", source)
+        if source is not None and "tools" not in source:
+            raise UsageError("the model's chat template has no place for tools; leave them out")
+    if source is None:
+        raise BimetalError("the model has no chat template; give one, or send plain text")
+    return source
+
+
+def _thinking(template: str, think: bool) -> dict[str, bool]:
+    """The variable that turns thinking on or off in a chat template."""
+    if "enable_thinking" in template:
+        return {"enable_thinking": think}
+    if think:
+        raise UsageError("the model's chat template cannot turn thinking on; leave think out")
+    if "<think>" in template:
+        raise UsageError("the model's chat template cannot turn thinking off; leave think out")
+    return {}
+
 
 def render(
-    template: str | None,
+    template: str,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
-    **kwargs: Any,
+    **more: Any,
 ) -> str:
-    """The prompt for `messages`, to be encoded without adding bos: templates write it themselves.
+    """The text of `messages`.
 
-    template  Jinja source; None (the model has none) is an error, because a guess would be answered with nonsense
+    template  Jinja source
     messages  {"role", "content", ...} as in OpenAI's chat API; content is text, text parts or, for an assistant, None
     tools     {"type": "function", "function": {...}} each
-    kwargs    what else the template may read: bos_token, eos_token, enable_thinking, ...
+    more      what else the template may read: bos_token, eos_token, enable_thinking, ...
 
     Raises BimetalError with the template's own words when it refuses the messages.
     """
-    if template is None:
-        raise BimetalError("the model has no chat template; give one, or send plain text")
-    compiled = _compile(template)
+    return run(template, _inputs(template, messages, tools, add_generation_prompt, **more))
+
+
+def _inputs(
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
     chat = [_prepare(message, at, template) for at, message in enumerate(messages)]
-    try:
-        return compiled.render(
-            messages=chat,
-            tools=list(tools) if tools else None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **kwargs,
-        )
-    except TemplateError as error:
-        raise BimetalError(f"the chat template refuses this conversation: {error}") from None
-    except Exception as error:  # a template is a program that came with the model; it can fail in any way
-        raise BimetalError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+    given = {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
+    return given | {"add_generation_prompt": add_generation_prompt} | more
 
 
 def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
@@ -105,77 +254,10 @@ def _parse_arguments(call: Any, at: int) -> Any:
 @lru_cache
 def _reads_parts(template: str) -> bool:
     """Whether a template prints the text of a list of parts, rather than the list or nothing."""
-    probe = [{"role": "user", "content": [{"type": "text", "text": "a probe"}]}]
+    probe = {"role": "user", "content": [{"type": "text", "text": "a probe"}]}
+    given = {"messages": [probe], "tools": None, "documents": None, "add_generation_prompt": False}
     try:
-        text = _compile(template).render(messages=probe, tools=None, documents=None, add_generation_prompt=False)
-    except Exception:  # it expects text
+        text = run(template, given)
+    except BimetalError:  # it expects text
         return False
     return "a probe" in text and "'type'" not in text
-
-
-class _Generation(Extension):
-    """{% generation %} marks what the model wrote, for training; here it prints its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=lineno)
-
-
-class _Namespace(Namespace):
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _namespace(*args: Any, **values: Any) -> _Namespace:
-    attributes = dict(*args, **values)
-    for name in attributes:
-        _check_name(name)
-    return _Namespace(attributes)
-
-
-def _check_name(name: str) -> None:
-    if name.startswith("_"):  # such names reach into Python, past the sandbox
-        raise SecurityError(f"a namespace cannot hold {name!r}")
-
-
-def _dict(*args: Any, **values: Any) -> dict:
-    return dict(*args, **values)  # a function, because the type itself has attributes
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@lru_cache
-def _compile(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(namespace=_namespace, dict=_dict)
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    try:
-        return environment.from_string(template)
-    except TemplateSyntaxError as error:
-        raise BimetalError(f"the chat template has an error in line {error.lineno}: {error.message}") from None
-    except (RecursionError, SyntaxError, MemoryError) as error:  # limits of Python's own parser
-        raise BimetalError(f"the chat template is nested too deeply: {error}") from None

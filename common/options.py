@@ -94,6 +94,9 @@ class ChatOptions(GenerationOptions):
         "call stays in the text as the model wrote it",
     )
     template: Mapping[str, Any] | None = option(None, rules.MAPPING, "further variables for the model's chat template")
+    parse_special: bool = option(
+        False, rules.FLAG, "whether control tokens spelled out in messages count as such; by default they are text"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,20 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from common.errors import BimetalError
+
+if TYPE_CHECKING:
+    from common.chat import ChatPrompt
 
 # Pre-tokenizer patterns, as published in the models' tokenizer.json files. Qwen's files also normalize to NFC, which
 # llama.cpp does not; a tokenizer rebuilt from a GGUF follows llama.cpp, whose format that is.
@@ -117,6 +121,7 @@ class Tokenizer:
         self.end_ids = frozenset(end_ids) | {id for id in named if id in added}
         if eos_id is not None:
             self.end_ids |= {eos_id}
+        self._control = self._special | (self.end_ids & added.keys())
         self.add_bos = bos_id is not None and self._prefix[:1] == [bos_id]
         self.chat_templates = dict(chat_templates or {})
 
@@ -146,6 +151,46 @@ class Tokenizer:
             return ids
         head = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
         return head + ids + self._suffix
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The texts of the control tokens, by id: those that files mark as special, and those that end a reply."""
+        return [self._added[id].decode() for id in sorted(self._control)]
+
+    def find_control(self, text: str, parse_special: bool = True) -> list[tuple[int, int, int]]:
+        """Start, end and id of each control token that `encode` finds in `text`."""
+        with self._lock:
+            self._backend.encode_special_tokens = not parse_special
+            found = self._backend.encode(text, add_special_tokens=False)
+        return [(*span, id) for id, span in zip(found.ids, found.offsets, strict=True) if id in self._control]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of `text`, none of them a control token.
+
+        Some files do not mark the token that ends a reply as special; where `text` spells that out, it is cut in two.
+        """
+        ids, left = list[int](), [text]
+        while left:
+            text = left.pop()
+            cuts = [start + 1 for start, _, _ in self.find_control(text, parse_special=False)]
+            if cuts:
+                left += [text[a:b] for a, b in pairwise([0, *cuts, len(text)])][::-1]
+            else:
+                ids += self.encode(text, add_special=False, parse_special=False)
+        return ids
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> "ChatPrompt":
+        """The prompt of `messages`, as text and as token ids; options as in common.chat.chat_prompt."""
+        from common.chat import chat_prompt  # Jinja is for chats alone
+
+        return chat_prompt(self, messages, tools, **options)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, tokenize: bool = True, **options: Any
+    ) -> list[int] | str:
+        """The token ids of `messages` that a chat begins with, or their text; options as in common.chat.chat_prompt."""
+        prompt = self.chat_prompt(messages, tools, **options)
+        return prompt.tokens if tokenize else prompt.text
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for; not always whole characters."""

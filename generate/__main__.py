@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from common.errors import BimetalError, UsageError
+from common.terminal import printable
 from generate.cli import parse
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -87,7 +88,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _fail(error: object, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {printable(str(error))}", file=sys.stderr)
     return code
 
 

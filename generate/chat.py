@@ -10,6 +10,7 @@ from typing import Any
 from common.errors import BimetalError, UsageError
 from common.files import rewrite
 from common.options import ChatOptions
+from common.terminal import printable
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
@@ -67,7 +68,7 @@ class Chat:
 
     def __init__(self, llm: LLM, args: argparse.Namespace):
         self.llm, self.show_stats = llm, args.stats
-        self.options: dict[str, Any] = args.options | {"think": args.think}
+        self.options: dict[str, Any] = args.options | {"think": args.think, "parse_special": args.parse_special}
         self.system: str | None = args.system
         self.history: list[dict[str, Any]] = []
         self.last_figures = "no reply yet"
@@ -92,7 +93,7 @@ class Chat:
             except KeyboardInterrupt:  # before a reply began
                 print("cancelled", file=sys.stderr)
             except (BimetalError, OSError) as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {printable(str(error))}", file=sys.stderr)
 
     def _read(self) -> str | None:
         """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""

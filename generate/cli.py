@@ -184,6 +184,11 @@ def _text(p: Parser) -> None:
         help="reason before the answer, or not (default: as the model's template has it); a terminal shows the "
         "reasoning dimmed, a pipe gets the answer alone",
     )
+    r.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="take control tokens spelled out in messages as such (default: as text; with --raw they always count)",
+    )
     r.add_argument("--stop", action="append", type=_stop, metavar="TEXT", help="end the reply before TEXT; repeatable")
     r.add_argument("--stats", action="store_true", help="print speed, time to first token and peak memory to stderr")
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from common.chat import render
 from common.checkpoint import open_checkpoint
 from common.demo import demo_path
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError
 from common.fit import context_that_fits
 from common.hub import resolve_model
 from common.models.dflash import load_pair
@@ -26,24 +25,12 @@ from common.reply import ReplyParser
 from common.rules import PATH
 from common.session import Session, check_tokens, speculation_of
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.tools import schemas
 from generate.backends import Placement, check_draft, leave_thread, open_model
 from generate.owner import Owner
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-
-
-def _thinking(template: str, think: bool) -> dict[str, bool]:
-    """The variable that turns thinking on or off in a chat template."""
-    if "enable_thinking" in template:
-        return {"enable_thinking": think}
-    if think:
-        raise UsageError("the model's chat template cannot turn thinking on; leave think out")
-    if "<think>" in template:
-        raise UsageError("the model's chat template cannot turn thinking off; leave think out")
-    return {}
 
 
 def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
@@ -157,12 +144,7 @@ class LLM:
 
     def render(self, messages: Sequence[Message], tools: Any = None, think: bool | None = None, **template: Any) -> str:
         """`messages` as the model's chat template writes them, up to where the assistant's reply begins."""
-        special = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
-        tokens: dict[str, Any] = {name: self.tokenizer.decode([id]) for name, id in special.items() if id is not None}
-        source = self._template(tools)
-        if think is not None:
-            template |= _thinking(source or "", think)
-        return render(source, messages, tools, **(tokens | template))
+        return self.tokenizer.chat_prompt(messages, tools, think=think, **template).text
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -200,31 +182,21 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         return check_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, self.vocab)
 
-    def _template(self, tools: Any) -> str | None:
-        """The template's source; some models have one of their own for conversations with tools."""
-        source = self.tokenizer.chat_template
-        if tools:
-            schemas(tools)  # refuses what is no tool
-            source = self.tokenizer.chat_templates.get("tool_use", source)
-            if source is not None and "tools" not in source:
-                raise UsageError("the model's chat template has no place for tools; leave them out")
-        return source
-
     def _chat_starter(self, messages: Sequence[Message], options: ChatOptions) -> Start:
         """`_starter` of the prompt that the chat template writes. The next turn's prompt may begin with less than this
         prompt: templates leave out what an assistant thought before."""
-        tools, think, template = options.tools, options.think, options.template or {}
-        text = self.render(messages, tools, think, **template)
-        parser = ReplyParser(self._template(tools) or "", text, tools)
-        ids = self.tokenizer.encode(text, add_special=False)
+        how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
+        prompt = self.tokenizer.chat_prompt(messages, options.tools, **how)
+        parser = ReplyParser(prompt.template, prompt.text, options.tools)
         try:
             turn = {"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}
-            later = self.render([*messages, *turn], tools, think, **template)
+            later = self.tokenizer.chat_prompt([*messages, *turn], options.tools, **how)
         except BimetalError:  # nobody asked for that turn
-            return self._starter(ids, options, parser)
-        pairs = zip(ids, self.tokenizer.encode(later, add_special=False), strict=False)
-        shared = 0 if later.startswith(text) else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return self._starter(ids, options, parser, shared or len(ids))
+            return self._starter(prompt.tokens, options, parser)
+        pairs = zip(prompt.tokens, later.tokens, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = 0 if later.text.startswith(prompt.text) else shared
+        return self._starter(prompt.tokens, options, parser, shared or len(prompt.tokens))
 
     def _starter(
         self,

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             messages = [{"role": "system", "content": args.system}] if args.system is not None else []
             messages.append({"role": "user", "content": prompt})
-            start = partial(llm.stream_chat, messages, think=args.think)
+            start = partial(llm.stream_chat, messages, think=args.think, parse_special=args.parse_special)
         with (
             Waiting() as waiting,
             start(**args.options, on_prefill=waiting.update) as stream,

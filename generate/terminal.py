@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.pieces import Stats
+from common.terminal import printable
 from generate.streams import Stream
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
@@ -21,12 +22,12 @@ def show(stream: Stream, waiting: "Waiting") -> None:
     for piece in stream:
         waiting.close()
         if piece.reasoning and terminal:
-            sys.stdout.write(f"{DIM}{piece.reasoning}{RESET}")
+            sys.stdout.write(f"{DIM}{printable(piece.reasoning)}{RESET}")
             thinking = True
         if piece.text and thinking:
             sys.stdout.write("\n\n")
             thinking = False
-        sys.stdout.write(piece.text)
+        sys.stdout.write(printable(piece.text) if terminal else piece.text)
         sys.stdout.flush()
     if stream.finish_reason != "cancelled" and stream.reasoning and not stream.text:
         print("the reply ended before the answer began; see --max-tokens and --no-think", file=sys.stderr)

@@ -1,10 +1,12 @@
 import json
 import os
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from common import template as sandbox
 from common.chat import render
 from common.errors import BimetalError
 
@@ -57,7 +59,6 @@ def test_a_refusal_says_what_the_template_says():
 @pytest.mark.parametrize(
     ("template", "error"),
     [
-        (None, "the model has no chat template"),
         ("a\n{% if %}", "error in line 2"),
         ("{% for x in y %}", "error in line 1"),
         ("{{ x | no_such_filter }}", "error in line 1: No filter named 'no_such_filter'"),
@@ -128,6 +129,83 @@ def test_statements():
     assert re.fullmatch(r"20\d\d", render("{{ strftime_now('%Y') }}", [USER]))
     scoped = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
     assert render(scoped, [USER]) == "21"
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{{ 'a' * 10 ** 9 }}",
+        "{% set x = 10 ** 9 * 'a' %}",
+        "{{ ['b' * 1000] * 100000 }}",
+        "{{ 2 ** (2 ** 40) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{{ '{:999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 999999999) }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '%s%s' % ('a' * 200000, 'a' * 200000) }}",
+        "{{ 'a\n' | indent(10 ** 9) }}",
+        "{{ 'a' | center(10 ** 9) }}",
+        "{{ 'a'.ljust(10 ** 9) }}",
+        "{{ 'a'.encode('utf-16').decode('utf-16') }}",
+        "{{ messages | tojson(indent=10 ** 8) }}",
+        "{{ 'a' | truncate(10, end='x' * 10 ** 9) }}",
+        "{{ range(9) | batch(10 ** 9, 'x') | list }}",
+        "{{ range(9) | slice(10 ** 9) | list }}",
+        "{{ 1.5 | round(10 ** 9) }}",
+        "{{ range(99999) | list | join('x' * 1000) }}",
+        "{{ 'a'.join(['b' * 1000] * 100) * 9 }}",
+        "{{ range(99999) | map('center', 99999) | join | length }}",
+        "{{ lipsum(n=10 ** 6) }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ strftime_now('%999999999d') }}",
+        *(
+            "{% set ns = namespace(s=['a', 'a']) %}{% for i in range(60) %}{% set ns.s = " + double + " %}{% endfor %}"
+            for double in (
+                "ns.s + ns.s",
+                "ns.s ~ ns.s",
+                "[ns.s, ns.s]",
+                "(ns.s, ns.s)",
+                "{'a': ns.s, 'b': ns.s}",
+                "dict(a={'x': ns.s}.items(), b={'x': ns.s}.items())",
+                "(ns.s | string).replace('', ns.s | string)",
+            )
+        ),
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}" + "{% for i in r %}" * 3 + "{% endfor %}" * 3,
+        "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set x %}{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endset %}",
+        "{% filter upper %}{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfilter %}",
+        "{% set r = range(99999) | list %}" + "{% set a = r[1:] %}" * 3000,
+        "{{ " + "9" * 5000 + " }}",
+        "x" * 70000,
+    ],
+)
+def test_a_template_that_takes_too_much_is_stopped(bomb, monkeypatch):
+    """Within the time that one run may take, here 0.2 s, and 100 MB."""
+    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    sandbox.compile_template.cache_clear()
+    tracemalloc.start()
+    try:
+        with pytest.raises(BimetalError, match=r"^[^\n]+$"):
+            render(bomb, [USER])
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_limit_grows_with_the_conversation():
+    copies = "{% for i in range(10) %}{{ messages[0].content }}{% endfor %}"
+    assert len(render(copies, [{"role": "user", "content": "x" * 10**6}])) == 10**7
+    with pytest.raises(BimetalError, match=r"makes more than the \d+ characters that this conversation may take"):
+        render(copies.replace("10", "99"), [{"role": "user", "content": "x" * 10**6}])
+
+
+def test_a_long_conversation_is_rendered_in_time():
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 40} for i in range(4000)]
+    for source in TEMPLATES.values():
+        assert len(render(source, messages)) > 4000 * 200
 
 
 def test_no_content_is_empty_unless_the_template_looks_for_none():

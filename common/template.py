@@ -1,0 +1,361 @@
+"""Chat templates are programs that came with a model: Jinja in a sandbox that bounds time, length and memory.
+
+A thread cannot be stopped from outside, so every step that could be long is checked where it begins: each iteration of
+a loop, operator, filter, call, literal and output looks at the clock, and refuses what would make a value larger than a
+limit derived from the conversation. What Python then does without a check takes time in proportion to that limit.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache, wraps
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from common.errors import BimetalError
+
+SECONDS = 2.0  # of one run
+SOURCE = 1 << 16  # characters of a template, which take up to 2 seconds to compile; published ones have up to 25,000
+LEAST, PER_CHARACTER = 1 << 18, 16  # the limit of a value: so many characters, and more per character of the input
+GROWTH = 64  # limits that one call may multiply arguments to, before its result is checked
+TOTAL = 256  # limits that all values of one run may have together
+
+# Filters and methods whose result grows with the product of their arguments, numbers taken by value.
+_GROWS = frozenset(
+    ("batch", "center", "format", "indent", "join", "ljust", "replace", "rjust", "round", "slice", "tojson", "truncate")
+) | {"zfill"}
+# What no chat template needs: filters for web pages, results that differ between runs, methods that can take long.
+_NO_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
+_NO_METHODS = frozenset(("decode", "encode", "expandtabs", "format_map", "from_bytes", "maketrans", "to_bytes"))
+_NO_METHODS |= {"translate"}
+_LISTS: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+
+
+class LimitError(Exception):
+    """A template passed a limit."""
+
+
+class _Run:
+    """The limits of one run, and what is left of them.
+
+    inputs  what the template reads; it cannot change these values, so that each is measured once
+    """
+
+    def __init__(self, inputs: Any, deadline: float):
+        self.now = datetime.now()
+        self.deadline = deadline
+        self.known: dict[int, int] = {}
+        self.limit = LEAST + PER_CHARACTER * self._measure(inputs)
+        self.left = TOTAL * self.limit
+
+    def _measure(self, value: Any) -> int:
+        if isinstance(value, Mapping):
+            size = 1 + sum(self._measure(key) + self._measure(item) for key, item in value.items())
+        elif isinstance(value, list | tuple):
+            size = 1 + sum(map(self._measure, value))
+        else:
+            return _characters(value)
+        self.known[id(value)] = size
+        return size
+
+    def size(self, value: Any) -> int:
+        """Characters of `value` with all that it holds, counted as often as it is held; above the limit, any number."""
+        if isinstance(value, str):
+            return len(value)
+        todo, size = [value], 0
+        while todo and size <= self.limit:
+            value = todo.pop()
+            if id(value) in self.known:
+                size += self.known[id(value)]
+            elif isinstance(value, Mapping):
+                todo += [*value.keys(), *value.values()]
+                size += 1
+            elif isinstance(value, _LISTS):
+                todo += value
+                size += 1
+            else:
+                size += _characters(value)
+        return size
+
+    def tick(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise LimitError(f"takes longer than {SECONDS:g} seconds")
+
+    def check(self, value: Any) -> Any:
+        """`value`, which the template has just made."""
+        self.tick()
+        size = self.size(value)
+        self.left -= size
+        if size > self.limit or self.left < 0:
+            raise self.too_long()
+        return value
+
+    def check_growth(self, name: str, values: tuple[Any, ...], more: Mapping[str, Any]) -> None:
+        """Refuse a call of filter or method `name` that could make much of small arguments."""
+        self.tick()
+        if name not in _GROWS or not values:
+            return
+        if name == "format":
+            self.check_format(values[0])
+        rest = [*values[2 if name == "replace" else 1 :], *more.values()]
+        factor = 1 + sum(self.size(v) if name == "format" or not isinstance(v, int) else abs(v) for v in rest)
+        if max(1, self.size(values[0])) * factor > GROWTH * self.limit:
+            raise self.too_long()
+
+    def check_format(self, form: Any) -> None:
+        """Refuse a format with a large width, or one that takes widths from its arguments."""
+        text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
+        if sum(int(run[:9]) for run in re.findall("[0-9]+", text)) > GROWTH * self.limit:
+            raise self.too_long()
+        if re.search(r"\{[^{}]*\{|%[^a-zA-Z%]*\*", text.replace("{{", "")):
+            raise SecurityError("a format takes its width from an argument")
+
+    def too_long(self) -> LimitError:
+        return LimitError(f"makes more than the {self.limit} characters that this conversation may take")
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return 1 + len(value)
+    return 1 + value.bit_length() // 3 if isinstance(value, int) else 1
+
+
+_run: ContextVar[_Run] = ContextVar("run")
+
+
+def run(template: str, inputs: Mapping[str, Any], deadline: float | None = None) -> str:
+    """What `template` (Jinja source) prints for `inputs`.
+
+    deadline  of time.monotonic(); None: SECONDS from now
+
+    Raises BimetalError with the template's own words where it refuses the inputs, and in one sentence where it fails or
+    passes a limit.
+    """
+    compiled = compile_template(template)
+    try:
+        token = _run.set(_Run(inputs, time.monotonic() + SECONDS if deadline is None else deadline))
+        try:
+            return compiled.render(inputs)
+        finally:
+            _run.reset(token)
+    except TemplateError as error:
+        raise BimetalError(f"the chat template refuses this conversation: {error}") from None
+    except LimitError as error:
+        raise BimetalError(f"the chat template was stopped: it {error}") from None
+    except Exception as error:
+        raise BimetalError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+
+
+# -- the sandbox -------------------------------------------------------------------------------------------------------
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        # Constants are not computed at compile time, when no run has limits.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            optimized=False,
+            finalize=_finalize,
+        )
+        del self.globals["lipsum"]
+        for name in _NO_FILTERS:
+            del self.filters[name]
+        self.filters["tojson"] = _tojson
+        self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
+        self.filters |= {"_steps": _Steps, "_made": lambda value: _run.get().check(value), "_concat": _concat}
+        self.globals.update(namespace=_namespace, dict=_dict)
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _Guards().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        run = _run.get()
+        run.tick()
+        if operator == "%" and isinstance(left, str | bytes):
+            run.check_growth("format", (left, right), {})
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * right > run.limit:
+                raise run.too_long()
+        elif operator == "*" and isinstance(left, int) != isinstance(right, int):
+            count, value = (left, right) if isinstance(left, int) else (right, left)
+            if not isinstance(value, float) and isinstance(count, int) and run.size(value) * count > run.limit:
+                raise run.too_long()
+        return run.check(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (kwargs take any name)
+        run, method = _run.get(), getattr(__obj, "__wrapped__", __obj)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str | bytes):
+            run.check_growth(method.__name__, (owner, *args), kwargs)
+        return run.check(super().call(__context, __obj, *args, **kwargs))
+
+    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+        run, held, size = _run.get(), [], 0
+        for piece in pieces:
+            run.tick()
+            size += len(piece)
+            if size > run.limit:
+                raise run.too_long()
+            held.append(piece)
+        return "".join(held)
+
+
+class _Guards(NodeTransformer):
+    """Puts a check around what neither an operator, a filter nor a call is: loops, `~`, literals and slices."""
+
+    def _filter(self, node: nodes.Node, name: str, value: nodes.Node) -> nodes.Node:
+        return nodes.Filter(value, name, [], [], None, None).set_lineno(node.lineno)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (jinja2 names these)
+        self.generic_visit(node)
+        node.iter = self._filter(node, "_steps", node.iter)  # type: ignore[assignment]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return self._filter(node, "_concat", nodes.List(node.nodes).set_lineno(node.lineno))
+
+    def _made(self, node: nodes.Node) -> nodes.Node:
+        self.generic_visit(node)
+        return self._filter(node, "_made", node)
+
+    visit_List = visit_Dict = _made  # noqa: N815
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        return self._made(node) if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        if isinstance(node.arg, nodes.Slice):
+            return self._made(node)
+        return self.generic_visit(node)
+
+
+class _Steps:
+    """The values of a loop, with a look at the clock before each."""
+
+    def __init__(self, values: Any):
+        self.values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        run = _run.get()
+        for value in self.values:
+            run.tick()
+            yield value
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    passed = hasattr(function, "jinja_pass_arg")  # a context or an environment comes before the value
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        run = _run.get()
+        run.check_growth(name, args[passed:], kwargs)
+        return run.check(function(*args, **kwargs))
+
+    return guarded
+
+
+@pass_context
+def _finalize(context: Any, value: Any) -> Any:
+    return _run.get().check(value)
+
+
+def _concat(values: list[Any]) -> str:
+    run = _run.get()
+    if sum(map(run.size, values)) > run.limit:
+        raise run.too_long()
+    return run.check("".join(map(str, values)))
+
+
+class _Generation(Extension):
+    """{% generation %} marks what the model wrote, for training; here it prints its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+class _Namespace(Namespace):
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # one may hold another many times over
+
+
+def _namespace(*args: Any, **values: Any) -> _Namespace:
+    attributes = dict(*args, **values)
+    for name in attributes:
+        _check_name(name)
+    return _Namespace(attributes)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):  # such names reach into Python, past the sandbox
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def _dict(*args: Any, **values: Any) -> dict:
+    return dict(*args, **values)  # a function, because the type itself has attributes
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    _run.get().check_format(format)
+    return _run.get().now.strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache
+def compile_template(template: str) -> Template:
+    """The program of a Jinja source; raises BimetalError where that is none."""
+    if len(template) > SOURCE:
+        raise BimetalError(f"the chat template has {len(template)} characters; at most {SOURCE} are supported")
+    try:
+        return _Sandbox().from_string(template)
+    except TemplateSyntaxError as error:
+        raise BimetalError(f"the chat template has an error in line {error.lineno}: {error.message}") from None
+    except (RecursionError, SyntaxError, MemoryError) as error:  # limits of Python's own parser
+        raise BimetalError(f"the chat template is nested too deeply: {error}") from None
+    except Exception as error:
+        raise BimetalError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from None

@@ -1,0 +1,20 @@
+"""Text of a model or a file on a terminal: OSC 52 there sets the clipboard, CSI hides text, bidi marks reorder it."""
+
+import re
+
+# C0 without tab and line feed, DEL and C1; line and paragraph separators; what turns the direction of text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""`text` with every control character but tab and line feed written out, as \x1b or \u202e.
+
+    Each character stands for itself alone, so that a text may come in pieces. A carriage return is written out too,
+    because it lets what follows overwrite a line.
+    """
+    return _CONTROL.sub(lambda match: _escape(match[0]), text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
