@@ -29,7 +29,7 @@ SKIPPED = {
     "node_modules",
 }  # folders
 ALLOWED = {"CONTRIBUTING.md", "tests/test_words.py"}  # they list the phrases
-UNTIL_CLEAN = ("common/", "cuda_backend/", "generate/", "tests/decode/", "tests/test_speculation.py", "DECISIONS.md")
+UNTIL_CLEAN = ("common/", "cuda_backend/", "generate/", "tests/decode/", "tests/test_speculation.py")
 
 
 def files() -> list[Path]:

@@ -1,5 +1,5 @@
 // sample: the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
-// Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/choose.py
+// Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32, of add_up as partial sums, in fours at multiples of 16 bytes
 // Out       tokens [T] int32, also where the next step reads them; of add_up the logits
 // Work      add_up: 1,024 logits per CTA are added up and leave a key; partial: where they are, 64 CTAs per row leave one each;

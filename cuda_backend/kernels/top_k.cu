@@ -1,5 +1,5 @@
 // top_k: the k likeliest tokens of each row, best first, with their log-probabilities; a NaN in the row gives ids of -1
-// Meaning   common/sampling.py top_k; of equal logits the smaller id comes first   Launcher  cuda_backend/choose.py
+// Meaning   common/sampling.py top_k; of equal logits the smaller id comes first   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; k up to 64
 // Out       ids [T][k] int32, logp [T][k] float32
 // Work      partial: `pieces` CTAs per row, each the best k of its piece, and its maximum and sum of exponentials
