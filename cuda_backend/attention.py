@@ -8,7 +8,8 @@ import numpy as np
 
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
-from cuda_backend.launch import PLACES, Array, Node, kernel
+from cuda_backend.arrays import Array
+from cuda_backend.launch import kernel
 from cuda_backend.layout import (
     LATENT_ROWS,
     SPLIT_TILE,
@@ -21,6 +22,8 @@ from cuda_backend.layout import (
     split_tiles,
     tail_places,
 )
+from cuda_backend.lazy import Node
+from cuda_backend.prototypes import PLACES
 from cuda_backend.replay import DeviceStep
 from cuda_backend.states import KV, TILE, Latent, move
 from cuda_backend.views import COPY, NOTHING, in_fours, only, out_of, roping, turned, turns, unroped, view

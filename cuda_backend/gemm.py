@@ -4,8 +4,9 @@ import cupy
 import numpy as np
 from cupy.cuda import cublas
 
-from cuda_backend.launch import Arena, kernel
+from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import FLOATS, UNITS, tile_defines
+from cuda_backend.memory import Arena
 from cuda_backend.weights import Segment, Weight
 
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
@@ -13,7 +14,7 @@ CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF = 0, 2, 14
 CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
 
 
-def expand(s: Segment, row: int, n: int, out: int, stream: cupy.cuda.Stream, dense: int = 0) -> None:
+def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 0) -> None:
     """Rows row..row+n of a segment of one expert to bf16 at `out`, or to float32 at `dense`."""
     if s.type in UNITS:
         tiles = -(-n // 16)
@@ -31,9 +32,9 @@ def expand(s: Segment, row: int, n: int, out: int, stream: cupy.cuda.Stream, den
         kernel("dense", "to_bf16_matrix", (s.type,))((2048,), (256,), args, stream=stream)
 
 
-def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, stream: cupy.cuda.Stream) -> None:
+def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, stream: Stream) -> None:
     """out (T, rows) float32 = x (T, columns) w' (rows, columns), both bf16; in cuBLAS's column order w' x'."""
-    with stream:  # CuPy hands its current stream to cuBLAS
+    with stream.cuda:  # CuPy hands its current stream to cuBLAS
         cublas.gemmEx(
             cupy.cuda.device.get_cublas_handle(),
             CUBLAS_OP_T,
@@ -67,7 +68,7 @@ def expand_heads(
     plane: int,
     wide: int,
     arena: Arena,
-    stream: cupy.cuda.Stream,
+    stream: Stream,
 ) -> None:
     """n rows of float16 latents (`width` apart) times the matrix of each head, float16: out [head][n][wide].
 
@@ -91,7 +92,7 @@ def expand_heads(
     )
     channels, inner = (s.rows, s.columns) if transposed else (s.columns, s.rows)
     for h in range(s.experts):
-        with stream:
+        with stream.cuda:
             cublas.gemmEx(
                 cupy.cuda.device.get_cublas_handle(),
                 CUBLAS_OP_T if transposed else CUBLAS_OP_N,

@@ -8,9 +8,12 @@ import numpy as np
 from common.errors import BimetalError
 from common.ops import Ops
 from common.step import MAX_DECODE_ROWS
-from cuda_backend.launch import CHOICE, Array, Kernel, Node, kernel
+from cuda_backend.arrays import Array
+from cuda_backend.launch import kernel
 from cuda_backend.layout import PREFILL_COLS, Packing
+from cuda_backend.lazy import Node
 from cuda_backend.products import Groups, chosen_linear, heads_of_one, is_packed, joins
+from cuda_backend.prototypes import CHOICE
 from cuda_backend.views import COPY, NOTHING, SWIGLU, in_fours, view
 from cuda_backend.weights import Weight, upload
 
@@ -97,17 +100,16 @@ def _beside(
     node = x.whole_node()
     if node:
         node.as_unscaled_dense()  # for both; another form is each one's own
-    ops.forked.record(ops.stream)
-    ops.side.wait_event(ops.forked)
-    main, ops.stream, Kernel.apart = ops.stream, ops.side, True
+    ops.stream.record(ops.forked)
+    ops.side.wait(ops.forked)
+    main, ops.stream = ops.stream, ops.side
     try:
         y = first(Array(x.shape, node=node.twin()) if node else x)
     finally:
-        ops.stream, Kernel.apart = main, False
+        ops.stream = main
     z = second(x)
-    ops.joined.record(ops.side)
-    ops.stream.wait_event(ops.joined)
-    Kernel.apart = True
+    ops.side.record(ops.joined)
+    ops.stream.wait(ops.joined)
     return y, z
 
 

@@ -18,7 +18,9 @@ from common.ops import LayerSize, Ops
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
-from cuda_backend.launch import Array, Graph, Kernel, Memory
+from cuda_backend.arrays import Array
+from cuda_backend.launch import Graph
+from cuda_backend.memory import Memory
 from cuda_backend.ops import CudaOps
 from cuda_backend.replay import DeviceStep, bucket, check, graphs
 
@@ -192,7 +194,7 @@ class Relay:
         if part not in self.steps:
             self.steps[part] = part.ops.replay.active = self._uploaded(part)
         if self.legs is not None:
-            self.legs.append(Leg(part, Graph(part.ops.stream, part.ops.replay.overlap)))
+            self.legs.append(Leg(part, Graph((part.ops.stream, part.ops.side), part.ops.replay.overlap)))
         self.here = part
 
     def _leave(self) -> None:
@@ -229,13 +231,13 @@ def cross(c: Crossing, part: Part) -> None:
     """
     source, stream = c.source, part.ops.stream
     with source.device:
-        source.event.record(source.ops.stream)
+        source.ops.stream.record(source.event)
     with part.device:
-        stream.wait_event(source.event)
+        stream.wait(source.event)
         cupy.cuda.runtime.memcpyPeerAsync(c.to, part.index, c.address, source.index, c.nbytes, stream.ptr)
-        part.event.record(stream)
+        stream.record(part.event)
     with source.device:
-        source.ops.stream.wait_event(part.event)
+        source.ops.stream.wait(part.event)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -413,7 +415,7 @@ class SplitOps(Ops):
 
     @property
     def launches(self) -> int:
-        return Kernel.launches
+        return sum(part.ops.launches for part in self.parts)
 
     def copy_bandwidth(self) -> float:
         """Of the slowest GPU."""

@@ -25,10 +25,14 @@ from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import attention as attending
 from cuda_backend import mixture, products, recurrent, sampling, sizes, weights
+from cuda_backend.arrays import Array
 from cuda_backend.card import available
-from cuda_backend.launch import ROPE, Arena, Array, Kernel, Memory, Node, kernel
+from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
+from cuda_backend.lazy import Node
+from cuda_backend.memory import Arena, Memory
 from cuda_backend.products import Groups
+from cuda_backend.prototypes import ROPE
 from cuda_backend.replay import DeviceStep, Replay
 from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
@@ -49,11 +53,11 @@ class CudaOps(Ops):
         self.card = available()
         total = cupy.cuda.runtime.memGetInfo()[1]
         self.prefill_rows = 8192 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.side = cupy.cuda.Stream(non_blocking=True)  # beside it, a layer's experts
+        self.stream = Stream()
+        self.side = Stream()  # beside it, a layer's experts
         self.forked, self.joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
         self.arena = Arena()
-        self.replay = Replay(self.arena, self.stream, overlap=self.card.capability >= 90)
+        self.replay = Replay(self.arena, self.stream, self.side, overlap=self.card.capability >= 90)
         self.ropes: dict[Rope, Memory] = {}
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
         self.heads: dict[tuple[int, int], Groups] = {}  # for head_linear, by rows and heads
@@ -232,7 +236,8 @@ class CudaOps(Ops):
     def add(self, x: Array, y: Array) -> Array:
         first = x.whole_node()
         if first and first.experts and not first.dense:  # what else a layer adds, in the same launch
-            return Array(x.shape, node=mixture.sum_of_experts(self, *first.experts, y))
+            experts, weights = first.experts
+            return Array(x.shape, node=mixture.sum_of_experts(self, experts, weights, y))
         node = self.pointwise(ADD, x, y)
         node.parts = x, y
         return Array(x.shape, node=node)
@@ -309,16 +314,16 @@ class CudaOps(Ops):
         best = float("inf")
         for _ in range(10):
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(self.stream)
+            self.stream.record(start)
             runtime.memcpyAsync(target.address, source.address, n, runtime.memcpyDeviceToDevice, self.stream.ptr)
-            end.record(self.stream)
+            self.stream.record(end)
             end.synchronize()
             best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
         return 2 * n / best
 
     @property
     def launches(self) -> int:
-        return Kernel.launches
+        return self.stream.launches + self.side.launches
 
     def peak_bytes(self) -> int:
         return int(cupy.get_default_memory_pool().total_bytes())

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cupy
 import numpy as np
 
 from common.step import MAX_DECODE_ROWS
+from cuda_backend.arrays import Array
 from cuda_backend.gemm import expand, gemm
-from cuda_backend.launch import CHOICE, MATRIX, PARTIALS, ROWS, Arena, Array, Node, kernel
+from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import (
     TOGETHER,
     UNITS,
@@ -30,7 +30,10 @@ from cuda_backend.layout import (
     single_defines,
     tile_defines,
 )
+from cuda_backend.lazy import Node
+from cuda_backend.memory import Arena
 from cuda_backend.occupancy import Card
+from cuda_backend.prototypes import CHOICE, MATRIX, PARTIALS, ROWS
 from cuda_backend.views import NOTHING, out_of, view
 from cuda_backend.weights import Segment, Weight
 
@@ -38,7 +41,7 @@ NO_NORM = np.uint64(0), np.int32(0), np.float32(0), np.float32(0)
 EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
 
 
-def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
+def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: Stream, node: Node) -> Array:
     """x (T, columns), computed by `node` where anything still has to be, times each segment's rows."""
     T, N = x.shape[0], w.rows
     if T > MAX_DECODE_ROWS:
@@ -98,7 +101,7 @@ def grouped_linear(
     share: int,
     card: Card,
     arena: Arena,
-    stream: cupy.cuda.Stream,
+    stream: Stream,
     last: Weight | None = None,
     known: bool = False,
 ) -> Array:
@@ -156,7 +159,7 @@ def chosen_linear(
     choice: np.ndarray,
     card: Card,
     arena: Arena,
-    stream: cupy.cuda.Stream,
+    stream: Stream,
 ) -> Array:
     """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
 
@@ -176,9 +179,7 @@ def chosen_linear(
     return out
 
 
-def heads_of_one(
-    x: Node | Array, w: Weight, dense: int, packed: int, out: Packing, card: Card, stream: cupy.cuda.Stream
-) -> None:
+def heads_of_one(x: Node | Array, w: Weight, dense: int, packed: int, out: Packing, card: Card, stream: Stream) -> None:
     """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
     (s,) = w.segments
     how = packing(s.type, 1)
@@ -203,7 +204,7 @@ def _single(
     parts: int,
     norm: tuple[Any, ...],
     card: Card,
-    stream: cupy.cuda.Stream,
+    stream: Stream,
 ) -> None:
     """kernels/single.cu, whose rows are `made` of an array x, or lie packed at x."""
     shared = ring(card, s.type, 1)[2]
@@ -286,7 +287,7 @@ def _quantized(
     row_stride: int,
     slots: int,
     card: Card,
-    stream: cupy.cuda.Stream,
+    stream: Stream,
 ) -> None:
     """kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
     squares, norm_parts, columns, eps = norm
@@ -323,7 +324,7 @@ def _dense(
     out: int,
     T: int,
     row_stride: int,
-    stream: cupy.cuda.Stream,
+    stream: Stream,
     slots: int = 1,
     ids: int = 0,
     share: int = 1,
@@ -352,7 +353,7 @@ def _dense(
     )
 
 
-def _product(T: int, w: Weight, arena: Arena, stream: cupy.cuda.Stream, node: Node) -> Array:
+def _product(T: int, w: Weight, arena: Arena, stream: Stream, node: Node) -> Array:
     """More rows than `linear` takes: bf16 through cuBLAS, a slice of the matrix expanded at a time.
 
     A float32 matrix (a router, whose order decides) keeps its precision.
@@ -378,7 +379,7 @@ def _product(T: int, w: Weight, arena: Arena, stream: cupy.cuda.Stream, node: No
     return out
 
 
-def embed(table: Weight, tokens: int, T: int, arena: Arena, stream: cupy.cuda.Stream) -> Array:
+def embed(table: Weight, tokens: int, T: int, arena: Arena, stream: Stream) -> Array:
     """Rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
     (s,) = table.segments
     out = Array((T, s.columns), arena.take(T * s.columns * 4))

@@ -6,8 +6,10 @@ import numpy as np
 
 from common.ops import Ops
 from common.step import MAX_DECODE_ROWS, Step
-from cuda_backend.launch import Array, Node, kernel
+from cuda_backend.arrays import Array
+from cuda_backend.launch import kernel
 from cuda_backend.layout import UNPACKED, Packing, delta_slot, delta_slots, padded
+from cuda_backend.lazy import Node
 from cuda_backend.states import Conv, Delta, Recurrent
 from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, in_fours, only, out_of, view

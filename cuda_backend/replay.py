@@ -17,7 +17,9 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, PAST, Step
-from cuda_backend.launch import Arena, Array, Graph, Memory
+from cuda_backend.arrays import Array
+from cuda_backend.launch import Graph, Stream
+from cuda_backend.memory import Arena, Memory
 from cuda_backend.tree_order import lines, visits
 
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
@@ -66,7 +68,7 @@ def seen(parents: list[int] | None, T: int) -> bytes:
 class Inputs:
     """Device memory for a StepState, `rows` positions and `rows` tokens."""
 
-    def __init__(self, rows: int, stream: cupy.cuda.Stream):
+    def __init__(self, rows: int, stream: Stream):
         self.rows, self.stream = rows, stream
         self.memory = Memory(END + 8 * rows)
         self.tokens = self.memory.address + END + 4 * rows
@@ -139,8 +141,8 @@ class Replay:
     Prefill, whose lengths do not repeat, always runs as it comes.
     """
 
-    def __init__(self, arena: Arena, stream: cupy.cuda.Stream, overlap: bool):
-        self.arena, self.stream = arena, stream
+    def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool):
+        self.arena, self.stream, self.side = arena, stream, side
         self.small = Inputs(MAX_DECODE_ROWS, stream)
         self.large: Inputs | None = None
         self.overlap = overlap
@@ -196,7 +198,7 @@ class Replay:
     def _capture(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Captured:
         self.arena.reset()
         self.arena.frozen = True
-        graph = Graph(self.stream, self.overlap)
+        graph = Graph((self.stream, self.side), self.overlap)
         try:
             out = self._call(fn, state, step)
         finally:

@@ -10,7 +10,9 @@ from common.ops import Ops
 from common.sampling import ONE, Sampler
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import weights
-from cuda_backend.launch import Array, Memory, kernel
+from cuda_backend.arrays import Array
+from cuda_backend.launch import kernel
+from cuda_backend.memory import Memory
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps

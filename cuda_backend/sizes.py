@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from common.ops import LayerSize
 from common.storage import DeltaSpec, KVSpec, LatentSpec
-from cuda_backend.launch import Arena
+from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
 

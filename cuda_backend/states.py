@@ -15,8 +15,10 @@ import numpy as np
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, all_specs
-from cuda_backend.launch import PLACES, Memory, kernel
+from cuda_backend.launch import kernel
 from cuda_backend.layout import group_count, padded, tail_places
+from cuda_backend.memory import Memory
+from cuda_backend.prototypes import PLACES
 from cuda_backend.replay import graphs
 
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"

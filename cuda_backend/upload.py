@@ -18,7 +18,8 @@ import numpy as np
 from common.errors import BimetalError
 from common.quants import check_scales
 from common.tensors import Tensor, give_back
-from cuda_backend.launch import Memory
+from cuda_backend.launch import Stream
+from cuda_backend.memory import Memory
 
 BUFFER, BUFFERS = 64 << 20, 4  # bytes of one, and how many
 READERS = min(8, os.cpu_count() or 1)  # more wait for each other
@@ -33,7 +34,7 @@ class Uploader:
     filling  of each such buffer its reads, and what follows once they are done
     """
 
-    def __init__(self, stream: cupy.cuda.Stream):
+    def __init__(self, stream: Stream):
         self.stream = stream
         self.memory = Memory(0)
         self.readers = ThreadPoolExecutor(READERS, "bimetal reader")
@@ -88,7 +89,7 @@ class Uploader:
         def send(buffer: np.ndarray, fetched: cupy.cuda.Event, at: int, nbytes: int) -> None:
             kind = cupy.cuda.runtime.memcpyHostToDevice
             cupy.cuda.runtime.memcpyAsync(at, buffer.ctypes.data, nbytes, kind, self.stream.ptr)
-            fetched.record(self.stream)
+            self.stream.record(fetched)
 
         for pieces in _filling(arrays):
             self.finish(BUFFERS - 2)

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from cuda_backend.launch import IN, OUT, ROPE, Array
+from cuda_backend.arrays import Array
 from cuda_backend.layout import Packing, groups_of
+from cuda_backend.prototypes import IN, OUT, ROPE
 
 NOTHING = np.zeros((), IN)
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise

@@ -112,7 +112,7 @@ print(found.usable, found.what)
 def test_too_little_memory():
     code = """
 import cupy
-from cuda_backend.launch import Memory
+from cuda_backend.memory import Memory
 def full(n): raise cupy.cuda.memory.OutOfMemoryError
 cupy.cuda.alloc = full
 Memory(5 * 10**9)

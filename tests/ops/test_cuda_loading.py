@@ -15,8 +15,9 @@ from common.tensors import Tensor, map_file
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import upload  # noqa: E402
-from cuda_backend.launch import Array, Memory  # noqa: E402
+from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.layout import UNITS  # noqa: E402
+from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu

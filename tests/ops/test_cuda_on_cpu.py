@@ -85,6 +85,10 @@ def test_models(name):
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
 
 
+def test_two_models_in_two_threads():
+    on_cpu("models/test_cuda_threads.py", "two_models")
+
+
 def test_memory():
     on_cpu("models/test_cuda_models.py", "memory_of and (closed or laguna or qwen35moe)")
     on_cpu("decode/test_cuda_speculation.py", "memory_of")

@@ -19,10 +19,13 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import products  # noqa: E402
-from cuda_backend.launch import Array, Kernel, Memory  # noqa: E402
+from cuda_backend.arrays import Array  # noqa: E402
+from cuda_backend.launch import Kernel  # noqa: E402
 from cuda_backend.layout import KERNELS, OPTIONS, TOGETHER, UNITS  # noqa: E402
+from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.occupancy import WHOLE  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.prototypes import prototypes  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -158,12 +161,12 @@ extern "C" __global__ void divide(const u32* n, const u32* d, u32* out, int coun
 }
 """
     module = cupy.RawModule(code=(KERNELS / "prelude.cuh").read_text() + code, options=OPTIONS)
-    divide = Kernel(module.get_function("divide"))
+    divide = Kernel(module.get_function("divide"), prototypes(code)["divide"])
     memory, out = [Memory(n.nbytes) for _ in range(3)], np.zeros_like(n)
-    runtime, addresses = cupy.cuda.runtime, tuple(np.uint64(m.address) for m in memory)
+    runtime, addresses = cupy.cuda.runtime, tuple(m.address for m in memory)
     for values, m in zip((n, d), memory, strict=False):
         runtime.memcpyAsync(m.address, values.ctypes.data, n.nbytes, runtime.memcpyHostToDevice, ops.stream.ptr)
-    divide((1,), (32,), (*addresses, np.int32(n.size)), stream=ops.stream)
+    divide((1,), (32,), (*addresses, n.size), stream=ops.stream)
     runtime.memcpyAsync(out.ctypes.data, memory[2].address, n.nbytes, runtime.memcpyDeviceToHost, ops.stream.ptr)
     ops.stream.synchronize()
     assert np.array_equal(out, n // d)
@@ -211,8 +214,8 @@ def test_two_types(types, ops, monkeypatch):
 
     def product(w: Weight, T: int) -> tuple[np.ndarray, int]:
         ops.arena.reset()
-        rows, before = rows_on(ops, x[:T]), Kernel.launches
-        out, launches = ops.linear(rows, w), Kernel.launches - before
+        rows, before = rows_on(ops, x[:T]), ops.launches
+        out, launches = ops.linear(rows, w), ops.launches - before
         return ops.read(out), launches
 
     x = np.random.default_rng(3).normal(size=(72, 1280)).astype(np.float32)

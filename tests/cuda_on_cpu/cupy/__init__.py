@@ -9,44 +9,27 @@ so is a kernel that is handed memory of another GPU.
 
 import bisect
 import ctypes
+import itertools
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 HERE = Path(__file__).parent
 SIMT = HERE.parent / "simt.h"
-sys.path.append(str(HERE.parents[1]))
+sys.path += str(HERE.parents[1]), str(HERE.parents[2])
 from simt import build  # noqa: E402
 
-# bytes of kernel parameters
-SIZES = {
-    "int": 4,
-    "u32": 4,
-    "float": 4,
-    "s64": 8,
-    "u64": 8,
-    "double": 8,
-    "In": 48,
-    "Out": 48,
-    "Rope": 24,
-    "Turn": 24,
-    "Places": 8,
-    "Choice": 96,
-    "Matrix": 48,
-    "Rows": 32,
-    "Partials": 24,
-}
-KERNEL = re.compile(
-    r'extern "C" __global__ void\s*(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\))?\s*(?:CLUSTER\s+)?(\w+)\(([^)]*)\)',
-    re.DOTALL,
-)
+from cuda_backend.prototypes import prototypes, type_of  # noqa: E402
+
 IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address", "prefetch"]
 RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
@@ -113,7 +96,6 @@ static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     multiply_fragments<u16, u16, float, 16>(a, b, c, c, from_half, from_half);
 }
 """
-recording: list[Callable[[], None]] | None = None  # the launches of a graph that is being captured
 
 
 def without(code: str, names: list[str]) -> str:
@@ -134,7 +116,7 @@ def _closing(code: str, at: int, pair: str) -> int:
         at += 1
 
 
-def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
+def for_the_cpu(code: str, kernels: dict[str, tuple[str, ...]]) -> str:
     ring, extra = (RING, PRODUCT) if "barrier_init(" in code else ("", ATTENTION if "ldmatrix(" in code else "")
     replaced = IN_SIMT + re.findall(r"^static void (\w+)\(", ring + extra, re.MULTILINE)
     code = re.sub(r"^(?=__device__ __forceinline__ void mma\()", lambda _: extra, code, flags=re.MULTILINE)
@@ -146,6 +128,8 @@ def for_the_cpu(code: str, kernels: dict[str, list[str]]) -> str:
     code = f"namespace {{\n{code}\n}}\n"  # GCC puts shared variables of functions with external names elsewhere
     for name, params in kernels.items():
         types = [re.sub(r"\w+$", "", p).strip() for p in params]
+        for written, param in zip(types, params, strict=True):
+            code += f"static_assert(sizeof({written}) == {type_of(param).itemsize});\n"
         args = ", ".join(f"*({t}*)arguments_{name}[{i}]" for i, t in enumerate(types))
         code += f"""
 static void** arguments_{name};
@@ -160,7 +144,7 @@ extern "C" const char* run_{name}(void** arguments, unsigned* grid, unsigned* bl
 
 class RawModule:
     def __init__(self, code: str, options: tuple[str, ...]):
-        self.kernels = {m[1]: [p.strip() for p in " ".join(m[2].split()).split(",")] for m in KERNEL.finditer(code)}
+        self.kernels = prototypes(code)
         text = for_the_cpu(code, self.kernels)
         defines = [option for option in options if option.startswith("-D")]
         flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-mfma", "-mf16c"]
@@ -174,9 +158,9 @@ class RawModule:
 
 
 class Function:
-    def __init__(self, name: str, params: list[str], library: ctypes.CDLL, text: str):
-        self.name, self.kernel, self.device = name, self, current
-        self.sizes = [8 if "*" in p else SIZES[p.replace("const ", "").split()[0]] for p in params]
+    def __init__(self, name: str, params: tuple[str, ...], library: ctypes.CDLL, text: str):
+        self.name, self.kernel, self.device = name, self, current()
+        self.types = [type_of(param) for param in params]
         self.run = getattr(library, f"run_{name}")
         self.run.restype = ctypes.c_char_p
         self.located = partial(build.located, library=library._name, text=text)
@@ -184,8 +168,8 @@ class Function:
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0, stream: Any = None) -> None:
         values = [np.asarray(arg) for arg in args]
-        if [v.nbytes for v in values] != self.sizes:
-            raise TypeError(f"{self.name} takes parameters of {self.sizes} bytes, got {[v.nbytes for v in values]}")
+        if [v.dtype for v in values] != self.types:
+            raise TypeError(f"{self.name} takes {self.types}, got {[v.dtype for v in values]}")
         belongs(self.name, self.device, stream.device)
         for value in values if COUNT > 1 else ():
             words = [value[field] for field in value.dtype.names or ()] or [value]
@@ -197,15 +181,23 @@ class Function:
         sizes = [(ctypes.c_uint * 3)(*(*d, 1, 1)[:3]) for d in (grid, block)]
 
         def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
-            if error := self.run(pointers, *sizes):
+            with running:
+                error = self.run(pointers, *sizes)
+            if error:
                 raise RuntimeError(f"{self.name}: {self.located(error.decode())}")
 
-        launch() if recording is None else recording.append(launch)
+        launch() if stream.recording is None else stream.recording.append(launch)
 
 
 COUNT = int(os.environ.get("BIMETAL_GPUS", "1"))
-current = 0  # the GPU that calls go to
+here = threading.local()  # of each thread: `device`, the GPU that its calls go to
+running = threading.Lock()  # the engine runs one kernel at a time
+numbers = itertools.count(1)  # of streams
 memories: list[list[tuple[int, int]]] = [[] for _ in range(COUNT)]  # of each GPU, where its memory begins and ends
+
+
+def current() -> int:
+    return getattr(here, "device", 0)
 
 
 def device_of(address: int) -> int | None:
@@ -220,8 +212,8 @@ def device_of(address: int) -> int | None:
 def belongs(what: str, *devices: int | None) -> None:
     """Refuse what lies on another GPU than the current one."""
     for device in devices:
-        if device not in (None, current):
-            raise RuntimeError(f"{what} is of GPU {device}, and GPU {current} is current")
+        if device not in (None, current()):
+            raise RuntimeError(f"{what} is of GPU {device}, and GPU {current()} is current")
 
 
 class Device:
@@ -229,37 +221,47 @@ class Device:
         self.index, self.before = index, []
 
     def use(self) -> None:
-        global current
-        current = self.index
+        here.device = self.index
 
     def __enter__(self) -> "Device":
-        self.before.append(current)
+        self.before.append(current())
         self.use()
         return self
 
     def __exit__(self, *_: object) -> None:
-        global current
-        current = self.before.pop()
+        here.device = self.before.pop()
 
 
 class Memory:
     def __init__(self, nbytes: int):
         self.bytes = np.full(nbytes + 512, 0xFF, np.uint8)  # NaN where nobody writes
         self.ptr = -(-self.bytes.ctypes.data // 256) * 256
-        self.device, self.span = current, (self.ptr, self.ptr + nbytes)
-        bisect.insort(memories[current], self.span)
+        self.device, self.span = current(), (self.ptr, self.ptr + nbytes)
+        bisect.insort(memories[self.device], self.span)
 
     def __del__(self) -> None:
         memories[self.device].remove(self.span)
 
 
+class Capture(list[Callable[[], None]]):
+    """The launches of a graph, while it is captured and then."""
+
+    ended = False
+
+
+streams: WeakValueDictionary[int, "Stream"] = WeakValueDictionary()
+
+
 class Stream:
     def __init__(self, non_blocking: bool = False):
-        self.device = current
+        self.device, self.ptr = current(), next(numbers)
+        self.captures: Capture | None = None
+        streams[self.ptr] = self
 
     @property
-    def ptr(self) -> int:
-        return self.device
+    def recording(self) -> Capture | None:
+        """The graph that takes this stream's launches, if it is being captured."""
+        return None if self.captures is None or self.captures.ended else self.captures
 
     def __enter__(self) -> "Stream":
         belongs("a stream", self.device)
@@ -272,24 +274,26 @@ class Stream:
         pass
 
     def wait_event(self, event: "Event") -> None:
-        if recording is not None and not event.captured:
+        if event.recording is not None and not event.recording.ended:
+            self.captures = event.recording
+        elif self.recording is not None:
             raise RuntimeError("a stream that is captured waits for an event outside of its graph")
 
     def begin_capture(self) -> None:
-        global recording
         belongs("a stream", self.device)
-        if recording is not None:
-            raise RuntimeError("two streams are captured at once")
-        recording = []
+        if self.recording is not None:
+            raise RuntimeError("a stream is captured twice at once")
+        self.captures = Capture()
 
     def end_capture(self) -> SimpleNamespace:
-        global recording
         belongs("a stream", self.device)
-        launches, recording = recording, None
+        launches = self.captures
+        assert launches is not None
+        launches.ended = True
 
         def launch(stream: Stream) -> None:
             belongs("a stream of a graph", self.device, stream.device)
-            for each in launches or []:
+            for each in launches:
                 each()
 
         return SimpleNamespace(launch=launch)
@@ -297,11 +301,11 @@ class Stream:
 
 class Event:
     def __init__(self, disable_timing: bool = False):
-        self.device, self.captured = current, False
+        self.device, self.recording = current(), None
 
     def record(self, stream: Stream) -> None:
         belongs("an event", self.device, stream.device)
-        self.captured = recording is not None
+        self.recording = stream.recording
 
     def synchronize(self) -> None:
         pass
@@ -338,27 +342,27 @@ PROPERTIES = {
 
 
 def copy(to: int, source: int, n: int, kind: int, stream: int) -> None:
-    belongs("a stream", stream)
+    belongs("a stream", streams[stream].device)
     belongs("copied memory", device_of(int(to)), device_of(int(source)))
-    if recording is not None:
+    if streams[stream].recording is not None:
         raise RuntimeError("a copy in a graph is not played here")
     ctypes.memmove(int(to), int(source), int(n))
 
 
 def copy_between(to: int, device: int, source: int, other: int, n: int, stream: int) -> None:
-    belongs("a stream", stream)
-    if (device_of(to), device_of(source)) != (device, other) or recording is not None:
+    belongs("a stream", streams[stream].device)
+    if (device_of(to), device_of(source)) != (device, other) or streams[stream].recording is not None:
         raise RuntimeError(f"a copy of {n} bytes from GPU {other} to {device} names others' memory, or is in a graph")
     ctypes.memmove(to, source, n)
 
 
 def fill(to: int, value: int, n: int, stream: int) -> None:
-    belongs("filled memory", device_of(int(to)), stream)
+    belongs("filled memory", device_of(int(to)), streams[stream].device)
     ctypes.memset(int(to), value, int(n))
 
 
 def held() -> int:
-    return sum(end - start for start, end in memories[current])
+    return sum(end - start for start, end in memories[current()])
 
 
 runtime = SimpleNamespace(
@@ -370,7 +374,7 @@ runtime = SimpleNamespace(
     getDeviceCount=lambda: COUNT,
     driverGetVersion=lambda: 13000,
     runtimeGetVersion=lambda: 13000,
-    getDevice=lambda: current,
+    getDevice=current,
     getDeviceProperties=lambda device: PROPERTIES,
     deviceCanAccessPeer=lambda device, other: device != other,
     deviceEnablePeerAccess=lambda other: None,

@@ -1,0 +1,145 @@
+"""Array: an activation on the device, as models see it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Array:
+    """An activation: float32 or int32 on the device, perhaps not computed yet, perhaps partial sums to be added.
+
+    Models see `shape`, reshape and slice. Strides are in elements; `slots` partial sums lie `slot` elements apart.
+    `needs` tells where columns of (T, n) end that have fewer, and how many: zeros follow, which a slice leaves out.
+    `best` is where the largest keys of a step's logits lie, if they were found: kernels/sample.cu.
+    """
+
+    __slots__ = ("_address", "best", "dtype", "needs", "node", "owner", "shape", "slot", "slots", "strides")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        address: int = 0,
+        *,
+        strides: Sequence[int] | None = None,
+        node: Any = None,
+        slots: int = 1,
+        slot: int = 0,
+        needs: Sequence[tuple[int, int]] = (),
+        owner: Any = None,
+        dtype: Any = np.float32,
+        best: int = 0,
+    ):
+        self.shape = tuple(shape)
+        self.needs, self.best = needs, best
+        self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
+        self._address, self.node, self.slots, self.slot, self.owner, self.dtype = (
+            address,
+            node,
+            slots,
+            slot,
+            owner,
+            dtype,
+        )
+
+    @property
+    def address(self) -> int:
+        return self._address or (self.node.as_dense() if self.node else 0)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_dense(self) -> bool:
+        """Is it computed and added up, its elements one behind the other?"""
+        return bool(self._address) and self.slots == 1 and self.strides == contiguous(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def reshape(self, *shape: Any) -> "Array":
+        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        if -1 in wanted:
+            rest = -math.prod(wanted)
+            wanted = tuple(self.size // rest if n == -1 else n for n in wanted)
+        if self.node and not self._address:
+            return Array(wanted, node=self.node)
+        return self._view(wanted, reshaped(self.shape, self.strides, wanted), 0)
+
+    def __getitem__(self, index: Any) -> "Array":
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            rest = len(self.shape) - len(index) + 1
+            index = (*index[:at], *(slice(None),) * rest, *index[at + 1 :])
+        offset, shape, strides = 0, [], []
+        for i, (n, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            at = index[i] if i < len(index) else slice(None)
+            if isinstance(at, slice):
+                start, stop, step = at.indices(n)
+                offset += start * stride
+                shape.append(max(0, -(-(stop - start) // step)))
+                strides.append(stride * step)
+            else:
+                offset += at * stride
+        if self.node and not self._address and offset == 0 and tuple(shape) == self.shape:
+            return self
+        slots = self.slots
+        if self.needs and len(index) == 2 and shape[1]:  # of the segments that the slice touches
+            first, last = offset % self.shape[1], offset % self.shape[1] + shape[1]
+            begins = (0, *(end for end, _ in self.needs))
+            slots = max(n for begin, (end, n) in zip(begins, self.needs, strict=False) if begin < last and end > first)
+        return self._view(shape, strides, offset, slots)
+
+    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int, slots: int = 0) -> "Array":
+        return Array(
+            shape,
+            self.address + 4 * offset,
+            strides=strides,
+            slots=slots or self.slots,
+            slot=self.slot,
+            owner=self.owner,
+            dtype=self.dtype,
+        )
+
+    def whole_node(self) -> Any:
+        """The op that would compute exactly this array, if it has not been sliced."""
+        return None if self._address else self.node
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= size
+    return tuple(reversed(strides))
+
+
+def reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a reshape that moves nothing; raises ValueError where there are none."""
+    if math.prod(shape) != math.prod(wanted):
+        raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(wanted)}")
+    # runs of axes that lie behind one another: (elements, stride of the last)
+    runs: list[list[int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][1] == n * stride:
+            runs[-1] = [runs[-1][0] * n, stride]
+        else:
+            runs.append([n, stride])
+    out, left = [], 1
+    for n in reversed(wanted):
+        if n == 1:
+            out.append(left)
+            continue
+        if left == 1:
+            size, unit = runs.pop() if runs else [n, 1]
+            left = size
+        if left % n:
+            raise ValueError(f"a view of shape {tuple(shape)} cannot be reshaped to {tuple(wanted)} without a copy")
+        out.append(unit)
+        unit, left = unit * n, left // n
+    return tuple(reversed(out))

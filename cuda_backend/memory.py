@@ -1,0 +1,73 @@
+"""Device memory: allocations that live as long as their object, and the arena that the outputs of a step come from."""
+
+from typing import Any
+
+import cupy
+
+from common.errors import BimetalError
+
+ALIGN = 256
+
+
+class Memory:
+    """Device memory that lives as long as this object."""
+
+    def __init__(self, nbytes: int):
+        try:
+            self._memory = cupy.cuda.alloc(max(nbytes, 1))
+        except cupy.cuda.memory.OutOfMemoryError:
+            (free, total), device = cupy.cuda.runtime.memGetInfo(), cupy.cuda.runtime.getDevice()
+            raise BimetalError(
+                f"GPU {device} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free and {nbytes / 1e9:.1f} GB more are "
+                "needed; choose a smaller quantization or a shorter context"
+            ) from None
+        self.address: int = self._memory.ptr
+        self.nbytes = nbytes
+
+
+class Arena:
+    """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
+
+    A layer's output lies in its own half, so it survives the next layer and no longer; what must last longer lies in a
+    third part. Memory that a captured graph has used is never given back.
+    """
+
+    CHUNK = 32 << 20
+
+    def __init__(self) -> None:
+        self.parts: list[list[Memory]] = [[], [], []]
+        self.passing = Memory(0)
+        self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
+        self.reset()
+
+    def reset(self) -> None:
+        self.half, self.used = 0, [[0] * len(chunks) for chunks in self.parts]  # bytes of each chunk
+
+    def turn(self) -> None:
+        self.half = 1 - self.half
+        self.used[self.half] = [0] * len(self.parts[self.half])
+
+    def take(self, nbytes: int, lasting: bool = False) -> int:
+        """The first chunk with room gives it, so that a step that runs once more takes what it took before."""
+        part = 2 if lasting else self.half
+        chunks, used = self.parts[part], self.used[part]
+        at = next((i for i, chunk in enumerate(chunks) if used[i] + nbytes <= chunk.nbytes), len(chunks))
+        if at == len(chunks):
+            if self.frozen:
+                raise RuntimeError("a captured step took more memory than the same step run before it")
+            chunks.append(Memory(max(nbytes, self.CHUNK)))
+            used.append(0)
+        address = chunks[at].address + used[at]
+        used[at] += -(-nbytes // ALIGN) * ALIGN
+        return address
+
+    def scratch(self, nbytes: int, stream: Any) -> int:
+        """Memory for what the next launch on `stream` reads and nothing after it: the same at every call."""
+        if nbytes > self.passing.nbytes:
+            stream.synchronize()
+            self.passing = Memory(nbytes)
+        return self.passing.address
+
+    @property
+    def nbytes(self) -> int:
+        return self.passing.nbytes + sum(chunk.nbytes for part in self.parts for chunk in part)

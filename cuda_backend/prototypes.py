@@ -1,0 +1,71 @@
+"""The parameters of kernels: structs as kernels/*.cuh declare them, and prototypes, read from a kernel's text.
+
+Needs neither CuPy nor a GPU.
+"""
+
+import re
+
+import numpy as np
+
+Field = tuple[str, str]
+
+
+def _struct(*fields: tuple[str, str | np.dtype]) -> np.dtype:
+    return np.dtype(list(fields), align=True)
+
+
+def _named(kind: str, *names: str) -> list[Field]:
+    return [(name, kind) for name in names]
+
+
+IN = _struct(("p", "u8"), *_named("i8", "slot", "row", "head"), *_named("i4", "slots", "width", "inner"))
+OUT = _struct(*_named("u8", "dense", "packed", "bf16"), *_named("i4", "K", "cols", "groups", "fine", "whole"))
+ROPE = _struct(*_named("u8", "frequencies", "positions"), ("pairs", "i4"), ("magnitude", "f4"))
+CHOICE = _struct(
+    *_named("u8", "logits", "bias", "weights"),
+    ("gate", IN),
+    *_named("i4", "E", "k", "shared", "gated"),
+    ("scale", "f4"),
+)
+MATRIX = _struct(
+    *_named("u8", "w", "out"),
+    *_named("i4", "N", "k_blocks", "units", "stripes", "each"),
+    *_named("u4", "k_blocks_inverse", "units_inverse", "stripes_inverse"),
+)
+ROWS = _struct(*_named("u8", "packed", "squares"), *_named("i4", "T", "parts"), *_named("f4", "columns", "eps"))
+PARTIALS = _struct(("slot", "i8"), ("row", "i8"), ("slots", "i4"))
+PLACES = _struct(("fixed", "i4"), ("ring", "i4"))
+
+TYPES: dict[str, np.dtype] = {
+    "int": np.dtype(np.int32),
+    "u32": np.dtype(np.uint32),
+    "s64": np.dtype(np.int64),
+    "u64": np.dtype(np.uint64),
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+    "In": IN,
+    "Out": OUT,
+    "Rope": ROPE,
+    "Turn": ROPE,  # kernels/latent.cu
+    "Choice": CHOICE,
+    "Matrix": MATRIX,
+    "Rows": ROWS,
+    "Partials": PARTIALS,
+    "Places": PLACES,
+}
+ADDRESS = np.dtype(np.uint64)
+BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+PROTOTYPE = re.compile(
+    rf'extern "C" __global__ void\s*(?:{BOUNDS})?\s*(?:CLUSTER\s+)?(?P<name>\w+)\((?P<parameters>[^)]*)\)'
+)
+
+
+def prototypes(code: str) -> dict[str, tuple[str, ...]]:
+    """The parameters of each kernel in CUDA C++ source, as written: {"fill": ("u32* words", "s64 n", "u32 seed")}."""
+    found = PROTOTYPE.finditer(code)
+    return {m["name"]: tuple(p.strip() for p in " ".join(m["parameters"].split()).split(",")) for m in found}
+
+
+def type_of(parameter: str) -> np.dtype:
+    """The NumPy type of a parameter as written in a prototype; raises KeyError for a struct that TYPES lacks."""
+    return ADDRESS if "*" in parameter else TYPES[parameter.replace("const ", "").split()[0]]
