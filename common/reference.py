@@ -126,7 +126,7 @@ class NumpyOps(Ops):
             first = np.arange(min(kv.keep, past))
             rest = np.arange(past - (len(keys) - len(k) - len(first)), past)
             position = np.concatenate([first, rest, step.positions])
-            seen &= (position > step.window_from[:, None] - window) | (position < kv.keep)
+            seen &= (position > step.positions[:, None] - window) | (position < kv.keep)
         return _attend(q, keys, values, seen, scale)
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:

@@ -82,11 +82,6 @@ class Step:
                 visible[t] |= visible[parent]
         return visible
 
-    @property
-    def window_from(self) -> np.ndarray:
-        """(T,) or (1,): the position that each row's window counts back from, its own or that of its block."""
-        return self.positions[:1] if self.parents is None else self.positions
-
     def the_slot(self) -> int:
         """The one sequence of this step, for kernels that serve one; refuses a step that mixes sequences."""
         if len(self) and np.any(self.slots != self.slots[0]):

@@ -276,7 +276,7 @@ class MlxOps(Ops):
             )
             if window is not None:
                 position = np.concatenate([np.arange(first), np.arange(past - shown + first, past), step.positions])
-                seen &= (position > step.window_from[:, None] - window) | (position < keep)
+                seen &= (position > step.positions[:, None] - window) | (position < keep)
             masks[key] = mx.array(seen)
         return masks[key]
 

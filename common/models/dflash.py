@@ -41,11 +41,11 @@ class Config:
     ffn: int
     eps: float
     rope: Rope
-    windows: tuple[int | None, ...]  # positions before the block that a layer sees; None: all
+    windows: tuple[int | None, ...]  # per layer: positions that a row sees, its own included; None: all
     is_causal: tuple[bool, ...]  # per layer: rows of the block see earlier ones alone
     block: int  # tokens of a block, the known one included
     mask_token: int
-    taps: tuple[int, ...]  # target layers whose output the draft reads, ascending
+    taps: tuple[int, ...]  # target layers whose output the draft reads, in the order of the columns of `fc`
     vocab: int | None  # of the target, where the file says it
     target_layers: int | None
     is_laguna: bool = False  # a norm per tap, the context through each layer's norm, gated attention
@@ -79,6 +79,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     keys.expect("hidden_act", "silu")
     keys.expect("attention_bias", False)
     keys.expect("partial_rotary_factor", 1.0)
+    keys.expect("dflash_config.use_swa", False)
     for key in (*OTHER_ALGORITHMS, *UNSUPPORTED):
         for place in (key, f"dflash_config.{key}"):
             if keys.get(place) is not None:
@@ -89,7 +90,8 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     kinds = keys.read("layer_types", list, ["full_attention"] * layers)
     if len(kinds) != layers or set(kinds) - set(KINDS):
         raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
-    slides = [kind == "sliding_attention" and keys.read("use_sliding_window", bool, True) for kind in kinds]
+    slides = [kind == "sliding_attention" for kind in kinds]
+    has_window = keys.read("use_sliding_window", bool, True)
     causal = keys.flag("is_causal" if keys.flag("dflash_config.causal") is None else "dflash_config.causal")
 
     def either(key: str) -> str:
@@ -103,7 +105,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
         ffn=keys.size("intermediate_size"),
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, head_dim),
-        windows=tuple(keys.size("sliding_window") if slide else None for slide in slides),
+        windows=tuple(keys.size("sliding_window") if slide and has_window else None for slide in slides),
         is_causal=tuple(slides) if causal is None else (causal,) * layers,
         block=keys.size(either("block_size")),
         mask_token=keys.read(either("mask_token_id"), int),
@@ -160,10 +162,10 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
 
 
 def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
-    """Layer ids as a file lists them, counted from `first`."""
+    """Layer ids from 0, in the order in which a file lists them, counted there from `first`."""
     if any(type(i) is not int or i < first for i in listed) or len(set(listed)) < len(listed):
         raise BimetalError(f"{where}: {listed} are not the numbers of different target layers")
-    return tuple(sorted(i - first for i in listed))
+    return tuple(i - first for i in listed)
 
 
 def _default_taps(checkpoint: Checkpoint, target: Model) -> tuple[int, ...]:
@@ -182,12 +184,15 @@ def _check_belongs(c: Config, path: Path, target: Model) -> None:
     ):
         if drafts != targets:
             raise BimetalError(f"{path} is a draft for another model: its {what} is {drafts}, the model's {targets}")
-    if not c.taps or c.taps[-1] >= layers:
+    if not c.taps or max(c.taps) >= layers:
         raise BimetalError(f"{path} is a draft for another model: it reads layers {c.taps}, the model has {layers}")
     if not 0 <= c.mask_token < target.config.vocab:
         raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.config.vocab}")
     if c.block < 2:
         raise BimetalError(f"{path}: block_size is {c.block}; a block has the known token and at least one more")
+    for window, is_causal in zip(c.windows, c.is_causal, strict=True):
+        if window is not None and window < c.block and not is_causal:
+            raise BimetalError(f"{path}: sliding_window is {window}; a block of {c.block} tokens must fit in it")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -263,8 +268,8 @@ def state_spec(c: Config) -> list[LayerSpec]:
     return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, window or CONTEXT_ROWS)} for window in c.windows]
 
 
-def read(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step, features: Sequence[Array]) -> None:
-    """Leave the draft's keys and values of the step's rows, from hidden states (T, hidden) of the tapped layers."""
+def write_context(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step, features: Sequence[Array]) -> None:
+    """Write the draft's keys and values of the step's rows, from hidden states (T, hidden) of the layers `c.taps`."""
     x: Array = None
     for i, feature in enumerate(features):
         if c.is_laguna:
@@ -295,7 +300,7 @@ def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: A
     T, H, D = x.shape[0], c.heads, c.head_dim
     q = ops.norm_rope(ops.linear(x, w.q).reshape(T, H, D), w.q_norm, step.positions, c.rope, c.eps)
     k, v = _keys_values(ops, c, w, step, x)
-    window = (c.windows[layer] or CONTEXT_ROWS) + 1  # counted from the block's first row, which is one of them
+    window = c.windows[layer] or CONTEXT_ROWS
     o = ops.attention(q, k, v, kv, step, scale=D**-0.5, window=window, causal=c.is_causal[layer])
     if w.gate is not None:
         o = ops.mul_softplus(o, ops.linear(x, w.gate).reshape(T, H, 1))
@@ -313,11 +318,11 @@ def _keys_values(ops: Ops, c: Config, w: Any, step: Step, x: Array) -> tuple[Arr
 
 
 class Tap:
-    """The ops of a backend, keeping what leaves some layers."""
+    """The ops of a backend, which keep the output of some layers in `taken`, by layer."""
 
     def __init__(self, ops: Ops, layers: Sequence[int]):
         self._ops, self._layers = ops, layers
-        self.taken: list[Array] = []
+        self.taken: dict[int, Array] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -325,7 +330,7 @@ class Tap:
     def scope(self, layer: int, block: Any, x: Array) -> Array:
         x = self._ops.scope(layer, block, x)
         if layer in self._layers:
-            self.taken.append(self._ops.keep(x))
+            self.taken[layer] = self._ops.keep(x)
         return x
 
 
@@ -342,11 +347,12 @@ class Pair(Model):
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         taps, layers = self.draft.taps, len(self.weights.layers)
         tap: Any = Tap(self.ops, taps)
-        taps_last = taps[-1] == layers - 1  # which a model may compute for some rows alone
+        taps_last = max(taps) == layers - 1  # which a model may compute for some rows alone
         logits = self.definition.forward(
             tap, self.config, self.weights, state, step, slice(None) if taps_last else rows
         )
-        read(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, tap.taken)
+        features = [tap.taken[i] for i in taps]
+        write_context(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, features)
         return logits[rows] if taps_last else logits
 
     def propose(self, state: State, token: int) -> Array:

@@ -125,7 +125,7 @@ struct Mask {
         : step(s), positions(p + first_t), window(w), keep(k), causal(c), past(s->past + first_t),
           rows(min(s->rows - first_t, n)), kind(s->kind) {}
     // The first position that row t may see, but for those that are kept.
-    __device__ int low(int t) const { return window ? positions[kind == 2 ? 0 : t] - window + 1 : 0; }
+    __device__ int low(int t) const { return window ? positions[t] - window + 1 : 0; }
     // The first that any row may; by a whole warp.
     __device__ int lowest() const {
         if (!window) return 0;

@@ -1,7 +1,7 @@
 """The DFlash draft (arXiv 2602.06036): a block of tokens in one pass, from hidden states of the target.
 
-Parameters are named as in the published drafts; norms are plain. Embedding and head are the target's own. Sliding
-layers see the newest `window` positions before the block and are causal inside it; the full layer sees everything.
+Parameters are named as in the published drafts; norms are plain. Embedding and head are the target's own. A row of a
+sliding layer sees the newest `window` positions up to its own; the full layer sees everything.
 """
 
 from dataclasses import asdict, dataclass
@@ -70,8 +70,8 @@ class DraftAttention(nn.Module):
         self.q_norm, self.k_norm = Norm(c.head_dim, c.eps, centre=0.0), Norm(c.head_dim, c.eps, centre=0.0)
 
     def forward(self, x: Tensor, context: Tensor, anchors: Tensor, seen: Tensor, inside: Tensor) -> Tensor:
-        """Rows x (B, n, block, hidden) look at the context (B, T, hidden) where `seen` (B, n, T) and at the rows of
-        their own block where `inside` (block, block)."""
+        """Rows x (B, n, block, hidden) attend to the context (B, T, hidden) where `seen` (B, n, block, T), and to the
+        rows of their own block where `inside` (block, block)."""
         c, length = self.c, context.shape[1]
         q = self.q_norm(self.q_proj(x).unflatten(-1, (c.heads, c.head_dim)))
         k, k_before = (self.k_norm(self.k_proj(y).unflatten(-1, (c.kv_heads, c.head_dim))) for y in (x, context))
@@ -82,7 +82,7 @@ class DraftAttention(nn.Module):
         q = (q * c.head_dim**-0.5).unflatten(3, (c.kv_heads, -1))
         outer = torch.einsum("bnqhgd,bthd->bhgnqt", q, k_before)
         inner = torch.einsum("bnqhgd,bnkhd->bhgnqk", q, k)
-        outer = outer.masked_fill(~seen[:, None, None, :, None], float("-inf"))
+        outer = outer.masked_fill(~seen[:, None, None], float("-inf"))
         inner = inner.masked_fill(~inside, float("-inf"))
         weights = torch.cat([outer, inner], -1).float().softmax(-1).to(x.dtype)
         o = torch.einsum("bhgnqt,bthd->bnqhgd", weights[..., :length], v_before)
@@ -118,9 +118,9 @@ class Draft(nn.Module):
         """
         context = self.hidden_norm(self.fc(features))
         place, row = (torch.arange(n, device=anchors.device) for n in (features.shape[1], self.c.block))
-        full = place < anchors[..., None]
-        near = full & (place >= anchors[..., None] - self.c.window)
-        earlier = row <= row[:, None]
+        full = (place < anchors[..., None])[:, :, None].expand(-1, -1, self.c.block, -1)
+        near = full & (place > (anchors[..., None] + row)[..., None] - self.c.window)
+        earlier = (row <= row[:, None]) & (row > row[:, None] - self.c.window)
         x = embedded
         for layer, slides in zip(self.layers, self.c.sliding, strict=True):
             x = layer(x, context, anchors, *((near, earlier) if slides else (full, torch.ones_like(earlier))))

@@ -1,6 +1,7 @@
-"""Write tests/data/models/dflash/: a tiny random draft for the tiny qwen35 model, with the logits of its PyTorch form.
+"""Write tests/data/models/dflash/: a tiny random draft for the tiny qwen35 model, with the published library's logits.
 
-The form is that of examples/train/draft.py, and the hidden states are transformers'; float32 on stored BF16 values.
+The library is `dflash` 0.1.0 on PyPI (pip install --no-deps dflash, beside torch and transformers); the hidden states
+are transformers'; float32 on stored BF16 values. The tapped layers are listed out of order, as a draft may list them.
 golden.npz holds, for the first tokens of qwen35's golden ids as text:
 
 anchors  (6,) places where a block starts, around the window of 8
@@ -8,48 +9,69 @@ logits   (6, 4, 96) float32 of the four masked rows of each block
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from dflash.model import DFlashDraftModel, extract_context_feature
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 HERE = Path(__file__).parent / "models"
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train"))
-
-from draft import Draft, DraftConfig  # noqa: E402
-from target import Config  # noqa: E402
-
-CONFIG = DraftConfig(
-    hidden=32, ffn=40, heads=4, kv_heads=2, head_dim=16, sliding=(True, False), window=8, block=5, taps=(1, 4, 6)
-)
+CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "block_size": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "num_target_layers": 8,
+    "dflash_config": {"mask_token_id": 1, "target_layer_ids": [4, 1, 6]},
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 ANCHORS = (1, 7, 8, 9, 20, 40)
 
 
 @torch.no_grad()
 def main() -> None:
     generator = torch.Generator().manual_seed(5)
-    draft = Draft(CONFIG)
+    draft = DFlashDraftModel(Qwen3Config(**{key: value for key, value in CONFIG.items() if key != "dtype"})).eval()
     for p in draft.parameters():
         noise = torch.randn(p.shape, generator=generator)
         p.copy_(((1 + 0.3 * noise) if p.ndim == 1 else 1.2 * noise / p.shape[-1] ** 0.5).bfloat16())
     target = AutoModelForCausalLM.from_pretrained(HERE / "qwen35", dtype=torch.float32).eval()
     ids = torch.tensor(np.load(HERE / "qwen35" / "golden.npz")["ids"].astype(np.int64)[: max(ANCHORS) + 1])
     hidden = target(ids[None], output_hidden_states=True).hidden_states
-    features = torch.cat([hidden[i + 1] for i in CONFIG.taps], -1)
-    anchors = torch.tensor([ANCHORS])
-    blocks = torch.full((1, len(ANCHORS), CONFIG.block), 1)
-    blocks[0, :, 0] = ids[anchors[0]]
-    rows = draft(features, target.get_input_embeddings()(blocks), anchors)
+    features = extract_context_feature(hidden, draft.target_layer_ids)
+    logits = []
+    for anchor in ANCHORS:
+        block = torch.full((1, draft.block_size), draft.mask_token_id)
+        block[0, 0] = ids[anchor]
+        rows = draft(
+            position_ids=torch.arange(anchor + draft.block_size)[None],
+            noise_embedding=target.get_input_embeddings()(block),
+            target_hidden=features[:, :anchor],
+        )
+        logits.append(draft.compute_logits(rows, target.get_output_embeddings())[0, 1:])
     folder = HERE / "dflash"
     folder.mkdir(exist_ok=True)
-    save_file({k: v.bfloat16() for k, v in draft.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
-    values = CONFIG.hugging_face(Config(vocab=96, layers=8, context=1024))
-    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n")
-    logits = target.get_output_embeddings()(rows[0, :, 1:])
-    np.savez_compressed(folder / "golden.npz", anchors=np.array(ANCHORS), logits=logits.numpy())
+    weights = {name: value.bfloat16().contiguous() for name, value in draft.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
+    np.savez_compressed(folder / "golden.npz", anchors=np.array(ANCHORS), logits=torch.stack(logits).numpy())
 
 
 if __name__ == "__main__":

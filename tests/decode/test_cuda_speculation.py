@@ -35,7 +35,7 @@ def pair():
     return load_pair(FOLDER, load_model(tiny.checkpoint("qwen35"), CudaOps()))
 
 
-def test_logits_of_the_pytorch_form(pair):
+def test_logits_of_the_published_library(pair):
     """In float16 keys and values; twice each, so that captured graphs count too."""
     state, proposed = pair.new_state(64), []
     for anchor in GOLDEN["anchors"]:

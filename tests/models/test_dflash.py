@@ -1,4 +1,4 @@
-"""The draft: against its PyTorch form, from every kind of file, for every family of targets, and what it refuses."""
+"""The draft: against the published library, from every kind of file, for every family of targets; what it refuses."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,8 @@ def proposals(pair, anchors):
     return np.stack(rows)
 
 
-def test_logits_of_the_pytorch_form(ops):
+def test_logits_of_the_published_library(ops):
+    """Before, at and beyond the window of 8, and with tapped layers that are not listed in ascending order."""
     pair = load_pair(FOLDER, tiny.load("qwen35", ops))
     assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < LOGIT
 
@@ -170,7 +171,7 @@ def turned(x, positions):
 
 
 def test_lagunas_form_against_its_formula(tmp_path, ops):
-    """In float64, from the features that the target's own layers give; the window reaches 8 rows before the block."""
+    """In float64, from the features that the target's own layers give; each row sees 8 positions."""
     target, P = tiny.load("laguna", ops), 13
     c, layers = target.config, len(target.layout.layers)
     folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [1, layers - 1], laguna=True)
@@ -183,7 +184,8 @@ def test_lagunas_form_against_its_formula(tmp_path, ops):
 
     w = {name: dequantize(tensor).astype(np.float64) for name, tensor in open_checkpoint(folder).tensors.items()}
     w = {name.removesuffix(".weight"): value for name, value in w.items()}
-    normed = [rms(ops.read(f), w[f"aux_hidden_norms.{i}"]) for i, f in enumerate(tap.taken)]
+    features = [ops.read(tap.taken[i]) for i in pair.draft.taps]
+    normed = [rms(f, w[f"aux_hidden_norms.{i}"]) for i, f in enumerate(features)]
     context = rms(np.concatenate(normed, -1) @ w["fc"].T, w["hidden_norm"])
     table = dequantize(tiny.checkpoint("laguna").tensors["model.embed_tokens.weight"]).astype(np.float64)
     H, K, D = tiny_draft.HEADS, tiny_draft.KV_HEADS, tiny_draft.HEAD_DIM
@@ -197,7 +199,7 @@ def test_lagunas_form_against_its_formula(tmp_path, ops):
         k = turned(rms(qkv[:, H : H + K], at["self_attn.k_norm"]), places)
         out = np.zeros((5, H, D))
         for t in range(5):
-            seen = (places >= P - 8) & (places <= P + t)
+            seen = (places > P + t - 8) & (places <= P + t)
             for head in range(H):
                 score = k[seen, head // 2] @ q[t, head] / 4
                 p = np.exp(score - score.max())
@@ -233,8 +235,10 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
     assert config("b", dflash_config=taps | {"causal": False}).is_causal == (False, False)
     assert config("c", is_causal=True).is_causal == (True, True)
     assert config("d", layer_types=None).windows == (None, None)
-    assert config("e", use_sliding_window=False).is_causal == (False, False)
-    assert config("f", dflash_config={"mask_token_id": 1}).taps == (1, 3, 5)  # fc has room for three of eight layers
+    assert config("e", use_sliding_window=False).windows == (None, None)
+    assert config("f", use_sliding_window=False, is_causal=None).is_causal == (True, False)
+    assert config("g", dflash_config={"mask_token_id": 1}).taps == (1, 3, 5)  # fc has room for three of eight layers
+    assert config("h").taps == (4, 1, 6)  # as listed: the columns of fc are in that order
 
 
 @pytest.mark.parametrize(
@@ -253,6 +257,8 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
         ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [1, 4, 6]}}, "mask token 96 is outside"),
         ({"dflash_config": {"target_layer_ids": [1, 4, 6]}}, "lacks the required key dflash_config.mask_token_id"),
         ({"block_size": 1}, "block_size is 1"),
+        ({"sliding_window": 4, "is_causal": False}, "sliding_window is 4; a block of 5 tokens must fit in it"),
+        ({"dflash_config": {"mask_token_id": 1, "use_swa": True}}, "dflash_config.use_swa is True; supported: False"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types must name"),
     ],
 )
