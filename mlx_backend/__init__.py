@@ -13,9 +13,9 @@ from mlx_backend.weights import stored_dtype
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
-    """MLX on its default device: float32 on the CPU, on a GPU the type in which `checkpoint` stores most bytes.
+    """MlxOps on MLX's default device: float32 on the CPU, on a GPU the type in which `checkpoint` stores most bytes.
 
-    wide  the model's activations pass 65504, so bfloat16 takes the place of float16
+    wide  True where the model's activations exceed 65504: bfloat16 then replaces float16
     """
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
@@ -23,14 +23,14 @@ def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
 
 
 def load_fallback(checkpoint: Checkpoint, ops: MlxOps) -> Any:
-    """A checkpoint that only mlx-lm has a definition of, by that definition."""
+    """Load a checkpoint whose architecture only mlx-lm defines, through mlx-lm."""
     from mlx_backend.fallback import FallbackModel
 
     return FallbackModel(checkpoint, ops)
 
 
 def mlx_lm_tokens(folder: Path, prefill_rows: int) -> Callable[[np.ndarray, int], Iterator[Any]]:
-    """mlx-lm's own greedy loop over a safetensors folder, to be timed beside ours."""
+    """Run mlx-lm's own greedy loop over a safetensors folder, to time it beside ours."""
     from mlx_backend.peer import mlx_lm_tokens
 
     return mlx_lm_tokens(folder, prefill_rows)

@@ -1,4 +1,4 @@
-"""Architectures that only mlx-lm defines, run by mlx-lm's own model behind the face of ours.
+"""Architectures that only mlx-lm defines, run by mlx-lm's own model behind the interface of `common.models.Model`.
 
 Plain decoding only: mlx-lm's caches advance while a step is computed, so every step is a chain and is kept whole.
 """
@@ -32,7 +32,7 @@ class FallbackModel:
         self.config = SimpleNamespace(vocab=keys.size("vocab_size"), context=keys.size("max_position_embeddings"))
         self.experts = (keys.read("num_experts_per_tok", int, 1), keys.read("num_experts", int, 1))
         self.ops = ops
-        ops.runs_ahead = False  # a step that is not kept could not be taken back
+        ops.runs_ahead = False  # mlx-lm cannot undo a step that is not committed
         try:
             self.network = load_model(checkpoint.path)[0]
         except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
@@ -101,7 +101,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _copied(cache: Any) -> Any:
-    """The cache with array handles of its own: writing into one leaves the other."""
+    """A copy of the cache with array handles of its own: writing into one leaves the other unchanged."""
     copied = copy.copy(cache)
     if not cache.empty():
         copied.state = tree_map(lambda x: mx.array(x) if isinstance(x, mx.array) else x, cache.state)

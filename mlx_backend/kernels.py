@@ -1,8 +1,8 @@
-"""The one seam between our launchers and mx.fast.metal_kernel: the text of metal_kernels/*.metal as callable kernels.
+"""From the text of metal_kernels/*.metal to callable kernels of mx.fast.metal_kernel.
 
 A file there holds a header comment, `#include "name.h"` lines (from metal_kernels/include), helper functions and, last,
 `[[kernel]] void name() { ... }`: MLX writes the arguments itself, from the arrays of a call. Launchers ask `on_metal()`
-first and take their composed form where it is false.
+first; where it is false they compose MLX's own ops instead.
 """
 
 import re
@@ -46,7 +46,7 @@ def make_kernel(
 
 
 def source(name: str) -> tuple[str, str]:
-    """(helpers with their includes, body) of a kernel's file, without comments: MLX counts names in those too."""
+    """Split a kernel's file into (helpers with includes, body), without comments, in which MLX would count names."""
     text = _without_comments((FOLDER / f"{name}.metal").read_text())
     header, _, body = text.partition(f"[[kernel]] void {name}() {{\n")
     included: dict[str, str] = {}

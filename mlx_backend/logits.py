@@ -1,4 +1,4 @@
-"""The best tokens of rows of logits, chosen where the logits are."""
+"""Find the best tokens of rows of logits on the device that holds the logits."""
 
 import mlx.core as mx
 
@@ -9,7 +9,7 @@ MOST = 128  # best of a slice: a row shrinks to a quarter with every pass
 
 
 def best_of_rows(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
-    """The k largest of each row of logits (T, vocab), best first, equal ones by the smaller id where Metal decides.
+    """Find the k largest of each row of logits (T, vocab), best first; on Metal the smaller id of equal logits.
 
     -> ids (T, k) int32, log-probabilities (T, k) float32, log-sum-exp (T, 1) float32, NaN where a logit is NaN
     """
@@ -27,7 +27,7 @@ def _passes(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def _pass(logits: mx.array, ids: mx.array | None, k: int) -> tuple[mx.array, mx.array, mx.array]:
-    """The k best of each slice: values and ids (T, slices * k), log-sum-exps (T, slices)"""
+    """Reduce each slice to its k best: values and ids (T, slices * k), log-sum-exps (T, slices)."""
     T, slices = len(logits), -(-logits.shape[1] // SLICE)
     kernel = kernels.make_kernel("top_k", inputs=("logits", "ids"), outputs=("best", "best_ids", "log_sums"))
     best, best_ids, sums = kernel(

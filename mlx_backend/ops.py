@@ -1,6 +1,6 @@
-"""MlxOps: the op contract on MLX's default device: a Mac's GPU, another that MLX's build knows, or the CPU.
+"""MlxOps: the op contract on MLX's default device: a Mac's GPU, another GPU that MLX's build supports, or the CPU.
 
-MLX is lazy: ops build a graph, and `read`, `sample` or the commit of a prefill chunk have it computed.
+MLX is lazy: ops build a graph, which `read`, `sample` or the commit of a prefill chunk evaluates.
 """
 
 import time
@@ -28,13 +28,13 @@ from mlx_backend.sizes import HOST_VALUES, work_bytes
 from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
-COPIED = 2**26  # float32 numbers, far more than a cache holds, by which copying is timed
+COPIED = 2**26  # float32 numbers that are copied to measure bandwidth: far more than a cache holds
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
-HOST_ROWS = 8  # rows from which, on the CPU, NumPy's BLAS pays for decoding the weights: MLX's product is a plain loop
+HOST_ROWS = 8  # on the CPU, rows from which NumPy's BLAS repays decoding the weights: MLX's own product is a plain loop
 
 
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """One kernel for an elementwise expression on a GPU; on the CPU that would need a C++ compiler at run time."""
+    """Compile an elementwise expression into one kernel on a GPU; MLX's CPU device would need a C++ compiler."""
     return mx.compile(fn, shapeless=True) if mx.default_device().type == mx.DeviceType.gpu else fn
 
 
@@ -59,7 +59,7 @@ def _log_decay(a: mx.array, dt_bias: mx.array, decay: mx.array) -> mx.array:
 
 
 class MlxOps(Ops):
-    """dtype: of activations, dense weights, affine scales, keys and values; recurrent matrices are float32."""
+    """Ops on MLX arrays; `dtype`: activations, dense weights, affine scales, KV. Recurrent matrices are float32."""
 
     name = "mlx"
     runs_ahead = True
@@ -94,7 +94,7 @@ class MlxOps(Ops):
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return new_state(spec, capacity, self.dtype)
 
-    # -- what a model will take -------------------------------------------------------------------------------------
+    # -- predicted memory --------------------------------------------------------------------------------------------
 
     def held_bytes(self, *parts: Tensor) -> int:
         return sum(held_bytes(part, self.dtype) for part in parts)
@@ -141,7 +141,7 @@ class MlxOps(Ops):
         return mx.fast.rms_norm(x, None if weight is None else self._like_activations(weight), eps)
 
     def _like_activations(self, vector: mx.array) -> mx.array:
-        """The vector in the activations' dtype, so that products are not promoted to float32; cast once."""
+        """Cast a vector once to the activations' dtype, so that products are not promoted to float32."""
         if vector.dtype == self.dtype:
             return vector
         if id(vector) not in self._narrow:
@@ -247,7 +247,7 @@ class MlxOps(Ops):
         causal: bool = False,
         keep: int = 0,
     ) -> mx.array:
-        """q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)"""
+        """Attend: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
         mask = self._mask(step, keys.shape[2] - len(step), past, window, causal, keep)
         out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
         return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
@@ -255,9 +255,9 @@ class MlxOps(Ops):
     def _mask(
         self, step: Step, shown: int, past: int, window: int | None, causal: bool, keep: int = 0
     ) -> mx.array | str | None:
-        """What the step's rows see of `shown` committed rows and of themselves; None is everything.
+        """Mask of what the step's rows see of `shown` committed rows and of each other; None where they see everything.
 
-        The committed rows are the first `keep`, or as many as there are, and the last.
+        The committed rows are the first `keep` (all, if fewer) and the last.
         """
         T, first = len(step), min(keep, past)
         if window is None or int(step.positions.max()) < window:
@@ -349,7 +349,7 @@ class MlxOps(Ops):
                 return self._sampled_of_best(logits, sampler)
             return mx.array([sampler.pick(row) for row in self.read(logits)], mx.int32)
         if on_metal():
-            tokens = self.top_k(logits, 1)[0].squeeze(1)  # MLX's argmax leaves a row to one core
+            tokens = self.top_k(logits, 1)[0].squeeze(1)  # MLX's argmax gives a whole row to one core
         else:
             tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
             tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
@@ -357,7 +357,7 @@ class MlxOps(Ops):
         return tokens
 
     def _sampled_of_best(self, logits: Array, sampler: Sampler) -> Array:
-        """Draws among the top-k, of which alone the host reads the logits, in the order of their ids as of a row."""
+        """Sample among the top-k, whose logits alone the host reads, ordered by id as in a whole row."""
         ids = mx.sort(self.top_k(logits, sampler.sampling.top_k)[0], axis=-1)
         best = mx.take_along_axis(logits, mx.maximum(ids, 0), axis=-1)
         rows = zip(self.read(ids), self.read(best), strict=True)  # the ids first: -1 marks NaN
@@ -402,7 +402,7 @@ class MlxOps(Ops):
         return max(peak_resident_bytes(), mx.get_peak_memory())
 
 
-NOT_A_TOKEN = -1  # what `sample` gives for NaN logits, which only the host can refuse
+NOT_A_TOKEN = -1  # the token of NaN logits; the host refuses it
 
 
 def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
@@ -418,7 +418,7 @@ def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
 
 
 def _host_matmul(x: mx.array, part: Part) -> mx.array:
-    """_matmul in float32 through NumPy, which works on MLX's memory, a block of rows of the weight at a time."""
+    """Multiply in float32 through NumPy, on MLX's memory, decoding a block of the weight's rows at a time."""
     assert not isinstance(part, Blocks), "Metal only"
     N = part.codes.shape[0] if isinstance(part, Packed) else part.shape[0]
     out = mx.zeros((len(x), N), mx.float32)
@@ -436,7 +436,7 @@ def _host_matmul(x: mx.array, part: Part) -> mx.array:
 
 
 def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
-    """x (..., H or 1, T, columns), w (H, rows, columns) -> (..., H, T, rows); of transposed matrices, by rows"""
+    """Multiply by head: x (..., H or 1, T, columns), w (H, rows, columns) -> (..., H, T, rows)."""
     if len(w) > 1:
         raise BimetalError("matrices of heads cannot be stacked from several formats")
     (part,) = w
@@ -445,7 +445,7 @@ def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
 
 
 def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:
-    """Row i of x (n, columns) through matrix experts[i] of w (E, rows, columns): (n, rows)."""
+    """Multiply row i of x (n, columns) by matrix experts[i] of w (E, rows, columns): (n, rows)."""
     each = x.reshape(len(x), 1, x.shape[-1])  # x[:, None] has a stride of 1, by which gather_mm steps on CUDA
     out = []
     for part in w:

@@ -11,7 +11,7 @@ from common.errors import BimetalError
 
 
 def mlx_lm_tokens(folder: Path, prefill_rows: int) -> Callable[[np.ndarray, int], Iterator[Any]]:
-    """(prompt ids, count) -> an iterator of mlx-lm's greedy tokens; the first next() reads the prompt."""
+    """(prompt ids, count) -> an iterator of mlx-lm's greedy tokens, whose first next() reads the prompt."""
     try:
         from mlx_lm.generate import generate_step
         from mlx_lm.utils import load_model

@@ -1,8 +1,8 @@
 """GGUF blocks as the file stores them, multiplied by our own Metal kernels.
 
 MLX's affine groups take 8 bits and two scales for types whose files take 2.6 to 6.6 bits, and would round the scales of
-Q5_0 and Q5_1 where a model is bfloat16. On Metal those types stay as they are; elsewhere `mlx_backend/weights.py` turns
-them into affine groups, which is their composed form.
+Q5_0 and Q5_1 where a model is bfloat16. On Metal such blocks stay as stored; elsewhere `mlx_backend/weights.py` turns
+them into affine groups.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from common.tensors import Tensor
 from mlx_backend import kernels
 
 CODEBOOKS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-# Where each type's 16-bit fields lie in a block. They are held apart, so that the rest is whole 32-bit words: blocks of
-# 210 or 110 bytes would leave every other word unaligned.
+# Where each type's 16-bit fields lie in a block. These fields are held apart, so that the other bytes are whole 32-bit
+# words: in blocks of 210 or 110 bytes every other word would be unaligned.
 HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, or the matrices."""
+        """Shape of the matrix, (rows, columns), or of the matrices, (E, rows, columns)."""
         return *self.words.shape[:-1], self.halves.shape[-1] // len(HALVES[self.type]) * BLOCKS[self.type].elements
 
     def take(self, rows: mx.array | slice) -> "Blocks":
@@ -77,14 +77,14 @@ def load_blocks(parts: Sequence[Tensor]) -> Blocks:
 
 
 def filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Zeros that exist: NumPy then writes into MLX's own memory, and no second copy of a matrix is ever made."""
+    """Evaluated zeros, into which NumPy writes: no second copy of a matrix is made."""
     out = mx.zeros(shape, dtype)
     mx.eval(out)
     return out
 
 
 def matmul(x: mx.array, w: Blocks) -> mx.array:
-    """x (T, columns) times w (rows, columns) transposed: (T, rows)"""
+    """Multiply x (T, columns) by w (rows, columns) transposed: (T, rows)."""
     T, N = len(x), w.shape[-2]
     if T <= VECTORS:
         return _qmv(x, w, None, T)
@@ -96,15 +96,15 @@ def matmul(x: mx.array, w: Blocks) -> mx.array:
 
 
 def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool) -> mx.array:
-    """Row i of x (n, columns) times matrix experts[i] of w (E, rows, columns) transposed: (n, rows)
+    """Multiply row i of x (n, columns) by matrix experts[i] of w (E, rows, columns) transposed: (n, rows).
 
-    ordered  rows of one expert follow one another: they share its decoded weights
+    ordered  True where rows of one expert are adjacent, and can share its decoded weights
     """
     return _qmv(x, w, experts, len(x) if ordered else 1)
 
 
 def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.array:
-    """together: how many rows of x one SIMD group could serve."""
+    """Launch qmv.metal; `together` is the number of rows of x that one SIMD group may serve."""
     T, rows = len(x), w.shape[-2]
     M = next(m for m in (1, 2, 4, 8) if m >= together or m == 8)
     chunks, gather = -(-T // M), experts is not None
@@ -135,7 +135,7 @@ def _qmm(x: mx.array, w: Blocks) -> mx.array:
 
 
 def dequantize(w: Blocks, dtype: mx.Dtype) -> mx.array:
-    """The weights as numbers, in the shape of the matrix or matrices."""
+    """Decode the weights, in the shape of the matrix or matrices."""
     rows, columns = prod(w.shape[:-1]), w.shape[-1]
     kernel = kernels.make_kernel("dequantize", inputs=("words", "halves", "codebook"), outputs=("out",))
     return kernel(
@@ -155,7 +155,7 @@ def _layout(type_: str) -> list[tuple[str, int]]:
 
 @cache
 def _codebook(type_: str) -> mx.array:
-    """The codebook as words of four magnitudes; of a type without, a word that no kernel reads."""
+    """The codebook as words of four magnitudes; one unused word for a type without a codebook."""
     if type_ not in CODEBOOKS:
         return mx.zeros(1, mx.uint32)
     return mx.array(codebook(type_).astype(np.uint8).view("<u4").reshape(-1))

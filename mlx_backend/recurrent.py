@@ -26,10 +26,10 @@ def parents_of(step: Step) -> np.ndarray:
 
 
 def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[mx.array, mx.array | None]:
-    """`NumpyOps.gated_delta` behind its normalization, q (T, H, Dk) and matrix (Hv, Dv, Dk) float32.
+    """Compute `NumpyOps.gated_delta` after its normalization: q (T, H, Dk), matrix (Hv, Dv, Dk) float32.
 
-    H is Hv where there is no Metal, else what divides it.
-    -> out (T, Hv, Dv) in v's type, and of a chain the matrix after its last row
+    H is Hv without Metal, else a divisor of Hv.
+    Returns out (T, Hv, Dv) in v's type and, for a chain, the matrix after its last row.
     """
     parents_of(step)
     if kernels.on_metal():
@@ -42,7 +42,7 @@ def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[
 
 
 def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
-    """The matrix after the rows of `path`, each continuing the one before it."""
+    """Apply the rows of `path` one after another: the matrix after the last."""
     if kernels.on_metal():
         walk = path.astype(np.int32)
         walk[0] = ~walk[0]
@@ -54,13 +54,13 @@ def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
 
 @lru_cache(maxsize=1)  # all layers take the same
 def _walk(step: Step) -> tuple[mx.array, mx.array]:
-    """The walk over a step's rows, and where each row is visited first."""
+    """The walk over a step's rows, and the index of each row's first visit."""
     walk = visits(parents_of(step))
     return mx.array(walk), mx.array(np.unique(np.maximum(walk, ~walk), return_index=True)[1])
 
 
 def visits(parents: np.ndarray) -> np.ndarray:
-    """The walk of `gated_delta.metal` over a tree: from each row without children its path, the first row as ~row."""
+    """The walk of `gated_delta.metal` over a tree: the path to each leaf in turn, its first row as ~row."""
     walk: list[int] = []
     for leaf in np.setdiff1d(np.arange(len(parents)), parents).tolist():
         path = [leaf]
@@ -71,7 +71,7 @@ def visits(parents: np.ndarray) -> np.ndarray:
 
 
 def _delta_paths(q: mx.array, rows: Rows, matrix: mx.array, walk: mx.array) -> tuple[mx.array, mx.array]:
-    """The output of every visit (n, Hv, Dv) and the matrix after the last."""
+    """Launch gated_delta.metal: the output of every visit (n, Hv, Dv) and the matrix after the last."""
     k, v, g, beta = rows
     q, k, g, beta, matrix = (mx.contiguous(x) for x in (q, k, g, beta, matrix))
     names = ("q", "k", "v", "g", "beta", "matrix", "visits")
@@ -95,7 +95,7 @@ def _chain(q: mx.array, rows: Rows, matrix: mx.array) -> tuple[mx.array, mx.arra
 
 
 def _tree(q: mx.array, rows: Rows, S: mx.array, visible: np.ndarray) -> mx.array:
-    """The rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
+    """Apply the delta rule along each row's ancestors, all rows at once: (T, Hv, Dv) float32.
 
     What row t adds to the matrix is k_t d_t', where (I + A) d = r: A couples a row to its strict ancestors, so that as
     many substitutions as the tree is deep solve it exactly.
@@ -119,7 +119,7 @@ def _tree(q: mx.array, rows: Rows, S: mx.array, visible: np.ndarray) -> mx.array
 
 
 def short_conv(stream: mx.array, taps: mx.array, step: Step) -> mx.array:
-    """`NumpyOps.short_conv`: stream (n + T, C), n committed rows and then the step's, taps (C, n + 1) -> (T, C)"""
+    """Compute `NumpyOps.short_conv`: stream (n + T, C) of committed rows and the step's, taps (C, n + 1) -> (T, C)."""
     parents, T, (C, width) = parents_of(step), len(step), taps.shape
     if kernels.on_metal():
         kernel = kernels.make_kernel("short_conv", inputs=("stream", "taps", "parents"), outputs=("out",))
@@ -140,7 +140,7 @@ def short_conv(stream: mx.array, taps: mx.array, step: Step) -> mx.array:
 
 
 def _windows(parents: np.ndarray, n: int) -> np.ndarray:
-    """(T, n + 1): where each row's convolution window lies in the stream of n committed rows and the step's."""
+    """Indices (T, n + 1) of each row's convolution window in the stream of n committed rows and the step's."""
     at = n + np.arange(len(parents))
     windows = [at]
     for _ in range(n):

@@ -1,10 +1,9 @@
-"""What MLX takes beside weights and state while a prompt is read.
+"""Predict MLX's workspace: what it allocates beside weights and state during prefill.
 
-On the CPU every product of a prompt is computed on the spot (`MlxOps.linear`), and all that is made between two
-products is alive at once, because MLX allocates ahead of the thread that computes and frees. Those terms are measured
-on MLX 0.32 (tests/test_fit.py), and taken for GPUs that are not Apple's, which compose the same. On a Mac's GPU, where
-attention and the delta rule are single kernels, nothing is computed before it is asked for: there the scheduler runs
-about one layer ahead of the work, and the terms are an estimate.
+On the CPU every product of a prompt is computed at once (`MlxOps.linear`), and all arrays made between two products are
+alive together, because MLX allocates ahead of the thread that computes and frees. The terms for the CPU are measured on
+MLX 0.32 (tests/test_fit.py), and also used for GPUs that are not Apple's, which compose the same ops. On a Mac's GPU
+attention and the delta rule are single kernels and the scheduler runs about one layer ahead: its terms are an estimate.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ HOST_VALUES = 2**21  # weights decoded at a time for NumPy's products
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, fused: bool) -> int:
-    """fused: attention and the delta rule are single kernels, on a Mac's GPU."""
+    """Bytes of the workspace; `fused` where attention and the delta rule are single kernels, as on a Mac's GPU."""
     if not fused:
         kept = _kept_bytes(layers, tokens, rows, item)
         return kept + max(_eager_bytes(layer, tokens, rows, item) for layer in layers)
@@ -30,7 +29,7 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, f
 
 
 def _outgrown(s: RowSpec, tokens: int, rows: int) -> int:
-    """Rows of the buffer that the last step replaces by a larger one, if it does; a layer's old one lives till then."""
+    """Rows of the buffer that the last step replaces by a larger one, or 0; a layer's old buffer lives until then."""
     before = rows_held(tokens - ((tokens - 1) % rows + 1), rows, s.window, s.keep)
     return before if before != rows_held(tokens, rows, s.window, s.keep) else 0
 
@@ -44,7 +43,7 @@ def _seen(s: RowSpec, tokens: int, rows: int) -> int:
 
 
 def _kept_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int) -> int:
-    """What recurrent layers keep until a chunk is committed, and what is left of the chunk before it."""
+    """Bytes that recurrent layers keep until a chunk is committed, with what remains of the chunk before."""
     T, total = min(rows, tokens), 0
     for layer in layers:
         for s in layer.states.values():
@@ -58,7 +57,7 @@ def _kept_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int) 
 
 
 def _eager_bytes(layer: LayerSize, tokens: int, rows: int, item: int) -> int:
-    """The larger of two spans: from the mixer's first products to its last one, and the first product of the FFN."""
+    """Bytes of the larger of two spans: from the mixer's first products to its last, and the FFN's first product."""
     T = min(rows, tokens)
     mixer, scratch = layer.mixer, 0  # numbers per row, the residual stream in the place of the last product
     for s in layer.states.values():

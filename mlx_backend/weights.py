@@ -1,8 +1,8 @@
-"""From stored tensors to MLX's packed matrices: weights stay quantized, in MLX's own group formats where those fit.
+"""From stored tensors to MLX's packed matrices: weights stay quantized, in MLX's own group formats where these fit.
 
 MLX multiplies affine groups (w = scale * code + bias; 2, 3, 4, 5, 6 or 8 bits; 32, 64 or 128 columns), mxfp4, mxfp8 and
-nvfp4. MLX checkpoints hold these already; `GGUF_MAPPING` says what becomes of each GGUF type, but for those that
-`quantized.stays` keeps as stored on Metal.
+nvfp4. MLX checkpoints hold these formats already. `GGUF_MAPPING` gives the format of each GGUF type, except for types
+that `quantized.stays` keeps as stored on Metal.
 """
 
 import math
@@ -45,7 +45,7 @@ Weight = tuple[Part, ...]  # parts to be stacked by rows, one per storage format
 
 
 class Target(NamedTuple):
-    """What a GGUF type becomes, and the largest error of a value relative to the largest magnitude of its group.
+    """The MLX format of a GGUF type, and the largest error of a value relative to the largest magnitude of its group.
 
     errors  with scales in float32 (0: exact up to rounding the product), float16 and bfloat16
     """
@@ -64,8 +64,8 @@ def _affine(bits: int, half: float = 0, bfloat: float = 0.004) -> Target:
     return Target("affine", bits, 32, (0, half, bfloat))
 
 
-# One affine group cannot hold two scales of 16 values: those types go to the nearest of 256 levels of 32 values, as do
-# the ones that index codebooks, at nine bits per value instead of sixteen.
+# One affine group cannot hold two scales of 16 values: types with such scales are rounded to 256 levels of 32 values,
+# and so are types that index codebooks, at nine bits per value instead of sixteen.
 _NEAREST = Target("affine", 8, 32, (0.004, 0.006, 0.015))
 GGUF_MAPPING: dict[str, Target] = {
     **{"Q4_0": _affine(4), "Q4_1": _affine(4), "Q5_0": _affine(5), "Q5_1": _affine(5), "Q8_0": _affine(8)},
@@ -80,9 +80,9 @@ MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # of MLX checkpoints: kept as sto
 
 
 def load_matrix(parts: tuple[Tensor, ...], dtype: mx.Dtype) -> Weight:
-    """The parts, (rows, columns) or (E, rows, columns) each, with neighbours of one format as one matrix.
+    """Load the parts, (rows, columns) or (E, rows, columns) each, stacking neighbours of one format into one matrix.
 
-    dtype  of the activations: that of dense matrices and of affine scales, so that no product is promoted
+    dtype  of activations, dense matrices and affine scales alike, so that no product is promoted
     """
     groups: list[list[Tensor]] = []
     for part in parts:
@@ -104,7 +104,7 @@ def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
 
 
 def stored_dtype(tensors: Iterable[Tensor], wide: bool = False) -> mx.Dtype:
-    """The float type that holds most of a checkpoint's bytes; the scales' of quantized ones, float16 in GGUF blocks.
+    """The float type of most of a checkpoint's bytes; of quantized tensors that of their scales (GGUF: float16).
 
     wide  bfloat16 in place of float16
     """
@@ -124,7 +124,7 @@ def nbytes(weight: Weight) -> int:
 
 
 def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
-    """What `nbytes` will be of a matrix of this type and shape."""
+    """Predict `nbytes` of a matrix of this type and shape."""
     count, target = math.prod(tensor.shape), _format(tensor)
     if target is None:
         return count * dtype.size
@@ -135,7 +135,7 @@ def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
 
 
 def _format(tensor: Tensor) -> Target | str | None:
-    """What becomes of a tensor: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
+    """The format of a tensor: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
     if tensor.scales is not None:
         return Target(tensor.type, tensor.bits, tensor.group_size)
     return tensor.type if stays(tensor.type) else GGUF_MAPPING.get(tensor.type)
@@ -199,7 +199,7 @@ def _gguf_groups(tensor: Tensor, target: Target, rows: tuple) -> Groups:
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 codes, (n, 32 k), as MLX's stream of `bits` bits each, from the lowest up: uint32 (n, k * bits)."""
+    """Pack uint8 codes (n, 32 k) into MLX's stream of `bits` bits each, from the lowest up: uint32 (n, k * bits)."""
     if bits == 8:
         return codes.view("<u4")
     if bits == 4:
@@ -217,7 +217,7 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _symmetric(codes: Callable[[np.ndarray], np.ndarray], zero: int) -> Callable[[np.ndarray], Groups]:
-    """scale * (code - zero), the scale being the block's first two bytes."""
+    """Scales and biases of scale * (code - zero), the scale being the block's first two bytes."""
 
     def split(b: np.ndarray) -> Groups:
         scales = half_floats(b[:, :2])
@@ -249,7 +249,7 @@ def _iq4_xs(b: np.ndarray) -> Groups:
 
 
 def _nearest(type_: str) -> Callable[[np.ndarray], Groups]:
-    """256 levels between the least and the largest of 32 decoded values."""
+    """Round to 256 levels between the least and the largest of 32 decoded values."""
 
     def split(b: np.ndarray) -> Groups:
         values = DECODERS[type_](b).reshape(-1, 32)
