@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -279,8 +278,8 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
     from huggingface_hub.utils import WeakFileLock
-    from tqdm import tqdm
     from tqdm.asyncio import tqdm_asyncio
+    from tqdm.auto import tqdm
 
     class NoBar(tqdm_asyncio):  # the small files that are left to huggingface_hub
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -288,7 +287,7 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
 
     large = list({listing.sha256[path]: path for path in paths if path in listing.sha256}.values())
     total = sum(listing.sizes[path] for path in large)
-    hidden = not (large and progress and sys.stderr.isatty())
+    hidden = None if large and progress else True  # None: shown on a terminal and in a notebook
     lock = storage.parent / ".locks" / storage.name / "bimetal.lock"  # two runs must not append to one partial
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from common.errors import UsageError
 from common.options import GenerationOptions, LoadOptions
+from generate import __version__
 
 COMMANDS = {
     "devices": "what was found on this machine, what is chosen and why",
@@ -102,7 +102,7 @@ def _parser() -> Parser:
         description="Generate text with a local model.",
         epilog=f"{prog} COMMAND --help lists the flags of a command.",
     )
-    p.add_argument("--version", action=Version, help="print the version")
+    p.add_argument("--version", action="version", version=f"bimetal {__version__}", help="print the version")
     _text(p)
     commands = p.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog=prog, parser_class=Parser)
     add = {
@@ -116,19 +116,6 @@ def _parser() -> Parser:
     for name, what in COMMANDS.items():
         add[name](commands.add_parser(name, help=what, description=DESCRIPTIONS.get(name, what)))
     return p
-
-
-class Version(argparse.Action):
-    """Prints the version and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str):
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"bimetal {version('bimetal')}")
-        parser.exit()
 
 
 DESCRIPTIONS = {

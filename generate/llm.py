@@ -5,6 +5,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -26,7 +27,9 @@ from common.rules import PATH
 from common.session import Session, check_tokens, speculation_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import Placement, check_draft, leave_thread, open_model
+from generate.notebook import model_card
 from generate.owner import Owner
+from generate.progress import PrefillBar
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 Prompt = str | Sequence[int]
@@ -73,6 +76,7 @@ class LLM:
         if self.draft_path is not None:
             model = load_pair(self.draft_path, model, self._progress)
         self.backend, self.architecture = model.ops.name, model.architecture
+        self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab: int = model.config.vocab
         self.context = options.ctx or self.trained_context
@@ -83,6 +87,20 @@ class LLM:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
         return Session(model, self.tokenizer, self.context, options.fa_window)
+
+    def __repr__(self) -> str:
+        return f"<LLM {self.path.name}: {self.architecture} on {self.backend}, context {self.context}>"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "architecture": self.architecture,
+            "backend": self.backend,
+            "context": f"{self.context} of {self.trained_context} tokens",
+            "memory": f"{self.peak_bytes / 2**30:.2f} GiB at most so far",
+        }
+        if self.draft_path is not None:
+            facts["draft"] = self.draft_path.name
+        return model_card(self.path.name, facts)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -211,9 +229,12 @@ class LLM:
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             def job() -> None:
                 try:
-                    pieces = self._session.stream(ids, options, cancel, shared)
-                    for piece in pieces if parser is None else parse_pieces(pieces, parser):
-                        put(piece)
+                    with PrefillBar() as bar:
+                        on_prefill = options.on_prefill or (bar.update if self._progress else None)
+                        pieces = self._session.stream(ids, replace(options, on_prefill=on_prefill), cancel, shared)
+                        for piece in pieces if parser is None else parse_pieces(pieces, parser):
+                            self.peak_bytes = piece.stats.peak_bytes if piece.stats else self.peak_bytes
+                            put(piece)
                     put(DONE)
                 except BaseException as error:
                     put(error)

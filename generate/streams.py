@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.pieces import Logprob, Piece, Stats
+from generate.notebook import reply_markdown
 from generate.owner import Owner
 
 DONE = object()
@@ -42,6 +43,10 @@ class Reply:
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         return message
+
+    def _repr_markdown_(self) -> str:
+        calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in self.tool_calls]
+        return reply_markdown(self.text, self.reasoning, calls, self.finish_reason, self.stats)
 
 
 class _Collected:

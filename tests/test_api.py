@@ -5,9 +5,12 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import generate
 from common.decode.plain import plain
 from common.errors import BimetalError, UsageError
 
+ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -324,6 +328,23 @@ def test_public_names(folder):
         assert getattr(generate, name) is not None
     with pytest.raises(AttributeError, match="module 'generate' has no attribute 'laod'"):
         generate.laod  # noqa: B018
+
+
+def test_bimetal_is_another_name_of_generate():
+    code = "import bimetal, generate; from bimetal import load; print(bimetal is generate, bimetal.__version__)"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said == f"True {generate.__version__}\n"
+    for name in ("generate", "bimetal"):
+        command = [sys.executable, "-m", name, "--version"]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert said == f"bimetal {generate.__version__}\n"
+
+
+def test_importing_generate_imports_nothing_heavy():
+    """`--help` and `import generate` answer at once."""
+    code = "import sys, generate; dir(generate); print({'numpy', 'tqdm', 'jinja2'} & {*sys.modules})"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said == "set()\n"
 
 
 def test_loading_errors_reach_the_caller(folder, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("generate", "common", "mlx_backend", "cuda_backend", "metal_kernels")
+PACKAGES = ("bimetal", "generate", "common", "mlx_backend", "cuda_backend", "metal_kernels")
 CHOOSER = "generate.backends"  # the one module that imports a backend, in one function
 BACKENDS = {"mlx_backend", "cuda_backend"}
 ORACLES = {"mlx_lm", "torch", "transformers"}
@@ -31,6 +31,7 @@ FORBIDDEN = {
     "mlx_backend.peer": {"generate", "cuda_backend", "cupy", "torch", "transformers"}
     | UPPER,  # mlx-lm to bench against
     "cuda_backend": {"generate", "mlx_backend", "mlx"} | ORACLES | UPPER,
+    "bimetal": {"mlx", "cupy"} | BACKENDS | ORACLES,
     "generate": {"mlx", "cupy"} | BACKENDS | ORACLES,
     CHOOSER: ORACLES,  # it asks mlx and cupy what the machine has
 }

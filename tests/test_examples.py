@@ -16,4 +16,8 @@ def test_notebook():
     where = {"metadata": {"path": EXAMPLES.parent}}
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
     outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
-    assert any("Paris" in out.get("text", "") for out in outputs)
+    data = [out.get("data", {}) for out in outputs]
+    assert any("Paris" in shown.get("text/markdown", "") for shown in data)
+    assert any("SmolLM2" in shown.get("text/html", "") for shown in data)
+    bars = [shown["text/plain"] for shown in data if "application/vnd.jupyter.widget-view+json" in shown]
+    assert [bar.partition(":")[0] for bar in bars] == ["loading"]
