@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -67,6 +68,7 @@ _END_TOKENS = (
 )
 
 _MAX_PIECE = 1024  # characters of a SentencePiece token; splitting one takes quadratic time
+_MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at ten times as many
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 
@@ -139,11 +141,7 @@ class Tokenizer:
         parse_special  control tokens spelled out in the text become their ids; off for text from strangers. Tokens
                        that a model calls plain text, such as <think>, are one id either way.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            at = error.start
-            raise BimetalError(f"the text has half a surrogate pair, {text[at]!r}, at position {at}") from None
+        _check_text(text)
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -159,6 +157,7 @@ class Tokenizer:
 
     def find_control(self, text: str, parse_special: bool = True) -> list[tuple[int, int, int]]:
         """Start, end and id of each control token that `encode` finds in `text`."""
+        _check_text(text)
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             found = self._backend.encode(text, add_special_tokens=False)
@@ -191,6 +190,31 @@ class Tokenizer:
         """The token ids of `messages` that a chat begins with, or their text; options as in common.chat.chat_prompt."""
         prompt = self.chat_prompt(messages, tools, **options)
         return prompt.tokens if tokenize else prompt.text
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `encode(text)` cannot go below, found without encoding, which takes half a minute for
+        10 MB: no token stands for more bytes than the longest one. 0 where that does not hold.
+        """
+        if self._longest is None:
+            return 0
+        normalizer = self._backend.normalizer
+        data = (text if normalizer is None else normalizer.normalize_str(text)).encode(errors="replace")
+        if self._byte_level:  # bytes that have no token are left out
+            tokens = self._backend.get_vocab(with_added_tokens=False)
+            data = data.translate(None, bytes(byte for char, byte in _BYTES.items() if char not in tokens))
+        return len(data) // self._longest
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """Bytes of the longest token; None where a token may stand for any number of them."""
+        tokens = self._backend.get_vocab(with_added_tokens=False)
+        model = self._backend.model
+        added = self._backend.get_added_tokens_decoder().values()
+        fused = getattr(model, "fuse_unk", False) and not getattr(model, "byte_fallback", False)
+        if fused or any(token.lstrip or token.rstrip for token in added):
+            return None
+        stand_ins = re.compile(f"[{re.escape(''.join(_BYTES))}]*") if self._byte_level else re.compile("")
+        lengths = (len(text) if stand_ins.fullmatch(text) else len(text.encode()) for text in tokens)
+        return max([1, *lengths, *map(len, self._added.values())])
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for; not always whole characters."""
@@ -213,6 +237,17 @@ class Tokenizer:
 
     def decoder(self, skip_special: bool = False) -> "Decoder":
         return Decoder(self, skip_special)
+
+
+def _check_text(text: str) -> None:
+    """Refuse what the package cannot encode. Raises BimetalError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise BimetalError(f"the text has half a surrogate pair, {text[at]!r}, at position {at}") from None
+    if len(text) >= _MAX_SPACES and re.search(rf"\s{{{_MAX_SPACES}}}", text):
+        raise BimetalError(f"the text has {_MAX_SPACES} characters of white space in a row; fewer are supported")
 
 
 class Decoder:

@@ -1,6 +1,8 @@
 """`python -m generate` and `bimetal`: run one command, turn errors into one sentence and an exit code."""
 
 import argparse
+import codecs
+import io
 import os
 import sys
 from pathlib import Path
@@ -13,8 +15,31 @@ INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 
 def script() -> None:
-    """The console script."""
+    """The console script. Exits the process."""
+    no_output = sys.stdout is None
+    prepare_streams()
+    if no_output:
+        sys.exit(_fail("stdout is closed, so there is nowhere to write; redirect it to a file or to /dev/null", 1))
     sys.exit(main(sys.argv[1:]))
+
+
+def prepare_streams() -> None:
+    """Open the null device in place of standard streams that are closed, and take ASCII, the C locale's, for UTF-8.
+
+    What the encoding of another locale lacks is written as "?".
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # where the descriptor stays closed, the next file that is opened gets its number
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+        elif isinstance(stream, io.TextIOWrapper):
+            ascii = codecs.lookup(stream.encoding).name == "ascii"
+            errors = {"stdin": "strict", "stdout": "replace", "stderr": "backslashreplace"}[name]
+            stream.reconfigure(encoding="utf-8" if ascii else None, errors=errors)
 
 
 def main(argv: list[str]) -> int:

@@ -385,3 +385,51 @@ def test_a_closed_pipe_is_quiet(folder):
     assert process.wait(30) == 1
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+# -- standard streams ------------------------------------------------------------------------------------------------
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["sh", "-c", command.replace("generate", f"{sys.executable} -m generate", 1)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "said"),
+    [
+        ("<&-", 0, b""),
+        ("2>&-", 0, b""),
+        (">&-", 1, b"error: stdout is closed"),
+        ("<&- 2>&- >&-", 1, b""),
+    ],
+)
+def test_closed_streams(closed, code, said, folder):
+    """A closed stderr hung for ever, the others were tracebacks."""
+    done = shell(f"generate -m {folder} --backend numpy -p hi -n 4 {closed}")
+    assert (done.returncode, done.stderr[: len(said)], done.stderr.count(b"\n")) == (code, said, bool(said))
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_a_closed_stdin_is_no_prompt(folder):
+    done = shell(f"generate -m {folder} --backend numpy <&-")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"the prompt on stdin is empty" in done.stderr
+
+
+def test_a_locale_of_ascii(folder):
+    """The reply broke off at the first character that ASCII lacks, and prompts beyond it were refused."""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    flags = f"-m {folder} --backend numpy -n 60 --raw --temperature 1.5 --seed 3"
+    expected = shell(f"generate {flags} -p 'caffè'", PYTHONUTF8="1")
+    assert (expected.returncode, expected.stdout.isascii()) == (0, False)
+    for command in (f"generate {flags} -p 'caffè'", f"printf 'caffè' | generate {flags}"):
+        done = shell(command, **plain)
+        assert (done.returncode, done.stdout, done.stderr) == (0, expected.stdout, b"")
+    done = shell(f"generate {flags} -p $(printf 'caf\\351')", **plain)
+    assert (done.returncode, b"-p/--prompt: is not UTF-8" in done.stderr) == (2, True)

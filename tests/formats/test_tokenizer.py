@@ -133,6 +133,25 @@ def test_a_character_is_never_shown_by_halves():
     assert decoder.flush() == ""
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.text(max_size=40), st.integers(1, 30))
+def test_a_bound_without_encoding(name, text, times):
+    tokenizer = TOKENIZERS[name]
+    for part in (text, " ", "<|im_end|>", "\x04", "e\u0301"):
+        assert tokenizer.least_tokens(part * times) <= len(tokenizer.encode(part * times, add_special=False))
+
+
+def test_white_space_beyond_what_the_package_can_split():
+    """It was a Rust panic, which no `except Exception` catches."""
+    text = "a" + " " * 20_000_000
+    for pre in ("qwen2", "llama3"):
+        with pytest.raises(BimetalError, match="1048576 characters of white space in a row"):
+            TOKENIZERS[pre].encode(text)
+        with pytest.raises(BimetalError, match="1048576 characters of white space in a row"):
+            TOKENIZERS[pre].encode_plain(text)
+        assert TOKENIZERS[pre].least_tokens(text) > 100_000
+
+
 def test_special_tokens():
     tokenizer, text = TOKENIZERS["qwen2"], "Hi<|im_end|>"
     assert tokenizer.encode(text)[-1] == IM_END
