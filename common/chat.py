@@ -38,6 +38,8 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
+    def check_fits(self, text: str, context: int) -> None: ...
+
     def encode_plain(self, text: str) -> list[int]: ...
 
     def find_control(self, text: str) -> list[tuple[int, int, int]]: ...
@@ -58,12 +60,14 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     think: bool | None = None,
     parse_special: bool = False,
+    context: int | None = None,
     **template: Any,
 ) -> ChatPrompt:
     """The prompt of `messages`, up to where the assistant's reply begins.
 
     think          whether the assistant thinks before it answers; None: as the template has it
     parse_special  control tokens that are spelled out in the conversation count as such
+    context        tokens beyond which a prompt is refused before it is encoded, where that is certain; None: any number
     template       what else the template may read; add_generation_prompt=False ends after the last message
     """
     source = _source(vocabulary, tools)
@@ -73,6 +77,8 @@ def chat_prompt(
     inputs = _inputs(source, messages, tools, **more)
     deadline = time.monotonic() + SECONDS
     text = run(source, inputs, deadline)
+    if context is not None:
+        vocabulary.check_fits(text, context)
     if parse_special:
         return ChatPrompt(text, vocabulary.encode(text, add_special=False), source)
     control = vocabulary.find_control(text)

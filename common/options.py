@@ -16,6 +16,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from common import rules
 from common.rules import Rule
 
+MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS less the root
+
 
 def option(default: Any, rule: Rule, meaning: str) -> Any:
     """A field of an options class; None in its place is the default."""
@@ -74,7 +76,9 @@ class GenerationOptions(Sampling):
         "None: tree with a draft, else off",
     )
     tree_budget: int | None = option(
-        None, rules.whole(1), "draft tokens to verify per step; None: chosen from measurements while decoding"
+        None,
+        rules.whole(1, MOST_DRAFTED),
+        "draft tokens to verify per step; None: chosen from measurements while decoding",
     )
     tree_topk: int = option(8, rules.whole(1), "candidates that a tree considers at each position")
     chain_seed: bool = option(False, rules.FLAG, "begin each tree with the draft's likeliest block")
@@ -187,7 +191,8 @@ def takes_options(
 def with_keywords(options: type[Options], function: Callable[..., Any]) -> Callable[..., Any]:
     """A function like `function`, with the fields of `options` as keyword arguments in its last parameter's place.
 
-    An unknown name is a TypeError that names the nearest option.
+    An unknown name is a TypeError that names the nearest option. An option that is not given, or None, takes the value
+    in `recommended_options` of the object that the function is a method of, where there is one.
     """
     own = inspect.signature(function)
     added = inspect.signature(options).parameters.values()
@@ -198,8 +203,8 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
         if unknown is not None:
             raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options)}")
         bound = signature.bind(*args, **given)
-        bound.apply_defaults()
-        return (*bound.args, options(**bound.kwargs))
+        chosen = {name: value for name, value in bound.kwargs.items() if value is not None}
+        return (*bound.args, options(**{**getattr(bound.args[0], "recommended_options", {}), **chosen}))
 
     wrapper: Any
     if inspect.iscoroutinefunction(function):

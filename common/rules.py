@@ -39,13 +39,16 @@ def number(words: str, holds: Callable[[float], bool]) -> Rule:
     return Rule(words, convert)
 
 
-def whole(least: int) -> Rule:
-    """Accept integers from `least`, NumPy's among them, but no bool."""
+def whole(least: int, most: int | None = None) -> Rule:
+    """Accept integers from `least`, to `most` where given, NumPy's among them, but no bool."""
 
     def convert(value: Any) -> int:
-        return _check(operator.index(_typed(value, numbers.Integral)), lambda x: x >= least)
+        return _check(
+            operator.index(_typed(value, numbers.Integral)), lambda x: x >= least and (most is None or x <= most)
+        )
 
-    return Rule(f"a whole number of at least {least}", convert)
+    words = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Rule(f"a whole number {words}", convert)
 
 
 def one_of(*names: str) -> Rule:

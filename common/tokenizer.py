@@ -190,6 +190,14 @@ class Tokenizer:
         """The token ids of `messages` that a chat begins with, or their text; options as in common.chat.chat_prompt."""
         prompt = self.chat_prompt(messages, tools, **options)
         return prompt.tokens if tokenize else prompt.text
+
+    def check_fits(self, text: str, context: int) -> None:
+        """Refuse a text that has more than `context` tokens where that is certain without encoding it: BimetalError."""
+        if len(text) > context and (least := self.least_tokens(text)) > context:
+            raise BimetalError(
+                f"the prompt has at least {least} tokens and the context holds {context}; shorten it or raise ctx"
+            )
+
     def least_tokens(self, text: str) -> int:
         """A number of tokens that `encode(text)` cannot go below, found without encoding, which takes half a minute for
         10 MB: no token stands for more bytes than the longest one. 0 where that does not hold.

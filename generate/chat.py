@@ -13,7 +13,7 @@ from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM
-from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
+from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 COMMANDS = {
     "reset": "forget the conversation, keep the system prompt",
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{args.model} has no chat template; use --prompt with --raw")
         if sys.stdin.isatty():
             print(f"{llm.path.name} ({llm.architecture}) on {llm.backend}, context {llm.context}; /help lists commands")
+        tell_sampling(llm, args.options)
         Chat(llm, args).loop()
     return 0
 
@@ -159,8 +160,8 @@ class Chat:
         """Change an option for the replies to come, "default" takes a given one back; without a name, list them."""
         if not name:
             for known in SETTINGS:
-                given = self.options.get(known)
-                print(f"{known:20} {'default' if given is None else given}")
+                used = self.options.get(known, self.llm.recommended_options.get(known))
+                print(f"{known:20} {'default' if used is None else used}")
             return
         if (key := name.replace("-", "_")) not in SETTINGS:
             raise UsageError(f"/set {name} is not an option; options: {', '.join(SETTINGS)}")

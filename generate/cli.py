@@ -6,7 +6,7 @@ import sys
 from typing import Any, NoReturn
 
 from common.errors import UsageError
-from common.options import GenerationOptions, LoadOptions
+from common.options import MOST_DRAFTED, GenerationOptions, LoadOptions
 from generate import __version__
 
 COMMANDS = {
@@ -22,7 +22,6 @@ KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")  # com
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
-MOST_DRAFTED = 135  # draft tokens of a step, on every backend: common.step
 LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device")  # of generate.load
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION)  # of LLM.stream
 

@@ -22,6 +22,7 @@ from common.models.dflash import load_pair
 from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
 from common.pieces import parse_pieces
+from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
 from common.session import Session, check_tokens, speculation_of
@@ -50,9 +51,13 @@ def resolve_draft(name: str, progress: bool) -> Path:
 
 
 class LLM:
-    """A loaded model. Any thread may call it; calls run one after another in the thread that owns the model."""
+    """A loaded model. Any thread may call it; calls run one after another in the thread that owns the model.
+
+    recommended  the sampling that the model's files recommend, which options that are not given take
+    """
 
     tokenizer: Tokenizer
+    recommended: Recommended
 
     def __init__(self, model: str | PathLike[str], options: LoadOptions | None = None):
         options = options or LoadOptions()
@@ -70,6 +75,7 @@ class LLM:
     def _load(self, options: LoadOptions, placement: Placement) -> Session:
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+        self.recommended = recommended_sampling(checkpoint)
         model = open_model(checkpoint, options.backend, self._progress, placement)
         if options.max_kv_size is not None:
             model = bounded(model, options.max_kv_size)
@@ -101,6 +107,11 @@ class LLM:
         if self.draft_path is not None:
             facts["draft"] = self.draft_path.name
         return model_card(self.path.name, facts)
+
+    @property
+    def recommended_options(self) -> Mapping[str, Any]:
+        """The options that calls take where they are given none."""
+        return self.recommended.options
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -198,13 +209,16 @@ class LLM:
         return self._owner.submit(job)
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return check_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, self.vocab)
+        if isinstance(prompt, str):
+            self.tokenizer.check_fits(prompt, self.context)
+            prompt = self.tokenizer.encode(prompt)
+        return check_tokens(prompt, self.vocab)
 
     def _chat_starter(self, messages: Sequence[Message], options: ChatOptions) -> Start:
         """`_starter` of the prompt that the chat template writes. The next turn's prompt may begin with less than this
         prompt: templates leave out what an assistant thought before."""
         how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
-        prompt = self.tokenizer.chat_prompt(messages, options.tools, **how)
+        prompt = self.tokenizer.chat_prompt(messages, options.tools, context=self.context, **how)
         parser = ReplyParser(prompt.template, prompt.text, options.tools)
         try:
             turn = {"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}

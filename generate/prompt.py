@@ -6,7 +6,7 @@ from functools import partial
 
 from common.errors import UsageError
 from generate.llm import LLM
-from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show
+from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
             messages = [{"role": "system", "content": args.system}] if args.system is not None else []
             messages.append({"role": "user", "content": prompt})
             start = partial(llm.stream_chat, messages, think=args.think, parse_special=args.parse_special)
+        tell_sampling(llm, args.options)
         with (
             Waiting() as waiting,
             start(**args.options, on_prefill=waiting.update) as stream,

@@ -4,16 +4,26 @@ import itertools
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from common.pieces import Stats
 from common.terminal import printable
+from generate.llm import LLM
 from generate.streams import Stream
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 ERASE_LINE = "\r\x1b[K"
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def tell_sampling(llm: LLM, given: Mapping[str, Any]) -> None:
+    """Write the recommended sampling that takes the place of options that are not given to stderr."""
+    options = {name: value for name, value in llm.recommended_options.items() if name not in given}
+    if options:
+        values = ", ".join(f"{name} {value:g}" for name, value in options.items())
+        print(f"sampling: {values}, as {llm.recommended.source} recommends", file=sys.stderr)
 
 
 def show(stream: Stream, waiting: "Waiting") -> None:

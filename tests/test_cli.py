@@ -433,3 +433,14 @@ def test_a_locale_of_ascii(folder):
         assert (done.returncode, done.stdout, done.stderr) == (0, expected.stdout, b"")
     done = shell(f"generate {flags} -p $(printf 'caf\\351')", **plain)
     assert (done.returncode, b"-p/--prompt: is not UTF-8" in done.stderr) == (2, True)
+
+
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_encoded(run, monkeypatch):
+    """10 MB of text took half a minute."""
+    from common.tokenizer import Tokenizer
+
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the text was encoded"))
+    for flags in ([], ["--raw"]):
+        code, out, err = run(*flags, stdin="hello " * 200_000)
+        assert (code, out) == (1, "")
+        assert "the prompt has at least" in err

@@ -19,7 +19,7 @@ from common.models.window import bounded, windowed
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.session import Session
-from common.step import Step
+from common.step import MAX_DECODE_ROWS, Step
 from common.tokenizer import load_tokenizer
 from generate import cli
 from generate.__main__ import main
@@ -146,8 +146,9 @@ def test_lookup_needs_no_draft(folder):
             llm.generate("hello", spec="tree").text  # noqa: B018
         with pytest.raises(UsageError, match="spec is 'trees'"):
             llm.generate("hello", spec="trees")
-        with pytest.raises(UsageError, match="tree_budget is 0"):
-            llm.generate("hello", spec="lookup", tree_budget=0)
+        for budget in (0, MAX_DECODE_ROWS):
+            with pytest.raises(UsageError, match=f"tree_budget is {budget}"):
+                llm.generate("hello", spec="lookup", tree_budget=budget)
 
 
 def test_a_draft_of_another_model_is_refused(folder):
