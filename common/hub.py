@@ -22,9 +22,11 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from common.demo import demo_path
 from common.errors import BimetalError
@@ -34,7 +36,8 @@ FORMS = (
     "owner/repo/file.gguf, the last three with or without hf.co/ in front"
 )
 DEFAULT_QUANT = "Q4_K_M"
-WAITS = (1, 2, 4, 8)  # seconds before each new attempt
+WAITS = (1, 2, 4, 8)  # seconds before each new attempt, or longer where the server says Retry-After
+LONGEST_WAIT = 60  # seconds that a Retry-After may ask for; a longer one ends the attempts
 RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
 WORKERS = 4  # files at a time
 MAX_HTTP = 50_000_000_000  # bytes: the Hub serves no larger file over plain HTTP
@@ -45,6 +48,8 @@ NAME = re.compile(
     re.ASCII,
 )
 QUANT = re.compile(r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|B?F16|FP16|F32|MXFP4\w*|NVFP4\w*)(?!\w)", re.A | re.I)
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 PART = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 BESIDE_WEIGHTS = (
     "config.json",
@@ -94,6 +99,8 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     match = NAME.fullmatch(name)
     if match is None:
         raise BimetalError(f"model name {name!r} is neither an existing path nor of a supported form: {FORMS}")
+    if revision is not None and not _is_relative(revision):
+        raise BimetalError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
     return _resolve_repo(match["repo"], match["file"], match["quant"], progress, revision)
 
 
@@ -123,7 +130,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
     paths, entry = choose_files(listing.sizes, where, file, quant)
     snapshot = storage / "snapshots" / listing.commit
     if where == repo:
-        if missing := [path for path in paths if not (snapshot / path).exists()]:
+        if missing := [path for path in paths if _size(snapshot / path) != listing.sizes[path]]:  # absent or cut short
             _fetch(repo, storage, listing, missing, progress)
         _write_ref(storage, revision or constants.DEFAULT_REVISION, listing.commit)
     else:
@@ -206,6 +213,7 @@ def remote_listing(repo: str, revision: str | None) -> Listing:
     absent = f"{repo} is neither an existing path nor in the cache {constants.HF_HUB_CACHE}"
     if is_offline_mode():
         raise HubUnavailableError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
+    _check_endpoint(constants.ENDPOINT)
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     for wait in (*WAITS, None):
         try:
@@ -214,33 +222,90 @@ def remote_listing(repo: str, revision: str | None) -> Listing:
         except RevisionNotFoundError:
             raise BimetalError(f"{repo} has no revision {revision!r}") from None
         except HfHubHTTPError as error:
-            if wait is None or error.response.status_code not in RETRIED:
+            seconds = _seconds_to_wait(error.response, wait)
+            if seconds is None:
                 raise HubUnavailableError(hub_refusal(error, repo)) from None
-            time.sleep(wait)
+            time.sleep(seconds)
         except HFValidationError as error:
             raise BimetalError(f"{repo!r} is not a repository name: {short_reason(error)}") from None
         except (HTTPError, OSError) as error:
             raise HubUnavailableError(
                 f"{absent}, and {constants.ENDPOINT} cannot be reached ({short_reason(error)})"
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BimetalError(
                 f"{constants.ENDPOINT} does not answer like a model hub ({short_reason(error)})"
             ) from None
-    files = info.siblings or []
-    if not info.sha or any(f.size is None for f in files):
-        raise BimetalError(f"{constants.ENDPOINT} gave no commit or no file sizes for {repo}")
-    return Listing(
-        commit=info.sha,
-        sizes={f.rfilename: f.size or 0 for f in files},
-        sha256={f.rfilename: f.lfs.sha256 for f in files if f.lfs is not None},
-    )
+    return _checked_listing(info, f"{constants.ENDPOINT} answers for {repo} with")
+
+
+def _checked_listing(info: Any, answers: str) -> Listing:
+    """The listing in a ModelInfo, whose commit, hashes and file names become paths in the cache.
+
+    Raises BimetalError for a value that is not of the form that the Hub documents; `answers` begins the sentence.
+    """
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
+        raise BimetalError(f"{answers} the commit {info.sha!r}, which is not a hexadecimal hash")
+    sizes: dict[str, int] = {}
+    sha256: dict[str, str] = {}
+    for file in info.siblings or []:
+        name, large = file.rfilename, file.lfs
+        if not isinstance(name, str) or not _is_relative(name):
+            raise BimetalError(f"{answers} the file name {name!r}, which is not a path inside the repository")
+        if type(file.size) is not int or file.size < 0:
+            raise BimetalError(f"{answers} the size {file.size!r} of {name}, which is not a number of bytes")
+        if large is not None:
+            if not isinstance(large.sha256, str) or not SHA256.fullmatch(large.sha256):
+                raise BimetalError(
+                    f"{answers} the SHA-256 {large.sha256!r} of {name}, which has not 64 hexadecimal digits"
+                )
+            sha256[name] = large.sha256
+        sizes[name] = file.size
+    return Listing(info.sha, sizes, sha256)
+
+
+def _is_relative(path: str) -> bool:
+    """Does the path stay below the folder that it is joined to, on every system?"""
+    parts = path.split("/")
+    return path.isprintable() and not set(path) & set("\\:") and not set(parts) & {"", ".", ".."}
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Refuse an endpoint that is not the address of a web server."""
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise BimetalError(f"HF_ENDPOINT is {endpoint!r}; it must be an address such as https://huggingface.co")
+
+
+def _seconds_to_wait(response: Any, wait: int | None) -> float | None:
+    """How long to wait before the next attempt after an error answer; None: no further attempt.
+
+    wait  seconds without a word from the server; None after the last attempt
+    """
+    if wait is None or response.status_code not in RETRIED:
+        return None
+    asked = _retry_after(response)
+    return None if asked > LONGEST_WAIT else max(wait, asked)
+
+
+def _retry_after(response: Any) -> float:
+    """The seconds of an answer's Retry-After header, which states a number or a date; 0 without a usable one."""
+    value = response.headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdigit():
+        return float(value)
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return 0.0
 
 
 def _cached_listing(storage: Path, revision: str | None) -> Listing | None:
     ref = storage / "refs" / (revision or "main")
     commit = ref.read_text().strip() if ref.is_file() else revision
-    if not commit or not (snapshot := storage / "snapshots" / commit).is_dir():
+    if not commit or not COMMIT.fullmatch(commit) or not (snapshot := storage / "snapshots" / commit).is_dir():
         return None
     files = (path for path in snapshot.rglob("*") if path.is_file())
     return Listing(commit, {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}, {})
@@ -292,6 +357,7 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock), tqdm(total=total, desc=repo, unit="B", unit_scale=True, disable=hidden) as bar:
+            _drop_damaged(storage, listing, paths)
             _require_space(storage, listing, paths)
             _fetch_blobs(repo, storage, listing, large, bar)
         only = [glob.escape(path) for path in paths]
@@ -312,6 +378,20 @@ def _fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progres
         arrived = _size(storage / "snapshots" / listing.commit / path)
         if arrived != listing.sizes[path]:
             raise BimetalError(f"{path} of {repo} has {arrived} bytes on disk, but {listing.sizes[path]} on the hub")
+
+
+def _drop_damaged(storage: Path, listing: Listing, paths: list[str]) -> None:
+    """Take out of the cache what has another size than on the hub; the start of a large file is continued."""
+    for path in paths:
+        file, sha256 = storage / "snapshots" / listing.commit / path, listing.sha256.get(path)
+        blob = storage / "blobs" / sha256 if sha256 else file.resolve()
+        if blob.is_file() and _size(blob) != listing.sizes[path]:
+            if sha256 and _size(_partial(storage, sha256)) < _size(blob) < listing.sizes[path]:
+                blob.replace(_partial(storage, sha256))
+            else:
+                blob.unlink()
+        if not file.exists() or _size(file) != listing.sizes[path]:
+            file.unlink(missing_ok=True)
 
 
 def _require_space(storage: Path, listing: Listing, paths: list[str]) -> None:
@@ -358,11 +438,14 @@ def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any,
         bar.update(file.tell())
         while (have := file.tell()) < size:
             reason: Exception = BimetalError(f"{path} of {repo} ends before its {size} bytes")
+            asked = 0.0
             try:
                 _append(url, file, size, bar, stop)
             except HTTPError as error:
-                if isinstance(error, HfHubHTTPError) and error.response.status_code not in RETRIED:
-                    raise
+                if isinstance(error, HfHubHTTPError):
+                    if error.response.status_code not in RETRIED or _retry_after(error.response) > LONGEST_WAIT:
+                        raise
+                    asked = _retry_after(error.response)
                 reason = error
             if stop.is_set():
                 return
@@ -370,7 +453,7 @@ def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any,
             if failures > len(WAITS):
                 raise reason
             if file.tell() < size:
-                stop.wait(WAITS[max(failures - 1, 0)])
+                stop.wait(max(WAITS[max(failures - 1, 0)], asked))
     with open(partial, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != sha256:
@@ -426,7 +509,9 @@ def hub_refusal(error: Any, repo: str) -> str:
         return f"{repo} is neither an existing path nor a model of {constants.ENDPOINT} (a private one needs HF_TOKEN)"
     if status == 401:
         return f"{constants.ENDPOINT} refuses the token in HF_TOKEN (or the one `hf auth login` stored)"
-    return f"{constants.ENDPOINT} answers {status} {error.response.reason_phrase} for {repo}; try again later"
+    seconds = _retry_after(error.response)
+    later = f"; try again {f'in {seconds:.0f} seconds' if seconds else 'later'}" if status in RETRIED else ""
+    return f"{constants.ENDPOINT} answers {status} {error.response.reason_phrase} for {repo}{later}"
 
 
 def short_reason(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -38,7 +39,8 @@ class Repo:
 class Fault:
     """What goes wrong `times` times with requests of `method` whose path contains `path`.
 
-    status          answer this instead
+    status          answer this instead, with `headers`
+    change          changes the listing of a repository before it is sent
     cut             close the connection after so many bytes of the body
     short           send so many bytes fewer, under a Content-Length that agrees
     flip            change the last byte
@@ -55,6 +57,8 @@ class Fault:
     flip: bool = False
     whole: bool = False
     delay: float = 0.0
+    headers: dict[str, str] = field(default_factory=dict)
+    change: Callable[[dict[str, Any]], None] | None = None
 
 
 @dataclass
@@ -124,7 +128,7 @@ def _handler(hub: HubServer, cdn: bool) -> type[BaseHTTPRequestHandler]:
             redirects = not cdn and self.command == "GET" and "/resolve/" in path and is_large(path)
             self.fault = None if redirects else hub.take_fault(self.command, path)
             if self.fault and self.fault.status:
-                return self.answer(self.fault.status, {})
+                return self.answer(self.fault.status, self.fault.headers)
             if cdn:
                 owner, repo, name = path.removeprefix("/").split("/", 2)
                 return self.answer_content(hub.repos[f"{owner}/{repo}"].files[name], {})
@@ -167,6 +171,8 @@ def _handler(hub: HubServer, cdn: bool) -> type[BaseHTTPRequestHandler]:
                 ]
                 body = {"id": name, "modelId": name, "sha": repo.commit, "siblings": siblings, "tags": []}
                 body |= {"private": False, "downloads": 0, "likes": 0}
+                if self.fault and self.fault.change:
+                    self.fault.change(body)
             self.answer(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
         def answer_file(self, name: str, revision: str, path: str) -> None:

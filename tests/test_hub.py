@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hub_server import COMMIT, Fault, HubServer, Repo
@@ -446,6 +447,99 @@ def test_a_disk_that_fills_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cache_that_cannot_be_written(cache: Path, server: HubServer) -> None:
     cache.write_text("a file where the folder should be")
     assert "cannot write to the cache" in refusal("org/one")
+
+
+# Answers that a hub does not give
+
+
+def in_listing(**changes: object) -> Callable[[dict[str, Any]], None]:
+    """Changes of the one weight file of org/one, or with `sha` of the listing."""
+
+    def change(body: dict[str, Any]) -> None:
+        file = next(f for f in body["siblings"] if f["rfilename"] == "one.Q5_0.gguf")
+        for key, value in changes.items():
+            (body if key == "sha" else file["lfs"] if key == "sha256" else file)[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sha256": "../../../../outside"}, "the SHA-256 '../../../../outside' of one.Q5_0.gguf"),
+        ({"sha256": "A" * 64}, "which has not 64 hexadecimal digits"),
+        ({"sha256": 5}, "the SHA-256 5 of one.Q5_0.gguf"),
+        ({"sha256": None}, "the SHA-256 None of one.Q5_0.gguf"),
+        ({"sha": "../../../outside"}, "the commit '../../../outside', which is not a hexadecimal hash"),
+        ({"sha": 5}, "the commit 5"),
+        ({"sha": None}, "the commit None"),
+        ({"sha": ["c0ffee"]}, "the commit ['c0ffee']"),
+        ({"size": "x"}, "the size 'x' of one.Q5_0.gguf, which is not a number of bytes"),
+        ({"size": -1}, "the size -1"),
+        ({"size": True}, "the size True"),
+        ({"size": None}, "the size None"),
+        ({"rfilename": "/abs.gguf"}, "the file name '/abs.gguf', which is not a path inside the repository"),
+        ({"rfilename": "..\\x.gguf"}, "the file name '..\\\\x.gguf'"),
+        ({"rfilename": "a/../../x.gguf"}, "the file name 'a/../../x.gguf'"),
+        ({"rfilename": "C:x.gguf"}, "the file name 'C:x.gguf'"),
+        ({"rfilename": "x\n.gguf"}, "the file name 'x\\n.gguf'"),
+        ({"rfilename": 5}, "the file name 5"),
+        ({"lfs": "x"}, "does not answer like a model hub"),
+    ],
+)
+def test_odd_values_in_a_listing(cache: Path, server: HubServer, changes: dict[str, Any], says: str) -> None:
+    server.faults.append(Fault("GET", "/api/", times=99, change=in_listing(**changes)))
+    assert says in refusal("org/one")
+    assert not any(path.is_file() for path in cache.parent.rglob("*"))
+
+
+@pytest.mark.parametrize("endpoint", ["http://[::", "ftp://127.0.0.1", "huggingface.co", "http://", "http://x:99999"])
+def test_odd_endpoints(cache: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    assert refusal("org/one") == (f"HF_ENDPOINT is {endpoint!r}; it must be an address such as https://huggingface.co")
+
+
+@pytest.mark.parametrize("revision", ["../main", "..", "/main", "a\\b", ""])
+def test_odd_revisions(cache: Path, server: HubServer, revision: str) -> None:
+    assert refusal("org/one", revision=revision).startswith(f"revision {revision!r} is not the name of a branch")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("kept", [0, 1000, len(BODY) + 1])
+def test_a_cached_file_of_another_size_is_fetched_again(cache: Path, server: HubServer, kept: int) -> None:
+    path = resolve_model("org/one")
+    path.resolve().write_bytes((BODY + b"x")[:kept])
+    server.requests.clear()
+    assert resolve_model("org/one").read_bytes() == BODY
+    assert sum(r.sent for r in server.sent("one.Q5_0.gguf")) == len(BODY) - (kept if kept < len(BODY) else 0)
+    folder = resolve_model("org/safe")
+    (folder / "config.json").resolve().write_bytes(b"{")
+    assert files(resolve_model("org/safe")) == SAFETENSORS
+
+
+@pytest.mark.parametrize("path", ["/api/", "one.Q5_0.gguf"])
+def test_retry_after_is_waited_for(cache: Path, server: HubServer, path: str) -> None:
+    server.faults.append(Fault("GET", path, status=429, headers={"Retry-After": "1"}))
+    start = time.monotonic()
+    assert resolve_model("org/one").read_bytes() == BODY
+    assert time.monotonic() - start >= 1
+
+
+@pytest.mark.parametrize("path", ["/api/", "one.Q5_0.gguf"])
+@pytest.mark.parametrize("value", ["3600", "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_a_long_retry_after_ends_the_attempts(cache: Path, server: HubServer, path: str, value: str) -> None:
+    server.faults.append(Fault("GET", path, times=99, status=429, headers={"Retry-After": value}))
+    assert re.search(r"answers 429 Too Many Requests for org/one; try again in \d{4,} seconds", refusal("org/one"))
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-5", "1.5", "²"])
+def test_an_unusable_retry_after_is_ignored(value: str) -> None:
+    assert hub._retry_after(SimpleNamespace(headers={"Retry-After": value})) == 0
+
+
+def test_an_answer_that_will_not_pass_is_not_to_be_tried_again(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "/api/", times=99, status=403))
+    assert refusal("org/one").endswith("answers 403 Forbidden for org/one")
 
 
 # Permissions
