@@ -4,6 +4,7 @@ import cupy
 import numpy as np
 from cupy.cuda import cublas
 
+from cuda_backend.caches.planes import Plane
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import FLOATS, UNITS, tile_defines
 from cuda_backend.memory import Arena
@@ -58,22 +59,10 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
         )
 
 
-def expand_heads(
-    w: Weight,
-    transposed: bool,
-    rows: int,
-    width: int,
-    n: int,
-    out: int,
-    plane: int,
-    wide: int,
-    arena: Arena,
-    stream: Stream,
-) -> None:
-    """n rows of float16 latents (`width` apart) times the matrix of each head, float16: out [head][n][wide].
+def expand_heads(w: Weight, transposed: bool, latents: Plane, n: int, out: Plane, arena: Arena, stream: Stream) -> None:
+    """Write the first n latents times the matrix of each head to the heads of `out`, float16.
 
-    plane  bytes of a head of out
-    w      (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
+    w  (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
     """
     (s,) = w.segments
     size = s.rows * s.columns
@@ -104,13 +93,13 @@ def expand_heads(
                 matrices + h * size * 2,
                 CUDA_R_16F,
                 s.columns,
-                rows,
+                latents.address,
                 CUDA_R_16F,
-                width,
+                latents.width,
                 ZERO.ctypes.data,
-                out + h * plane,
+                out.address + h * out.head_bytes,
                 CUDA_R_16F,
-                wide,
+                out.width,
                 CUBLAS_COMPUTE_32F,
                 CUBLAS_GEMM_DEFAULT,
             )

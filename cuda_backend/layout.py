@@ -20,7 +20,7 @@ KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("experts", "single", "repack", "expand"), "tile.cuh"),
-    **dict.fromkeys(("attention", "split", "latent", "pieces", "keep"), "flash.cuh"),
+    **dict.fromkeys(("attention", "split", "latent", "pieces"), "flash.cuh"),
     **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
 }
 
@@ -54,6 +54,7 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
     if stem == "linear":
         return _source_of_linear(second)
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
+    parts += ["plane.cuh"] if stem in ("attention", "split", "latent", "keep", "rows", "to_cache") else []
     parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
     parts += ["packed.cuh"] if stem == "single" else []
     parts += ["convolve.cuh"] if stem in ("delta", "prepare") else []

@@ -24,8 +24,10 @@ from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import attention as attending
-from cuda_backend import mixture, products, recurrent, sampling, sizes, weights
+from cuda_backend import latent, mixture, products, recurrent, sampling, sizes, weights
 from cuda_backend.arrays import Array
+from cuda_backend.caches.kv import KVStore
+from cuda_backend.caches.latent import LatentStore
 from cuda_backend.card import available
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import FLOATS, UNITS, UNPACKED, Packing, padded
@@ -34,7 +36,7 @@ from cuda_backend.memory import Arena, Memory
 from cuda_backend.products import Groups
 from cuda_backend.prototypes import ROPE
 from cuda_backend.replay import DeviceStep, Replay
-from cuda_backend.states import NO_ORDER, CudaState, KVStore, LatentStore, Recurrent, state_bytes
+from cuda_backend.states import NO_ORDER, CudaState, Recurrent, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.views import ADD, COPY, MUL_SIGMOID, MUL_SOFTPLUS, NOTHING, SWIGLU, in_fours, only, out_of, view
 from cuda_backend.weights import Weight
@@ -261,8 +263,8 @@ class CudaOps(Ops):
 
     attention = attending.attention
     write_kv = attending.write_kv
-    latent_attention = attending.latent_attention
-    expanded_attention = attending.expanded_attention
+    latent_attention = latent.latent_attention
+    expanded_attention = latent.expanded_attention
     short_conv = recurrent.short_conv
     gated_delta = recurrent.gated_delta
     delta_mixer = recurrent.delta_mixer

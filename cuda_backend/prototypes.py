@@ -34,7 +34,7 @@ MATRIX = _struct(
 )
 ROWS = _struct(*_named("u8", "packed", "squares"), *_named("i4", "T", "parts"), *_named("f4", "columns", "eps"))
 PARTIALS = _struct(("slot", "i8"), ("row", "i8"), ("slots", "i4"))
-PLACES = _struct(("fixed", "i4"), ("ring", "i4"))
+PLANE = _struct(("rows", "u8"), *_named("i4", "row", "capacity", "fixed", "ring"))
 
 TYPES: dict[str, np.dtype] = {
     "int": np.dtype(np.int32),
@@ -51,7 +51,7 @@ TYPES: dict[str, np.dtype] = {
     "Matrix": MATRIX,
     "Rows": ROWS,
     "Partials": PARTIALS,
-    "Places": PLACES,
+    "Plane": PLANE,
 }
 ADDRESS = np.dtype(np.uint64)
 BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"

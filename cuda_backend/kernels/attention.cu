@@ -1,6 +1,6 @@
 // attention: grouped-query attention of a long step: prefill
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
-// In        q [T][H][D] float16 and the cache, keys and values [K][capacity][D] float16, step's rows already in it
+// In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
@@ -11,16 +11,21 @@
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE TILE_POSITIONS
+#if D > 64
+#define AND_BLOCKS
+#else  // left to itself the compiler spills for one block more
+#define AND_BLOCKS , __CUDA_ARCH__ < 900 ? 3 : 4
+#endif
 
-__device__ __forceinline__ void load_tile(u16* to, const u16* from, const Places& places, int at) {  // TILE x D
-    from += (s64)place_of(places, at) * D;
+__device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {  // TILE x D
+    const u16* from = (const u16*)plane.rows + (s64)place_of(plane, at) * D;
     for (int i = threadIdx.x; i < TILE * (D / 8); i += 128)
         copy16(shared_address(to + i / (D / 8) * STRIDE + i % (D / 8) * 8), from + (s64)i * 8);
 }
 
 // Tiles [begin, end) of positions for 64 rows of q that lie in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
 __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], float (&l)[2], const u16* qs, u16* ks, u16* vs,
-                                       const u16* keys, const u16* values, const Places& places, int begin, int end,
+                                       Plane keys, Plane values, int begin, int end,
                                        const Mask& mask, int first_row, int group, int rows, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int t_of[2] = {(first_row + warp * 16 + lane / 4) / group, (first_row + warp * 16 + lane / 4 + 8) / group};
@@ -28,10 +33,10 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
     const u32 q_at = shared_address(qs + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8);
     const u32 k_at = shared_address(ks + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
     const u32 v_at = shared_address(vs + (lane % 16) * STRIDE + lane / 16 * 8);
-    if (begin < end) load_tile(ks, keys, places, begin);
+    if (begin < end) load_tile(ks, keys, begin);
     commit();
     for (int at = begin; at < end; at += TILE) {
-        load_tile(vs, values, places, at);
+        load_tile(vs, values, at);
         commit();
         wait_all_but<1>();
         float s[8][4] = {};
@@ -51,7 +56,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
         }
         __syncthreads();
         const bool more = at + TILE < end;
-        if (more) load_tile(ks, keys, places, at + TILE);
+        if (more) load_tile(ks, keys, at + TILE);
         commit();
         u32 p[8][2];
         if (active) {
@@ -124,8 +129,8 @@ __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_ro
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-whole(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int K, const StepState* step,
+extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
+whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* step,
       const int* positions, int T, float scale, int window, int keep, float* out) {
     begin();
     extern __shared__ __align__(16) u16 shared[];
@@ -138,11 +143,11 @@ whole(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
     const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (keep + 63) / 64 * 64 : 0);
-    keys += head * capacity * D, values += head * capacity * D;
+    keys.rows = row_at(keys, head, 0, 2 * D), values.rows = row_at(values, head, 0, 2 * D);
 #pragma unroll 1
     for (int turn = kept ? 0 : 1; turn < 2; turn++) {
         __syncthreads();
-        attend(o, m, l, qs, ks, vs, keys, values, places, turn ? begin : 0, turn ? mask.past + last + 1 : kept, mask, first_row,
+        attend(o, m, l, qs, ks, vs, keys, values, turn ? begin : 0, turn ? mask.past + last + 1 : kept, mask, first_row,
                group, rows, scale);
     }
     add_lanes(l);

@@ -31,14 +31,6 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Where the cache holds a position.
-struct Places {
-    int fixed, ring;
-};
-__device__ __forceinline__ int place_of(const Places& p, int position) {
-    return position < p.fixed ? position : p.fixed + (position - p.fixed) % p.ring;
-}
-
 // Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, then of 4096.
 __device__ __forceinline__ int group_begin(int i) {
     if (i < 32) return i * 128;

@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-split(const u16* q, const u16* cache, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
+split(const u16* q, Plane cache, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
       int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
@@ -72,7 +72,7 @@ split(const u16* q, const u16* cache, int H, const StepState* step, const int* p
         const int stop = job >= 0 ? begin + TILE : after > piece ? pieces.stop(after - 1) : begin;
         if (begin >= stop || first_row >= end_row || (tree && begin >= mask.past + seen)) continue;
         __syncthreads();
-        auto load = [&](int buffer, int place) { load_row(buffers + buffer * LOAD * STRIDE, cache + (s64)place * W); };
+        auto load = [&](int buffer, int place) { load_row(buffers + buffer * LOAD * STRIDE, (const u16*)cache.rows + (s64)place * W); };
         if (job < 0)  // before this step's rows are there
 #pragma unroll 1
             for (int i = 0; i < BUFFERS - LOADS; i++)
@@ -237,7 +237,7 @@ struct Turn {  // a rope, as rows.cu has it
 // cache's. Rope's pairs are half-split, and turned before their channels are there.
 extern "C" __global__ void __launch_bounds__(1024)
 gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
-       const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, u16* cache) {
+       const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, Plane cache) {
     release_next();
     __shared__ float squares_of[32];
     const int t = blockIdx.x / (H + 1), head = blockIdx.x % (H + 1), i = threadIdx.x, lane = i % 32;
@@ -270,14 +270,16 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         const float all = warp_sum(lane < blockDim.x / 32 ? squares_of[lane] : 0.0f);
         if (i < latent_dim) v = v * norm_factor(all, latent_dim, eps) * factor;
     }
-    if (i < (is_row ? W : wide)) (is_row ? cache + (s64)(past + t) * W : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+    if (i < (is_row ? W : wide)) (is_row ? (u16*)cache.rows + (s64)(past + t) * W : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
 // The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros behind them.
-extern "C" __global__ void spread(const u16* cache, int n, int N, int P, int wide, s64 capacity, u16* keys) {
+extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Plane keys) {
     begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / (wide - N), column = i % (wide - N);
-    if (row < n) keys[(blockIdx.y * capacity + row) * wide + N + column] = column < P ? cache[(s64)row * W + R + column] : 0;
+    if (row >= n) return;
+    u16* to = (u16*)row_at(keys, blockIdx.y, row, keys.row);
+    to[N + column] = column < P ? ((const u16*)cache.rows)[(s64)row * W + R + column] : 0;
 }
 
 // Matrices [H][rows][K] as float16 [H][rows][K]; those of `from` lie `stride` elements apart. type: 0 F32, 1 F16, 2 BF16

@@ -182,7 +182,7 @@ heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
                q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
-               q_out, u16* keys, u16* values_out, s64 capacity, int fixed, int ring) {
+               q_out, Plane keys, Plane values) {
     begin();
     extern __shared__ __align__(16) float shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
@@ -197,8 +197,8 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     if (!is_q && !is_k) x = v, rope.pairs = 0;
     head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
               is_q ? q_eps : k_eps, rope);
-    const int position = step->past + t, slot = position < fixed ? position : fixed + (position - fixed) % ring;
-    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (is_k ? keys : values_out) + (of * capacity + slot) * wide;
+    const int slot = place_of(keys, step->past + t);
+    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (u16*)row_at(is_k ? keys : values, of, slot, 2 * wide);
 #pragma unroll 1
     for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 }

@@ -1,6 +1,6 @@
 // split: grouped-query attention of the rows of a decoding or verifying step, piece by piece of what they see
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
-// In        q [T][H][D] float16 and the cache, keys and values [K][capacity][D] float16, the step's rows already in it
+// In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     D, a multiple of 16 up to 256; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
@@ -42,7 +42,7 @@
 #define NOWHERE (1 << 30)
 
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
-split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places places, int H, int group, const StepState* step,
+split(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step,
       const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats) {
     release_next();
     if (!WINDOWED) window = keep = 0;
@@ -104,7 +104,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             heads[threadIdx.x] = t * H + head * group + row - t * group;
         }
         if (job >= 0 && warp == 0) {
-            const int start = place_of(places, ahead);
+            const int start = place_of(keys, ahead);
             int r = mask.past - ahead;  // of the first that the row sees
             from[lane] = start + lane, from[lane + 32] = start + lane + 32;
             __syncwarp();
@@ -112,7 +112,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             for (int w = 0; w < ROW_WORDS; w++) {
                 const u32 bits = step->seen[row_of_tree][w];
                 const int mine = r + __popc(bits & ((1u << lane) - 1));
-                if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = place_of(places, mask.past + w * 32 + lane);
+                if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = place_of(keys, mask.past + w * 32 + lane);
                 r += __popc(bits);
             }
         }
@@ -122,10 +122,10 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
             const bool of_values = i % 2;
             if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), place);
             if (ahead < NOWHERE) {
-                const u16* plane = (of_values ? values : keys) + head * capacity * D;
+                const u16* plane = (const u16*)(of_values ? values.rows : keys.rows);
                 u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
                 if (ahead + TILE <= mask.past || !seen) {  // a tile lies in one run of the cache
-                    const u16* begin = plane + (s64)place_of(places, ahead) * D + threadIdx.x * 8;
+                    const u16* begin = plane + (s64)(head * keys.capacity + place_of(keys, ahead)) * D + threadIdx.x * 8;
                     const u32 to = shared_address(tile + threadIdx.x / LINE * STRIDE + threadIdx.x % LINE * 8);
 #pragma unroll 4
                     for (int j = 0; j < TILE * LINE; j += CTA) {
@@ -138,7 +138,7 @@ split(const u16* q, const u16* keys, const u16* values, s64 capacity, Places pla
                 } else {
 #pragma unroll 1
                     for (int n = threadIdx.x; n < TILE * LINE; n += CTA)
-                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)from[n / LINE] * D + n % LINE * 8);
+                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)(head * keys.capacity + from[n / LINE]) * D + n % LINE * 8);
                 }
                 if (of_values) advance();
             }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_slots(float4 (&sum)[PARTS], const float* fro
 
 extern "C" __global__ void __launch_bounds__(128)
 to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm, const float* q_weight, const float* k_weight,
-         float eps, Rope rope, u16* q_out, u16* keys, u16* values, s64 capacity, int fixed, int ring) {
+         float eps, Rope rope, u16* q_out, Plane keys, Plane values) {
     release_next();
     __shared__ float4 parts[4][D / 4];
     const int q_ctas = q.slots > AT_ONCE ? H : (H + 3) / 4, k_ctas = k.slots > AT_ONCE ? K : (K + 3) / 4;
@@ -96,8 +96,8 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
     if (turns)
         e[0] = make_float4(self.x * c.x + other.x * s.x, self.y * c.y + other.y * s.y, self.z * c.z + other.z * s.z,
                            self.w * c.w + other.w * s.w);
-    const int slot = position < fixed ? position : fixed + (position - fixed) % ring;
-    u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (kind == 1 ? keys : values) + (of * capacity + slot) * D;
+    const int slot = place_of(keys, position);
+    u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(kind == 1 ? keys : values, of, slot, 2 * D);
 #pragma unroll
     for (int n = 0; n < PARTS; n++)
         *(uint2*)(to + n * 128 + d) = make_uint2(to_half2(e[n].x, e[n].y), to_half2(e[n].z, e[n].w));

@@ -1,0 +1,93 @@
+"""The keys and values of attention layers that keep every position."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.step import Step
+from common.storage import KVSpec
+from cuda_backend.caches.planes import (
+    Places,
+    Plane,
+    Planes,
+    all_places,
+    check_capacity,
+    keep_path,
+    planes_at,
+    planes_bytes,
+    rows_held,
+    zeros,
+)
+from cuda_backend.launch import Stream
+from cuda_backend.layout import padded
+
+
+@dataclass(frozen=True)
+class KV:
+    """Keys and values of one layer; `after` as keys and values of a window's store, else empty."""
+
+    keys: Plane
+    values: Plane
+    after: Planes
+    store: "KVStore"
+
+
+class KVStore:
+    """The caches of all layers of one shape: keys [layer][kv_heads][capacity][row], then the values.
+
+    past     committed positions
+    most     positions that there may be, those of a step included
+    window   positions that a row sees beside the first ones, 0: all; and the number of first ones that all rows see
+    is_ring  positions are overwritten by later ones: WindowStore
+    """
+
+    def __init__(self, spec: KVSpec, layers: int, capacity: int, stream: Stream):
+        check_capacity(capacity)
+        self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
+        self.window, self.is_ring = (0, 0), False
+        self.places, self.most = self.places_of(capacity), rows_held(capacity)
+        shape = kv_planes(spec, layers, self.places)
+        self.memory = zeros(planes_bytes(shape), stream)
+        self.planes = planes_at(self.memory.address, shape)
+
+    def places_of(self, capacity: int) -> Places:
+        return all_places(capacity)
+
+    def layer(self, i: int) -> KV:
+        keys, values = (plane.part(i, self.spec.kv_heads) for plane in self.planes)
+        return KV(keys, values, (), self)
+
+    def began(self, step: Step) -> None:
+        """The step is about to be launched."""
+
+    def commit(self, path: np.ndarray) -> None:
+        keep_path(self.planes, self.past, path, self.stream)
+        self.past += len(path)
+
+    def snapshot(self) -> Any:
+        return self.past
+
+    def restore(self, snapshot: Any) -> None:
+        self.past = snapshot
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
+def kv_planes(spec: KVSpec, layers: int, places: Places) -> Planes:
+    """Keys and values of `layers` layers, not yet anywhere."""
+    if spec.key_dim != spec.value_dim or spec.key_dim > 256:
+        raise BimetalError(
+            f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
+            "the CUDA kernels take equal widths up to 256"
+        )
+    widths = padded(spec.key_dim), padded(spec.value_dim)
+    return tuple(Plane(0, layers * spec.kv_heads, 2 * width, width, places) for width in widths)
+
+
+def kv_bytes(spec: KVSpec, capacity: int) -> int:
+    """Device bytes of one layer."""
+    return planes_bytes(kv_planes(spec, 1, all_places(capacity)))

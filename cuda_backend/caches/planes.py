@@ -1,0 +1,148 @@
+"""Planes: where the rows of a cache lie on the device, and the one launch that moves rows from one cache to another."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.step import MAX_DECODE_ROWS
+from cuda_backend.launch import Stream, kernel
+from cuda_backend.layout import group_count, tail_places
+from cuda_backend.memory import Memory
+from cuda_backend.prototypes import PLANE
+
+TILE = 64  # positions that attention reads at a time
+MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
+
+
+class Places(NamedTuple):
+    """Where a head holds positions: the first `fixed` in order, then the others in a ring of `ring` rows."""
+
+    fixed: int
+    ring: int
+
+    @property
+    def capacity(self) -> int:
+        return self.fixed + self.ring
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Rows of keys, of values or of latents on the device, [heads][places.capacity] of `row_bytes`: kernels/plane.cuh.
+
+    address  of the first row
+    width    values of a row, padded to 16
+    """
+
+    address: int
+    heads: int
+    row_bytes: int
+    width: int
+    places: Places
+
+    @property
+    def head_bytes(self) -> int:
+        return self.places.capacity * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.heads * self.head_bytes
+
+    @property
+    def record(self) -> np.ndarray:
+        """The plane as kernels receive it."""
+        return np.array((self.address, self.row_bytes, self.places.capacity, *self.places), PLANE)
+
+    def part(self, i: int, heads: int) -> "Plane":
+        """Heads i * heads to (i + 1) * heads: those of layer `i`."""
+        return replace(self, address=self.address + i * heads * self.head_bytes, heads=heads)
+
+    def at(self, address: int, places: Places | None = None) -> "Plane":
+        """A plane of equal rows elsewhere."""
+        return replace(self, address=address, places=places or self.places)
+
+
+Planes = tuple[Plane, ...]  # keys and values, or latents alone
+
+
+def planes_at(address: int, planes: Planes, places: Places | None = None) -> Planes:
+    """Planes of equal rows, one behind the other from `address` on."""
+    out = []
+    for plane in planes:
+        out.append(plane.at(address, places))
+        address += out[-1].nbytes
+    return tuple(out)
+
+
+def planes_bytes(planes: Planes) -> int:
+    return sum(plane.nbytes for plane in planes)
+
+
+def rows_held(capacity: int) -> int:
+    """Rows of a cache of `capacity` tokens, with room for those of a step, in whole tiles."""
+    return -(-(capacity + MAX_DECODE_ROWS) // TILE) * TILE
+
+
+def all_places(capacity: int) -> Places:
+    """Places of a cache that keeps every position of `capacity` tokens."""
+    return Places(rows_held(capacity) - TILE, TILE)
+
+
+def check_capacity(capacity: int) -> None:
+    if group_count(capacity + MAX_DECODE_ROWS) + tail_places(TILE // 2, MAX_DECODE_ROWS) > MOST_PIECES:
+        raise BimetalError(f"a context of {capacity} tokens is more than the CUDA kernels take, about a million")
+
+
+def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> None:
+    """Rows past + path[j] of every plane to past + j, in place; nothing where the path is the first rows in order."""
+    rows, n = np.ascontiguousarray(path, np.int32), len(path)
+    if np.array_equal(rows, np.arange(n)):
+        return
+    device = Memory(rows.nbytes)
+    cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
+    if np.all(np.diff(rows) > 0):
+        move(planes, past, planes, past, n, stream, device.address)
+    else:  # a source may be overwritten before it is read
+        dense = planes_at(0, planes, Places(n, 1))
+        aside = Memory(planes_bytes(dense))
+        dense = planes_at(aside.address, planes, Places(n, 1))
+        move(planes, past, dense, 0, n, stream, device.address)
+        move(dense, 0, planes, past, n, stream)
+
+
+def move(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
+    """n rows of every head from `source` to `to`: positions first + path[j] (or first + j) to to_first + j.
+
+    path  address of n int32 on the device
+    """
+    unit = next(u for u in (16, 8, 4, 2) if all(plane.row_bytes % u == 0 for plane in source))
+    heads = [plane.heads for plane in source]
+    kernel("keep", "keep", (f"UNIT={unit}",))(
+        (sum(heads), 1 if source == to else min(n, 64)),
+        (max(plane.row_bytes for plane in source) // unit,),
+        (
+            source[0].record,
+            source[-1].record,
+            first,
+            to[0].record,
+            to[-1].record,
+            to_first,
+            heads[0],
+            path,
+            n,
+        ),
+        stream=stream,
+    )
+
+
+def zeros(nbytes: int, stream: Stream) -> Memory:
+    memory = Memory(nbytes)
+    cupy.cuda.runtime.memsetAsync(memory.address, 0, memory.nbytes, stream.ptr)
+    return memory
+
+
+def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
+    runtime = cupy.cuda.runtime
+    runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
