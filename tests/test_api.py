@@ -81,7 +81,7 @@ REFUSING = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif
 
 @pytest.mark.parametrize(("template", "read_again"), [(TEMPLATE, 0), (THINKING, len("<think>\n")), (REFUSING, 0)])
 def test_a_turn_goes_back_to_where_the_templates_next_one_will_part(template, read_again, tmp_path):
-    """A template that leaves out what the assistant thought; tokens are bytes, but for the special ones."""
+    """A template that leaves out the assistant's reasoning; tokens are bytes, except for special ones."""
     later = [*MESSAGES, {"role": "assistant", "content": "so"}, *MESSAGES]
     with generate.load(str(write(tmp_path, template=template)), backend="numpy") as llm:
         first = llm.chat(MESSAGES, max_tokens=6)
@@ -152,7 +152,7 @@ def test_a_dropped_stream_frees_the_model_for_the_next_caller(llm):
 
 @pytest.fixture
 def steps(llm, monkeypatch):
-    """Steps of the next reply after `left` is set, for which the fourth step waits."""
+    """Count steps of the next reply after `left` is set; the fourth step waits for `left`."""
     left, after = threading.Event(), []
 
     def gated(*args):

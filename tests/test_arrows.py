@@ -1,4 +1,4 @@
-"""Which package may import which: generate → common ← backends, and inside common session → decode → models → ops.
+"""The packages that a package may import: generate → common ← backends; inside common session → decode → models → ops.
 
 The rules hold for every import statement, at the top of a file, inside a function or under TYPE_CHECKING, and for
 importlib.import_module and __import__ of a literal name.
@@ -64,7 +64,7 @@ def imports(tree: ast.AST, package: str, function: str = "") -> Iterator[Import]
 
 
 def wrong_arrows(path: str, source: str) -> list[str]:
-    """What the module at `path` (relative to the repository) imports against the rules, a sentence each."""
+    """The imports of the module at `path` (relative to the repository) that break the rules, a sentence each."""
     parts = path.removesuffix(".py").split("/")
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     tree = ast.parse(source, path)

@@ -41,7 +41,7 @@ def test_chosen_by_name(monkeypatch):
 
 @pytest.mark.parametrize("apples", [True, False])
 def test_what_mlx_says_of_its_gpu(apples, monkeypatch):
-    """MLX's builds for other GPUs describe them by other names."""
+    """MLX's builds for other GPUs name the fields of a device differently."""
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
     from mlx_backend import ops
 
@@ -160,7 +160,7 @@ def test_devices_that_cannot_be(flags, said):
     ],
 )
 def test_devices_of_callers(how, said):
-    """A single number was taken for no choice at all."""
+    """A single number was once read as no choice."""
     with pytest.raises(UsageError, match=said):
         generate.load("demo", **how)
 

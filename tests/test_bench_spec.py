@@ -1,4 +1,4 @@
-"""The speculation bench prints and logs what it measured, and refuses what it cannot."""
+"""The bench of speculative modes prints and logs what it measured, and refuses what it cannot measure."""
 
 import csv
 import json
@@ -82,7 +82,7 @@ def test_prompt_files(text, message, files, tmp_path, capsys):
 
 
 def test_a_synthetic_pair(monkeypatch, capsys):
-    """Shapes small enough for the NumPy backend."""
+    """A synthetic pair of shapes small enough for the NumPy backend."""
     small = {
         "general.architecture": "qwen3",
         "qwen3.vocab_size": 256,

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what it prints, where, and with which exit code."""
+"""The command line: output, streams and exit codes."""
 
 import io
 import json
@@ -343,7 +343,7 @@ def test_chat_needs_a_template(run, tmp_path):
 
 
 def interruptible() -> None:
-    """A shell that starts the tests in the background has its children ignore Ctrl-C."""
+    """Restore Ctrl-C: a shell that starts the tests in the background makes their children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

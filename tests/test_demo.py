@@ -1,4 +1,4 @@
-"""The model that comes with the package: its files, its first tokens, and what its small mix changes.
+"""The model that comes with the package: its files, its first tokens, and the cost of its small mix.
 
 The golden replies are llama.cpp's from the same file in float32 (tests/data/make_demo_golden.py).
 """
@@ -70,7 +70,7 @@ def test_token_ids():
 
 
 def logits_along(model, reply):
-    """Logits (tokens, vocab) before each golden token of a reply, given those before it."""
+    """Logits (tokens, vocab) before each golden token of a reply, given the tokens before it."""
     ids = np.array(reply["ids"] + reply["reply"])
     return tiny.logits_of(model, ids)[len(reply["ids"]) - 1 : -1]
 

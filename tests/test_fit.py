@@ -1,4 +1,4 @@
-"""Predicted memory against what is really taken: weights and states to the byte, the peak of a fresh process to 3 %."""
+"""Predicted memory against used memory: weights and states to the byte, the peak of a fresh process to 3 %."""
 
 import json
 import math
@@ -208,9 +208,9 @@ def made(config):
 
 
 def measure(name: str, tokens: int, rows: int) -> None:
-    """Print the predicted and the measured bytes while a prompt is loaded and read. For a process of its own.
+    """Print the predicted and the measured bytes of loading and reading a prompt, in a process of its own.
 
-    Measured: MLX's own peak, plus the peak of what NumPy and Python allocate while the prompt is read.
+    Measured: MLX's own peak, plus the peak of what NumPy and Python allocate during the prompt.
     """
     import tracemalloc
 
@@ -254,7 +254,7 @@ def test_the_peak_on_mlx_is_predicted_to_3_percent(name):
 
 
 def gguf(type_: str, heading: int = 1000, architecture: str = "llama", split: tuple[int, int] | None = None) -> bytes:
-    """A llama GGUF of zeros; `heading` strings of metadata in front, as a vocabulary would be."""
+    """A llama GGUF of zeros, with `heading` strings of metadata before it, as a vocabulary would be."""
 
     def string(text: str) -> bytes:
         return struct.pack("<Q", len(text)) + text.encode()

@@ -1,4 +1,4 @@
-"""Model names become paths, against a stand-in for the Hub on 127.0.0.1."""
+"""Model names become paths: a server on 127.0.0.1 stands in for the Hub."""
 
 import os
 import pty
@@ -571,7 +571,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
 
 
 def interruptible() -> None:
-    """A shell that starts the tests in the background has its children ignore Ctrl-C."""
+    """Restore Ctrl-C: a shell that starts the tests in the background makes their children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

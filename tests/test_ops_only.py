@@ -11,7 +11,7 @@ from common.step import Step
 
 
 class Opaque:
-    """An array as a model may see it: its shape, reshape and slices. Everything else is missing or raises."""
+    """An array as a model sees it: its shape, reshape and slices. Everything else raises."""
 
     __slots__ = ("_hidden",)
     __array_ufunc__ = None  # NumPy's operators give up
@@ -37,7 +37,7 @@ class Opaque:
 
 
 class OpaqueWeight:
-    """A weight handle: models pass it on."""
+    """A weight handle, which models only pass on."""
 
     __slots__ = ("_hidden",)
     __array_ufunc__ = None
@@ -57,7 +57,7 @@ def hidden(x):
 
 
 def wrapped(name):
-    """NumpyOps' op over opaque arrays; those of weights give handles."""
+    """An op of NumpyOps over opaque arrays and weight handles."""
     op, wrap = getattr(NumpyOps, name), OpaqueWeight if name in ("weight", "vector") else hidden
 
     def call(self, *args, **kwargs):

@@ -17,7 +17,7 @@ VOCAB = 5
 
 
 class MadeUp:
-    """A model whose logits are a function of the last token alone: row `token` of a table. It notes what it reads."""
+    """A model whose logits depend on the last token alone: row `token` of a table. It records what it reads."""
 
     def __init__(self, table):
         self.table = np.asarray(table, np.float32)
@@ -300,7 +300,7 @@ def test_what_cannot_be_compared_or_read(run, folder, text, tmp_path):
 
 @pytest.mark.model
 def test_smollm2_is_as_perplexed_as_in_llama_cpp():
-    """llama.cpp rounds activations to 8 bits before each product with Q4_1 weights: 0.4 % on WikiText-2."""
+    """Within 0.4 % on WikiText-2: llama.cpp rounds activations to 8 bits before each product with Q4_1 weights."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     from common.checkpoint import open_checkpoint
     from common.hub import resolve_model

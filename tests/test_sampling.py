@@ -31,7 +31,7 @@ def frequencies(row: np.ndarray, draws: int = 20000, **options: float) -> np.nda
     ],
 )
 def test_frequencies(options, expected):
-    """20,000 draws: three standard deviations of a share are at most 0.0106."""
+    """20,000 samples: three standard deviations of a share are at most 0.0106."""
     assert np.abs(frequencies(ROW, **options) - np.array(expected)).max() < 0.0106
 
 
@@ -43,7 +43,7 @@ def test_chi_square_of_the_plain_distribution():
 
 
 def test_chances_of_whole_prefixes():
-    """Brute force: tokens one by one from the best."""
+    """Compare with tokens added one by one from the best."""
     random = np.random.default_rng(5)
     for trial in range(300):
         row = (random.integers(-6, 7, 40) / 2 if trial % 2 else random.normal(scale=4, size=40)).astype(np.float32)
@@ -69,7 +69,7 @@ def test_chances_of_whole_prefixes():
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
 @pytest.mark.parametrize("top_p", [0.01, 0.9, 0.999])
 def test_a_top_p_of_few_tokens_and_of_most(scale, top_p):
-    """Of 5,000 tokens: by a sort of all of them."""
+    """Compare with a full sort of 5,000 tokens."""
     row = (np.random.default_rng(2).normal(size=5000) * scale).astype(np.float32).round(2)
     every = chances(row, Sampling(temperature=1.0))
     order = np.argsort(-row, kind="stable")
@@ -94,7 +94,7 @@ def test_same_seed_same_tokens():
 
 
 def test_one_random_number_per_token():
-    """Speculative decoding asks in another rhythm and must meet the same numbers."""
+    """Speculative decoding asks in another order and must meet the same numbers."""
     sampler, bare = Sampler(Sampling(temperature=1.0, seed=3)), np.random.Generator(np.random.Philox(3))
     for _ in range(10):
         u = bare.random()

@@ -183,7 +183,7 @@ def test_suites_name_files_that_exist(backend):
 
 
 def test_the_workflow_runs_the_commands_of_the_readme():
-    """What a person would type on a Mac is what the workflow runs there."""
+    """The workflow on a Mac runs README's commands."""
     run, test = [block.partition("\n")[0] for block in (ROOT / "README.md").read_text().split("```bash\n")[1:3]]
     job = yaml.safe_load((ROOT / ".github/workflows/macos.yml").read_text())["jobs"]["mac"]
     commands = [line for step in job["steps"] for line in step.get("run", "").splitlines()]

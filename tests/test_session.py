@@ -1,4 +1,4 @@
-"""One timeline: stop strings, ends, prefix reuse, cancellation, on the NumPy backend."""
+"""One session on the NumPy backend: stop strings, ends, prefix reuse, cancellation."""
 
 import threading
 
@@ -58,7 +58,7 @@ def test_the_last_piece_alone_carries_reason_and_stats(session):
 
 
 def test_a_character_that_the_end_cuts_is_not_shown(session, monkeypatch):
-    """Two of the three bytes of "€", then max_tokens."""
+    """The reply ends after two of the three bytes of "€"."""
     euro = session.tokenizer.encode("a€", add_special=False)
     tokens = iter([(token, None) for token in euro])
     monkeypatch.setattr("common.session.plain", lambda *_: tokens)
@@ -239,7 +239,7 @@ def test_refusals(session):
 
 
 def test_another_prompt_begins_the_same_state_anew(session):
-    """Which keeps what a backend has captured for it."""
+    """The state is reused, and with it what a backend has captured for it."""
     state, (_, first, *_) = session.state, generate(session)
     generate(session, prompt=list(range(70, 90)))
     assert session.state is state

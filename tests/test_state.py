@@ -1,8 +1,8 @@
 """The state contract, for keys and values, windows, latent rows, convolutions and recurrent matrices, on every backend.
 
-A row of a tree gives the logits of its path read alone; committing a path is reading it alone; a step without a commit
-leaves no trace; a snapshot is a place to come back to. Every comparison is with a fresh state that read the tokens as
-one plain chain.
+A row of a tree gives the logits of its path read alone; committing a path equals reading it alone; a step without a
+commit changes nothing; a snapshot can be restored. Every comparison is with a fresh state that read the tokens as one
+plain chain.
 """
 
 from dataclasses import replace
@@ -94,7 +94,7 @@ def assert_same_state(model, state, other):
 
 
 def check_tree(model, parents, past):
-    """Every row against its path, then the commit of every path, and of none."""
+    """Compare every row with its path, then the commit of every path, and of none."""
     tree = tree_of(parents, past)
     logits = forward(model, started(model, past), tree)
     for row in range(PAST, len(parents)):
@@ -135,7 +135,7 @@ def test_part_of_a_chain(model, kept):
 
 @pytest.mark.parametrize("past", [0, 9])
 def test_step_changes_nothing(model, past):
-    """A step may be run again, and other steps in between, bit for bit."""
+    """A step may be run again, with other steps in between, to the bit."""
     state, tree = started(model, past), tree_of(FORKS[3], past)
     before = tiny.arrays_of(model, state)
     first = forward(model, state, tree)
@@ -168,7 +168,7 @@ def test_reject_everything(model, past):
 
 
 def test_tree_larger_than_the_room_left(model):
-    """Capacity bounds what is committed, not what a step tries."""
+    """Capacity bounds what is committed, not the rows of a step."""
     state = started(model, 9, capacity=11)
     forward(model, state, tree_of(FORKS[4], 9))
     state.commit([0, 1])
@@ -179,7 +179,7 @@ def test_tree_larger_than_the_room_left(model):
 
 @pytest.mark.parametrize("past", [0, 2, 9])
 def test_restore(model, past):
-    """A snapshot survives steps, commits and its own restore, bit for bit."""
+    """A snapshot survives steps, commits and its own restore, to the bit."""
     state = started(model, past)
     before, snapshot = tiny.arrays_of(model, state), state.snapshot()
     first = continued(model, state)
@@ -210,7 +210,7 @@ def test_restore_of_a_lost_snapshot(model):
 
 
 def test_states_are_apart(model):
-    """Two sequences in turns do not see each other."""
+    """Two sequences in turns do not affect each other."""
     one, other = started(model, 3), model.new_state(tiny.CAPACITY)
     tiny.run(model, other, TEXT[50:55])
     tiny.run(model, one, TEXT[3:9])
@@ -229,7 +229,7 @@ moves = st.one_of(
 @quick
 @given(history=st.lists(moves, min_size=3, max_size=10))
 def test_any_history(model, history):
-    """Whatever was tried, the state is that of the committed tokens read in order."""
+    """After any history the state is that of the committed tokens read in order."""
     state, tokens, saved = model.new_state(tiny.CAPACITY), [], []
     for move, *rest in history:
         if move == "read":

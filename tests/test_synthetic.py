@@ -43,14 +43,14 @@ def small(monkeypatch):
     ("name", "gigabytes"), [("qwen3.6-27b", 16.53), ("wedlm-8b", 5.02), ("laguna-xs.2", 20.27), ("glm-4.7-flash", 18.1)]
 )
 def test_bytes_of_the_real_files(name, gigabytes):
-    """Q4_K_M as published: llama.cpp's files of these models have these sizes, tokenizers aside."""
+    """Q4_K_M as published: llama.cpp's files of these models have these sizes, without tokenizers."""
     total = sum(tensor.nbytes for tensor in synthetic_checkpoint(f"{name}:q4_k_m").tensors.values())
     assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("recipe", "most", "narrow"), [("q4_k_m", "Q4_K", "Q5_0"), ("q5_k_m", "Q5_K", "Q5_1")])
 def test_types_of_a_recipe(recipe, most, narrow):
-    """Of GLM-4.7-Flash, one of whose matrices has 192 columns."""
+    """GLM-4.7-Flash, one of whose matrices has 192 columns."""
     counts = Counter(tensor.type for tensor in synthetic_checkpoint(f"glm-4.7-flash:{recipe}").tensors.values())
     assert counts.keys() == {most, narrow, "Q6_K", "F32"}
     assert counts[most] > counts["Q6_K"] > 0
@@ -93,7 +93,7 @@ def test_bench_leaves_the_first_prefill_out(small, tmp_path, monkeypatch):
 
 
 def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
-    """Else a recurrent state would apply a short prompt again in every step that is measured."""
+    """Without this commit a recurrent state would apply a short prompt again in every measured step."""
     commits, found, commit, steps = [], [], State.commit, bench._steps
 
     def committed(state, path):
@@ -145,7 +145,7 @@ def test_too_little_memory(monkeypatch, capsys):
 
 @pytest.mark.parametrize("flags", [[], ["--draft", "synthetic"]])
 def test_a_cpu_has_to_be_asked_for(flags, monkeypatch, capsys):
-    """Before anything is made: a model of 5 GB would be loaded for a bench of hours."""
+    """A bench on a CPU is refused before anything is made: it would load 5 GB and take hours."""
     monkeypatch.setattr("generate.bench.choose", lambda name: Found("mlx", True, "CPU"))
     assert main(["bench", "--synthetic", "wedlm-8b:q4_k_m", *flags]) == 1
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Replies taken apart: reasoning, text and tool calls, in every syntax and at every place where a piece may end."""
+"""Replies split into reasoning, text and tool calls, in every syntax, wherever a piece may end."""
 
 import asyncio
 import io
@@ -105,7 +105,7 @@ ARGUMENTS = {
 
 
 def take(template, pieces, tools=TOOLS, prompt=""):
-    """The parts of a reply that comes in `pieces`, and the same after each of them."""
+    """The parts of a reply that arrives in `pieces`, and the parts after each piece."""
     parser, parts, seen = ReplyParser(template, prompt, tools), Parts(), []
     for piece in pieces:
         parser.push(piece, parts)
@@ -115,7 +115,7 @@ def take(template, pieces, tools=TOOLS, prompt=""):
 
 
 def calls(parts):
-    """Names and arguments, after a look at the rest."""
+    """Names and arguments of calls, after the other fields are checked."""
     for index, call in enumerate(parts.tool_calls):
         assert (call["index"], call["type"], set(call)) == (index, "function", {"index", "id", "type", "function"})
         assert re.fullmatch("call_[0-9a-f]{24}", call["id"])
@@ -124,7 +124,7 @@ def calls(parts):
 
 
 def everywhere(template, text, expected, tools=TOOLS, prompt=""):
-    """`text` in one piece, in two cut anywhere, and by character gives (text, reasoning, calls) as expected."""
+    """Check that `text` in one piece, in two cut anywhere, and by character gives (text, reasoning, calls)."""
     cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text) + 1))]
     for pieces in cuts:
         parts, seen = take(template, pieces, tools, prompt)
@@ -501,7 +501,7 @@ END = re.compile(r"<\|im_end\|>|<\|observation\|>|</assistant>|\Z")
 @pytest.mark.parametrize("reasoning", ["A train.", ""])
 @pytest.mark.parametrize("label", ["tool call", "tool calls"])
 def test_what_a_template_writes_is_read_back(name, reasoning, label):
-    """What follows the prompt in a rendered conversation is the reply; as a message it renders to the same again."""
+    """The text after the prompt in a rendered conversation is the reply; as a message it renders to the same text."""
     conversation = GOLDEN["conversations"][label]
     messages, tools = conversation["messages"], conversation["tools"]
     at = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
@@ -570,7 +570,7 @@ def folder(tmp_path_factory):
 
 
 def scripted(text, finish_reason="stop"):
-    """Session.stream for a model that writes `text`, a character in each token."""
+    """Session.stream of a model that writes `text`, one character per token."""
 
     def stream(prompt, *rest):
         for at, char in enumerate(text):

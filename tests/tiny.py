@@ -1,4 +1,4 @@
-"""Tiny models under tests/data/models (make_tiny_models.py, make_tiny_laguna_glm.py), and how tests run them."""
+"""Tiny models under tests/data/models (make_tiny_models.py, make_tiny_laguna_glm.py), and helpers that run them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 
 def golden_state(name: str, config: Any) -> dict[str, np.ndarray]:
-    """The golden file's states with value heads tiled over key heads, as `arrays_of` gives them."""
+    """The golden file's states with value heads tiled over key heads, in the form of `arrays_of`."""
     arrays = {key: array for key, array in golden(name).items() if "." in key}
     for key, array in arrays.items():
         if key.startswith(("conv", "delta")):
@@ -64,8 +64,8 @@ def logits_of(model: Model, ids: np.ndarray, pieces: Iterable[int] = ()) -> np.n
 
 
 def arrays_of(model: Model, state: State) -> dict[str, np.ndarray]:
-    """What the state holds, by kind and layer: keys and values (n, K, D), of a window its last rows alone; latent
-    (n, R + P), conv (taps - 1, C), delta (Hv, Dk, Dv).
+    """Arrays of the state by kind and layer: keys and values (n, K, D), of a window its last rows; latent (n, R + P),
+    conv (taps - 1, C), delta (Hv, Dk, Dv).
     """
     arrays = {}
     for i, layer in enumerate(state.layers):
@@ -102,7 +102,7 @@ def lse(logits: np.ndarray) -> np.ndarray:
 
 
 def errors(logits: np.ndarray, expected: np.ndarray) -> Errors:
-    """logits, expected (T, vocab)"""
+    """Errors of logits (T, vocab) against expected (T, vocab)."""
     p, q = (x - lse(x)[:, None] for x in (expected, logits))
     return Errors(
         logit=float(np.abs(logits - expected).max()),
@@ -112,7 +112,7 @@ def errors(logits: np.ndarray, expected: np.ndarray) -> Errors:
 
 
 def golden_errors(logits: np.ndarray, name: str) -> Errors:
-    """Against the golden file, for its first len(logits) tokens: top1 over all of them, kl over every fourth."""
+    """Errors against the golden file for its first len(logits) tokens: top1 over all of them, kl over every fourth."""
     g, T = golden(name), len(logits)
     kept = g["rows"] < T
     at_rows = errors(logits[g["rows"][kept]], g["logits"][kept])
@@ -122,7 +122,7 @@ def golden_errors(logits: np.ndarray, name: str) -> Errors:
 
 
 def chain_arrays(model: Model, ids: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits and state arrays of `ids` read in one step."""
+    """Logits and state arrays of `ids`, read in one step."""
     state = model.new_state(CAPACITY)
     logits = run(model, state, ids)
     return logits, arrays_of(model, state)

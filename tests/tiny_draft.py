@@ -15,7 +15,7 @@ HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 4, 2, 16, 24, 2
 def write(
     folder: Path, hidden: int, vocab: int, target_layers: int, taps: Sequence[int], laguna: bool = False, **config: Any
 ) -> Path:
-    """laguna  in the form of Laguna's drafts, q, k and v in one"""
+    """Write the draft; laguna in the form of Laguna's drafts, with q, k and v in one matrix."""
 
     def weight(name: str, *shape: int) -> np.ndarray:
         noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)

@@ -36,7 +36,7 @@ def pair():
 
 
 def test_logits_of_the_published_library(pair):
-    """In float16 keys and values; twice each, so that captured graphs count too."""
+    """With float16 keys and values; twice each, so that captured graphs are compared too."""
     state, proposed = pair.new_state(64), []
     for anchor in GOLDEN["anchors"]:
         while state.length < anchor:
@@ -50,7 +50,7 @@ def test_logits_of_the_published_library(pair):
 
 
 def test_a_prompt_read_at_once_is_the_drafts_context(pair):
-    """Against NumPy; prefill multiplies in bfloat16, and a tiny model's logits move by that."""
+    """Compare with NumPy; prefill multiplies in bfloat16, which moves a tiny model's logits."""
     anchor, proposed = 98, []
     for each in (pair, load_pair(FOLDER, load_model(tiny.checkpoint("qwen35"), NumpyOps()))):
         state, _ = prefilled(each, TEXT[:anchor].tolist())
@@ -59,7 +59,7 @@ def test_a_prompt_read_at_once_is_the_drafts_context(pair):
 
 
 def test_memory_of_a_state(pair):
-    """The draft's goes with it, too."""
+    """The draft's memory is freed with the state."""
 
     def used() -> int:
         state, logits = prefilled(pair, TEXT[:12].tolist())
@@ -92,7 +92,7 @@ def test_the_largest_trees(pair, budget):
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"presence_penalty": 0.3}])
 def test_sampled_text(pair, sampling):
-    """Drawn on the device, one row ahead and as trees, it is what the host draws from the same logits."""
+    """Text sampled on the device, one row ahead and as trees, equals text sampled on the host from the same logits."""
     asked, prompt = Sampling(temperature=0.9, seed=6, **sampling), TEXT[:20].tolist()
     assert_plain(pair, prompt, 30, Speculation("lookup+tree", 12), asked)
     state, logits = prefilled(pair, prompt)
@@ -105,7 +105,7 @@ def test_sampled_text(pair, sampling):
 @pytest.mark.parametrize("kind", ["chain", "lookup+tree"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35moe", "laguna", "glm"])
 def test_every_family_is_a_target(name, kind, tmp_path):
-    """Of a random draft; features come from the first and the last layer."""
+    """With a random draft, whose features come from the first and the last layer."""
     target = load_model(tiny.checkpoint(name), CudaOps())
     c, layers = target.config, len(target.layout.layers)
     folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")

@@ -1,4 +1,4 @@
-"""The tree builder against every prefix there is, and prompt lookup against a search of the text."""
+"""The tree builder against all prefixes, and prompt lookup against a search of the text."""
 
 import itertools
 
@@ -15,7 +15,7 @@ quick = settings(max_examples=200, deadline=None, derandomize=True)
 
 
 def marginals(seed, depth, vocab):
-    """Token ids and log-probabilities of `depth` places, best first."""
+    """Token ids and log-probabilities of `depth` positions, best first."""
     random = np.random.default_rng(seed)
     logits = random.normal(size=(depth, vocab)) * random.uniform(0.5, 4)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -28,7 +28,7 @@ def path_of(tree, node):
 
 
 def expected(tree, ids, logp):
-    """Accepted tokens to be expected: the sum of the probabilities of the nodes."""
+    """The expected number of accepted tokens: the sum of the probabilities of the nodes."""
     p = [dict(zip(ids[d].tolist(), np.exp(logp[d]), strict=True)) for d in range(len(ids))]
     return sum(np.prod([p[d][token] for d, token in enumerate(path_of(tree, n))]) for n in range(1, len(tree)))
 

@@ -1,8 +1,8 @@
-"""The model and the draft that come with the package: the same text with and without, over many prompts.
+"""The demo model gives the same text with its draft and without, over many prompts.
 
 On NumPy and CUDA a row's result does not depend on its neighbours, and no text differs. MLX sums a step's rows in
-another order than a single row's, so that a text may go another way where two tokens are as good as equal to the model;
-each such place must be one.
+another order than a single row's, so that a text may differ where two tokens have nearly equal logits; every
+difference must be such a place.
 """
 
 import json
@@ -28,7 +28,7 @@ KINDS = ("chain", "tree", "lookup+tree")
 
 
 def texts(model, prompts, new, speculation=None, accepted=None, with_margins=False):
-    """Greedy continuations of `new` tokens, and the margin of each choice where they are asked for."""
+    """Greedy continuations of `new` tokens, and on request the margin of each choice."""
     out = []
     for prompt in prompts:
         state, logits = prefilled(model, prompt, len(prompt) + new)
@@ -51,7 +51,7 @@ def texts(model, prompts, new, speculation=None, accepted=None, with_margins=Fal
 
 
 def differences(ops, prompts, new, kinds, least_length, with_margins=True):
-    """Where texts part from the plain ones, by kind: margins of the plain choices there, or their places."""
+    """Where texts differ from the plain ones, by mode: margins of the plain choices there, or their positions."""
     checkpoint = open_checkpoint(demo_path())
     target, tokenizer = load_model(checkpoint, ops), load_tokenizer(checkpoint.path, checkpoint.config)
     pair, prompts = load_pair(demo_path("draft"), target), [tokenizer.encode(prompt) for prompt in prompts]

@@ -47,7 +47,7 @@ def test_it_ends_where_the_state_is_full(ops):
 
 
 def test_seeded_sampling_is_the_same_on_every_backend(ops):
-    """Drawn on the host from the backend's logits: rounding would have to move a cumulative sum over the draw."""
+    """The host samples from each backend's logits: rounding would have to cross a draw's place in a cumulative sum."""
     model = tiny.load("qwen3", ops)
     prompt = tiny.golden("qwen3")["ids"][:PROMPT]
     tokens = decode(model, prompt, 12, temperature=1.0, top_p=0.95, seed=11)

@@ -1,4 +1,4 @@
-"""Trees of which a random path is kept, or nothing: the state is that of the kept tokens, read one by one."""
+"""Random trees of which a random path or nothing is kept leave the state of reading the kept tokens one by one."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ STEPS, ROWS = 2000, 8
 
 
 def after_trees(model, tokens, steps, capacity, seed=0):
-    """The state after `steps` random trees, and the tokens that were kept."""
+    """The state after `steps` random trees, and the kept tokens."""
     random, state, kept = np.random.default_rng(seed), model.new_state(capacity), []
     for _ in range(steps):
         n = int(random.integers(1, ROWS + 1))
@@ -28,7 +28,7 @@ def after_trees(model, tokens, steps, capacity, seed=0):
 
 
 def one_by_one(model, tokens, capacity, beside=0):
-    """The state after `tokens`, each read in a step with `beside` others that are not kept."""
+    """The state after `tokens`, each read in a step with `beside` other rows that are not kept."""
     state = model.new_state(capacity)
     for at, token in enumerate(tokens):
         others = np.roll(tokens, -at)[:beside]
@@ -38,10 +38,10 @@ def one_by_one(model, tokens, capacity, beside=0):
 
 
 def assert_same_state(model, steps):
-    """To the bit on NumPy; on MLX within 1e-5 of each array's largest element.
+    """Compare states: to the bit on NumPy, on MLX within 1e-5 of each array's largest element.
 
-    There eight rows are multiplied in another order than one, and where a norm divides by next to nothing a row's
-    rounding grows: it may be up to twice what it is in plain decoding where each token has seven others beside it.
+    MLX multiplies eight rows in another order than one, and a row's rounding grows where a norm divides by nearly zero:
+    its error may be up to twice that of plain decoding in which each token has seven other rows beside it.
     """
     tokens = tiny.golden("qwen35")["ids"]
     state, kept = after_trees(model, tokens, steps, capacity=4 * steps)
@@ -72,7 +72,7 @@ def test_state_after_thousands_of_trees(name, ops):
 
 
 def after_chains(model, tokens, steps, capacity, seed=0):
-    """The state after `steps` chains of random tokens, of each the first few rows kept, or none."""
+    """The state after `steps` chains of random tokens, each with its first few rows kept, or none."""
     random, state, kept = np.random.default_rng(seed), model.new_state(capacity), []
     for _ in range(steps):
         rows = random.choice(tokens, random.integers(1, ROWS + 1)).astype(np.int32)
@@ -87,7 +87,7 @@ def after_chains(model, tokens, steps, capacity, seed=0):
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 @pytest.mark.parametrize("kind", [after_chains, after_trees])
 def test_state_on_cuda(name, kind):
-    """By the logits of a last step, which reads all of the state: to the bit."""
+    """Compare the logits of a last step, which reads the whole state, to the bit."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from cuda_backend.ops import CudaOps
 

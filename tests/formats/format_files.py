@@ -59,13 +59,13 @@ def tensor_of(array: np.ndarray, dtype: str) -> Tensor:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal bit for bit, where any NaN equals any other."""
+    """Whether arrays are equal to the bit, where any NaN equals any other."""
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     return a.shape == b.shape and bool(((a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all())
 
 
 def read_all(path: Path) -> bool:
-    """Open a checkpoint, check and decode all of it; whether it opened. Raises what is not a BimetalError."""
+    """Open a checkpoint, check and decode all of it; return whether it opened. Raises anything but a BimetalError."""
     try:
         checkpoint = open_checkpoint(path)
     except BimetalError:

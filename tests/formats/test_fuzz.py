@@ -1,4 +1,4 @@
-"""Damaged files: whatever the bytes, reading ends in values or in a BimetalError, soon, and within small memory."""
+"""Damaged files: reading any bytes ends soon, in little memory, in values or in a BimetalError."""
 
 import json
 import random
@@ -46,7 +46,7 @@ Edit = tuple[int, int, bytes]  # where, how many bytes to remove, what to insert
 
 
 def gguf_seed() -> bytes:
-    """A value of every type, and a tensor of every type."""
+    """A GGUF file with a value of every type and a tensor of every type."""
     rng = np.random.default_rng(0)
     sizes = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
     metadata = [(f"key.{type_id}", type_id, struct.pack("<" + form, 1)) for type_id, form in sizes.items()]
@@ -63,7 +63,7 @@ def gguf_seed() -> bytes:
 
 
 def safetensors_seed() -> tuple[bytes, dict]:
-    """A tensor of every dtype and mode, and the config that describes them."""
+    """A safetensors file with a tensor of every dtype and mode, and the config that describes them."""
     rng = np.random.default_rng(0)
     header, data = {"__metadata__": {"format": "mlx"}}, b""
     modules = {"a": ("affine", 4, 64), "b": ("affine", 3, 32), "c": ("mxfp4", 4, 32), "d": ("nvfp4", 4, 16)}
@@ -128,7 +128,7 @@ def read_safetensors_bytes(folder: Path, data: bytes, config: bytes) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Reading the seeds fills the cache of codebooks, before memory counts."""
+    """A folder in which the seeds have been read, so that the cache of codebooks is filled before memory counts."""
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "m.gguf").write_bytes(GGUF)
     assert read_all(folder / "m.gguf")
@@ -198,7 +198,7 @@ def test_any_json_in_the_config(folder, key, module, value):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gguf", "safetensors", "config"])
 def test_corpus_of_damaged_files(folder, kind):
-    """5,000 files of each kind; enough of them still open that the decoders are reached too."""
+    """5,000 files of each kind; enough of them still open that the decoders run too."""
     config = json.dumps(CONFIG).encode()
     whole, inserts, read = {
         "gguf": (GGUF, WORDS, lambda data: read_gguf_bytes(folder, data)),

@@ -97,7 +97,7 @@ def test_broken_files_are_named(tmp_path, case):
 
 
 def test_a_header_whose_length_is_wrong_is_refused(tmp_path):
-    """One byte less, of a header that ends in spaces, would shift every tensor by a byte."""
+    """If a header that ends in spaces is given one byte less, every tensor would shift by a byte."""
     path = tmp_path / "model.safetensors"
     write_config(tmp_path)
     data = safetensors_bytes(json.dumps(ONE).encode() + b"  ", bytes(18))
@@ -212,7 +212,7 @@ def test_triples_become_one_tensor(tmp_path, mode, bits, group, rows):
 
 
 def test_nulls_of_the_whole_table_are_defaults(tmp_path):
-    """What `mlx_lm.convert` writes for a mixed recipe without --q-group-size."""
+    """As `mlx_lm.convert` writes a mixed recipe without --q-group-size."""
     table = {"group_size": None, "bits": 4, "mode": "affine", "b": {"group_size": None, "bits": 6}}
     tensors = open_quantized(tmp_path, triple("a", "affine", 4, 64) | triple("b", "affine", 6, 64), quantization=table)
     assert {name: (t.bits, t.group_size) for name, t in tensors.items()} == {"a.weight": (4, 64), "b.weight": (6, 64)}

@@ -53,7 +53,7 @@ def test_sentencepiece_ids():
 @pytest.mark.skipif("BIMETAL_VOCAB" not in os.environ, reason="BIMETAL_VOCAB names a folder of vocabulary GGUFs")
 @pytest.mark.parametrize("name", ["qwen2", "qwen35"])
 def test_published_vectors(name):
-    """llama.cpp's models/ggml-vocab-*.gguf with their .inp and .out, on the whole vocabulary."""
+    """llama.cpp's models/ggml-vocab-*.gguf with their .inp and .out files, on the whole vocabulary."""
     gguf = pytest.importorskip("gguf")
     file = Path(os.environ["BIMETAL_VOCAB"]) / f"ggml-vocab-{name}.gguf"
     config = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}

@@ -35,7 +35,7 @@ def rewritten(
 
 
 def formula_weight(name: str, *shape: int) -> np.ndarray:
-    """Numbers that depend on the name and shape alone, so that logits can be stated without a file."""
+    """Numbers that depend on the name and shape alone, so that a test can state logits without a file."""
     noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if "layernorm" in name or name.endswith("norm.weight"):
         noise = 1 + 0.3 * noise
@@ -54,7 +54,7 @@ def shapes_only(architecture: str, keys: Mapping[str, Any], shapes: Shapes) -> C
 
 
 def assert_layout(layout: Layout, shapes: Shapes) -> None:
-    """Every tensor is used, in its shape."""
+    """Assert that every tensor is used, in its shape."""
     stored = {stored.names[0]: stored.shape for entry in layout.entries() for stored in entry.parts}
     assert stored == shapes
 

@@ -1,4 +1,4 @@
-"""Other programs on the same checkpoint: mlx-lm and llama.cpp. Tests that use them are marked `model`."""
+"""mlx-lm and llama.cpp on the same checkpoint. Tests that use them are marked `model`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,7 +57,7 @@ def write_mlx_lm(path: Path, config: dict[str, Any], seed: int, **quantize: Any)
 
 
 def llama_cpp_logits(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Logits (len(ids), vocab) of llama.cpp on the CPU, keys and values in float32, all tokens in one batch."""
+    """Logits (len(ids), vocab) of llama.cpp on the CPU, with float32 KV, all tokens in one batch."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     silent = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(silent, None)

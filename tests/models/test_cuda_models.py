@@ -57,7 +57,7 @@ def one_by_one(model, state, ids):
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_golden(model, name, ids, size):
-    """512 tokens in steps of `size`."""
+    """512 tokens in steps of `size` rows."""
     logits = tiny.run(model, model.new_state(tiny.CAPACITY), ids, [size] * (len(ids) // size))
     errors = tiny.golden_errors(logits, name)
     print(name, size, errors)
@@ -66,7 +66,7 @@ def test_golden(model, name, ids, size):
 
 
 def test_prefill(model, name, ids):
-    """512 tokens in one step, in bfloat16: an expert that changes places in a row of a tiny model moves its logits."""
+    """512 tokens in one step, in bfloat16: a row of a tiny model that changes its expert moves its logits."""
     errors = tiny.golden_errors(tiny.logits_of(model, ids), name)
     print(name, "prefill", errors)
     assert errors.top1 > 0.9
@@ -74,7 +74,7 @@ def test_prefill(model, name, ids):
 
 
 def test_memory_of_a_state(model, ids):
-    """It goes with the last reference, whatever was captured: Python's collector knows nothing of a GPU's memory."""
+    """A state's memory is freed with its last reference, since Python's collector does not see GPU memory."""
 
     def used() -> int:
         state = model.new_state(64)
@@ -104,13 +104,13 @@ def test_memory_of_a_closed_model():
 
 
 def test_rows_counted_from_the_end(model, ids):
-    """Of the step's own rows: the device runs as many as a graph has, here 8."""
+    """Negative row numbers count the step's own rows, although the device runs as many as the graph has, here 8."""
     last = model.ops.read(model.forward(model.new_state(64), Step.chain(ids[:5], 0), slice(-1, None)))
     assert np.array_equal(last, forward(model, model.new_state(64), Step.chain(ids[:5], 0))[-1:])
 
 
 def test_rows_do_not_depend_on_their_number(model, ids):
-    """A chain of any length gives what one row at a time gives, bit for bit, and leaves the same state."""
+    """A chain of any length gives the bits of one row at a time, and leaves the same state."""
     start = model.new_state(tiny.CAPACITY)
     tiny.run(model, start, ids[:5])
     alone = one_by_one(model, start, ids[5:145])
@@ -127,7 +127,7 @@ def test_rows_do_not_depend_on_their_number(model, ids):
 
 
 def test_replay_equals_the_first_run(model, ids):
-    """The graph of a step that was captured at one position gives at any other what an uncaptured step gives."""
+    """A graph captured at one position gives at any other position what an uncaptured step gives."""
     captured = model.new_state(tiny.CAPACITY)
     logits = one_by_one(model, captured, ids[:40])
     for at in (3, 20, 39):
@@ -150,7 +150,7 @@ def test_kernels_of_a_replayed_step_are_counted(model, ids):
 
 @pytest.mark.parametrize("past", [0, 3, 61, 70])
 def test_tree(model, ids, past):
-    """Rows of a tree against their paths read alone, bit for bit; commits and continuations too."""
+    """Rows of a tree equal their paths read alone, to the bit; commits and continuations too."""
     tree = Step.tree(ids[100:108], TREE, past)
 
     def started():
@@ -180,7 +180,7 @@ def test_tree(model, ids, past):
 
 
 def test_large_trees(model, ids):
-    """Among small ones: of more rows than the state first had memory for, whatever was committed before."""
+    """Large trees among small ones: more rows than the state first had memory for, whatever was committed before."""
     random, state, alone = np.random.default_rng(0), *(model.new_state(tiny.CAPACITY) for _ in range(2))
     for n in (1, 8, 100, 3, 136, 20, 129, 1):
         parents = [PAST, *(int(random.integers(max(0, t - 9), t)) for t in range(1, n))]
@@ -220,7 +220,7 @@ def test_prefill_commits_whole(model, ids):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_rows_of_real_widths(name, monkeypatch):
-    """A chain gives what one row at a time gives, bit for bit, whichever rows fill a step up; a window has rolled."""
+    """A chain gives the bits of one row at a time, whichever rows pad a step; the window has wrapped."""
     narrow(name, monkeypatch)
     model = synthetic(f"{name}:q4_k_m", RandomOps())
     ids = np.random.default_rng(1).integers(0, 512, 220).astype(np.int32)
@@ -236,7 +236,7 @@ def test_rows_of_real_widths(name, monkeypatch):
 
 
 class Int8Numpy(NumpyOps):
-    """NumpyOps whose quantized matrices meet activations of int8 per 32 columns, as on the GPU."""
+    """NumpyOps whose quantized matrices multiply int8 activations with a scale per 32 columns, as on the GPU."""
 
     def weight(self, *parts):
         matrix = super().weight(*parts)
@@ -277,7 +277,7 @@ def quantized_rows(x):
 
 @pytest.mark.parametrize("matrices", ["Q8_0", "Q4_1"])
 def test_quantized_gguf(ops, name, matrices, tmp_path):
-    """A quantized file gives what NumPy gives with the same int8 activations, codes on the edge of rounding aside."""
+    """A quantized file gives what NumPy gives with int8 activations, except for codes on the edge of rounding."""
     path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", matrices)
     ids = tiny.golden(name)["ids"][:32]
     want = tiny.logits_of(load_model(path, Int8Numpy()), ids)

@@ -1,4 +1,4 @@
-"""Tiny models over several GPUs, which must give what one gives, to the bit; the draft on a GPU of its own."""
+"""Tiny models over several GPUs give the bits of one GPU; the draft may have a GPU of its own."""
 
 import gc
 from dataclasses import replace
@@ -46,7 +46,7 @@ def texts(name):
 
 
 def story(model, ids, prompt):
-    """The logits of a prompt, rows one by one, trees of which a branch is kept, and what a snapshot brings back."""
+    """The logits of a prompt, of single rows, of trees of which a branch is kept, and after a restored snapshot."""
     state, out = model.new_state(160), []
 
     def read(step, path):
@@ -130,7 +130,7 @@ def test_each_holds_its_layers(name):
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_the_fullest_sets_the_context(full, monkeypatch):
-    """A draft's GPU holds no layers, and its memory is nobody's."""
+    """The GPU of a draft holds no layers of the model, so that its memory does not bound the context."""
     ops = ops_on("qwen3", Placement((0, 1), (1, 1), draft=2 if COUNT > 2 else 1))
     checkpoint = tiny.checkpoint("qwen3")
     definition = ARCHITECTURES["qwen3"]
@@ -156,7 +156,7 @@ def test_the_fullest_sets_the_context(full, monkeypatch):
     ids=["a GPU of its own", "beside the first layers", "beside the last", "a third"],
 )
 def test_draft(target, placement, one, tmp_path):
-    """A draft's logits, and tokens and logits of speculation by chain and by tree."""
+    """A draft's logits, and tokens and logits of speculative decoding by chain and by tree."""
     alone = tiny.load(target, one)
     layers, hidden, vocab = len(alone.layout.layers), alone.config.hidden, alone.config.vocab
     taps = (0, layers - 1) if target == "qwen35" else (1, 2)
@@ -180,7 +180,7 @@ def test_draft(target, placement, one, tmp_path):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_real_widths(name, monkeypatch):
-    """Of models whose products take a norm's rows unscaled, and whose norms add up a mixture before they scale it."""
+    """Models whose products take a norm's rows unscaled, and whose norms add up a mixture before they scale it."""
     narrow(name, monkeypatch)
     ids, logits = np.random.default_rng(1).integers(0, 512, 110).astype(np.int32), []
     for placement in (Placement(), Placement((1, 0), (1, 1))):
@@ -258,7 +258,7 @@ def test_shared_out(sizes, proportions, layers):
 
 
 def test_through_the_api(tmp_path):
-    """Text from several GPUs, in the thread that owns the model, and from the second alone."""
+    """Text from several GPUs, in the thread that owns the model, and from the second GPU alone."""
     folder, replies = tiny_chat.write(tmp_path / "model"), []
     for how in ({}, {"devices": (0, 1), "split": (1, 1)}, {"devices": (1,)}):
         with generate.load(str(folder), backend="cuda", **how) as llm:

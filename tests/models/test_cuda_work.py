@@ -1,4 +1,4 @@
-"""What `fit` says a prompt takes on a GPU, against what launchers take: nothing is launched, and memory is a number."""
+"""The workspace that `fit` predicts for a prompt on a GPU against what launchers take; nothing is launched."""
 
 import sys
 
@@ -29,7 +29,7 @@ CARDS = [next(p.card for p in occupancy.CARDS if p.card.name == name) for name i
 
 
 class Bytes:
-    """Memory that only counts."""
+    """Memory that is only counted."""
 
     end = 1 << 40
 
@@ -70,7 +70,7 @@ def test_work(name, rows, ops):
 
 
 def test_arena(monkeypatch):
-    """A layer of another order finds room before the large chunk, and what runs once more takes the same."""
+    """A layer of another order finds room before the large chunk, and a second run takes the same memory."""
     monkeypatch.setattr(memory, "Memory", Bytes)
     arena, mib = memory.Arena(), 1 << 20
 
@@ -100,7 +100,7 @@ def test_fit(capsys):
 
 
 def test_context(monkeypatch, capfd):
-    """As long as the model was trained for, what fits, or refused; asked for, it is what was asked for."""
+    """The context is the trained one, what fits, or refused; a requested context is taken as it is."""
 
     def context(free: int, **options) -> int:
         monkeypatch.setattr(CudaOps, "free_bytes", lambda _: (free, "free memory of a card"))

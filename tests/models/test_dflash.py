@@ -1,4 +1,4 @@
-"""The draft: against the published library, from every kind of file, for every family of targets; what it refuses."""
+"""The draft: against the published library, from every kind of file, for every family of targets, and its refusals."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def proposals(pair, anchors):
 
 
 def test_logits_of_the_published_library(ops):
-    """Before, at and beyond the window of 8, and with tapped layers that are not listed in ascending order."""
+    """Before, at and beyond the window of 8, with tapped layers listed out of order."""
     pair = load_pair(FOLDER, tiny.load("qwen35", ops))
     assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < LOGIT
 
@@ -145,7 +145,7 @@ def test_quantized_fc_is_split_between_blocks(tmp_path, ops):
 
 @pytest.mark.parametrize("target", tiny.MODELS)
 def test_every_family_is_a_target(target, tmp_path, ops):
-    """With the last layer tapped, too; the target's logits stay what they are without a draft."""
+    """With the last layer tapped, too; the target's logits equal those without a draft."""
     plain = tiny.load(target, ops)
     c, layers = plain.config, len(plain.layout.layers)
     pair = load_pair(tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1]), plain)
@@ -163,7 +163,7 @@ def rms(x, weight):
 
 
 def turned(x, positions):
-    """Rope of x (T, heads, D), base 10,000."""
+    """Apply rope to x (T, heads, D), base 10,000."""
     n = x.shape[-1] // 2
     angle = np.asarray(positions)[:, None] * 10000.0 ** (-np.arange(n) / n)
     c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
@@ -171,7 +171,7 @@ def turned(x, positions):
 
 
 def test_lagunas_form_against_its_formula(tmp_path, ops):
-    """In float64, from the features that the target's own layers give; each row sees 8 positions."""
+    """Against float64, from the features of the target's own layers; each row sees 8 positions."""
     target, P = tiny.load("laguna", ops), 13
     c, layers = target.config, len(target.layout.layers)
     folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [1, layers - 1], laguna=True)

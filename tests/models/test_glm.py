@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash beyond the goldens of test_golden.py: both forms of attention, names, mistakes that must be seen."""
+"""GLM-4.7-Flash beyond the goldens of test_golden.py: both forms of attention, names, planted mistakes."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def test_refused(tmp_path, changes, message):
 
 @pytest.mark.parametrize("head", [64, 192])
 def test_head_dim_is_not_read(tmp_path, head):
-    """transformers writes the number of roped channels under this name."""
+    """transformers writes the number of roped channels under the name head_dim."""
     assert_golden(load_model(rewritten(FOLDER, tmp_path / "m", head_dim=head), NumpyOps()), 64)
 
 
@@ -92,7 +92,7 @@ def as_mlx_lm(tensors):
 
 
 def with_mtp(tensors):
-    """A fourth layer, which predicts a token ahead."""
+    """A fourth layer, which predicts a further token."""
     block = {k.replace("layers.2.", "layers.3."): 2 * a for k, a in tensors.items() if ".layers.2." in k}
     return tensors | block | {"model.layers.3.eh_proj.weight": np.ones((32, 64), np.float32)}
 
@@ -119,7 +119,7 @@ def test_missing_tensors(tmp_path, lost):
 
 @pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "Q8_0"])
 def test_key_half_of_a_fused_matrix(stored, tmp_path):
-    """Float types keep their type when the half is transposed; blocks of a quantized one are expanded."""
+    """A float type is kept when the key half is transposed; blocks of a quantized matrix are expanded."""
     values = np.random.default_rng(0).normal(size=(H * (N + V), R)).astype(np.float16).astype(np.float32)
     fused = {"blk.0.attn_kv_b.weight": values}
     path = write_gguf(FOLDER, tmp_path / "m.gguf", stored, change=lambda keys, tensors: tensors.update(fused))
@@ -227,7 +227,7 @@ def test_gguf_variants(ops, tmp_path, change):
 
 @pytest.mark.parametrize("matrices", ["Q8_0", "Q5_1"])
 def test_gguf_fused_and_quantized(ops, tmp_path, matrices):
-    """As gguf-py reads it back."""
+    """A fused quantized matrix gives the logits of its values as gguf-py reads them."""
     ids = tiny.golden("glm")["ids"][:128]
     paths = [
         write_gguf(FOLDER, tmp_path / f"{expand}.gguf", matrices, expand=expand, change=fuse_kv)
@@ -237,14 +237,14 @@ def test_gguf_fused_and_quantized(ops, tmp_path, matrices):
 
 
 def test_gguf_epsilon(tmp_path):
-    """A GGUF file has one epsilon, and llama.cpp takes it for the latent norms too."""
+    """A GGUF file has one epsilon, which llama.cpp uses for the latent norms too."""
     assert gguf_model(tmp_path, lambda keys, tensors: None).config.latent_eps == pytest.approx(1e-5)
     assert tiny.load("glm", NumpyOps()).config.latent_eps == 1e-6
 
 
 @pytest.mark.parametrize(("vocab", "supported"), [(glm.GLM_VOCAB, True), (96, False)])
 def test_gguf_softmax_router(tmp_path, vocab, supported):
-    """A converter has written softmax for this model, and only for it is that known to be wrong."""
+    """A converter wrote softmax for this model by mistake; for other models softmax is refused."""
     path = write_gguf(FOLDER, tmp_path / "m.gguf", change=lambda keys, tensors: keys.update({"expert_gating_func": 1}))
     checkpoint = open_checkpoint(path)
     checkpoint.tensors["token_embd.weight"] = Tensor("token_embd.weight", "F32", (vocab, 32), np.empty((vocab, 0)))
@@ -340,7 +340,7 @@ STEPS = {
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
 def form(request, monkeypatch):
-    """Every step takes this form of attention."""
+    """Make every step take this form of attention."""
     monkeypatch.setattr(glm.Config, "expands", lambda config, rows, past: request.param)
     return request.param
 
@@ -370,7 +370,7 @@ def test_forms_agree(ops, step, monkeypatch):
     ("past", "rows", "form"), [(0, 136, "latent"), (0, 137, "expanded"), (60, 136, "latent"), (60, 137, "expanded")]
 )
 def test_form_that_is_taken(monkeypatch, past, rows, form):
-    """Of 32 latent, 16 and 24 other channels: rows * (past + rows) * 24 products against past * 32 * 40."""
+    """With 32 latent, 16 and 24 other channels: rows * (past + rows) * 24 products against past * 32 * 40."""
     model, calls, ids = fresh("glm"), [], tiny.golden("glm")["ids"]
     state = model.new_state(tiny.CAPACITY)
     if past:
@@ -414,7 +414,7 @@ def not_transposed(kv):
 
 
 def scaled(factor):
-    """Both forms with another factor on the scores; the scale is the last argument."""
+    """Both forms with another factor on the scores, whose scale is the last argument."""
 
     def plant(model, patch):
         for name in ("latent_attention", "expanded_attention"):
@@ -430,7 +430,7 @@ def only_heads(count, wrong):
 
 
 def rows_in_place(change):
-    """The attention ops get other rows to store and to read; `change` maps (latent, k_rope)."""
+    """Give the attention ops other rows to store and read; `change` maps (latent, k_rope)."""
 
     def plant(model, patch):
         def latent_attention(f, q_latent, q_rope, latent, k_rope, *rest):

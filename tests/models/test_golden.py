@@ -89,7 +89,7 @@ def test_chosen_rows(name, whole, rows):
 
 @pytest.mark.parametrize("matrices", ["F32", "F16"])
 def test_gguf(ops, name, matrices, tmp_path):
-    """The same weights as a GGUF file, behind a multi-token-prediction block where the architecture has one."""
+    """The same weights as a GGUF file, after a multi-token-prediction block where the architecture has one."""
     path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", matrices, mtp=name.startswith("qwen35"))
     assert_golden(tiny.logits_of(load_model(path, ops), tiny.golden(name)["ids"]), name, f"{ops.name} GGUF {matrices}")
 

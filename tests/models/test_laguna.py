@@ -1,4 +1,4 @@
-"""Laguna beyond the goldens of test_golden.py: its configuration, names, window, and mistakes that must be seen."""
+"""Laguna beyond the goldens of test_golden.py: its configuration, names, window, and planted mistakes."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ def assert_golden(model, name="laguna", tokens=512):
 
 
 def full_attention(**changes):
-    """The tiny model's rope_parameters with some of its full layers' keys changed; None removes one."""
+    """The tiny model's rope_parameters with some keys of its full layers changed; None removes a key."""
     ropes = tiny.checkpoint("laguna").config["rope_parameters"]
     full = {k: v for k, v in (ropes["full_attention"] | changes).items() if v is not None}
     return {"rope_parameters": ropes | {"full_attention": full}}
@@ -62,7 +62,7 @@ def test_yarn_of_the_releases(factor, original, fast, attention, magnitude):
 
 
 def test_yarn_frequencies():
-    """Of XS.2: two to 21 % apart between beta_fast 64 and 32, which tiny models do not show."""
+    """XS.2's frequencies: 2 to 21 % apart between beta_fast 64 and 32, which tiny models do not show."""
     at = {0: 1.0, 4: 0.193923, 8: 0.0276703, 12: 0.0027969, 16: 4.41942e-5, 20: 8.57026e-6, 31: 9.41831e-8}
     launch = xs2_rope(factor=32.0, original_max_position_embeddings=4096)
     slower = xs2_rope(factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0)
@@ -104,7 +104,7 @@ def test_refused(tmp_path, changes, message):
 
 
 def test_published_sizes():
-    """Of XS.2 in 16 bits: 40 KiB per token in 10 full layers, and 60 MiB once 30 windows of 512 are full."""
+    """XS.2 in 16 bits: 40 KiB per token in 10 full layers, and 60 MiB once 30 windows of 512 are full."""
     c = replace(
         tiny.load("laguna", NumpyOps()).config,
         **{"kv_heads": 8, "head_dim": 128, "window": 512, "is_sliding": tuple(i % 4 > 0 for i in range(40))},
@@ -348,7 +348,7 @@ def test_window_bounds_memory():
 
 
 def gate_from_residual(model, patch):
-    """The gate's input is the layer's, before its norm."""
+    """Take the gate's input from the layer's input, before its norm."""
     seen, rms_norm, linear = [], model.ops.rms_norm, model.ops.linear
 
     def spy(x, *args):
@@ -374,7 +374,7 @@ def gate_from_residual(model, patch):
 
 
 def rope_of_layers(sliding, wrong):
-    """Another rope op on one kind of layer, told by the number of rotated channels."""
+    """Another rope op on one kind of layer, recognised by the number of rotated channels."""
     n = 8 if sliding else 4
     return op("rope", lambda f, x, p, r: wrong(f, x, p, r) if len(r.frequencies) == n else f(x, p, r))
 

@@ -1,7 +1,7 @@
-"""Against transformers, llama.cpp and mlx-lm themselves, in the same run, in every format that each of them reads.
+"""Against transformers, llama.cpp and mlx-lm in the same run, in every format that each of them reads.
 
-The models are those of tests/data/make_tiny_models.py at twice the width, as mlx-lm quantizes groups of 32 columns at
-least, and with key and value heads of one size, which is all that llama.cpp has for Qwen3.5.
+The models are those of tests/data/make_tiny_models.py at twice the width, because mlx-lm quantizes groups of 32 columns
+at least, with key and value heads of one size, which is all that llama.cpp supports for Qwen3.5.
 """
 
 import json
@@ -37,7 +37,7 @@ RECIPES = {
 
 
 def mixed(path: str) -> bool | dict:
-    """Other bits and group sizes for some modules, and none at all for others."""
+    """Other bits and group sizes for some modules, and no quantization for others."""
     if path.endswith(("embed_tokens", "lm_head")):
         return {"bits": 8, "group_size": 64}
     if path.endswith("down_proj"):
@@ -54,7 +54,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def oracle(name, tmp_path_factory):
-    """A folder with a model in float32, and the logits that transformers gives for IDS."""
+    """A folder with a float32 model, and the logits that transformers gives for IDS."""
     make = pytest.importorskip("make_tiny_models", reason="torch and transformers are not installed")
     torch = make.torch
     cls, config, _ = make.MODELS[name]
@@ -134,7 +134,7 @@ def test_llama_cpp_quantized(ops, name, oracle, matrices, tmp_path):
 
 @pytest.fixture(scope="module")
 def mlx_lm_folder(name, oracle, tmp_path_factory):
-    """The model as mlx-lm takes it: rope_theta and rope_scaling, the vision model's type, a layer's experts stacked."""
+    """The model in mlx-lm's form: rope_theta and rope_scaling, the vision model's type, stacked experts."""
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     import mlx.core as mx
 
@@ -173,7 +173,7 @@ def test_mlx_lm(ops, name, mlx_lm_folder):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mlx_lm_quantized(ops, name, oracle, mlx_lm_folder, recipe, tmp_path):
-    """mlx-lm's conversion, read by mlx-lm and by us."""
+    """mlx-lm's conversion gives the same logits in mlx-lm and here."""
     from mlx_lm import utils
 
     model, config = utils.load_model(mlx_lm_folder)

@@ -1,4 +1,4 @@
-"""What a checkpoint may not be: each mistake is refused with one sentence that names the thing."""
+"""Every mistake in a checkpoint is refused with one sentence that names the thing."""
 
 import re
 from collections.abc import Callable

@@ -47,7 +47,7 @@ def test_token_ids(checkpoint):
 
 
 def logits_along(model, reply, tokens=128):
-    """Logits (tokens, vocab) before each golden token of a reply, given those before it."""
+    """Logits (tokens, vocab) before each golden token of a reply, given the tokens before it."""
     ids = reply["ids"] + reply["reply"][: tokens - 1]
     return tiny.logits_of(model, np.array(ids))[len(reply["ids"]) - 1 :]
 

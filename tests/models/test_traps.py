@@ -1,7 +1,8 @@
 """Plausible mistakes, planted one at a time: the golden logits must notice each of them.
 
-Most of these let a real model go on writing fluent text. The first 128 golden positions are read in two steps of 64, so
-that mistakes at the boundary of two steps count. A trap changes a loaded model before, or its state between the steps.
+Most of these mistakes let a real model go on writing fluent text. The first 128 golden positions are read in two steps
+of 64, so that mistakes at the boundary of two steps count. A trap changes a loaded model before, or its state between
+the steps.
 """
 
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def rotate_last(right, x, positions, rope):
 
 
 def read_before_update(right, q, *rest):
-    """o from the decayed matrix that the row's own key and value have not reached."""
+    """Read o from the decayed matrix before the row's own key and value are added."""
     before: list[np.ndarray] = []
 
     def spy(S, k, v, decay, beta):
@@ -114,7 +115,7 @@ def query_rows(order: Callable) -> Callable:
 
 
 def top_of_softmax(right, logits, top_k):
-    """The chosen probabilities as they are, not renormalized."""
+    """The chosen probabilities without renormalization."""
     ids, weights = right(logits, logits.shape[-1])
     return ids[:, :top_k], weights[:, :top_k]
 

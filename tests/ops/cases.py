@@ -1,4 +1,4 @@
-"""Every op over odd shapes, as data: a case runs on any backend, and NumpyOps says what should come out.
+"""Every op over odd shapes, as data: a case runs on any backend, and NumpyOps gives the expected result.
 
 Inputs reach a backend as an embedding's rows do, so that they have the dtype of its activations.
 """
@@ -53,7 +53,7 @@ class Case:
 
 
 class Inputs:
-    """The same numbers for every backend, drawn in the order asked for."""
+    """Random numbers, equal for every backend, drawn in the order of the requests."""
 
     def __init__(self, ops: Ops):
         self.ops, self.random = ops, np.random.default_rng(7)
@@ -198,7 +198,7 @@ def attention_cases() -> Iterator[Case]:
         return {"state": KVSpec(K, D, Dv) if window is None else KVSpec(K, D, Dv, window)}
 
     def written(i: Inputs, kv: Any, step: Step) -> Array:
-        """Rows that only leave keys and values, then two that read them."""
+        """Steps: rows that only leave keys and values, then two that read them."""
         if len(step) != 2:
             k = i.rows(len(step), 2, 16)
             i.ops.write_kv(k, i.rows(len(step), 2, 16), kv, step)
@@ -350,7 +350,7 @@ def top_k_cases() -> Iterator[Case]:
 
 
 def _distinct(i: Inputs, T: int, E: int) -> Array:
-    """Logits that no rounding makes equal: the order of experts is then the same everywhere."""
+    """Logits that no rounding makes equal, so that the order of experts is the same everywhere."""
     values = np.stack([i.random.permutation(E) for _ in range(T)]).astype(np.float32) / 16 - 1
     return i.ops.embed(i.ops.weight(dense("logits", values)), np.arange(T, dtype=np.int32))
 

@@ -76,7 +76,7 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
 
 
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
-    """All that the launchers may build for a card."""
+    """All builds that the launchers may request for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k")]
     plain += [("keep", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
@@ -167,7 +167,7 @@ def check(code: str, defines: tuple[str, ...], architecture: int) -> None:
 
 
 def groups() -> list[tuple[str, str]]:
-    """Kernel files, those that are compiled per block type with each of them."""
+    """Kernel files; a file that is compiled per block type appears with each of these types."""
     pairs = dict.fromkeys((stem, d[0] if d and d[0] in UNITS else "") for stem, d in variants(CARDS[0]))
     return [(stem, type_) for stem, type_ in pairs]
 
@@ -211,7 +211,7 @@ def test_every_file_is_compiled():
     ids=["sound", "warning", "stack", "spill", "error"],
 )
 def test_faults_are_found(body, log, card):
-    """The check itself, by faults planted in a kernel, whose 1024 threads have 64 registers each."""
+    """The check finds faults planted in a kernel whose 1024 threads have 64 registers each."""
     code = (KERNELS / "prelude.cuh").read_text()
     code += f'extern "C" __global__ void __launch_bounds__(1024) f(volatile float* x) {{ {body} }}\n'
     if not log:
@@ -231,7 +231,7 @@ def test_expert_rings_fit(card):
 
 
 def test_rings_fit():
-    """Two stages or more where speed matters, at most the card's shared memory, as many CTAs whatever the rows."""
+    """Two stages or more where speed matters, at most the card's shared memory, and as many CTAs for any rows."""
     for card, type_ in itertools.product(CARDS, UNITS):
         ctas = {ring(card, type_, cols)[0] for cols in COLS}
         assert len(ctas) == 1
@@ -242,9 +242,9 @@ def test_rings_fit():
 
 
 def test_shares():
-    """All places are taken but by a small matrix, which leaves the second of most multiprocessors free from 9.0 on.
+    """CTAs fill all places, except for a small matrix from compute capability 9.0 on: it leaves the second place free.
 
-    Of two types no stripe is longer than it has to be, and none takes more because another has places to spare.
+    Of two types no stripe is longer than necessary, and neither takes more because the other has places to spare.
     """
     before, card = (next(c for c in CARDS if c.name == name) for name in ("A100 40 GB", "H200"))
     assert shares(before, (("Q4_K", 24, 16),)) == (216,)  # where nothing could begin there
@@ -260,7 +260,7 @@ def test_shares():
     ("row_blocks", "k_blocks"), [(1, 1), (1, 20), (272, 20), (40, 68), (40, 24), (1940, 20), (7, 3)]
 )
 def test_partition(row_blocks, k_blocks):
-    """The slots of the launcher are those that CTAs of linear.cu find for themselves."""
+    """The slots of the launcher are those that the CTAs of linear.cu compute."""
     for most in (82, 132, 264):
         ctas, slots = partition(most, row_blocks, k_blocks)
         units = row_blocks * k_blocks
@@ -293,7 +293,7 @@ def test_rows_of_a_step():
 
 
 def test_run_count():
-    """A run for every eight groups that there are, wherever a window lies among them."""
+    """One run for every eight groups, wherever a window lies among them."""
     for most in (64, 1024, 4160, 40000, 300000):
         assert run_count(most, 0, 0) * 8 >= group_count(most)
         for window, keep in ((512, 0), (512, 200), (4096, 64), (60000, 0)):

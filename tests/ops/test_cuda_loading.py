@@ -34,7 +34,7 @@ def zeros(type_: str, *shape: int) -> Tensor:
 
 
 def test_buffers_are_filled_one_after_the_other(ops, monkeypatch):
-    """Far more than they hold, in arrays of any length: none is filled before the device has fetched it."""
+    """Arrays far larger than the buffers, of any length: no buffer is refilled before the device has fetched it."""
     monkeypatch.setattr(upload, "BUFFER", 1 << 20)
     monkeypatch.setattr(upload, "LEAST", 1 << 12)
     random = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def test_more_weights_than_are_checked_together(ops, monkeypatch):
 
 
 def test_load_that_is_interrupted(monkeypatch):
-    """No reader is left when the interrupt arrives, the next load is right, and with its owner the threads end."""
+    """No reader is left when the interrupt arrives, the next load is right, and the threads end with their owner."""
     ops, (first, second) = CudaOps(), (np.full((1 << 20, 1), n, np.uint8) for n in range(2))
     memory, read, copy = Memory(2 << 20), [], np.copyto
 
@@ -110,7 +110,7 @@ def test_load_that_is_interrupted(monkeypatch):
 
 
 def test_weights_that_are_loaded_together(ops, monkeypatch):
-    """Readers go on while the next weight is prepared; behind `loading` all are there, also where it failed before."""
+    """Readers go on while the next weight is prepared; after `loading` all weights are complete, failures aside."""
     monkeypatch.setattr(upload, "BUFFER", 1 << 20)
     random = np.random.default_rng(1)
     values = [random.normal(size=(n, 512)).astype(np.float32) for n in (700, 3, 2000, 512, 1)]
@@ -136,13 +136,13 @@ def test_weights_that_are_loaded_together(ops, monkeypatch):
 
 
 def anonymous() -> int:
-    """Bytes of host memory of this process that are no file's pages."""
+    """Bytes of this process's host memory that are not a file's pages."""
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 
 @pytest.mark.skipif(not hasattr(cupy, "ndarray"), reason="the stand-in's device memory is the host's")
 def test_host_memory(ops, tmp_path: Path):
-    """A file is not held beside its map: more than the buffers and 64 MB would be a copy of half of it."""
+    """A file is not copied beside its map: more than the buffers and 64 MB would be a copy of half of it."""
     path, columns = tmp_path / "weights", 8192
     rows = zeros("Q4_K", 1 << 14, columns).data
     with path.open("wb") as file:

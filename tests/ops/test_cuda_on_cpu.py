@@ -31,7 +31,7 @@ def on_cpu(file: str, chosen: str, **settings: str) -> None:
     [("ops/test_cuda_ops.py", "no_such_test", "deselected"), ("models/test_cuda_multi_gpu.py", "", "no test ran")],
 )
 def test_a_run_without_a_test_fails(file, chosen, reason):
-    """No test chosen, or all tests of a file skipped, as the tests of two GPUs are on one."""
+    """A run fails if no test is chosen, or if all are skipped, as the tests of two GPUs are on one."""
     with pytest.raises(AssertionError, match=reason):
         on_cpu(file, chosen, BIMETAL_GPUS="1")
 
@@ -58,7 +58,7 @@ def test_rows_of_trees():
     ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
 )
 def test_races_in_shared_memory(chosen):
-    """Kernels that order shared memory by asynchronous copies and their barriers, of matrices, are not for this."""
+    """Run kernels under the race detector, except for those that order shared memory by asynchronous copies."""
     on_cpu("ops/test_cuda_ops.py", f"test_op and ({chosen}) and not 65 and not 140", BIMETAL_RACES="1")
 
 

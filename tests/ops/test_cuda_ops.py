@@ -40,7 +40,7 @@ COLUMN = {"attention": 1, "latent_attention": 1, "moe": 2}
 
 @pytest.fixture(scope="module")
 def ops():
-    """What an op takes for its work holds NaN until a kernel writes it."""
+    """CudaOps whose workspace holds NaN until a kernel writes it."""
     ops = CudaOps()
     take = ops.arena.take
 
@@ -74,7 +74,7 @@ def test_op(case: Case, ops):
 @pytest.mark.parametrize(("H", "K", "D", "turning"), [(4, 1, 128, 128), (6, 2, 256, 64)])
 @pytest.mark.parametrize(("kind", "T"), [("chain", 1), ("tree", 7), ("tree", 33), ("chain", 140)])
 def test_norm_and_rope_on_the_way_to_the_cache(kind, T, H, K, D, turning, ops):
-    """Attention applies both where it stores queries and keys: their positions are the same memory, as in a model."""
+    """Attention applies norm and rope where it stores queries and keys: their positions share memory, as in a model."""
     rope = Rope(tuple(1e4 ** (-2 * j / turning) for j in range(turning // 2)), 1.0)
 
     def outputs(ops, memory):
@@ -104,7 +104,7 @@ def random_matrix(type_: str, rows: int, columns: int, experts: int = 0) -> Tens
 
 
 def quantized_rows(x: np.ndarray, type_: str) -> np.ndarray:
-    """What the kernels make of activations for a matrix: int8 with a scale per 32 or 128 columns, in float64."""
+    """Activations as the kernels quantize them for a matrix: int8 with a scale per 32 or 128 columns, in float64."""
     n = 128 if type_ in WHOLE else 32
     padded = np.zeros((len(x), -(-x.shape[1] // n) * n), np.float32)
     padded[:, : x.shape[1]] = x
@@ -133,7 +133,7 @@ def test_embed_decodes(type_, shape, ops):
 @pytest.mark.parametrize("type_", UNITS)
 @pytest.mark.parametrize("shape", [(300, 1280), (5, 256), (1024, 768), (5120, 512)])
 def test_quantized_linear(type_, shape, ops):
-    """The product is that of the file's values with the int8 activations, and a row's never depends on the others."""
+    """The product is that of the file's values with int8 activations, and a row never depends on the other rows."""
     tensor = random_matrix(type_, *shape)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
     x = np.random.default_rng(3).normal(size=(MAX_DECODE_ROWS, shape[1])).astype(np.float32)
@@ -149,7 +149,7 @@ def test_quantized_linear(type_, shape, ops):
 
 
 def test_quotient(ops):
-    """The division by which blocks of threads find their stripes: multiples of a divisor, and what lies beside them."""
+    """The division by which CTAs find their stripes: multiples of a divisor, and their neighbours."""
     rng = np.random.default_rng(0)
     d = np.concatenate((np.arange(1, 300), 2 ** np.arange(9, 32) - 1, rng.integers(1, 2**31, 500)))
     multiple = rng.integers(0, 2**32, d.size) // d * d
@@ -174,7 +174,7 @@ extern "C" __global__ void divide(const u32* n, const u32* d, u32* out, int coun
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
 def test_stripes(type_, ops, monkeypatch):
-    """A block of threads that multiplies many units, of several row blocks, in each of its rings and for any rows."""
+    """A CTA that multiplies many units, of several row blocks, in each of its rings and for any rows."""
     monkeypatch.setattr(ops, "card", replace(ops.card, sms=4))
     tensor = random_matrix(type_, 300, 2560)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
@@ -190,7 +190,7 @@ def test_stripes(type_, ops, monkeypatch):
 
 @pytest.mark.parametrize("columns", [768, 5376])
 def test_norms_in_products(columns, ops, monkeypatch):
-    """What a product multiplies its rows by to finish their norm, in each of its rings and for any rows."""
+    """The factors by which a product finishes the norm of its rows, in each of its rings and for any rows."""
     monkeypatch.setattr(ops, "card", replace(ops.card, sms=4))
     tensor, rng = random_matrix("Q4_K", 300, columns), np.random.default_rng(3)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
@@ -234,7 +234,7 @@ def test_two_types(types, ops, monkeypatch):
 
 @pytest.mark.parametrize("type_", WHOLE)
 def test_largest_sums(type_, ops):
-    """Codes and scales as large as they get: sums of 128 columns stay whole numbers, in whichever unit adds them up."""
+    """The largest codes and scales: sums of 128 columns stay integers, in whichever unit they are added."""
     block, random = BLOCKS[type_], np.random.default_rng(9)
     blocks = np.full((130 * 4, block.bytes), 255, np.uint8)
     blocks[390:] = random.integers(0, 256, blocks[390:].shape)
@@ -255,7 +255,7 @@ def test_largest_sums(type_, ops):
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q5_K", "Q2_K", "Q6_K", "Q4_1"])
 def test_far_activations(type_, ops):
-    """Rows of large and of small numbers, of one sign so that minima count; infinity and NaN reach a whole row."""
+    """Rows of large and of small numbers of one sign, so that minima count; infinity and NaN reach a whole row."""
     tensor = random_matrix(type_, 130, 512)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
     x = np.abs(np.random.default_rng(3).normal(size=(9, 512))).astype(np.float32)
@@ -272,7 +272,7 @@ def test_far_activations(type_, ops):
 
 @pytest.mark.parametrize("type_", [*UNITS, "BF16", "F16"])
 def test_prefill(type_, ops):
-    """More rows than a tree has multiply in bfloat16."""
+    """More rows than a tree may have multiply in bfloat16."""
     if type_ in UNITS:
         tensor = random_matrix(type_, 300, 1280)
     else:
@@ -315,7 +315,7 @@ def test_expanded_types(type_, ops, capfd):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0"], ids=["one more matrix", "a branch"])
 def test_shared_expert(type_, gated, ops):
-    """An expert that all rows take, stored as they are or not; a norm behind adds all up as one by one, to the bit."""
+    """An expert for all rows, stored as the others or not; the norm after it adds all up as one by one, to the bit."""
     stacks = [random_matrix(t, rows, 256, experts=21) for t, rows in (("Q4_K", 512), ("Q6_K", 256), (type_, 512))]
     gate_up, down = (replace(s, shape=(20, *s.shape[1:]), data=s.data[:20]) for s in stacks[:2])
     shared = [replace(s, shape=s.shape[1:], data=s.data[20]) for s in (stacks[2], stacks[1])]
@@ -348,7 +348,7 @@ def test_shared_expert(type_, gated, ops):
     ("type_", "F"), [(t, 512 if BLOCKS[t].elements > 128 else 384) for t in UNITS] + [("Q6_K", 2048)]
 )
 def test_chosen_for_one_row(type_, F, ops, monkeypatch):
-    """A step of one row chooses, joins and multiplies in launches of its own: the bits are those of more rows."""
+    """A step of one row routes, joins and multiplies in launches of its own, with the bits of more rows."""
     if F > 512:  # more units than a ring holds
         monkeypatch.setattr(products, "parts_of", lambda *_: 1)
     stacks = [random_matrix(type_, rows, columns, experts=21) for rows, columns in ((2 * F, 512), (512, F))]
@@ -374,7 +374,7 @@ def test_chosen_for_one_row(type_, F, ops, monkeypatch):
 )
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_of_one_row(type_, C, rows, normed, ops):
-    """Heads of one row are read where a product left them, and packed for the next: the bits are those of more rows."""
+    """Heads of one row are read where a product left them, and packed for the next, with the bits of more rows."""
     random = np.random.default_rng(3)
     w, after = ops.weight(random_matrix(type_, rows, C, experts=4)), ops.weight(random_matrix("Q8_0", 64, 4 * rows))
     before, x = ops.weight(random_matrix("Q8_0", 4 * (C + 32), 256)), random.normal(size=(9, 256)).astype(np.float32)
@@ -397,7 +397,7 @@ def test_too_many_experts(ops):
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
 def test_quantized_experts(type_, ops):
-    """Experts multiply the rows that chose them, whichever rows there are."""
+    """Experts multiply the rows that chose them, whichever rows are in the step."""
     gate_up, down = random_matrix(type_, 512, 256, experts=6), random_matrix(type_, 256, 256, experts=6)
     w, v = ops.weight(gate_up), ops.weight(down)
     x = np.random.default_rng(3).normal(size=(20, 256)).astype(np.float32)
@@ -415,7 +415,7 @@ def test_quantized_experts(type_, ops):
 
 
 def hard_rows(vocab):
-    """Logits as they come, and such as a sampler may trip over: ties everywhere, at the best, of zeros; infinities."""
+    """Ordinary logits, and hard ones for a sampler: ties everywhere, at the best, of zeros; infinities."""
     random = np.random.default_rng(3)
     rows = random.normal(scale=3, size=(24, vocab)).astype(np.float32)
     rows[4:8] = random.integers(-3, 4, (4, vocab)) / 2
@@ -454,7 +454,7 @@ def hard_rows(vocab):
     ],
 )
 def test_draws_are_the_hosts(asked, vocab, ops):
-    """The same seed draws the same tokens as on the host, from logits that stay on the device."""
+    """A seed gives the same tokens as on the host, from logits that stay on the device."""
     from common.sampling import Sampler, Sampling
 
     logits, sampling = hard_rows(vocab), Sampling(**asked, seed=11)
@@ -483,7 +483,7 @@ def test_argmax(ops):
 
 @pytest.mark.parametrize("vocab", [4, 1028, 5000, 5003])
 def test_sampled_steps(vocab):
-    """The best of a product's logits; and a step reads the tokens that it is given, whatever came between."""
+    """The best of a product's logits; and a step reads the tokens that it is given, whatever ran in between."""
     from common.sampling import Sampler, Sampling
 
     ops = CudaOps()  # no graph is captured where each result is filled with NaN first
@@ -692,7 +692,7 @@ class Attention:
     ids=lambda layer: f"{layer[0]}.{layer[1]}.{layer[2]}-{type(layer[3]).__name__}-{layer[4]}",
 )
 def test_rows_of_trees_are_plain(layer, past, n, ops):
-    """Bit for bit, whatever branches beside them and wherever in the cache they lie."""
+    """Rows of trees have the bits of plain decoding, whatever their siblings and wherever they lie in the cache."""
     Attention(ops, *layer).check(past, n)
 
 

@@ -15,7 +15,7 @@ PREFILL = 48.7e9  # FLOP per token
 
 
 def weight_bytes() -> int:
-    """Of Qwen3.6-27B Q4_K_M that a step reads, as they lie on the device."""
+    """Bytes of Qwen3.6-27B Q4_K_M that a step reads, in the layout on the device."""
     checkpoint = synthetic_checkpoint("qwen3.6-27b:q4_k_m")
     definition = ARCHITECTURES[checkpoint.config["general.architecture"]]
     layout = definition.layout(definition.read_config(checkpoint), checkpoint)
@@ -38,7 +38,7 @@ def weight_bytes() -> int:
 
 
 def step(planned: Planned, rows: int) -> tuple[float, float]:
-    """Milliseconds of reading, and of what comes on top."""
+    """Milliseconds of reading, and of everything else."""
     kernels = KERNELS[rows] + (48 if planned.card.capability < 90 else 0)
     return weight_bytes() / (REACHED * planned.bandwidth) * 1e3, kernels * EACH[rows] * 1e3
 

@@ -16,7 +16,7 @@ parent_lists = st.integers(1, 7).flatmap(lambda n: st.tuples(*(st.integers(PAST,
 
 
 def array(ops, values):
-    """float32 `values` as the backend's array, through the one door that models have."""
+    """float32 `values` as the backend's array, through an embedding, the only way that models have."""
     rows = np.asarray(values, np.float32).reshape(len(values), -1)
     return ops.embed(ops.weight(dense("rows", rows)), np.arange(len(rows), dtype=np.int32)).reshape(*np.shape(values))
 
@@ -38,7 +38,7 @@ def softmax(scores):
 
 
 class Latent:
-    """Random rows, and what attention over them is when every key and value is written out."""
+    """Random rows, and the attention over them with every key and value written out."""
 
     def __init__(self, seed):
         random = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ class Latent:
 
 @pytest.mark.parametrize("form", ["latent", "expanded"])
 def test_latent_attention(ops, form):
-    """Chains, trees and a block, on a past that commits of whole chains and of paths have left."""
+    """Chains, trees and a block, after commits of whole chains and of paths."""
     latent, state = Latent(1), ops.new_state([{"kv": LatentSpec(R, P)}], 100)
     tokens = np.zeros(9, np.int32)
     for step, path in [
@@ -113,7 +113,7 @@ moves = st.one_of(
 @quick
 @given(history=st.lists(moves, min_size=2, max_size=9), window=st.sampled_from([1, 2, 6]))
 def test_window_drops_what_is_never_seen(ops, history, window):
-    """Whatever was tried: a state of the last rows attends as a state of all rows does, under the same window."""
+    """After any history, a state of the last rows attends as a state of all rows does under the same window."""
     random, length = np.random.default_rng(3), 0
     specs = KVSpec(2, 8, 4), KVSpec(2, 8, 4, window)
     states, saved = [ops.new_state([{"kv": spec}], 1000) for spec in specs], []
@@ -146,7 +146,7 @@ def test_window_drops_what_is_never_seen(ops, history, window):
 @quick
 @given(history=st.lists(moves, min_size=2, max_size=9), window=st.sampled_from([1, 2, 6]), keep=st.integers(1, 9))
 def test_first_rows_are_kept(ops, history, window, keep):
-    """Equal scores and values that name their position: a row's output says which positions it saw."""
+    """Equal scores, and values that name their position: a row's output shows which positions it saw."""
     state, saved, held = ops.new_state([{"kv": KVSpec(1, 4, 64, window, keep)}], 1000), [], 0
     names = np.eye(64)
     for move, *rest in (*history, ("read", 2)):
@@ -194,7 +194,7 @@ def test_window_bounds_bytes(ops, window):
 
 
 def test_route_sigmoid(ops):
-    """The bias decides who is chosen, and is in nobody's weight."""
+    """The bias decides which experts are chosen, and is in no weight."""
     random = np.random.default_rng(4)
     logits, bias = random.normal(size=(200, 16)), np.round(random.normal(size=16), 2)
     ids, weights = (ops.read(x) for x in ops.route_sigmoid(array(ops, logits), ops.vector(dense("b", bias)), 4, 2.5))

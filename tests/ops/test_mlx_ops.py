@@ -34,14 +34,14 @@ def test_op(case: Case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("op", sorted(TOLERANCE.keys() - {"moe_dense", "route", "top_k"}))
 def test_no_output_is_promoted(op, dtype):
-    """Norm weights, decays and router weights are float32 beside half activations; a product must not become that."""
+    """Norm weights, decays and router weights are float32 beside half activations; products stay in half types."""
     case = next(case for case in CASES if case.op == op)
     assert {out.dtype for out in case.run(Inputs(MlxOps(dtype)))} == {dtype}
 
 
 @pytest.mark.parametrize("position", [10**3, 10**5, 10**6])
 def test_far_rope(position):
-    """MLX computes angles in float32: a row turns too far by at most 1.5e-7 radians per position, here as in mlx-lm."""
+    """MLX computes angles in float32: rope errs by at most 1.5e-7 radians per position, here as in mlx-lm."""
     rope, x = Rope(tuple(1e4 ** (-j / 32) for j in range(32))), np.ones((3, 1, 64), np.float32)
     for positions in (np.arange(position, position + 3), np.array([position, position + 1, position + 1])):
         got, want = np.array(MlxOps().rope(mx.array(x), positions, rope)), NumpyOps().rope(x, positions, rope)

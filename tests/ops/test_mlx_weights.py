@@ -1,4 +1,4 @@
-"""What MLX multiplies against what the file stores: the error of every GGUF type, every MLX mode, and stacked parts."""
+"""The weights that MLX multiplies against those of the file: errors of every GGUF type and MLX mode, stacked parts."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def blocks(type_: str, *shape: int) -> Tensor:
 
 
 def values(weight: tuple) -> np.ndarray:
-    """What the handle's rows stand for, in float32."""
+    """The weights of the handle's rows in float32."""
     out = []
     for part in weight:
         if isinstance(part, Packed):

@@ -1,4 +1,4 @@
-"""C++ to a shared library, once: libraries are kept by the hash of what they are made of."""
+"""Compile C++ to a shared library once: libraries are kept by the hash of their sources."""
 
 import ctypes
 import functools
@@ -41,7 +41,7 @@ def library(text: str, flags: list[str]) -> Path:
 
 @functools.cache
 def engine() -> ctypes.CDLL:
-    """The engine, whose symbols every kernel's library shares."""
+    """The engine's library, whose symbols every kernel's library shares."""
     path = library((HERE / "engine.cpp").read_text(), ["-std=c++20", "-O2"])
     engine = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     engine.simt_run.restype = ctypes.c_char_p
@@ -49,7 +49,7 @@ def engine() -> ctypes.CDLL:
 
 
 def located(message: str, library: str, text: str) -> str:
-    """An error of the engine's with lines of `text`, which the library was made of, in the place of addresses."""
+    """An error of the engine with lines of `text`, from which the library was made, in place of addresses."""
 
     def line(match: re.Match[str]) -> str:
         done = subprocess.run(["addr2line", "-e", library, f"0x{match[1]}"], capture_output=True, text=True)

@@ -30,7 +30,7 @@ class CheckError(AssertionError):
 
 @functools.cache
 def check(text: str) -> None:
-    """Raise CheckError with every complaint about a text of MLX's, each with its line."""
+    """Raise CheckError with every complaint about a text of MLX, each with its line."""
     found = sorted(set(_complaints(text)))
     if found:
         lines = text.splitlines()
@@ -65,7 +65,7 @@ def _clang() -> Index:
 
 
 def _lints(unit: TranslationUnit, code: str) -> Iterator[tuple[int, str]]:
-    """What clang takes and Metal refuses."""
+    """What clang accepts and Metal refuses."""
     calls: dict[str, set[str]] = {}
 
     def walk(cursor: Cursor, function: str) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Where our kernels' own tests run: on a Mac its GPU, elsewhere the emulator."""
+"""The device for our kernels' own tests: on a Mac its GPU, elsewhere the emulator."""
 
 from contextlib import AbstractContextManager, nullcontext
 

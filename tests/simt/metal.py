@@ -1,4 +1,4 @@
-"""Kernels that mx.fast.metal_kernel would give to a Mac, run on this machine's CPU: see the package's docstring."""
+"""Run the kernels that mx.fast.metal_kernel would give to a Mac on this machine's CPU: see the package's docstring."""
 
 import ctypes
 import functools
@@ -36,7 +36,7 @@ THREADGROUP_VARIABLE = re.compile(r"\bthreadgroup(?=\s+[^;*&(){}]*?\w\s*[\[;,=])
 
 
 class KernelError(AssertionError):
-    """What a kernel did that it must not do on a GPU."""
+    """A fault of a kernel: something that it must not do on a GPU."""
 
 
 class _Buffer(ctypes.Structure):
@@ -192,7 +192,7 @@ def metal_kernel(
     ensure_row_contiguous: bool = True,
     atomic_outputs: bool = False,
 ) -> Callable[..., list[mx.array]]:
-    """mx.fast.metal_kernel whose calls check the kernel and run it here, under every schedule."""
+    """A form of mx.fast.metal_kernel whose calls check the kernel and run it here, under every schedule."""
     kernel: Any = MLX_METAL_KERNEL(
         name=name,
         input_names=list(input_names),
@@ -230,7 +230,7 @@ def metal_kernel(
 
 @contextmanager
 def on_metal() -> Iterator[None]:
-    """Within it mx.fast.metal_kernel is `metal_kernel`, and launchers, ours and others, find a Mac."""
+    """Within this context mx.fast.metal_kernel is `metal_kernel`, and launchers, ours and others, find a Mac."""
     with (
         mock.patch.object(mx.fast, "metal_kernel", metal_kernel),
         mock.patch.object(mx.metal, "is_available", return_value=True),

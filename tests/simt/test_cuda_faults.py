@@ -1,4 +1,4 @@
-"""CUDA kernels with one fault each, through tests/cuda_on_cpu built for races: the engine's words for it."""
+"""CUDA kernels with one fault each, run through tests/cuda_on_cpu: the engine names each fault."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Kernels with one fault each: every detector is seen to fire, and by its own words."""
+"""Kernels with one fault each: every detector fires, with its own message."""
 
 from dataclasses import dataclass, field
 from typing import Any

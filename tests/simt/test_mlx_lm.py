@@ -1,4 +1,4 @@
-"""mlx-lm's published Metal kernels, unmodified, through the checker and the executor, beside mlx-lm's own MLX forms."""
+"""mlx-lm's published Metal kernels, unmodified, in the checker and the emulator, against mlx-lm's own MLX forms."""
 
 import importlib.util
 from types import ModuleType
@@ -22,7 +22,7 @@ def seed() -> None:
 
 
 def fresh(name: str) -> ModuleType:
-    """A module of mlx-lm, loaded again: it makes its kernels at import, where there is Metal."""
+    """A module of mlx-lm, loaded again, because it makes its kernels at import where Metal is present."""
     spec = importlib.util.find_spec(f"mlx_lm.{name}")
     assert spec
     assert spec.loader
@@ -225,7 +225,7 @@ def test_attention_over_residuals():
 
 @pytest.mark.parametrize("loss", ["kl", "js"])
 def test_the_race_in_published_kernels(loss):
-    """mlx-lm's training losses write shared maxima again while other SIMD groups may still read them."""
+    """mlx-lm's training losses overwrite shared maxima while other SIMD groups may still read them."""
     module = fresh("tuner.losses")
     module.can_run_metal = lambda: True
     with metal.on_metal():

@@ -1,4 +1,4 @@
-"""A whole model through its Metal kernels: a prompt, decoding, a tree, and what is chosen from the logits."""
+"""A whole model through its Metal kernels: a prompt, decoding, a tree, and tokens chosen from the logits."""
 
 import numpy as np
 import pytest

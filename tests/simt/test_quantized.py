@@ -1,4 +1,4 @@
-"""GGUF blocks on Metal: the decoder's bits, products, experts, and rows that do not notice their neighbours."""
+"""GGUF blocks on Metal: the decoder's bits, products, experts, and rows that do not depend on their neighbours."""
 
 from dataclasses import replace
 from unittest import mock
@@ -54,7 +54,7 @@ def test_weights_have_the_bits_of_the_decoder(type_):
 
 @TYPES
 def test_a_row_does_not_depend_on_the_rows_beside_it(type_):
-    """One row alone, and among 2 to 8; among 9, and among up to 64."""
+    """One row alone and among 2 to 8; one among 9 and among up to 64."""
     tensor = stored(type_, 6, 256)
     weight, x = quantized.load_blocks([tensor]), rows(64, 256)
     with metal.on_metal():
@@ -75,7 +75,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(type_):
     ],
 )
 def test_shapes_and_types(type_, N, columns, T, dtype):
-    """From a matrix smaller than MLX hands over as a device buffer to groups that are not full."""
+    """From a matrix too small for a device buffer to groups that are not full."""
     tensor, x = stored(type_, N, columns), rows(T, columns, dtype)
     with metal.on_metal():
         assert_close(quantized.matmul(x, quantized.load_blocks([tensor])), x, dequantize(tensor))
@@ -111,7 +111,7 @@ def test_each_row_through_its_expert(type_):
 
 @TYPES
 def test_the_backend_keeps_what_the_file_stores(type_):
-    """`holds` and predicted sizes describe our Metal kernels there, and MLX's groups elsewhere."""
+    """`holds` and predicted sizes describe our Metal kernels on a Mac, and MLX's groups elsewhere."""
     tensor, ops = stored(type_, 7, 256), MlxOps(mx.float16)
     with metal.on_metal():
         weight = ops.weight(tensor, tensor)
@@ -125,7 +125,7 @@ def test_the_backend_keeps_what_the_file_stores(type_):
 
 
 def test_parts_of_several_formats():
-    """Neighbours of one type are one matrix; blocks that stay do not mix with each other or with MLX's groups."""
+    """Neighbours of one type are one matrix; blocks as stored mix neither with each other nor with MLX's groups."""
     parts = [stored(type_, n, 256) for type_, n in (("Q6_K", 2), ("Q6_K", 3), ("Q3_K", 2), ("Q4_K", 2), ("Q5_K", 1))]
     ops, x = MlxOps(), rows(3, 256)
     with metal.on_metal():

@@ -21,7 +21,7 @@ PATH = [0, 1, 3, 5]
 
 
 def numbers(dtype: mx.Dtype, *shape: int) -> tuple[np.ndarray, mx.array]:
-    """The same values for both: what `dtype` holds of random ones."""
+    """Random values that `dtype` represents, so that both sides read equal ones."""
     x = mx.array(np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)).astype(dtype)
     return np.asarray(x.astype(mx.float32)), x
 
@@ -33,7 +33,7 @@ def rows_of_delta(dtype: mx.Dtype, T: int, Hk: int, Hv: int, Dk: int, Dv: int) -
 
 
 def delta_run(ops, which: int, spec: DeltaSpec, dtype: mx.Dtype, Hk: int, steps: list[tuple[Step, list[int]]]):
-    """Each step's rows and its commit; the last output and matrix in float32."""
+    """Run each step's rows and its commit; the last output and matrix in float32."""
     state = ops.new_state([{"delta": spec}], 100)
     decay, dt_bias = (dense("v", np.linspace(a, b, spec.heads, dtype=np.float32)) for a, b in ((-1, -0.1), (-1, 1)))
     out = None
@@ -74,7 +74,7 @@ def test_gated_delta(steps, dtype):
 
 
 def test_a_path_of_a_tree_has_the_bits_of_decoding_it():
-    """Row by row, as one chain, inside a tree, and committed from there."""
+    """A path has the same bits row by row, as one chain, inside a tree, and committed from a tree."""
     H, D = 2, 32
     q, k, v, g, beta = (
         mx.array(np.random.default_rng(i).normal(size=(9, H, D)[: 3 - i // 3]).astype(np.float32)) for i in range(5)
@@ -112,7 +112,7 @@ def test_rows_without_an_order():
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("steps", STEPS)
 def test_short_conv(steps, taps, dtype):
-    """Of 3 channels, then of 300: fewer values than MLX hands over as a device buffer, and more than one group."""
+    """3 channels, fewer values than a device buffer holds, then 300, more than one group."""
     for C in (3, 300):
         results = []
         for which, ops in enumerate((NumpyOps(), MlxOps(dtype))):

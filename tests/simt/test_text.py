@@ -1,4 +1,4 @@
-"""What MLX generates for a kernel, which everything here rests on: a change of MLX's shows up in these tests."""
+"""The text that MLX generates for a kernel: a change in MLX shows up in these tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The best tokens of rows of logits on Metal, against the definition: ids, ties, sums, what is not a number."""
+"""The best tokens of rows of logits on Metal, against the definition: ids, ties, sums, NaN."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def logits(T: int, vocab: int, dtype: mx.Dtype) -> mx.array:
     ("T", "vocab", "k"), [(1, 5, 1), (2, 3, 8), (3, 512, 4), (2, 513, 4), (3, 3000, 1), (2, 3000, 40)]
 )
 def test_ids_and_log_probabilities(T, vocab, k, dtype):
-    """One slice, a slice of one logit, several passes; the halves have many equal logits."""
+    """One slice, a slice of one logit, several passes; half types have many equal logits."""
     x = logits(T, vocab, dtype)
     with metal.on_metal():
         ids, logs = (MlxOps(dtype).read(out) for out in MlxOps(dtype).top_k(x, k))
@@ -36,7 +36,7 @@ def test_ids_and_log_probabilities(T, vocab, k, dtype):
 
 
 def test_equal_and_hidden_logits():
-    """Ties across lanes and slices go to the smaller id; -inf is a logit like any other."""
+    """Ties across lanes and slices go to the smaller id; -inf is an ordinary logit."""
     x = np.full((2, 1400), -np.inf, np.float32)
     x[0, [1399, 700, 40, 33, 8]] = 1.5
     x[1, [3, 600]] = [0, 2]
@@ -83,7 +83,7 @@ def test_more_than_the_kernel_takes():
     ],
 )
 def test_drawing_among_the_best(sampling, dtype, monkeypatch):
-    """The token of the definition, by logits of top-k tokens alone; bfloat16 has ties where the top-k ends."""
+    """Sampling by the logits of top-k tokens alone gives the token of the definition; bfloat16 has ties there."""
     x, ops, read = logits(3, 1100, dtype), MlxOps(dtype), []
     reads = MlxOps.read
     monkeypatch.setattr(MlxOps, "read", lambda self, x: (read.append(x.shape[-1]), reads(self, x))[1])

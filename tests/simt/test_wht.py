@@ -1,4 +1,4 @@
-"""The wht kernel: its definition's bits, in every type, over whole and partial groups."""
+"""The wht kernel gives the bits of its definition, in every type, over whole and partial groups."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a call of a kernel asks Metal for: the text, and a grid counted in threads."""
+    """The request of a kernel call to Metal: the text, and a grid counted in threads."""
 
     name: str
     text: str
@@ -47,7 +47,7 @@ def recorded(kernel: Callable[..., Any], inputs: Sequence[mx.array], **call: Any
 
 
 def without_comments(text: str) -> str:
-    """The text with its comments blanked and its lines where they were."""
+    """The text with comments blanked and line numbers unchanged."""
 
     def blank(match: re.Match[str]) -> str:
         return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
@@ -62,9 +62,9 @@ def arguments(text: str) -> list[Argument]:
 
 
 def flat(text: str, signature: Callable[[str, str], str]) -> str:
-    """The text with the kernel's template arguments as local names, lines where they were.
+    """The text with the kernel's template arguments as local names and line numbers unchanged.
 
-    signature  makes the kernel's opening, without its brace, of its name and arguments
+    signature  makes the kernel's opening, without its brace, from its name and arguments
     """
     text = without_comments(text)
     match = KERNEL.search(text)

@@ -1,4 +1,4 @@
-"""As much of CuPy as cuda_backend asks for, over host memory: kernels are compiled by g++ and run by ../simt.h.
+"""The part of CuPy that cuda_backend uses, over host memory: g++ compiles kernels, and ../simt.h runs them.
 
 With this folder on PYTHONPATH in CuPy's place, the tests marked `gpu` execute our kernels on any x86-64 Linux.
 Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) are replaced by the functions below.
@@ -201,7 +201,7 @@ def current() -> int:
 
 
 def device_of(address: int) -> int | None:
-    """The GPU whose memory holds an address, None for a number that is none."""
+    """The GPU whose memory holds an address, or None if no GPU holds it."""
     for device, spans in enumerate(memories):
         at = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
         if at >= 0 and address < spans[at][1]:
@@ -210,7 +210,7 @@ def device_of(address: int) -> int | None:
 
 
 def belongs(what: str, *devices: int | None) -> None:
-    """Refuse what lies on another GPU than the current one."""
+    """Refuse memory on another GPU than the current one."""
     for device in devices:
         if device not in (None, current()):
             raise RuntimeError(f"{what} is of GPU {device}, and GPU {current()} is current")
@@ -244,7 +244,7 @@ class Memory:
 
 
 class Capture(list[Callable[[], None]]):
-    """The launches of a graph, while it is captured and then."""
+    """The launches of a graph, recorded while it is captured and replayed later."""
 
     ended = False
 
