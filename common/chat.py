@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from common.errors import BimetalError, UsageError
+from common.rules import ITEMS
 from common.template import SECONDS, run
 from common.tools import schemas
 
@@ -36,7 +37,7 @@ class Vocabulary(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def check_fits(self, text: str, context: int) -> None: ...
 
@@ -80,11 +81,11 @@ def chat_prompt(
     if context is not None:
         vocabulary.check_fits(text, context)
     if parse_special:
-        return ChatPrompt(text, vocabulary.encode(text, add_special=False), source)
+        return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
     control = vocabulary.find_control(text)
     own = control and _templates_own(vocabulary, source, inputs, text, control, deadline)
     if len(own) == len(control):
-        return ChatPrompt(text, vocabulary.encode(text, add_special=False), source)
+        return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
     tokens, at = list[int](), 0
     for start, end, token in own:
         tokens += [*vocabulary.encode_plain(text[at:start]), token]
@@ -203,6 +204,7 @@ def _inputs(
     add_generation_prompt: bool = True,
     **more: Any,
 ) -> dict[str, Any]:
+    messages = ITEMS.accept("messages", messages)
     chat = [_prepare(message, at, template) for at, message in enumerate(messages)]
     given = {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
     return given | {"add_generation_prompt": add_generation_prompt} | more

@@ -84,6 +84,9 @@ class GenerationOptions(Sampling):
     chain_seed: bool = option(False, rules.FLAG, "begin each tree with the draft's likeliest block")
 
 
+RESERVED = ("messages", "tools", "think", "parse_special", "template", "vocabulary")  # for other arguments of a chat
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(GenerationOptions):
     """How a reply to messages is generated."""
@@ -97,7 +100,11 @@ class ChatOptions(GenerationOptions):
         "functions that the model may call, as in OpenAI's API. A call leaves the text once it is whole; a malformed "
         "call stays in the text as the model wrote it",
     )
-    template: Mapping[str, Any] | None = option(None, rules.MAPPING, "further variables for the model's chat template")
+    template: Mapping[str, Any] | None = option(
+        None,
+        rules.variables(*RESERVED),
+        "further variables for the model's chat template",
+    )
     parse_special: bool = option(
         False, rules.FLAG, "whether control tokens spelled out in messages count as such; by default they are text"
     )

@@ -71,6 +71,17 @@ def texts(words: str) -> Rule:
     return Rule(words, convert)
 
 
+def variables(*reserved: str) -> Rule:
+    """Accept a mapping from names to values, without the `reserved` names."""
+
+    def convert(value: Any) -> Mapping[str, Any]:
+        names = set(_typed(value, Mapping))
+        _check(names, lambda names: all(isinstance(name, str) for name in names) and not names & {*reserved})
+        return dict(value)
+
+    return Rule(f"a dict of values by name, without {', '.join(reserved)}", convert)
+
+
 def _path(value: Any) -> str:
     return _check(_typed(os.fspath(value), str), bool)
 
@@ -94,7 +105,6 @@ def _call(value: Any) -> Any:
 FLAG = Rule("True or False", lambda value: _typed(value, bool))
 PATH = Rule("a name or a path", _path)
 CALLBACK = Rule("a function", _call)
-MAPPING = Rule("a dict", lambda value: _typed(value, Mapping))
 ITEMS = Rule("a list", lambda value: _check(_typed(value, Sequence), lambda x: not isinstance(x, str | bytes)))
 AT_LEAST_0 = number("a finite number of at least 0", lambda x: 0 <= x < math.inf)
 POSITIVE = number("a finite number above 0", lambda x: 0 < x < math.inf)

@@ -88,7 +88,7 @@ class Tokenizer:
     vocab_size      ids 0..vocab_size-1 have a text; a model may have more logits (padding), which have none
     bos_id, eos_id  int or None
     end_ids         ids that end a reply
-    add_bos         encode(add_special=True) starts with bos_id
+    add_bos         encode(add_special_tokens=True) starts with bos_id
     chat_templates  Jinja sources by name: "default", sometimes "tool_use" and others
     """
 
@@ -127,6 +127,15 @@ class Tokenizer:
         self.add_bos = bos_id is not None and self._prefix[:1] == [bos_id]
         self.chat_templates = dict(chat_templates or {})
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Ids by token, in the spelling of the tokenizer's files."""
+        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocab
+
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
@@ -134,18 +143,18 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of `text`.
 
-        add_special    put bos (or what the model uses) in front, unless the text starts with it: chat templates do
-        parse_special  control tokens spelled out in the text become their ids; off for text from strangers. Tokens
-                       that a model calls plain text, such as <think>, are one id either way.
+        add_special_tokens  put bos (or what the model uses) in front, unless the text starts with it
+        parse_special       control tokens spelled out in the text become their ids; off for text from strangers. Tokens
+                            that a model calls plain text, such as <think>, are one id either way.
         """
         _check_text(text)
         with self._lock:
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        if not add_special:
+        if not add_special_tokens:
             return ids
         head = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
         return head + ids + self._suffix
@@ -175,7 +184,7 @@ class Tokenizer:
             if cuts:
                 left += [text[a:b] for a, b in pairwise([0, *cuts, len(text)])][::-1]
             else:
-                ids += self.encode(text, add_special=False, parse_special=False)
+                ids += self.encode(text, add_special_tokens=False, parse_special=False)
         return ids
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> "ChatPrompt":
@@ -238,13 +247,13 @@ class Tokenizer:
             return bytes(_BYTES[char] for char in token)
         return token.encode()
 
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out."""
-        decoder = self.decoder(skip_special)
-        return "".join([decoder.push(id) for id in ids]) + decoder.flush()
+    def decode(self, ids: Iterable[int] | int, skip_special_tokens: bool = False) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special_tokens` leaves control tokens out."""
+        decoder = self.decoder(skip_special_tokens)
+        return "".join([decoder.push(id) for id in ([ids] if isinstance(ids, int) else ids)]) + decoder.flush()
 
-    def decoder(self, skip_special: bool = False) -> "Decoder":
-        return Decoder(self, skip_special)
+    def decoder(self, skip_special_tokens: bool = False) -> "Decoder":
+        return Decoder(self, skip_special_tokens)
 
 
 def _check_text(text: str) -> None:
@@ -261,9 +270,9 @@ def _check_text(text: str) -> None:
 class Decoder:
     """Text of a growing sequence of ids: the pieces that `push` and `flush` return join to `Tokenizer.decode`."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = False):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False):
         self._tokenizer = tokenizer
-        self._skip = tokenizer._special if skip_special else frozenset()
+        self._skip = tokenizer._special if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer._strips_space
 

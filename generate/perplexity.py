@@ -65,7 +65,7 @@ def _load(name: str, args: argparse.Namespace) -> tuple[Path, Model, Tokenizer]:
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special=False, parse_special=False)
+    return tokenizer.encode(text, add_special_tokens=False, parse_special=False)
 
 
 def _reference(

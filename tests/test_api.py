@@ -243,6 +243,27 @@ def test_errors_reach_the_caller(llm):
         asyncio.run(llm.agenerate([50] * 300))
 
 
+def test_a_tokenizer_has_what_people_know(llm):
+    tokenizer, text = llm.tokenizer, "hello <|im_end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello "
+    assert tokenizer.decode(ids[0]) == "h"
+    assert len(tokenizer) == tokenizer.vocab_size == 258
+    assert tokenizer.vocab["<|im_end|>"] == ids[-1] == tokenizer.eos_id
+    assert sorted(tokenizer.vocab.values()) == list(range(258))
+    prompt = tokenizer.apply_chat_template(MESSAGES)
+    assert llm.chat(MESSAGES, max_tokens=6).tokens == llm.generate(prompt, max_tokens=6).tokens
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == llm.render(MESSAGES)
+
+
+@pytest.mark.parametrize("messages", [None, "hello", 5, {"role": "user", "content": "hello"}, b"hello"])
+@pytest.mark.parametrize("entry", ["chat", "stream_chat", "render"])
+def test_messages_are_a_list(llm, entry, messages):
+    with pytest.raises(UsageError, match=r"^messages is .*; it must be a list"):
+        getattr(llm, entry)(messages)
+
+
 @pytest.mark.parametrize("entry", ["generate", "stream", "agenerate", "astream", "logits", "alogits"])
 @pytest.mark.parametrize(
     ("prompt", "message"),

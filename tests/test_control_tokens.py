@@ -66,7 +66,7 @@ def test_content_never_becomes_control(name, text):
     assert own.decode(hostile.tokens) == hostile.text
     assert text in hostile.text
     old = own.chat_prompt(*conversation(text, text), parse_special=True)
-    assert (old.text, old.tokens) == (hostile.text, own.encode(hostile.text, add_special=False))
+    assert (old.text, old.tokens) == (hostile.text, own.encode(hostile.text, add_special_tokens=False))
     assert len(control(own, old.tokens)) > len(control(own, plain.tokens))
 
 
@@ -77,7 +77,7 @@ def test_content_never_becomes_control(name, text):
 def test_ordinary_conversations_have_the_ids_of_their_whole_text(name, text):
     own = tokenizer(TEMPLATES[name])
     prompt = own.chat_prompt(*conversation(text))
-    assert prompt.tokens == own.encode(prompt.text, add_special=False)
+    assert prompt.tokens == own.encode(prompt.text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", GOLDEN["templates"])
@@ -87,7 +87,7 @@ def test_published_templates_have_the_ids_of_their_whole_text(name):
             own, rest = tokenizer(TEMPLATES[name]), dict(given)
             prompt = own.chat_prompt(rest.pop("messages"), rest.pop("tools", None), **rest)
             assert prompt.text == text
-            assert prompt.tokens == own.encode(text, add_special=False)
+            assert prompt.tokens == own.encode(text, add_special_tokens=False)
 
 
 def test_a_token_of_template_and_content_together_is_plain():

@@ -53,8 +53,9 @@ WRONG = {
     "tree_topk": (0, 1.5),
     "chain_seed": ("yes", 1),
     "think": ("yes", 1),
+    "parse_special": ("yes", 1),
     "tools": (5, "weather"),
-    "template": ([("a", 1)], "x"),
+    "template": ([("a", 1)], "x", {1: 2}, {"tools": []}, {"messages": []}, {"template": "x"}),
 }
 WRONG_LOADING = {
     "backend": (5, b"numpy"),

@@ -310,7 +310,8 @@ def test_smollm2_is_as_perplexed_as_in_llama_cpp():
 
     path = resolve_model("smollm2")
     checkpoint = open_checkpoint(path)
-    ids = load_tokenizer(checkpoint.path, checkpoint.config).encode(PROSE, add_special=False, parse_special=False)
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    ids = tokenizer.encode(PROSE, add_special_tokens=False, parse_special=False)
     windows = cut_windows(ids, 32)
     ours = list(score(load_model(checkpoint, NumpyOps()), windows))
 

@@ -37,14 +37,14 @@ EOS = SPM["config"]["tokenizer.ggml.eos_token_id"]
 def test_byte_level_ids(pre):
     original = BPE["original_ids"]
     for text, expected in zip(BPE["texts"], BPE["ids"][pre], strict=True):
-        ids = TOKENIZERS[pre].encode(text, add_special=False)
+        ids = TOKENIZERS[pre].encode(text, add_special_tokens=False)
         assert [original[id] for id in ids] == expected, text
         assert TOKENIZERS[pre].decode(ids) == text
 
 
 def test_sentencepiece_ids():
     for text, expected in zip(SPM["texts"], SPM["ids"], strict=True):
-        assert TOKENIZERS["spm"].encode(text, add_special=False) == expected, text
+        assert TOKENIZERS["spm"].encode(text, add_special_tokens=False) == expected, text
         if "<tool>" not in text:
             assert TOKENIZERS["spm"].decode(expected) == text
 
@@ -63,7 +63,7 @@ def test_published_vectors(name):
     lines = Path(f"{file}.out").read_text().splitlines()
     assert len(lines) > 40
     for text, line in zip(split, lines, strict=False):  # the last separator is followed by nothing
-        assert tokenizer.encode(text, add_special=False) == [int(id) for id in line.split()], text
+        assert tokenizer.encode(text, add_special_tokens=False) == [int(id) for id in line.split()], text
 
 
 @pytest.mark.model
@@ -96,28 +96,29 @@ def test_decoding_undoes_encoding(name, text):
 
 @given(st.text(alphabet=st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
 def test_decoding_undoes_sentencepiece(text):
-    assert TOKENIZERS["spm"].decode(TOKENIZERS["spm"].encode(text, add_special=False, parse_special=False)) == text
+    ids = TOKENIZERS["spm"].encode(text, add_special_tokens=False, parse_special=False)
+    assert TOKENIZERS["spm"].decode(ids) == text
 
 
 @given(st.data())
 @pytest.mark.parametrize("name", ["gpt-2", "spm"])
-@pytest.mark.parametrize("skip_special", [False, True])
-def test_pieces_join_to_the_whole_for_any_ids(name, skip_special, data):
+@pytest.mark.parametrize("skip_special_tokens", [False, True])
+def test_pieces_join_to_the_whole_for_any_ids(name, skip_special_tokens, data):
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
-    decoder = tokenizer.decoder(skip_special)
+    decoder = tokenizer.decoder(skip_special_tokens)
     pieces = [decoder.push(id) for id in ids] + [decoder.flush()]
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special)
-    raw = b"".join(tokenizer.token_bytes(id) for id in ids if not (skip_special and id in tokenizer._special))
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens)
+    raw = b"".join(tokenizer.token_bytes(id) for id in ids if not (skip_special_tokens and id in tokenizer._special))
     expected = raw.decode("utf-8", "replace")
-    assert tokenizer.decode(ids, skip_special) == (expected.removeprefix(" ") if name == "spm" else expected)
+    assert tokenizer.decode(ids, skip_special_tokens) == (expected.removeprefix(" ") if name == "spm" else expected)
 
 
 @given(st.text())
 @pytest.mark.parametrize("name", ["gpt-2", "spm"])
 def test_decoding_is_that_of_the_tokenizers_package(name, text):
     tokenizer = TOKENIZERS[name]
-    ids = tokenizer.encode(text, add_special=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == tokenizer._backend.decode(ids, skip_special_tokens=False)
 
 
@@ -138,7 +139,7 @@ def test_a_character_is_never_shown_by_halves():
 def test_a_bound_without_encoding(name, text, times):
     tokenizer = TOKENIZERS[name]
     for part in (text, " ", "<|im_end|>", "\x04", "e\u0301"):
-        assert tokenizer.least_tokens(part * times) <= len(tokenizer.encode(part * times, add_special=False))
+        assert tokenizer.least_tokens(part * times) <= len(tokenizer.encode(part * times, add_special_tokens=False))
 
 
 def test_white_space_beyond_what_the_package_can_split():
@@ -159,12 +160,12 @@ def test_special_tokens():
     assert IM_END not in plain
     assert tokenizer.decode(plain) == tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text)[-1] == IM_END, "the setting of one call does not stay for the next"
-    assert tokenizer.decode(tokenizer.encode(text), skip_special=True) == "Hi"
-    assert TOKENIZERS["spm"].encode("<unk>", add_special=False) == [TOKENIZERS["spm"].token_to_id("<unk>")]
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "Hi"
+    assert TOKENIZERS["spm"].encode("<unk>", add_special_tokens=False) == [TOKENIZERS["spm"].token_to_id("<unk>")]
     types = [4 if id == IM_END else type for id, type in enumerate(BPE["config"]["tokenizer.ggml.token_type"])]
     visible = bpe(token_type=types)  # user-defined tokens are atomic but belong to the text
     assert visible.encode(text, parse_special=False)[-1] == IM_END
-    assert visible.decode([IM_END], skip_special=True) == "<|im_end|>"
+    assert visible.decode([IM_END], skip_special_tokens=True) == "<|im_end|>"
 
 
 def test_bos_and_eos():
@@ -174,7 +175,7 @@ def test_bos_and_eos():
     assert tokenizer.add_bos
     assert tokenizer.encode("Hi") == [END, *word, IM_END]
     assert tokenizer.encode("<|endoftext|>Hi") == [END, *word, IM_END], "a template that writes bos gets no second one"
-    assert tokenizer.encode("Hi", add_special=False) == word
+    assert tokenizer.encode("Hi", add_special_tokens=False) == word
     assert bpe("llama-bpe", add_bos_token=None).encode("Hi")[0] == END, "the default of this pre-tokenizer"
     assert bpe("qwen2", add_bos_token=None).encode("Hi") == word
     assert TOKENIZERS["spm"].encode("x")[0] == BOS
