@@ -202,16 +202,17 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
     in `recommended_options` of the object that the function is a method of, where there is one.
     """
     own = inspect.signature(function)
-    added = inspect.signature(options).parameters.values()
-    signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *added])
+    leading = list(own.parameters.values())[:-1]
+    signature = own.replace(parameters=[*leading, *inspect.signature(options).parameters.values()])
 
     def arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
         unknown = next((name for name in given if name not in signature.parameters), None)
         if unknown is not None:
             raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options)}")
-        bound = signature.bind(*args, **given)
-        chosen = {name: value for name, value in bound.kwargs.items() if value is not None}
-        return (*bound.args, options(**{**getattr(bound.args[0], "recommended_options", {}), **chosen}))
+        bound = signature.bind(*args, **given).arguments
+        first = [bound.pop(parameter.name, parameter.default) for parameter in leading]
+        chosen = {name: value for name, value in bound.items() if value is not None}
+        return (*first, options(**{**getattr(first[0], "recommended_options", {}), **chosen}))
 
     wrapper: Any
     if inspect.iscoroutinefunction(function):

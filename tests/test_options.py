@@ -149,6 +149,13 @@ def test_help_of_load():
     assert "context length: most tokens" in generate.load.__doc__
 
 
+def test_load_without_a_model_is_the_demo(monkeypatch):
+    monkeypatch.setattr("generate.llm.LLM", lambda *args: args)
+    assert generate.load() == ("demo", LoadOptions())
+    assert generate.load(ctx=64) == ("demo", LoadOptions(ctx=64))
+    assert generate.load(model="x", ctx=None) == ("x", LoadOptions())
+
+
 def test_arguments_are_bound_as_pythons_own(llm):
     assert llm.generate(prompt="hello", max_tokens=2).tokens == llm.generate("hello", max_tokens=2).tokens
     with pytest.raises(TypeError, match="missing a required argument: 'prompt'"):
