@@ -188,6 +188,11 @@ OTHER_NAMES = {  # of other programs
 }
 
 
+RECOMMENDED = (
+    "An option that is not given, or None, is as the model's files recommend (`recommended_options`), else its default."
+)
+
+
 def takes_options(
     options: Callable[P, Made],
 ) -> Callable[[Callable[[Self, Subject, Made], Result]], Callable[Concatenate[Self, Subject, P], Result]]:
@@ -228,7 +233,8 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
     functools.update_wrapper(wrapper, function)
     wrapper.__signature__ = signature
     wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    wrapper.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n{describe(options)}"
+    recommended = f"\n\n{RECOMMENDED}" if issubclass(options, Sampling) else ""
+    wrapper.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}{recommended}\n\n{describe(options)}"
     made: Callable[..., Any] = wrapper
     return made
 

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart while it is being written: reasoning, text and tool calls."""
+"""Reasoning, text and tool calls of a reply, parsed while the model writes it."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class Parts:
 
 
 class ReplyParser:
-    """Takes one reply apart as its chat template taught the model to write it; no part of a tag is ever shown.
+    """Parses one reply by the syntax of its chat template; no part of a tag is ever shown.
 
-    However a reply is cut into pieces, its parts are the same. Reasoning goes up to </think>, where the prompt ends
-    with <think> or the reply begins with it, and loses the white space around it; a call inside it is reasoning. Calls
-    are looked for if there are tools and the template shows a syntax of common.tools. What turns out to be no call is
-    text, tags included, and so is a call that never ends.
+    However a reply is cut into pieces, its parts are the same. Reasoning lasts until </think> if the prompt ends with
+    <think> or the reply begins with it, and loses the white space around it; a call in the reasoning is reasoning.
+    Calls count if there are tools and the template shows a syntax of common.tools. A malformed call and a call that
+    never ends are text, tags included.
     """
 
     def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None):

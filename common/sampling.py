@@ -1,8 +1,8 @@
-"""From a row of logits to a token, on the host: the definition of every sampling parameter.
+"""Draw a token from a row of logits, on the host: the definition of every sampling parameter.
 
-Order: penalties, temperature, top-k, top-p, min-p, then one draw. One uniform number is consumed per token, so a seed
-gives the same text whatever decoder asks, as long as it asks in the order of the text. Chances are whole numbers: their
-sums do not depend on an order, and a device that adds them in its own draws the same token.
+Order: penalties, temperature, top-k, top-p, min-p, then one draw. A draw consumes one uniform number per token, so a
+seed gives the same text with every decoder that draws in the order of the text. The weights of a draw are whole
+numbers: sums of whole numbers do not depend on their order, and devices add in other orders.
 """
 
 import copy
@@ -15,8 +15,8 @@ import numpy as np
 from common.errors import NotFiniteError
 from common.options import Sampling
 
-ONE = 1 << 40  # chances of the likeliest token
-FEW = 1024  # tokens that are sorted first where a top-p is reached by few
+ONE = 1 << 40  # draw weight of the likeliest token
+FEW = 1024  # tokens that top-p sorts first; all tokens where these do not reach its share
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:
@@ -57,16 +57,16 @@ def argmax_entropy(rows: np.ndarray, excluded: int) -> tuple[np.ndarray, np.ndar
 
 
 def best_of(row: np.ndarray, k: int) -> np.ndarray:
-    """The ids of the k largest of row (vocab,), best first, of equal ones the smaller id; all where there are less."""
+    """Ids of the k largest logits of row (vocab,), best first, of equal logits the smaller id; all of fewer."""
     ids = np.flatnonzero(row >= np.partition(row, -k)[-k]) if k < len(row) else np.arange(len(row))
     return ids[np.argsort(-row[ids], kind="stable")][:k]
 
 
-def chances(row: np.ndarray, s: Sampling) -> np.ndarray:
-    """row (vocab,) float32 without NaN -> the chances of each token (vocab,) uint64, 0 for those that are left out.
+def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
+    """row (vocab,) float32 without NaN -> the weight of each token in a draw (vocab,) uint64, 0 for excluded tokens.
 
-    Prefixes of the tokens by logit, of equal ones the smaller id first, are what top-k and top-p keep; the token that
-    crosses top-p stays, and top-p is a share of what top-k left. Chances below `min_p` of the best one's are left out.
+    Top-k and top-p keep prefixes of the tokens in order of logit, of equal logits the smaller id first. The token that
+    crosses top-p stays, and top-p is a share of what top-k left. Weights below `min_p` of the best weight become 0.
     """
     top = row.max()
     with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, tiny temperatures
@@ -124,7 +124,7 @@ class Sampler:
         s = self.sampling
         if s.temperature == 0:
             return int(row.argmax())
-        sums = np.cumsum(chances(row, s))
+        sums = np.cumsum(draw_weights(row, s))
         at = min(int(self.numbers(1)[0] * float(sums[-1])), int(sums[-1]) - 1)
         return int(np.searchsorted(sums, np.uint64(at), side="right"))
 

@@ -106,6 +106,8 @@ class LLM:
         }
         if self.draft_path is not None:
             facts["draft"] = self.draft_path.name
+        if self.recommended_options:
+            facts["sampling"] = ", ".join(f"{name} {value:g}" for name, value in self.recommended_options.items())
         return model_card(self.path.name, facts)
 
     @property

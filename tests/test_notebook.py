@@ -76,10 +76,12 @@ def test_a_reply_folds_its_reasoning_and_ends_with_figures():
 
 
 def test_the_card_of_a_model(tmp_path):
-    with generate.load(tiny_chat.write(tmp_path / "tiny<b>"), backend="numpy", ctx=100) as llm:
+    folder = tiny_chat.write(tmp_path / "tiny<b>")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7, "top_k": 20}')
+    with generate.load(folder, backend="numpy", ctx=100) as llm:
         card = llm._repr_html_()
         assert repr(llm) == "<LLM tiny<b>: llama on numpy, context 100>"
-    for fact in ("tiny&lt;b&gt;", "llama", "numpy", "100 of 256 tokens", "GiB"):
+    for fact in ("tiny&lt;b&gt;", "llama", "numpy", "100 of 256 tokens", "GiB", "temperature 0.7, top_k 20"):
         assert fact in card
     assert "<b>&lt;i&gt;</b>" in model_card("<i>", {})
 

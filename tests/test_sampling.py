@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError, UsageError
-from common.sampling import Ahead, Sampler, Sampling, chances, log_softmax, top_k
+from common.sampling import Ahead, Sampler, Sampling, draw_weights, log_softmax, top_k
 
 ROW = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
 
@@ -42,7 +42,7 @@ def test_chi_square_of_the_plain_distribution():
     assert ((observed - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
 
 
-def test_chances_of_whole_prefixes():
+def test_draw_weights_of_whole_prefixes():
     """Compare with tokens added one by one from the best."""
     random = np.random.default_rng(5)
     for trial in range(300):
@@ -62,8 +62,8 @@ def test_chances_of_whole_prefixes():
             if s.top_p < 1 and sum_ >= enough:
                 break
         want = [whole[i] if i in kept and whole[i] >= s.min_p * 2**40 else 0 for i in range(40)]
-        assert np.abs(chances(row, s).astype(np.int64) - want).max() <= 1  # two exponentials
-        assert np.array_equal(chances(row, s) > 0, np.array(want) > 0)
+        assert np.abs(draw_weights(row, s).astype(np.int64) - want).max() <= 1  # two exponentials
+        assert np.array_equal(draw_weights(row, s) > 0, np.array(want) > 0)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
@@ -71,16 +71,16 @@ def test_chances_of_whole_prefixes():
 def test_a_top_p_of_few_tokens_and_of_most(scale, top_p):
     """Compare with a full sort of 5,000 tokens."""
     row = (np.random.default_rng(2).normal(size=5000) * scale).astype(np.float32).round(2)
-    every = chances(row, Sampling(temperature=1.0))
+    every = draw_weights(row, Sampling(temperature=1.0))
     order = np.argsort(-row, kind="stable")
     kept = order[: np.searchsorted(np.cumsum(every[order]), np.uint64(np.ceil(top_p * float(every.sum())))) + 1]
-    assert set(np.flatnonzero(chances(row, Sampling(temperature=1.0, top_p=top_p)))) == set(kept)
+    assert set(np.flatnonzero(draw_weights(row, Sampling(temperature=1.0, top_p=top_p)))) == set(kept)
 
 
 @pytest.mark.parametrize("row", [[-np.inf] * 3, [np.inf, 0, np.inf], [-0.0, -np.inf, 0.0]])
-def test_infinite_logits_have_chances(row):
+def test_infinite_logits_have_draw_weights(row):
     best = np.array(row) == max(row)
-    assert np.array_equal(chances(np.array(row, np.float32), Sampling(temperature=0.7)), best * 2**40)
+    assert np.array_equal(draw_weights(np.array(row, np.float32), Sampling(temperature=0.7)), best * 2**40)
 
 
 def test_same_seed_same_tokens():

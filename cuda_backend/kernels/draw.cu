@@ -1,5 +1,5 @@
 // draw: a token of each row by chance, from logits that stay on the device
-// Meaning   common/sampling.py chances, and Sampler.pick with them         Launcher  cuda_backend/sampling.py
+// Meaning   common/sampling.py draw_weights, and Sampler.pick with them    Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; best [T][pieces]: keys, of sample.cu; uniform [T]: 0 to 1
 // Between   chances [T][V]; where tokens are cut, bins [T][2][BINS]: chances and tokens by the first bits of a logit's
 //           key, at 0 before `weigh`
