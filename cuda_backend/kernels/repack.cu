@@ -5,6 +5,8 @@
 // Build     one type of tile.cuh
 // Work      a warp per tile of 16 rows x KBLOCK columns; rows and columns beyond the matrix get zero scales
 // Bound     bytes read and written
+// Tried     scales checked by the host while it copies -> 0.71 s against 0.59 for a file of 16.5 GB; by twelve other threads 1.6
+//             (H200)
 
 // A block of COLUMNS in the file: its bytes, and how many float16 lie where.
 #if defined(Q4_K) || defined(Q5_K) || defined(Q6_K) || defined(Q2_K) || defined(Q3_K) || defined(IQ4_XS)
