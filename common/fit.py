@@ -181,7 +181,7 @@ def fetch_headers(repo: str, listing: hub.Listing, paths: Sequence[str], folder:
     """
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    wanted = [p for p in paths if p.endswith((".gguf", ".safetensors", "config.json", ".safetensors.index.json"))]
+    chosen = [p for p in paths if p.endswith((".gguf", ".safetensors", "config.json", ".safetensors.index.json"))]
 
     def fetch(path: str) -> None:
         target = folder / path
@@ -194,8 +194,8 @@ def fetch_headers(repo: str, listing: hub.Listing, paths: Sequence[str], folder:
             raise BimetalError(f"the headers of {repo} could not be fetched: {hub.short_reason(error)}") from None
 
     with ThreadPoolExecutor(hub.WORKERS) as pool:
-        jobs = pool.map(fetch, wanted)
-        for _ in tqdm(jobs, "headers", len(wanted), leave=False, disable=None if progress else True):
+        jobs = pool.map(fetch, chosen)
+        for _ in tqdm(jobs, "headers", len(chosen), leave=False, disable=None if progress else True):
             pass
 
 

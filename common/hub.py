@@ -179,13 +179,13 @@ def _parts_of_file(models: dict[str, list[str]], where: str, file: str) -> list[
 
 def _parts_of_quant(models: dict[str, list[str]], where: str, quant: str | None) -> list[str]:
     labels = {name: quant_label(name) for name in models}
-    wanted = (quant or DEFAULT_QUANT).upper()
-    rules: list[Callable[[str], bool]] = [lambda label: label == wanted]
+    requested = (quant or DEFAULT_QUANT).upper()
+    rules: list[Callable[[str], bool]] = [lambda label: label == requested]
     if quant is None:
         rules.append(lambda _: len(models) == 1)
     else:
-        rules.append(lambda label: label.removeprefix("UD-") == wanted)  # UD-: unsloth's mixtures of the same types
-        rules.append(lambda label: label.removeprefix("UD-").startswith(wanted + "_"))  # Q4 for a lone Q4_0
+        rules.append(lambda label: label.removeprefix("UD-") == requested)  # UD-: unsloth, types mixed
+        rules.append(lambda label: label.removeprefix("UD-").startswith(requested + "_"))  # Q4 for a lone Q4_0
     chosen = next((found for rule in rules if (found := [n for n in models if rule(labels[n])])), [])
     if len(chosen) == 1:
         return models[chosen[0]]

@@ -332,10 +332,10 @@ def _from_gguf(config: Mapping[str, Any]) -> Tokenizer:
         return id
 
     def around(name: str, id: int | None, default: bool) -> list[int]:
-        wanted = get(f"add_{name}_token", bool, None)
-        if wanted and id is None:
+        added = get(f"add_{name}_token", bool, None)
+        if added and id is None:
             raise BimetalError(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
-        return [id] if id is not None and (default if wanted is None else wanted) else []
+        return [id] if id is not None and (default if added is None else added) else []
 
     model = get("model", str)
     tokens, types = get_list("tokens"), get_list("token_type")

@@ -238,7 +238,7 @@ def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
 def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
     """Positions of a tile of kernels/latent.cu, buffers of 32 in shared memory, and its bytes.
 
-    A tile of 64 waits half as often, and wants more than a tile on its way.
+    A tile of 64 waits half as often, and needs more than one tile in flight.
     """
     buffer, rows = 32 * (width + 8) * 2, LATENT_ROWS
     for tile, least, most in ((64, 5, 5), (32, 2, 4)):

@@ -46,7 +46,7 @@ class Uploader:
         self.unchecked: list[Sequence[Tensor]] = []
 
     def room(self, nbytes: int) -> int:
-        """Device memory for what is on its way, in the order of the stream; the next call gives the same."""
+        """Address of device memory for the next copy of the stream: one buffer for all calls, grown if too small."""
         if nbytes > self.memory.nbytes:
             self.finish()
             self.stream.synchronize()

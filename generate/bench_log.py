@@ -59,7 +59,7 @@ def processor() -> str:
 
 
 def environment(runner: str) -> dict[str, str]:
-    """What a row must say of where it was measured."""
+    """The columns that describe where a row was measured."""
     cupy = next((name for name in ("cupy-cuda13x", "cupy-cuda12x") if _version(name) != "?"), "cupy")
     packages = {"numpy": ["numpy"], "mlx": ["mlx"], "mlx-lm": ["mlx", "mlx-lm"], "cuda": [cupy]}[runner]
     return {

@@ -84,16 +84,16 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
         yield _local(hub.resolve_model(name)), ""  # the cached copy, or the reason why there is none
         return
     with TemporaryDirectory(prefix="bimetal-") as folder:
-        entries, wanted = _choose(listing, match["repo"], match["file"], match["quant"])
-        fetch_headers(match["repo"], listing, wanted, Path(folder), progress=True)
+        entries, files = _choose(listing, match["repo"], match["file"], match["quant"])
+        fetch_headers(match["repo"], listing, files, Path(folder), progress=True)
         yield {label: Path(folder, entry) for label, entry in _labelled(entries).items()}, folder
 
 
 def _choose(listing: hub.Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
     """The models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
-        wanted, entry = hub.choose_files(listing.sizes, repo, file, quant)
-        return [entry], wanted
+        files, entry = hub.choose_files(listing.sizes, repo, file, quant)
+        return [entry], files
     chosen = [hub.choose_files(listing.sizes, repo, file=path) for path in _models(listing.sizes)]
     if not chosen or any(path.endswith(".safetensors") and "/" not in path for path in listing.sizes):
         chosen.append(hub.choose_files(listing.sizes, repo))  # where there is neither, this says what there is

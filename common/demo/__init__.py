@@ -11,7 +11,7 @@ TARGET, DRAFT = "demo-qwen35-{}.gguf", "demo-qwen35-dflash-Q8_0.gguf"
 def demo_path(name: str = "demo") -> Path:
     """The file of "demo" (the target, Q8_0), "demo:QUANT" (the target in another mix) or "draft".
 
-    Raises BimetalError for a mix that is not there.
+    Raises BimetalError for a mix that the package lacks.
     """
     quant = name.removeprefix("demo").removeprefix(":").upper() or "Q8_0"
     path = FOLDER / (DRAFT if name == "draft" else TARGET.format(quant))
