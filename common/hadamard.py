@@ -56,4 +56,4 @@ def unrotate(y: np.ndarray) -> np.ndarray:
 
 
 def _grouped(x: np.ndarray, group: int) -> np.ndarray:
-    return x.reshape(*x.shape[:-1], -1, group)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)

@@ -61,7 +61,7 @@ def table(name: str, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Fields of 1, 2 or 4 bits, neighbours in one byte, the first lowest: uint8 (..., n) -> (..., n * bits / 8)."""
-    fields = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+    fields = _split(codes, 8 // bits)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return np.bitwise_or.reduce(fields << shifts, axis=-1).astype(np.uint8)
 
@@ -70,11 +70,11 @@ def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of `pack`."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     fields = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return fields.reshape(*packed.shape[:-1], -1)
+    return fields.reshape(*packed.shape[:-1], packed.shape[-1] * 8 // bits)
 
 
 def _split(x: np.ndarray, size: int) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(*x.shape[:-1], -1, size)
+    return np.ascontiguousarray(x).reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _halves(x: np.ndarray) -> np.ndarray:
@@ -162,6 +162,8 @@ def _q8_0(x: np.ndarray) -> np.ndarray:
 
 
 def _from_ggml(b: np.ndarray, name: str) -> np.ndarray:
+    if not b.size:
+        return np.empty((*b.shape[:-1], BLOCK), np.float32)
     return DECODERS[name](b.reshape(-1, b.shape[-1])).reshape(*b.shape[:-1], BLOCK)
 
 
@@ -283,10 +285,10 @@ class Format:
 
     def encode(self, x: np.ndarray) -> np.ndarray:
         """float32 (..., dim) -> uint8 (..., row_bytes(dim)). NaN in a vector makes a scale of it NaN."""
-        self.block(x.shape[-1])
+        size = self.row_bytes(x.shape[-1])
         with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
             blocks = self._encode(np.ascontiguousarray(x, np.float32))
-        return blocks.reshape(*x.shape[:-1], -1)
+        return blocks.reshape(*x.shape[:-1], size)
 
     def decode(self, rows: np.ndarray, dim: int) -> np.ndarray:
         """uint8 (..., row_bytes(dim)) -> float32 (..., dim)"""

@@ -12,13 +12,15 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.host import available_bytes, peak_resident_bytes
+from common.kv_cache import ALL_PAIRS
 from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
-from common.reference_states import delta_rule, layer_state, rows_held
+from common.reference_states import Held, delta_rule, layer_state, rows_held
 from common.sampling import Sampler
 from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
 from common.storage import Kind, LayerSpec, all_specs
 from common.tensors import Tensor
+from common.visible import exact_rows, seen_rows
 
 CACHED = 1 << 19  # elements of a matrix that stay in a core's cache while one row after the other is multiplied
 
@@ -38,6 +40,7 @@ def softplus(x: np.ndarray) -> np.ndarray:
 class NumpyOps(Ops):
     name = "numpy"
     item_bytes = 4
+    cache_pairs = ALL_PAIRS
 
     def weight(self, *parts: Tensor) -> Weight:
         return np.concatenate([dequantize(part) for part in parts], axis=-2)
@@ -60,7 +63,12 @@ class NumpyOps(Ops):
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         room = rows_held(tokens, rows)
-        return sum(s.bytes(room if s.kind is Kind.APPENDS else tokens, self.item_bytes) for s in all_specs(spec))
+        total = 0
+        for s in all_specs(spec):
+            total += s.bytes(tokens, self.item_bytes)
+            if s.kind is Kind.APPENDS:
+                total += (room - tokens) * s.row_bytes(self.item_bytes)  # what is allocated ahead
+        return total
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         rows = min(rows, tokens)
@@ -117,28 +125,21 @@ class NumpyOps(Ops):
         causal: bool = False,
     ) -> Array:
         step.the_slot()
-        past = kv.past
-        keys, values = kv.write(k, v)
-        seen = _seen(step, len(keys))
-        if causal:
-            seen &= np.tri(len(k), len(keys), len(keys) - len(k), dtype=bool)
-        if window is not None:  # a committed row's place is its position
-            first = np.arange(min(kv.keep, past))
-            rest = np.arange(past - (len(keys) - len(k) - len(first)), past)
-            position = np.concatenate([first, rest, step.positions])
-            seen &= (position > step.positions[:, None] - window) | (position < kv.keep)
-        return _attend(q, keys, values, seen, scale)
+        parts = kv.hold(step, k, v)
+        seen = [_seen_of(part, step, kv, window, causal) for part in parts]
+        keys, values = parts[0].rows if len(parts) == 1 else map(np.concatenate, zip(*(p.rows for p in parts)))  # noqa: B905
+        return _attend(q, keys, values, seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1), scale)
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
-        kv.write(k, v)
+        kv.hold(step, k, v)
 
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: Step, scale: float
     ) -> Array:
         step.the_slot()
-        (rows,) = kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])
+        rows = _latent_rows(kv, latent, k_rope)
         q = np.concatenate([q_latent, q_rope], axis=-1)
-        return _attend(q, rows, rows[..., : latent.shape[1]], _seen(step, len(rows)), scale)
+        return _attend(q, rows, rows[..., : latent.shape[1]], seen_rows(step, np.arange(len(rows) - len(step))), scale)
 
     def expanded_attention(
         self,
@@ -154,12 +155,12 @@ class NumpyOps(Ops):
     ) -> Array:
         step.the_slot()
         R = latent.shape[1]
-        rows = kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])[0][:, 0]
+        rows = _latent_rows(kv, latent, k_rope)[:, 0]
         k_nope = np.einsum("nr,hrc->nhc", rows[:, :R], k_up, optimize=True)
         k_rope = np.broadcast_to(rows[:, None, R:], (*k_nope.shape[:2], k_rope.shape[1]))
         q, keys = np.concatenate([q_nope, q_rope], axis=-1), np.concatenate([k_nope, k_rope], axis=-1)
         values = np.einsum("nr,hvr->nhv", rows[:, :R], v_up, optimize=True)
-        return _attend(q, keys, values, _seen(step, len(rows)), scale)
+        return _attend(q, keys, values, seen_rows(step, np.arange(len(rows) - len(step))), scale)
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
@@ -231,10 +232,20 @@ def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
 
-def _seen(step: Step, n: int) -> np.ndarray:
-    """(T, n) bool: which of n rows, the last T of them the step's, each row of the step may see"""
-    T = len(step)
-    return np.concatenate([np.ones((T, n - T), bool), step.visible], axis=1)
+def _seen_of(part: Held, step: Step, kv: Any, window: int | None, causal: bool) -> np.ndarray:
+    """(T, n) bool: which rows of a part of a cache each row of the step attends to"""
+    seen = seen_rows(step, part.places, window, kv.keep, causal)
+    if part.exact is not None:
+        exact = exact_rows(step, part.places, kv.spec.packing)
+        seen &= exact if part.exact else ~exact
+    return seen
+
+
+def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
+    """Put the step's rows behind the past: (n, 1, R + P) of both"""
+    if len(kv.planes) == 1:
+        return kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])[0]
+    return np.concatenate(kv.write(latent[:, None], k_rope[:, None]), axis=-1)
 
 
 def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float) -> np.ndarray:

@@ -1,43 +1,71 @@
-"""What NumpyOps stores for a sequence: rows of attention, convolution tails and delta matrices, all in float32."""
+"""What NumpyOps stores for a sequence: rows of attention in their formats, convolution tails and delta matrices."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.step import LayerState
-from common.storage import ConvSpec, DeltaSpec, RowSpec, Spec
+from common.hadamard import rotate, unrotate
+from common.kv_formats import FORMATS
+from common.step import LayerState, Step
+from common.storage import NATIVE, ConvSpec, DeltaSpec, KVSpec, Plane, RowSpec, Spec
+
+
+class Held(NamedTuple):
+    """Rows that a step may attend to: committed ones, then the step's own.
+
+    rows    (n + T, K, D) float32 of each plane
+    places  (n,) positions of the committed ones
+    exact   whether these are the copies in float32 beside a cache's formats; None: the cache has no such copies
+    """
+
+    rows: list[np.ndarray]
+    places: np.ndarray
+    exact: bool | None = None
 
 
 class NumpyRows:
-    """Rows (n, K, D) of committed tokens, then the step's, in one array per plane: keys and values, or latent rows."""
+    """Rows of committed tokens, then the step's, in one array per plane: keys and values, or latent rows.
+
+    An array is float32 (n, K, D), or bytes (n, K, bytes of a vector) of the plane's format.
+    """
 
     keep = 0  # first rows that no window hides
 
     def __init__(self, spec: RowSpec):
-        self.planes = [np.empty((0, plane.heads, plane.dim), np.float32) for plane in spec.planes]
+        self.spec = spec
+        self.planes = [_empty(plane) for plane in spec.planes]
         self.past = 0  # committed rows
 
     @property
     def keys(self) -> np.ndarray:
-        return self.planes[0]
+        return decoded(self.planes[0], self.spec.planes[0])
 
     @property
     def values(self) -> np.ndarray:
-        return self.planes[-1]
+        return decoded(self.planes[-1], self.spec.planes[-1])
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
         """Put the step's rows (T, K, D) behind the past; the rows of both, (n + T, K, D)."""
+        end = self.put([encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)])
+        return [decoded(held[:end], plane) for held, plane in zip(self.planes, self.spec.planes, strict=True)]
+
+    def put(self, rows: list[np.ndarray]) -> int:
+        """Put the step's rows, in their formats, behind the past; where they end."""
         end = self.past + len(rows[0])
         if end > len(self.planes[0]):
-            self.planes = [_grown(plane, room_for(end, len(plane)), self.past) for plane in self.planes]
-        for plane, new in zip(self.planes, rows, strict=True):
-            plane[self.past : end] = new
-        return [plane[:end] for plane in self.planes]
+            self.planes = [_grown(held, room_for(end, len(held)), self.past) for held in self.planes]
+        for held, new in zip(self.planes, rows, strict=True):
+            held[self.past : end] = new
+        return end
+
+    def hold(self, step: Step, *rows: np.ndarray) -> list[Held]:
+        """Put the step's rows behind the past; what the step may attend to, in parts."""
+        return [Held(self.write(*rows), np.arange(self.past))]
 
     def commit(self, path: np.ndarray) -> None:
         rows = slice(self.past, self.past + len(path))
-        for plane in self.planes:
-            plane[rows] = plane[self.past + path]
+        for held in self.planes:
+            held[rows] = held[self.past + path]
         self.past += len(path)
 
     def snapshot(self) -> Any:
@@ -48,7 +76,28 @@ class NumpyRows:
 
     @property
     def nbytes(self) -> int:
-        return sum(plane.nbytes for plane in self.planes)
+        return sum(held.nbytes for held in self.planes)
+
+
+def _empty(plane: Plane) -> np.ndarray:
+    if plane.format == NATIVE:
+        return np.empty((0, plane.heads, plane.dim), np.float32)
+    return np.empty((0, plane.heads, FORMATS[plane.format].row_bytes(plane.dim)), np.uint8)
+
+
+def encoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
+    """float32 (n, K, D) as the plane stores it."""
+    if plane.format == NATIVE:
+        return rows
+    return FORMATS[plane.format].encode(rotate(rows) if plane.rotated else rows)
+
+
+def decoded(rows: np.ndarray, plane: Plane) -> np.ndarray:
+    """The inverse of `encoded`, up to what the format loses."""
+    if plane.format == NATIVE:
+        return rows
+    values = FORMATS[plane.format].decode(rows, plane.dim)
+    return unrotate(values) if plane.rotated else values
 
 
 def room_for(end: int, room: int) -> int:
@@ -81,14 +130,20 @@ class NumpyWindow(NumpyRows):
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
         """Keep the step's rows until the commit; the rows of the window and of the step."""
-        self.rows = list(rows)
-        return [np.concatenate(pair) for pair in zip(self.planes, rows, strict=True)]
+        self.rows = [encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)]
+        parts = zip(self.planes, self.rows, self.spec.planes, strict=True)
+        return [decoded(np.concatenate([held, new]), plane) for held, new, plane in parts]
+
+    def hold(self, step: Step, *rows: np.ndarray) -> list[Held]:
+        first = min(self.keep, self.past)
+        rest = np.arange(self.past - (len(self.planes[0]) - first), self.past)
+        return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
 
     def commit(self, path: np.ndarray) -> None:
         kept = np.arange(len(self.planes[0]) + len(path))
         kept = kept[(kept < self.keep) | (kept >= len(kept) - self.window)]
         pairs = zip(self.planes, self.rows, strict=True)
-        self.planes = [np.concatenate([plane, new[path]])[kept] for plane, new in pairs]
+        self.planes = [np.concatenate([held, new[path]])[kept] for held, new in pairs]
         self.rows = [new[:0] for new in self.rows]
         self.past += len(path)
 
@@ -97,6 +152,98 @@ class NumpyWindow(NumpyRows):
 
     def restore(self, snapshot: Any) -> None:
         self.planes, self.past = snapshot
+
+
+class Calibration(NamedTuple):
+    """Mean and scale of each channel of the keys, float32 (K, D), or (T, K, D) where rows differ."""
+
+    mean: np.ndarray
+    scale: np.ndarray
+
+    @classmethod
+    def of(cls, keys: np.ndarray) -> "Calibration":
+        """Of keys (n, K, D); a channel that never changes has scale 1. Sums are float64, in the order of the keys."""
+        mean = keys.mean(axis=0, dtype=np.float64)
+        scale = np.sqrt(np.square(keys - mean).mean(axis=0, dtype=np.float64)).astype(np.float32)
+        return cls(mean.astype(np.float32), np.where(scale > 0, scale, np.float32(1)))
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> "Calibration":
+        return cls(np.zeros(shape, np.float32), np.ones(shape, np.float32))
+
+    def apply(self, keys: np.ndarray) -> np.ndarray:
+        return (keys - self.mean) / self.scale
+
+    def undo(self, keys: np.ndarray) -> np.ndarray:
+        return keys * self.scale + self.mean
+
+
+class NumpyPacked:
+    """Keys and values in their formats, beside exact copies of the first and the latest rows (`Packing`).
+
+    A row reads a token exactly where the token is among the first of the sequence or the latest before the row's own
+    position, and from its codes elsewhere: what a row reads depends on positions alone, not on the steps that wrote
+    them. Keys are calibrated along each row's own path, so that rows of a tree agree with their paths read alone.
+    """
+
+    keep = 0
+
+    def __init__(self, spec: KVSpec):
+        self.spec = spec
+        self.codes, self.exact = NumpyRows(spec), NumpyWindow(spec.exact)
+        self.calibration: Calibration | None = None  # of committed rows
+
+    @property
+    def past(self) -> int:
+        return self.codes.past
+
+    def hold(self, step: Step, k: np.ndarray, v: np.ndarray) -> list[Held]:
+        past, packing, planes = self.past, self.spec.packing, self.spec.planes
+        calibration = self._calibration(step, k)
+        new = [encoded(calibration.apply(k), planes[0]), encoded(v, planes[1])]
+        self.codes.put(new)
+        first = min(packing.first, past)
+        keys, values = (decoded(held[first:past], plane) for held, plane in zip(self.codes.planes, planes, strict=True))
+        if self.calibration is not None:
+            keys = self.calibration.undo(keys)
+        own = [calibration.undo(decoded(new[0], planes[0])), decoded(new[1], planes[1])]
+        rows = [np.concatenate(pair) for pair in zip((keys, values), own, strict=True)]
+        (held,) = self.exact.hold(step, k, v)
+        return [Held(rows, np.arange(first, past), exact=False), held._replace(exact=True)]
+
+    def _calibration(self, step: Step, k: np.ndarray) -> Calibration:
+        """With which the step's keys are encoded; of rows whose path is too short for one, none."""
+        n = self.spec.packing.calibration
+        if self.calibration is not None:
+            return self.calibration
+        none, known = Calibration.none(k.shape[1:]), self.exact.planes[0][:n]  # all committed rows
+        if not n or self.past + len(k) < n:
+            return none
+        if step.is_chain:
+            return Calibration.of(np.concatenate([known, k])[:n])
+        paths = [np.concatenate([known, k[seen]])[:n] for seen in step.visible]
+        each = [Calibration.of(path) if len(path) == n else none for path in paths]
+        return Calibration(*(np.stack(part) for part in zip(*each, strict=True)))
+
+    def commit(self, path: np.ndarray) -> None:
+        self.codes.commit(path)
+        self.exact.commit(path)
+        n = self.spec.packing.calibration
+        if n and self.calibration is None and self.past >= n:
+            self.calibration = Calibration.of(self.exact.planes[0][:n])
+
+    def snapshot(self) -> Any:
+        return self.codes.snapshot(), self.exact.snapshot(), self.calibration
+
+    def restore(self, snapshot: Any) -> None:
+        codes, exact, self.calibration = snapshot
+        self.codes.restore(codes)
+        self.exact.restore(exact)
+
+    @property
+    def nbytes(self) -> int:
+        calibration = sum(part.nbytes for part in self.calibration or ())
+        return self.codes.nbytes + self.exact.nbytes + calibration
 
 
 class NumpyConv:
@@ -159,5 +306,7 @@ def delta_rule(S: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, b
 def layer_state(s: Spec) -> LayerState:
     """The empty state that `s` describes."""
     if isinstance(s, RowSpec):
+        if isinstance(s, KVSpec) and s.packing.keeps_exact:
+            return NumpyPacked(s)
         return NumpyRows(s) if s.window is None else NumpyWindow(s)
     return {ConvSpec: NumpyConv, DeltaSpec: NumpyDelta}[type(s)](s)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from common.kv_formats import FORMATS
+
 NATIVE = "native"  # the format of a cache in the backend's own float type
 
 
@@ -21,15 +23,17 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Plane:
-    """One array of rows: per token `heads` vectors of `dim` numbers, stored in `format`."""
+    """One array of rows: per token `heads` vectors of `dim` numbers, stored in `format`, rotated before that or not."""
 
     heads: int
     dim: int
     format: str = NATIVE
+    rotated: bool = False
 
     def row_bytes(self, item_bytes: int) -> int:
         """Bytes of one token's row; a number of the format NATIVE takes `item_bytes`."""
-        return self.heads * self.dim * item_bytes
+        native = self.format == NATIVE
+        return self.heads * (self.dim * item_bytes if native else FORMATS[self.format].row_bytes(self.dim))
 
 
 class RowSpec:
@@ -58,8 +62,40 @@ class RowSpec:
         """Rows that are held after `tokens` tokens."""
         return tokens if self.window is None else min(tokens, self.keep + self.window)
 
+    def exact_bytes(self, tokens: int, item_bytes: int) -> int:
+        """Bytes of what lies beside the rows: copies in the backend's own float type, and what calibration left."""
+        return 0
+
     def bytes(self, tokens: int, item_bytes: int) -> int:
-        return self.rows(tokens) * self.row_bytes(item_bytes)
+        return self.rows(tokens) * self.row_bytes(item_bytes) + self.exact_bytes(tokens, item_bytes)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a compressed cache does beside its formats.
+
+    rotate_keys    rotate keys before they are encoded
+    rotate_values  rotate values before they are encoded
+    sinks          first tokens of a sequence that attention reads exactly, in the backend's own float type
+    recent         latest tokens, a row's own among them, that attention reads exactly
+    calibration    first tokens whose keys give each channel's mean and scale, with which later keys are encoded; they
+                   are read exactly as well. 0: keys are encoded as they are
+    """
+
+    rotate_keys: bool = False
+    rotate_values: bool = False
+    sinks: int = 0
+    recent: int = 0
+    calibration: int = 0
+
+    @property
+    def first(self) -> int:
+        """First tokens that are read exactly."""
+        return max(self.sinks, self.calibration)
+
+    @property
+    def keeps_exact(self) -> bool:
+        return self.first > 0 or self.recent > 0
 
 
 @dataclass(frozen=True)
@@ -76,14 +112,27 @@ class KVSpec(RowSpec):
     keep: int = 0
     key_format: str = NATIVE
     value_format: str = NATIVE
+    packing: Packing = Packing()
 
     @property
     def planes(self) -> tuple[Plane, ...]:
         """The keys, then the values."""
         return (
-            Plane(self.kv_heads, self.key_dim, self.key_format),
-            Plane(self.kv_heads, self.value_dim, self.value_format),
+            Plane(self.kv_heads, self.key_dim, self.key_format, self.packing.rotate_keys),
+            Plane(self.kv_heads, self.value_dim, self.value_format, self.packing.rotate_values),
         )
+
+    @property
+    def exact(self) -> "KVSpec":
+        """The rows that attention reads exactly, as a cache of their own."""
+        return KVSpec(self.kv_heads, self.key_dim, self.value_dim, self.packing.recent, self.packing.first)
+
+    def exact_bytes(self, tokens: int, item_bytes: int) -> int:
+        if not self.packing.keeps_exact:
+            return 0
+        calibrated = 0 < self.packing.calibration <= tokens
+        statistics = 2 * 4 * self.kv_heads * self.key_dim if calibrated else 0  # float32 mean and scale
+        return self.exact.bytes(tokens, item_bytes) + statistics
 
 
 @dataclass(frozen=True)
@@ -92,16 +141,24 @@ class LatentSpec(RowSpec):
 
     latent_dim: int
     rope_dim: int
+    latent_format: str = NATIVE
+    rotate_latent: bool = False
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        return (Plane(1, self.latent_dim + self.rope_dim),)
+        """Both parts in one plane, or the latent in its format and the roped part in the backend's own float type."""
+        if self.latent_format == NATIVE:
+            return (Plane(1, self.latent_dim + self.rope_dim),)
+        return (Plane(1, self.latent_dim, self.latent_format, self.rotate_latent), Plane(1, self.rope_dim))
 
 
 class RecurrentSpec:
     """A state of a fixed size."""
 
     kind = Kind.RECURS
+
+    def row_bytes(self, item_bytes: int) -> int:
+        return 0
 
     def bytes(self, tokens: int, item_bytes: int) -> int:
         raise NotImplementedError

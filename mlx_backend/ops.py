@@ -14,18 +14,22 @@ import numpy as np
 
 from common.errors import BimetalError, NotFiniteError
 from common.host import available_bytes, peak_resident_bytes
+from common.kv_cache import ALL_PAIRS
 from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
 from common.sampling import Sampler
 from common.step import State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
+from common.visible import exact_rows, seen_rows
 from mlx_backend import quantized, recurrent
 from mlx_backend.kernels import on_metal
 from mlx_backend.logits import MOST, best_of_rows
+from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import Blocks
+from mlx_backend.rows import MlxRows
 from mlx_backend.sizes import HOST_VALUES, work_bytes
-from mlx_backend.states import MlxDelta, MlxRows, new_state, state_bytes
+from mlx_backend.states import MlxDelta, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
 COPIED = 2**26  # float32 numbers that are copied to measure bandwidth: far more than a cache holds
@@ -63,6 +67,7 @@ class MlxOps(Ops):
 
     name = "mlx"
     runs_ahead = True
+    cache_pairs = ALL_PAIRS
 
     def __init__(self, dtype: mx.Dtype = mx.float32):
         self.dtype = dtype
@@ -181,13 +186,15 @@ class MlxOps(Ops):
         q: Array,
         k: Array,
         v: Array,
-        kv: MlxRows,
+        kv: MlxRows | MlxPacked,
         step: Step,
         scale: float,
         window: int | None = None,
         causal: bool = False,
     ) -> Array:
         step.the_slot()
+        if isinstance(kv, MlxPacked):
+            return self._attend_packed(q, k, v, kv, step, scale, window, causal)
         past = kv.past
         keys, values = kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
         if window is not None and not kv.keep:  # the first row that any row of the step may see
@@ -196,15 +203,41 @@ class MlxOps(Ops):
             keys, values = keys[:, :, hidden:], values[:, :, hidden:]
         return self._attend(q, keys, values, step, past, scale, window, causal, kv.keep)
 
-    def write_kv(self, k: Array, v: Array, kv: MlxRows, step: Step) -> None:
-        kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
+    def _attend_packed(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        kv: MlxPacked,
+        step: Step,
+        scale: float,
+        window: int | None,
+        causal: bool,
+    ) -> mx.array:
+        """Attention over codes and, as more keys of the same product, over the rows that are read exactly."""
+        parts = kv.hold(step, k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
+        seen = []
+        for part in parts:
+            exact = exact_rows(step, part.places, kv.spec.packing)
+            seen.append(seen_rows(step, part.places, window, kv.keep, causal) & (exact if part.exact else ~exact))
+        keys, values = (mx.concatenate(list(rows), axis=2) for rows in zip(*(part.rows for part in parts), strict=True))
+        mask = mx.array(np.concatenate(seen, axis=1))
+        out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
+        return out.squeeze(0).swapaxes(0, 1)
+
+    def write_kv(self, k: Array, v: Array, kv: MlxRows | MlxPacked, step: Step) -> None:
+        rows = k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]
+        if isinstance(kv, MlxPacked):
+            kv.hold(step, *rows)
+        else:
+            kv.write(*rows)
 
     def latent_attention(
         self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: MlxRows, step: Step, scale: float
     ) -> Array:
         step.the_slot()
         past = kv.past
-        (rows,) = kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])
+        rows = _latent_rows(kv, latent, k_rope)
         # composed: MLX has no fused attention for heads this wide, and its own fallback copies the values
         rows = rows.squeeze((0, 1))
         scores = (mx.concatenate([q_latent, q_rope], axis=-1) * scale) @ rows.T  # (T, H, n)
@@ -229,7 +262,7 @@ class MlxOps(Ops):
     ) -> Array:
         step.the_slot()
         past, R = kv.past, latent.shape[1]
-        (rows,) = kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])
+        rows = _latent_rows(kv, latent, k_rope)
         k_nope, values = _by_head(rows[..., :R], k_up, transpose=False), _by_head(rows[..., :R], v_up)
         roped = mx.broadcast_to(rows[..., R:], (*k_nope.shape[:3], k_rope.shape[1]))
         q, keys = mx.concatenate([q_nope, q_rope], axis=-1), mx.concatenate([k_nope, roped], axis=-1)
@@ -271,13 +304,8 @@ class MlxOps(Ops):
         masks = self._masks.setdefault(step, {})
         key = shown, window, causal, keep
         if key not in masks:
-            seen = np.concatenate(
-                [np.ones((T, shown), bool), np.tri(T, dtype=bool) if causal else step.visible], axis=1
-            )
-            if window is not None:
-                position = np.concatenate([np.arange(first), np.arange(past - shown + first, past), step.positions])
-                seen &= (position > step.positions[:, None] - window) | (position < keep)
-            masks[key] = mx.array(seen)
+            places = np.concatenate([np.arange(first), np.arange(past - shown + first, past)])
+            masks[key] = mx.array(seen_rows(step, places, window, keep, causal))
         return masks[key]
 
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
@@ -400,6 +428,13 @@ class MlxOps(Ops):
 
     def peak_bytes(self) -> int:
         return max(peak_resident_bytes(), mx.get_peak_memory())
+
+
+def _latent_rows(kv: MlxRows, latent: mx.array, k_rope: mx.array) -> mx.array:
+    """Put the step's rows behind the past: (1, 1, n, R + P) of both"""
+    if len(kv.buffers) == 1:
+        return kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])[0]
+    return mx.concatenate(kv.write(latent[None, None], k_rope[None, None]), axis=-1)
 
 
 NOT_A_TOKEN = -1  # the token of NaN logits; the host refuses it

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from common.ops import LayerSize
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, RowSpec
 from mlx_backend.quantized import DECODED
-from mlx_backend.states import rows_held
+from mlx_backend.rows import rows_held
 
 HOST_VALUES = 2**21  # weights decoded at a time for NumPy's products
 

@@ -1,105 +1,18 @@
 """One sequence's memory in MLX arrays: keys and values, convolution tails, delta matrices."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from common.step import LayerState, State
-from common.storage import ConvSpec, DeltaSpec, LayerSpec, RowSpec, Spec, all_specs
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec, RowSpec, Spec, all_specs
+from mlx_backend.packed import MlxPacked
 from mlx_backend.recurrent import Rows, replay
+from mlx_backend.rows import MlxRows, rows_held
 
 PREFILL = 32  # rows of a commit from which it is a prompt's
-ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
-
-
-class MlxRows:
-    """Rows that attention reads: keys and values, or latent rows, in one buffer (1, K, room, D) each.
-
-    A buffer holds the committed rows at start..end, then the step's rows, then room for more. With a window, start
-    follows the end, and rows before it are dropped when the buffer grows; the first `keep` rows lie apart.
-    """
-
-    def __init__(self, spec: RowSpec, dtype: mx.Dtype):
-        self.buffers = [mx.zeros((1, plane.heads, 0, plane.dim), dtype) for plane in spec.planes]
-        self.window, self.keep = spec.window, spec.keep
-        self.first = [buffer for buffer in self.buffers if self.keep]
-        self.start = self.end = 0
-        self.past = 0  # committed rows, dropped ones included
-
-    @property
-    def keys(self) -> mx.array:
-        return self.buffers[0]
-
-    @property
-    def values(self) -> mx.array:
-        return self.buffers[-1]
-
-    def write(self, *rows: mx.array) -> list[mx.array]:
-        """Put the step's rows, (1, K, T, D), behind the past; all kept rows and them, (1, K, n + T, D)."""
-        T = rows[0].shape[2]
-        if self.end + T > self.buffers[0].shape[2]:
-            kept = self.end - self.start
-            room = _room(kept, T)
-            self.buffers = [_grown(buffer[:, :, self.start : self.end], room) for buffer in self.buffers]
-            self.start, self.end = 0, kept
-        for buffer, new in zip(self.buffers, rows, strict=True):
-            buffer[:, :, self.end : self.end + T] = new
-        held = [buffer[:, :, self.start : self.end + T] for buffer in self.buffers]
-        return _joined(self.first, held) if self.first else held
-
-    def commit(self, path: np.ndarray) -> None:
-        end = self.end + len(path)
-        if not np.array_equal(path, np.arange(len(path))):
-            rows = mx.array(self.end + path)
-            for buffer in self.buffers:
-                buffer[:, :, self.end : end] = buffer[:, :, rows]
-        self.end = end
-        early = min(max(0, self.keep - self.past), len(path))
-        if early:  # rows that are kept for good leave the buffer
-            at = end - len(path)
-            self.first = _joined(self.first, [buffer[:, :, at : at + early] for buffer in self.buffers])
-            self.start += early
-        self.past += len(path)
-        if self.window is not None:
-            self.start = max(self.start, end - self.window)
-
-    def snapshot(self) -> Any:
-        if self.window is None:
-            return self.past
-        return self.past, [buffer[:, :, self.start : self.end] for buffer in self.buffers], self.first
-
-    def restore(self, snapshot: Any) -> None:
-        if self.window is None:
-            self.past = self.end = snapshot
-        else:
-            self.past, kept, self.first = snapshot
-            self.buffers = list(kept)  # full, so that the next write copies them
-            self.start, self.end = 0, kept[0].shape[2]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self.buffers + self.first
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
-
-def _joined(rows: list[mx.array], more: list[mx.array]) -> list[mx.array]:
-    return [mx.concatenate([a, b], axis=2) for a, b in zip(rows, more, strict=True)]
-
-
-def _room(kept: int, T: int) -> int:
-    """Rows that a buffer of `kept` rows gains when a step of T does not fit."""
-    return T + max(ROOM, kept // 4)
-
-
-def _grown(rows: mx.array, room: int) -> mx.array:
-    B, K, _, D = rows.shape
-    return mx.concatenate([rows, mx.zeros((B, K, room, D), rows.dtype)], axis=2)
 
 
 class MlxConv:
@@ -164,6 +77,8 @@ class MlxDelta:
 
 def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
     if isinstance(s, RowSpec):
+        if isinstance(s, KVSpec) and s.packing.keeps_exact:
+            return MlxPacked(s, dtype)
         return MlxRows(s, dtype)
     return MlxConv(s, dtype) if isinstance(s, ConvSpec) else MlxDelta(s)
 
@@ -175,25 +90,12 @@ def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) ->
         if isinstance(s, RowSpec):
             apart = min(tokens, s.keep)  # rows that are kept for good
             total += (rows_held(tokens, rows, s.window, s.keep) + apart) * s.row_bytes(item)
+            if isinstance(s, KVSpec) and s.packing.keeps_exact:
+                beside = state_bytes([{"exact": s.exact}], tokens, rows, item)
+                total += beside + s.exact_bytes(tokens, item) - s.exact.bytes(tokens, item)  # and the calibration
         else:
             total += s.bytes(tokens, item)
     return total
-
-
-@cache
-def rows_held(tokens: int, rows: int, window: int | None = None, keep: int = 0) -> int:
-    """Rows of `MlxRows`' buffers after such a reading."""
-    start = end = held = 0
-    for at in range(0, tokens, rows):
-        T = min(rows, tokens - at)
-        if end + T > held:
-            kept = end - start
-            held = kept + _room(kept, T)
-            start, end = 0, kept
-        end += T
-        start += min(max(0, keep - at), T)
-        start = start if window is None else max(start, end - window)
-    return held
 
 
 class MlxState(State):

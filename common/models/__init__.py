@@ -1,16 +1,18 @@
 """The architectures, by the names that checkpoints give them, and one function that loads any of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
+from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
 from common.step import State, Step
+from common.storage import LayerSpec
 from common.weights import Layout, Matrix, load_weights
 
 ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type
@@ -63,6 +65,7 @@ class Model:
     layout: Layout
     weights: SimpleNamespace
     ops: Ops
+    cache: CacheOptions = field(default=CacheOptions(), kw_only=True)
 
     @cached_property
     def step_bytes(self) -> int:
@@ -78,7 +81,14 @@ class Model:
         return int(total)
 
     def new_state(self, capacity: int) -> State:
-        return self.ops.new_state(self.definition.state_spec(self.config), capacity)
+        return self.ops.new_state(self.state_spec, capacity)
+
+    @cached_property
+    def state_spec(self) -> list[LayerSpec]:
+        """What each layer stores for a sequence; raises UsageError for cache formats that the backend has not."""
+        spec = packed(self.definition.state_spec(self.config), self.cache)
+        check_pairs(spec, self.ops.name, self.ops.cache_pairs)
+        return spec
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
         """The logits (n, vocab) of `rows` of the step; commits nothing."""

@@ -342,7 +342,7 @@ class Pair(Model):
     draft_weights: SimpleNamespace
 
     def new_state(self, capacity: int) -> State:
-        return self.ops.new_state([*self.definition.state_spec(self.config), *state_spec(self.draft)], capacity)
+        return self.ops.new_state([*self.state_spec, *state_spec(self.draft)], capacity)
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         taps, layers = self.draft.taps, len(self.weights.layers)
@@ -382,7 +382,7 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
     config = read_config(checkpoint, target)
     weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
-    return Pair(*parts, config, weights)
+    return Pair(*parts, config, weights, cache=target.cache)
 
 
 def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import UsageError
+from common.kv_cache import with_window
 from common.models import Model
 from common.ops import Array, Ops
 from common.step import State, Step
@@ -49,7 +50,7 @@ class Bounded(Windowed):
         return self._ops.new_state([{name: self._bounded(s) for name, s in layer.items()} for layer in spec], capacity)
 
     def _bounded(self, s: Any) -> Any:
-        return replace(s, window=self._window, keep=KEEP) if s.kind is Kind.APPENDS else s
+        return with_window(s, self._window, KEEP) if s.kind is Kind.APPENDS else s
 
 
 def windowed(model: Model, window: int) -> Model:

@@ -1,0 +1,155 @@
+"""How a model's caches are compressed: the choice of a person, and the specs of storage that follow from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.errors import UsageError
+from common.hadamard import GROUPS, group_of
+from common.kv_formats import FORMATS
+from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing
+
+WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
+CALIBRATION = 512  # tokens whose keys calibrate the later ones
+SINKS, RECENT = 4, 128  # tokens that are read exactly beside keys of at most 3 bits
+BOUNDARY = "q8_0"  # the format of boundary layers where the chosen one is narrower
+SHORTHANDS = {"q8": ("q8_0", "q8_0"), "q4": ("lm4", "lm4"), "tq3": ("tq3_0", "tq3_0")}
+ALL_PAIRS = frozenset((keys, values) for keys in (NATIVE, *FORMATS) for values in (NATIVE, *FORMATS))
+LADDER = ((NATIVE, NATIVE), ("q8_0", "q8_0"), ("q8_0", "lm4"), ("lm4", "lm4"), ("tq3_0", "tq3_0"))  # of "auto"
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What a person chose; None is the default of the formats.
+
+    keys, values   names of FORMATS, or NATIVE: the backend's own float type
+    rotate_keys    by default, keys below 8 bits are rotated
+    rotate_values  by default, values in Lloyd-Max formats are rotated
+    sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 beside keys of 3 bits, else none
+    calibration    first tokens whose keys give each channel's mean and scale; 0: none; by default 512 below 8 bits
+    boundary       first and last layers, counted among those with a cache, in at least 8 bits
+    """
+
+    keys: str = NATIVE
+    values: str = NATIVE
+    rotate_keys: bool | None = None
+    rotate_values: bool | None = None
+    sinks: int | None = None
+    recent: int | None = None
+    calibration: int | None = None
+    boundary: int = 0
+
+    @property
+    def compresses(self) -> bool:
+        return (self.keys, self.values) != (NATIVE, NATIVE)
+
+    def __str__(self) -> str:
+        return f"keys {self.keys}, values {self.values}"
+
+
+def bits_of(format_: str) -> int:
+    """Bits of a code; 16 and more for numbers."""
+    return 32 if format_ == NATIVE else FORMATS[format_].bits
+
+
+def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
+    """The specs of a model's layers with their caches in the chosen formats.
+
+    A windowed cache holds few rows: its keys are at least q8_0, and nothing is kept beside them. A latent row is key
+    and value at once: its compressed part takes the format of the keys, its roped part stays in the backend's own type.
+    """
+    if not options.compresses:
+        return list(spec)
+    cached = [i for i, layer in enumerate(spec) if any(s.kind is not Kind.RECURS for s in layer.values())]
+    outer = {*cached[: options.boundary], *cached[-options.boundary :]} if options.boundary else set()
+    return [
+        {name: _packed_spec(s, _widened(options) if i in outer else options) for name, s in layer.items()}
+        for i, layer in enumerate(spec)
+    ]
+
+
+def _widened(options: CacheOptions) -> CacheOptions:
+    """Both axes in at least 8 bits."""
+    keys, values = (BOUNDARY if bits_of(f) < WHOLE else f for f in (options.keys, options.values))
+    return replace(options, keys=keys, values=values)
+
+
+def _packed_spec(s: Any, options: CacheOptions) -> Any:
+    if isinstance(s, LatentSpec):
+        if options.values not in (NATIVE, options.keys):
+            raise UsageError(
+                f"values of a latent cache are in {options.values} and keys in {options.keys}; a latent row is key and "
+                "value at once, and takes one format"
+            )
+        rotated = _rotates_keys(options, options.keys) and options.keys != NATIVE
+        return replace(s, latent_format=options.keys, rotate_latent=rotated)
+    if not isinstance(s, KVSpec):
+        return s
+    keys, values = options.keys, options.values
+    coded = bits_of(keys) < WHOLE
+    few = (coded and bits_of(keys) <= 3) or keys == "turboquant"
+    packing = Packing(
+        rotate_keys=keys != NATIVE and _rotates_keys(options, keys),
+        rotate_values=values != NATIVE and _either(options.rotate_values, not FORMATS[values].group),
+        sinks=_either(options.sinks, SINKS if few else 0),
+        recent=_either(options.recent, RECENT if few else 0),
+        calibration=_either(options.calibration, CALIBRATION if coded else 0),
+    )
+    return _within_window(replace(s, key_format=keys, value_format=_value_format(values), packing=packing))
+
+
+def _rotates_keys(options: CacheOptions, keys: str) -> bool:
+    return _either(options.rotate_keys, bits_of(keys) < WHOLE)
+
+
+def _value_format(values: str) -> str:
+    """Values are averaged, and need no estimate of inner products: turboquant stores them as tq3_0."""
+    return "tq3_0" if values == "turboquant" else values
+
+
+def _within_window(s: KVSpec) -> KVSpec:
+    if s.window is None:
+        return s
+    rotations = Packing(rotate_keys=s.packing.rotate_keys, rotate_values=s.packing.rotate_values)
+    return replace(s, key_format=BOUNDARY if bits_of(s.key_format) < WHOLE else s.key_format, packing=rotations)
+
+
+def with_window(s: KVSpec, window: int, keep: int) -> KVSpec:
+    """`s` with the first `keep` tokens and the last `window` alone."""
+    return _within_window(replace(s, window=window, keep=keep))
+
+
+def _either(chosen: Any, default: Any) -> Any:
+    return default if chosen is None else chosen
+
+
+def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]]) -> None:
+    """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError."""
+    for s in (s for layer in spec for s in layer.values()):
+        if isinstance(s, KVSpec):
+            pair = s.key_format, s.value_format
+        elif isinstance(s, LatentSpec):
+            pair = s.latent_format, s.latent_format
+        else:
+            continue
+        if pair != (NATIVE, NATIVE) and pair not in pairs:
+            raise UsageError(
+                f"the {backend} backend has no cache of keys in {pair[0]} and values in {pair[1]}; "
+                f"supported: {_listed(pairs)}"
+            )
+        for plane in getattr(s, "planes", ()):
+            if plane.format != NATIVE:
+                FORMATS[plane.format].block(plane.dim)
+            if plane.rotated and not group_of(plane.dim):
+                raise UsageError(f"heads of {plane.dim} cannot be rotated; supported are multiples of {GROUPS[-1]}")
+
+
+def _listed(pairs: frozenset[tuple[str, str]]) -> str:
+    """The pairs, keys before a slash and their values behind it."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    names = [NATIVE, *FORMATS]
+    for keys in names:
+        values = tuple(v for v in names if (keys, v) in pairs)
+        if values:
+            rows.setdefault(values, []).append(keys)
+    return "; ".join(f"{' '.join(keys)} / {' '.join(values)}" for values, keys in rows.items()) or NATIVE

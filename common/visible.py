@@ -1,0 +1,33 @@
+"""Which rows of a cache each row of a step attends to."""
+
+import numpy as np
+
+from common.step import Step
+from common.storage import Packing
+
+
+def seen_rows(
+    step: Step, places: np.ndarray, window: int | None = None, keep: int = 0, causal: bool = False
+) -> np.ndarray:
+    """(T, n + T) bool: what each row of the step sees of committed rows at `places` (n,), then of the step's rows.
+
+    window  hides positions at or below a row's own minus `window`, but for the first `keep`
+    causal  hides later rows of the step
+    """
+    T = len(step)
+    own = step.visible & np.tri(T, dtype=bool) if causal else step.visible
+    seen = np.concatenate([np.ones((T, len(places)), bool), own], axis=1)
+    if window is not None:
+        position = _positions(step, places)
+        seen &= (position > step.positions[:, None] - window) | (position < keep)
+    return seen
+
+
+def exact_rows(step: Step, places: np.ndarray, packing: Packing) -> np.ndarray:
+    """(T, n + T) bool: which rows each row of the step reads exactly, and not from codes."""
+    position = _positions(step, places)
+    return (position < packing.first) | (position > step.positions[:, None] - packing.recent)
+
+
+def _positions(step: Step, places: np.ndarray) -> np.ndarray:
+    return np.concatenate([places, step.positions])  # a committed row's place is its position

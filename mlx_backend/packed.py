@@ -1,0 +1,117 @@
+"""A compressed cache on MLX: rows in their formats beside exact copies of the first and the latest ones."""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from common.step import Step
+from common.storage import KVSpec
+from mlx_backend.rows import MlxRows
+
+
+class Held(NamedTuple):
+    """Rows that a step may attend to: committed ones at `places`, then the step's: keys and values (1, K, n + T, D)."""
+
+    rows: list[mx.array]
+    places: np.ndarray
+    exact: bool
+
+
+class Calibration(NamedTuple):
+    """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) where rows differ."""
+
+    mean: mx.array
+    scale: mx.array
+
+    @classmethod
+    def of(cls, keys: mx.array) -> "Calibration":
+        """Of keys (1, K, n, D); a channel that never changes has scale 1."""
+        keys = keys.astype(mx.float32)
+        mean = keys.mean(axis=2, keepdims=True)
+        scale = mx.sqrt(mx.square(keys - mean).mean(axis=2, keepdims=True))
+        return cls(mean, mx.where(scale > 0, scale, 1))
+
+    @classmethod
+    def none(cls, keys: mx.array) -> "Calibration":
+        shape = (1, keys.shape[1], 1, keys.shape[3])
+        return cls(mx.zeros(shape), mx.ones(shape))
+
+    def apply(self, keys: mx.array) -> mx.array:
+        return (keys.astype(mx.float32) - self.mean) / self.scale
+
+    def undo(self, keys: mx.array) -> mx.array:
+        return keys * self.scale + self.mean
+
+
+class MlxPacked:
+    """`common.reference_states.NumpyPacked`: what a row reads exactly, and what from codes."""
+
+    keep = 0
+
+    def __init__(self, spec: KVSpec, dtype: mx.Dtype):
+        self.spec, self.dtype = spec, dtype
+        self.codes, self.exact = MlxRows(spec, mx.float32), MlxRows(spec.exact, dtype)
+        self.calibration: Calibration | None = None  # of committed rows
+
+    @property
+    def past(self) -> int:
+        return self.codes.past
+
+    def hold(self, step: Step, k: mx.array, v: mx.array) -> list[Held]:
+        """Put the step's rows, (1, K, T, D), behind the past; what the step may attend to."""
+        past, T = self.past, len(step)
+        calibration = self._calibration(step, k)
+        keys, values = self.codes.write(calibration.apply(k), v.astype(mx.float32))
+        first = min(self.spec.packing.first, past)
+        if self.calibration is not None:
+            keys = self.calibration.undo(keys)
+        elif self.spec.packing.calibration:  # only the step's rows may have one
+            keys = mx.concatenate([keys[:, :, :past], calibration.undo(keys[:, :, past:])], axis=2)
+        codes = [rows[:, :, first:].astype(self.dtype) for rows in (keys, values)]
+        exact = self.exact.write(k, v)
+        early = min(self.exact.keep, past)
+        late = np.arange(past - (exact[0].shape[2] - T - early), past)
+        places = np.concatenate([np.arange(early), late])
+        return [Held(codes, np.arange(first, past), False), Held(exact, places, True)]
+
+    def _calibration(self, step: Step, k: mx.array) -> Calibration:
+        """With which the step's keys are encoded; of rows whose path is too short for one, none."""
+        n, past = self.spec.packing.calibration, self.past
+        if self.calibration is not None:
+            return self.calibration
+        none = Calibration.none(k)
+        if not n or past + len(step) < n:
+            return none
+        known = self.exact.committed()[0][:, :, :n]
+        if step.is_chain:
+            return Calibration.of(mx.concatenate([known, k], axis=2)[:, :, :n])
+        paths = [np.flatnonzero(seen)[: n - past] for seen in step.visible]
+        each = [
+            Calibration.of(mx.concatenate([known, k[:, :, mx.array(path)]], axis=2)) if past + len(path) == n else none
+            for path in paths
+        ]
+        return Calibration(*(mx.concatenate(list(part), axis=2) for part in zip(*each, strict=True)))
+
+    def commit(self, path: np.ndarray) -> None:
+        self.codes.commit(path)
+        self.exact.commit(path)
+        n = self.spec.packing.calibration
+        if n and self.calibration is None and self.past >= n:
+            self.calibration = Calibration.of(self.exact.committed()[0][:, :, :n])
+
+    def snapshot(self) -> Any:
+        return self.codes.snapshot(), self.exact.snapshot(), self.calibration
+
+    def restore(self, snapshot: Any) -> None:
+        codes, exact, self.calibration = snapshot
+        self.codes.restore(codes)
+        self.exact.restore(exact)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.codes.arrays, *self.exact.arrays, *(self.calibration or ())]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
