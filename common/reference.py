@@ -127,7 +127,7 @@ class NumpyOps(Ops):
         step.the_slot()
         parts = kv.hold(step, k, v)
         seen = [_seen_of(part, step, kv, window, causal) for part in parts]
-        keys, values = parts[0].rows if len(parts) == 1 else map(np.concatenate, zip(*(p.rows for p in parts)))  # noqa: B905
+        keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         return _attend(q, keys, values, seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1), scale)
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
@@ -239,6 +239,10 @@ def _seen_of(part: Held, step: Step, kv: Any, window: int | None, causal: bool) 
         exact = exact_rows(step, part.places, kv.spec.packing)
         seen &= exact if part.exact else ~exact
     return seen
+
+
+def _joined(parts: Sequence[Held]) -> list[np.ndarray]:
+    return [np.concatenate(rows) for rows in zip(*(part.rows for part in parts), strict=True)]
 
 
 def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
