@@ -151,10 +151,16 @@ def open_model(
 ) -> Model:
     """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none."""
     ops = open_backend(backend, checkpoint, placement)
-    if not is_defined(checkpoint) and ops.name == "mlx" and checkpoint.format == "safetensors" and find_spec("mlx_lm"):
+    if is_defined(checkpoint) or checkpoint.format != "safetensors":
+        return load_model(checkpoint, ops, progress)
+    if ops.name == "mlx" and find_spec("mlx_lm"):
         print(f"{checkpoint.config.get('model_type')} is run by mlx-lm's own definition", file=sys.stderr)
         return backend_package("mlx").load_fallback(checkpoint, ops)
-    return load_model(checkpoint, ops, progress)
+    try:
+        return load_model(checkpoint, ops, progress)
+    except BimetalError as error:
+        more = "architectures that mlx-lm defines run on the backend mlx with pip install 'bimetal[mlx-lm]'"
+        raise BimetalError(f"{error}; {more}") from None
 
 
 def leave_thread() -> None:

@@ -51,7 +51,7 @@ def resolve_draft(name: str, progress: bool) -> Path:
 
 
 class LLM:
-    """A loaded model. Any thread may call it; calls run one after another in the thread that owns the model.
+    """A loaded model, as `generate.load` makes it. Any thread may call it; calls run one after another in one thread.
 
     recommended  the sampling that the model's files recommend, which options that are not given take
     """

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -376,6 +377,14 @@ def test_loading_errors_reach_the_caller(folder, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BimetalError):
         generate.load(str(tmp_path), backend="numpy")
+
+
+@pytest.mark.skipif(find_spec("mlx_lm") is not None, reason="mlx-lm is installed")
+def test_another_architecture_names_the_extra_that_may_run_it(tmp_path):
+    config = write(tmp_path) / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"gemma9"'))
+    with pytest.raises(BimetalError, match=r"model_type is 'gemma9'; supported: .*; .*'bimetal\[mlx-lm\]'"):
+        generate.load(tmp_path, backend="numpy")
 
 
 def test_no_chat_template_is_said(tmp_path):
