@@ -66,7 +66,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict]) -> str:
-    """Divergence (logarithmic) over bits per weight, with the share of equal top tokens at each point."""
+    """SVG of divergence (logarithmic) by bits per weight, with the share of equal top tokens at each point."""
     width, height, left, bottom = 860, 520, 70, 50
     low, high = -5.0, 1.5  # powers of ten
 

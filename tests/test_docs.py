@@ -25,6 +25,18 @@ def test_readme_is_short():
     assert len(tree.strip().splitlines()) <= 25
 
 
+def test_readme_names_files_that_exist():
+    tree = (ROOT / "README.md").read_text().partition("## Where things are")[2].split("```")[1]
+    folder = ROOT
+    for line in tree.strip().splitlines():
+        first = line.split()[0]
+        if not line.startswith(" "):
+            folder = ROOT / first
+        assert (folder / first if line.startswith(" ") else ROOT / first).exists(), line
+        for name in re.findall(r"\b[a-z_0-9]+\.(?:py|md)\b", line):
+            assert any(ROOT.glob(f"*/**/{name}")), f"{line}: no {name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -1,9 +1,8 @@
-"""Once more, in part, the change that unloop.py has made to the target (task arithmetic: Ilharco et al. 2023, arXiv
-2212.04089).
+"""Add a part of the change that unloop.py made to the target once more (task arithmetic: Ilharco et al. 2212.04089).
 
     python add_unlooping.py build/ --share 0.9
 
-Adds share · (unlooped.pt − base.pt) to paired.pt, which train_pair.py has left with more loops again; writes target.pt.
+Adds share · (unlooped.pt − base.pt) to paired.pt, in which train_pair.py left more loops again; writes target.pt.
 """
 
 import argparse

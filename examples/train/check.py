@@ -39,7 +39,7 @@ def dequantized(path: Path, expected: dict[str, np.ndarray]) -> dict[str, np.nda
 
 
 def bits_per_byte(path: Path, folder: Path) -> float:
-    """Of the first SAMPLE tokens of the unseen packages, by llama.cpp, in windows of 2048."""
+    """Bits per byte of the first SAMPLE tokens of the unseen packages, by llama.cpp, in windows of 2048."""
     about = json.loads((folder / "tokens.json").read_text())["unseen"]
     tokens, nats = stream([folder / "unseen.bin"], "cpu")[:SAMPLE].long(), []
     llama = llama_cpp.Llama(str(path), n_ctx=2048, logits_all=True, verbose=False)
@@ -52,7 +52,7 @@ def bits_per_byte(path: Path, folder: Path) -> float:
 
 
 def own_loaders(folder: Path, out: Path) -> None:
-    """Every export of the target in bimetal, beside the safetensors folder, which holds the weights unrounded."""
+    """Read every export of the target in bimetal, and compare it with the safetensors folder, which is not rounded."""
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch, "text")
         text.write_text((folder / "unseen.txt").read_text()[:20_000].replace("\0", "\n"))

@@ -59,7 +59,7 @@ class Generator:
 
 
 def repeats(tokens: Tensor, copies: int = 2, least: int = 24) -> Tensor:
-    """Where (B, T) the text up to here ends in `copies` equal runs of at most 48 tokens, `least` or more in all."""
+    """Positions (B, T) at which the text ends in `copies` equal runs of at most 48 tokens, `least` or more in all."""
     found = torch.zeros_like(tokens, dtype=torch.bool)
     place = torch.arange(tokens.shape[1], device=tokens.device)
     for period in range(1, min(LONGEST_PERIOD, tokens.shape[1] - 1) + 1):

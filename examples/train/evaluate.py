@@ -31,7 +31,7 @@ SIGNATURE = re.compile(r"^( *)def \w+\([^\n]*\)( -> [^\n]+)?:\n", re.M)
 
 
 def greedy(target: Target, prompts: list[list[int]], new: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each prompt with `new` tokens after it: tokens (n, longest + new) and prompt lengths."""
+    """Continue each prompt by `new` tokens: tokens (n, longest + new) and prompt lengths."""
     device = target.model.norm.weight.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     longest = int(lengths.max())
@@ -45,9 +45,9 @@ def tails(tokens: Tensor, lengths: Tensor, new: int) -> Tensor:
 
 
 def verdict(code: str, indent: int) -> str:
-    """What becomes of a function whose text was cut off: "parses", "wrong", or "empty" if no statement is complete.
+    """Judge a function whose text was cut off: "parses", "wrong", or "empty" if no statement is complete.
 
-    The cut-off last statement is dropped; it must be unfinished, not wrong, in what precedes its cut-off last line.
+    The cut-off last statement is dropped; it must be unfinished, not wrong, in the text before its cut-off last line.
     """
     opening = "".join(" " * i + "if 1:\n" for i in range(0, indent, 4))
     lines = code.split("\n")[:-1]
@@ -66,7 +66,7 @@ def verdict(code: str, indent: int) -> str:
 
 
 def completions(target: Target, tokenizer: Tokenizer, texts: list[str], dtype: torch.dtype) -> dict:
-    """64 tokens after 100 held-out signatures, each with up to 1500 characters of whole lines before it."""
+    """Complete 100 held-out signatures by 64 tokens, each after up to 1500 characters of whole lines."""
     prompts: list[str] = []
     starts: list[re.Match[str]] = []
     for text in texts:
@@ -86,7 +86,7 @@ def completions(target: Target, tokenizer: Tokenizer, texts: list[str], dtype: t
 
 
 def chain_gain(proposed: list[int], truth: list[int]) -> int:
-    """Accepted tokens and the bonus."""
+    """Accepted tokens and the bonus token."""
     gained = 0
     while gained < len(proposed) and proposed[gained] == truth[gained]:
         gained += 1
@@ -127,7 +127,7 @@ def lookup(history: list[int], count: int) -> list[int]:
 
 
 def walk(gain_after: list[int]) -> list[int]:
-    """Gains of successive steps until NEW tokens are there; `gain_after[i - 1]` is the gain when i tokens are known."""
+    """Gains of successive steps up to NEW tokens; `gain_after[i - 1]` is the gain when i tokens are known."""
     done, gains = 1, []  # the first token comes from the prompt's own pass
     while done < NEW:
         gains.append(gain_after[done - 1])
@@ -137,7 +137,7 @@ def walk(gain_after: list[int]) -> list[int]:
 
 @torch.no_grad()
 def rows_at(draft: Draft, target: Target, tokens: Tensor, anchors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """TREE likeliest tokens of every row 1… at every anchor (1, n): log-probabilities and ids (n, block − 1, TREE)."""
+    """The TREE likeliest tokens of every row 1… at every anchor (1, n): log-probabilities, ids (n, block − 1, TREE)."""
     features = torch.cat(target(tokens, dtype, draft.c.taps)[:-1], -1)
     x = draft(features, block_inputs(target, tokens, anchors, draft.c.block, dtype), anchors)
     best = target.head(x[0, :, 1:]).float().log_softmax(-1).topk(TREE)

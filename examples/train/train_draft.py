@@ -44,7 +44,7 @@ def own_text(model: Target, train: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Pool:
-    """The newest texts, with what the draft sees of the target and where its blocks have ended."""
+    """The newest texts, with the target features that the draft reads and the places where its blocks ended."""
 
     def __init__(self, target: Target, train: Tensor, config: DraftConfig):
         size, device = POOL * WRITTEN, train.device
@@ -58,7 +58,7 @@ class Pool:
 
     @torch.no_grad()
     def write(self) -> None:
-        """A new batch takes the place of the oldest."""
+        """Replace the oldest batch by a new one."""
         tokens, lengths = next(self.source)
         first = self.batches % POOL * WRITTEN
         place = torch.arange(LENGTH, device=tokens.device)
@@ -73,7 +73,7 @@ class Pool:
         self.new_tokens += tokens.numel() - int(lengths.sum())
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """Texts (BATCH,) and anchors in them (BATCH, ANCHORS), the more likely where decoding starts a block."""
+        """Sample texts (BATCH,) and anchors in them (BATCH, ANCHORS), mostly where decoding starts a block."""
         texts = min(self.batches, POOL) * WRITTEN
         rows = torch.randint(texts, (BATCH,), device=self.tokens.device)
         weight = self.weight[rows] * (PLAIN + self.landed[rows].float())
@@ -84,10 +84,10 @@ def block_loss(
     draft: Draft, target: Target, features: Tensor, tokens: Tensor, anchors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of rows 1… against the tokens at their positions, and the tokens that the draft proposes
-    for them (B, n, block − 1).
+    for these positions (B, n, block − 1).
 
-    A row counts with the probability, by the draft itself, that all before it are right, as it is used only then; a
-    little is added, less the deeper the row, for the time when that probability is near 0.
+    A row's weight is the probability, by the draft itself, that all rows before it are right: only then is it used. A
+    small weight that falls with depth is added for the time when that probability is near 0.
     """
     block = draft.c.block
     x = draft(features, block_inputs(target, tokens, anchors, block, features.dtype), anchors)

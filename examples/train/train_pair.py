@@ -1,9 +1,9 @@
-"""Target and draft learn from each other, on the target's own greedy text.
+"""Train target and draft together, on the target's own greedy text.
 
     python train_pair.py build/
 
 Four losses: next tokens of the corpus; unlikelihood of loops, as in unloop.py, while there are too many; the draft's
-own loss, whose gradient reaches the target through the features, so that they come to tell more of what will follow;
+own loss, whose gradient reaches the target through the features, so that these predict more of the following tokens;
 and, where the draft was first wrong with a token that the target found nearly as likely as its own, that token. Reads
 and writes target.pt and draft.pt.
 """
@@ -31,7 +31,7 @@ NEAR = math.log(0.2)  # how likely the draft's token must be, beside the target'
 
 
 def agreement(target: Target, x: Tensor, tokens: Tensor, anchors: Tensor, proposed: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the target against the draft's first wrong tokens, those that it nearly chose, and their share.
+    """Cross-entropy of the target against those first wrong tokens of the draft that it nearly chose, and their share.
 
     x (B, T, hidden) the target's output for tokens (B, T); proposed (B, n, depth) after anchors (B, n).
     """

@@ -45,7 +45,7 @@ def loss(model: Target, x: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(model: Target, tokens: Tensor, about: dict, dtype: torch.dtype, limit: int = 400_000) -> float:
-    """Of a held-out stream, in windows of 4096 tokens; bytes from the stream's mean bytes per token."""
+    """Bits per byte of a held-out stream, in windows of 4096 tokens; bytes by the stream's mean per token."""
     length = model.c.context
     rows = min(len(tokens), limit) // length // 6 * 6
     batch = tokens[: rows * length].view(rows, length).long()
