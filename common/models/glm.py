@@ -32,7 +32,6 @@ from common.storage import LatentSpec, LayerSpec
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, dense, rows
 
-LATENT_EPS = 1e-6  # of transformers, whatever rms_norm_eps says; llama.cpp uses its rms epsilon here too
 GLM_VOCAB = 154880  # its early GGUF files name no gating function, or a wrong one
 
 
@@ -52,7 +51,6 @@ class Config:
     ffn: int
     experts: Experts
     eps: float
-    latent_eps: float
     context: int
     tied: bool
 
@@ -121,7 +119,6 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
             keys.positive("routed_scaling_factor", 1.0),
         ),
         eps=keys.positive("rms_norm_eps", 1e-5),
-        latent_eps=LATENT_EPS,
         context=keys.size("max_position_embeddings"),
         tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
     )
@@ -169,7 +166,6 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
             keys.positive("expert_weights_scale"),
         ),
         eps=eps,
-        latent_eps=eps,
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
     )
@@ -284,9 +280,9 @@ def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool,
     """Multi-head latent attention in either of its forms, x (T, hidden) -> (T, hidden)"""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     down = ops.linear(x, w.down_qkv)
-    q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.latent_eps), w.q_up).reshape(T, H, N + P)
+    q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.eps), w.q_up).reshape(T, H, N + P)
     q_nope, q_rope = q[:, :, :N], ops.rope(q[:, :, N:], step.positions, c.rope)
-    latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.latent_eps)
+    latent = ops.rms_norm(down[:, c.q_latent : c.q_latent + R], w.kv_norm, c.eps)
     k_rope = ops.rope(down[:, c.q_latent + R :].reshape(T, 1, P), step.positions, c.rope).reshape(T, P)
     scale = (N + P) ** -0.5
     if expand:

@@ -28,6 +28,8 @@ from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
 
 WIDE = True  # products inside the experts pass float16's 65504
+# YaRN's factor and original context in XS-2.1, whose GGUF states 1 where its config.json states the derived 1.3466.
+XS_2_1 = (32, 8192)
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -144,8 +146,11 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
     is_sliding = tuple(window > 0 and bool(slides) for slides in pattern[:layers])
     dense = keys.read("leading_dense_block_count", int)
     table = checkpoint.tensors.get("token_embd.weight")
-    # The factor on YaRN's channels: a file says 1 where its writer meant 1 times the derived one; others are final.
-    factor = keys.positive("rope.scaling.yarn_attn_factor", 1.0)
+    stated = keys.get("rope.scaling.yarn_attn_factor")
+    factor = None if stated is None else keys.positive("rope.scaling.yarn_attn_factor")
+    release = keys.get("rope.scaling.factor"), keys.get("rope.scaling.original_context_length")
+    if factor == 1 and release == XS_2_1:
+        factor = None
     derived = {key: value for key, value in checkpoint.config.items() if not key.endswith(".yarn_attn_factor")}
     rope = gguf_rope(Keys(derived, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count"), None)
     plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
@@ -157,7 +162,7 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         head_dim=head_dim,
         is_sliding=is_sliding,
         window=window,
-        rope=rope if factor == 1 else replace(rope, magnitude=factor),
+        rope=rope if factor is None else replace(rope, magnitude=factor),
         sliding_rope=gguf_rope(
             Keys(plain, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count_swa", head_dim), None
         ),

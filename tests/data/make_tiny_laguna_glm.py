@@ -1,5 +1,6 @@
 """Write tests/data/models/laguna, laguna-m1 and glm, as make_tiny_models.py does for the other models.
 
+GLM's latent norms take the configuration's rms_norm_eps here, where transformers takes the default of its norm class.
 Beyond what that file describes, golden.npz of a model holds
 
 keys.i, values.i    of a sliding layer: every sixteenth of the window's last rows
@@ -78,7 +79,7 @@ def states(cache: DynamicCache, config: Any) -> dict[str, np.ndarray]:
 
 def write(name: str, cls: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    create = cls if config.model_type != "glm4_moe_lite" else partial(_with_biases, cls)
+    create = cls if config.model_type != "glm4_moe_lite" else partial(_glm, cls)
     model = make(HERE / name, create, config, torch.bfloat16, seed)
     ids = torch.randint(0, config.vocab_size, (POSITIONS,), generator=torch.Generator().manual_seed(seed))
     cache = DynamicCache()  # without the configuration: keeps the rows before the window too
@@ -90,9 +91,12 @@ def write(name: str, cls: Any, config: Any, seed: int) -> None:
 
 
 @torch.no_grad()
-def _with_biases(cls: Any, config: Any) -> Any:
-    """The routers' biases are buffers here, which `randomize` does not reach."""
+def _glm(cls: Any, config: Any) -> Any:
+    """With the configuration's epsilon in every norm, and biases of the routers, buffers that `randomize` skips."""
     model = cls(config)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = config.rms_norm_eps
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape))

@@ -1,6 +1,6 @@
 """GLM-4.7-Flash beyond the goldens of test_golden.py: both forms of attention, names, planted mistakes."""
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -34,11 +34,6 @@ def passes(errors) -> bool:
 def assert_golden(model, tokens=512):
     errors = tiny.golden_errors(tiny.logits_of(model, tiny.golden("glm")["ids"][:tokens]), "glm")
     assert passes(errors), errors
-
-
-def as_trained(model):
-    """A model of a GGUF file with the epsilon of transformers, in place of llama.cpp's."""
-    return replace(model, config=replace(model.config, latent_eps=glm.LATENT_EPS))
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def add_mtp(keys, tensors):
     "change", [fuse_kv, fuse_experts, add_mtp, lambda keys, tensors: keys.pop("expert_gating_func")]
 )
 def test_gguf_variants(ops, tmp_path, change):
-    assert_golden(as_trained(gguf_model(tmp_path, change, ops)), 64)
+    assert_golden(gguf_model(tmp_path, change, ops), 64)
 
 
 @pytest.mark.parametrize("matrices", ["Q8_0", "Q5_1"])
@@ -234,12 +229,6 @@ def test_gguf_fused_and_quantized(ops, tmp_path, matrices):
         for expand in (False, True)
     ]
     assert passes(tiny.errors(*(tiny.logits_of(load_model(path, ops), ids, [20]) for path in paths)))
-
-
-def test_gguf_epsilon(tmp_path):
-    """A GGUF file has one epsilon, which llama.cpp uses for the latent norms too."""
-    assert gguf_model(tmp_path, lambda keys, tensors: None).config.latent_eps == pytest.approx(1e-5)
-    assert tiny.load("glm", NumpyOps()).config.latent_eps == 1e-6
 
 
 @pytest.mark.parametrize(("vocab", "supported"), [(glm.GLM_VOCAB, True), (96, False)])
@@ -279,10 +268,7 @@ def test_gguf_refused(tmp_path, change, message):
 # -- logits stated without a file --------------------------------------------------------------------------------------
 
 IDS = [(7 * t * t + 3 * t + 5) % 97 for t in range(24)]
-GOLDEN = [  # epsilon of the latent norms, first logits of the last token
-    (1e-6, [-1.35268, 0.26236, 0.22759, 0.66257, -0.04684, -0.21888]),
-    (1e-5, [-1.35272, 0.26237, 0.22759, 0.66258, -0.04682, -0.21890]),
-]
+LAST = [-1.35272, 0.26237, 0.22759, 0.66258, -0.04682, -0.21890]  # first logits of the last token
 
 
 def formula_model(path):
@@ -318,11 +304,10 @@ def formula_model(path):
     return write_folder(path, values, {name: formula_weight(name, *shape) for name, shape in shapes.items()})
 
 
-@pytest.mark.parametrize(("eps", "last"), GOLDEN)
-def test_stated_logits(ops, tmp_path, eps, last):
-    model = load_model(formula_model(tmp_path / "m"), ops)
-    logits = tiny.logits_of(replace(model, config=replace(model.config, latent_eps=eps)), IDS)
-    assert logits[23, :6] == pytest.approx(last, abs=2e-5)
+def test_stated_logits(ops, tmp_path):
+    """With the configuration's epsilon in all norms; 1e-6 in the latent ones moves a logit by 4e-5."""
+    logits = tiny.logits_of(load_model(formula_model(tmp_path / "m"), ops), IDS)
+    assert logits[23, :6] == pytest.approx(LAST, abs=1e-5)
     assert logits[0, :3] == pytest.approx([1.18382, 0.53363, -0.06115], abs=2e-5)
     assert (logits[23].argmax(), np.abs(logits).mean()) == (43, pytest.approx(1.333349, abs=2e-6))
 
@@ -451,8 +436,19 @@ def norm_over_all(latent, k_rope):
     return row[:, :R], row[:, R:]
 
 
-def without_latent_norms(right, x, w, eps):
-    return x * w if eps == glm.LATENT_EPS else right(x, w, eps)
+def latent_norms(wrong: Callable) -> Callable:
+    """Replace the norms of latents; `wrong` gets the right norm, x and the weight."""
+
+    def plant(model, patch):
+        right, latent = model.ops.rms_norm, [w for layer in model.weights.layers for w in (layer.q_norm, layer.kv_norm)]
+
+        def norm(x, w, eps):
+            return wrong(right, x, w) if any(w is each for each in latent) else right(x, w, eps)
+
+        patch.setattr(model.ops, "rms_norm", norm, raising=False)
+        return model
+
+    return plant
 
 
 ROPED_FIRST = np.r_[N : N + P, :N]  # channels of a query head
@@ -476,9 +472,9 @@ TRAPS = [
     ("rope theta x 100", config(rope=lambda c: Rope(tuple(1e6 ** (-2 * j / P) for j in range(P // 2))))),
     ("norm over the whole row", rows_in_place(norm_over_all)),
     ("norm on the roped key too", rows_in_place(lambda c, k: (c, NumpyOps().rms_norm(k, None, 1e-6)))),
-    ("no latent norms", op("rms_norm", without_latent_norms)),
+    ("no latent norms", latent_norms(lambda norm, x, w: x * w)),
     ("latent norms without weights", weight("q_norm", "kv_norm", wrong=np.ones_like)),
-    ("epsilon of latent norms", config(latent_eps=lambda c: 1e-5)),
+    ("epsilon of latent norms", latent_norms(lambda norm, x, w: norm(x, w, 1e-6))),
     *ROUTER_TRAPS,
 ]
 
@@ -503,16 +499,12 @@ def assert_near(logits, expected, label):
     assert passes(errors)
 
 
-def as_mlx_lm_computes(model):
-    return replace(model, config=replace(model.config, latent_eps=model.config.eps))
-
-
 @pytest.mark.model
 @pytest.mark.parametrize("pieces", [[], [100, 7, *[1] * 100]], ids=["whole", "pieces"])
 def test_mlx_lm(ops, pieces):
     ids = tiny.golden("glm")["ids"]
     expected = mlx_lm_logits(mlx_lm_model(FOLDER, rope_theta=1e4), ids, pieces)
-    model = as_mlx_lm_computes(tiny.load("glm", ops))
+    model = tiny.load("glm", ops)
     assert_near(tiny.logits_of(model, ids, pieces), expected, f"{ops.name} to mlx-lm")
 
 
@@ -535,7 +527,7 @@ def test_quantized_by_mlx_lm(ops, tmp_path, bits):
     assert tensors["model.layers.1.mlp.gate.weight"].type == "F32"
     ids = np.random.default_rng(bits).integers(96, size=320)
     expected = mlx_lm_logits(mlx_lm_model(path), ids)
-    model = as_mlx_lm_computes(load_model(path, ops))
+    model = load_model(path, ops)
     assert [model.config.expands(*step) for step in ((140, 0), (20, 140), (160, 160))] == [True, False, True]
     assert_near(tiny.logits_of(model, ids, [140, 20]), expected, f"{ops.name} to mlx-lm, {bits} bits")
 

@@ -251,13 +251,21 @@ def test_gguf_without_a_window(tmp_path):
     assert_golden(model, "laguna-m1", 64)
 
 
-@pytest.mark.parametrize(("stated", "used"), [(1.0, DERIVED), (None, DERIVED), (1.4852, 1.4852)])
+@pytest.mark.parametrize(("stated", "used"), [(1.0, 1.0), (None, DERIVED), (1.4852, 1.4852)])
 def test_gguf_attention_factor(tmp_path, stated, used):
-    """1 stands for 1 times the derived factor, as llama.cpp reads any of these files."""
+    """A stated factor is config.json's, which the converter copies."""
     key = "rope.scaling.yarn_attn_factor"
     model = gguf_model(tmp_path, lambda keys, _: keys.pop(key) if stated is None else keys.update({key: stated}))
     assert model.config.rope.magnitude == pytest.approx(used)
     assert model.config.sliding_rope.magnitude == 1
+
+
+def test_gguf_attention_factor_of_xs_2_1(tmp_path):
+    """The published file states 1, its config.json the derived factor."""
+    key = "rope.scaling."
+    changes = {f"{key}factor": 32.0, f"{key}original_context_length": 8192, f"{key}yarn_attn_factor": 1.0}
+    model = gguf_model(tmp_path, lambda keys, _: keys.update(changes))
+    assert model.config.rope.magnitude == pytest.approx(1.3465736)
 
 
 @pytest.mark.parametrize(
