@@ -101,6 +101,8 @@ def _map_tensors(
             )
         if first < end:
             raise BimetalError(f"{path}: tensors {previous!r} and {name!r} overlap")
+        if first > -(-end // alignment) * alignment:
+            raise BimetalError(f"{path}: bytes {end} to {first}, in front of tensor {name!r}, belong to no tensor")
         end, previous = last, name
         tensors[name] = Tensor(name, type_, shape, data[first:last].reshape(*shape[:-1], row_bytes))
     return {entry[0]: tensors[entry[0]] for entry in entries}

@@ -133,6 +133,11 @@ BROKEN = {
     "far range": (one("a", (4,), F32, (1 << 64) - 32), "cut short: tensor 'a'"),
     "tensor twice": (gguf_bytes([], [("a", (4,), F32, 0), ("a", (4,), F32, 32)], bytes(64)), "the tensor 'a' twice"),
     "overlap": (gguf_bytes([], [("a", (16,), F32, 32), ("b", (16,), F32, 0)], bytes(99)), "'b' and 'a' overlap"),
+    "hole": (
+        gguf_bytes([], [("a", (4,), F32, 0), ("b", (4,), F32, 64)], bytes(80)),
+        "bytes 112 to 160, in front of tensor 'b', belong to no tensor",
+    ),
+    "hole in front": (one("a", (4,), F32, 32), "in front of tensor 'a', belong to no tensor"),
     "tensor name": (gguf_bytes([], [(b"\xff", (4,), F32, 0)], bytes(16)), "a tensor's name is not UTF-8"),
 }
 
