@@ -84,7 +84,7 @@ class LLM:
         self.backend, self.architecture = model.ops.name, model.architecture
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
-        self.vocab: int = model.config.vocab
+        self.vocab_size: int = model.config.vocab
         self.context = options.ctx or self.trained_context
         if not options.ctx and options.max_kv_size is None and model.ops.reserves:
             spec = model.definition.state_spec(model.config)
@@ -214,7 +214,7 @@ class LLM:
         if isinstance(prompt, str):
             self.tokenizer.check_fits(prompt, self.context)
             prompt = self.tokenizer.encode(prompt)
-        return check_tokens(prompt, self.vocab)
+        return check_tokens(prompt, self.vocab_size)
 
     def _chat_starter(self, messages: Sequence[Message], options: ChatOptions) -> Start:
         """`_starter` of the prompt that the chat template writes. The next turn's prompt may begin with less than this
