@@ -94,8 +94,8 @@ def figures() -> dict[Path, str]:
         ),
         DOCS / "speculative.svg": draw(
             f"Demo pair on one H200, prompts of unseen packages ({SWEEP})",
-            ("budget: drafted tokens per step", "acceptance length, tokens per step", accepted),
-            ("budget: drafted tokens per step", "tokens per second, median", speed),
+            ("budget: draft tokens per step", "acceptance length, tokens per step", accepted),
+            ("budget: draft tokens per step", "tokens per second, median", speed),
         ),
     }
 

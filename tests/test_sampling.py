@@ -102,7 +102,7 @@ def test_one_random_number_per_token():
 
 
 def test_rows_ahead_take_the_numbers_of_their_places():
-    """Two drafted tokens for one position are sampled with one number, and leave the sampler as it was."""
+    """Two draft tokens for one position are sampled with one number, and leave the sampler as it was."""
     rows = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32)
     sampler, plain = (Sampler(Sampling(temperature=1.5, seed=4)) for _ in range(2))
     want = [plain.pick(row) for row in rows[:4]]

@@ -10,10 +10,10 @@
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: for a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed
-//           by each then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; what store.cuh says
+//           by each then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; the names of store.cuh
 // Work      a CTA per value head and 64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share
 //           four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
-//           last one; chunks are as long as each other, so that neither waits for a short one.
+//           last one; chunks have equal length, so that neither group waits for a short one.
 //           The committed path is applied first, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
 //           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is visited depth first, leaves first, as the

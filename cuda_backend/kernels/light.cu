@@ -3,7 +3,7 @@
 // Launcher  cuda_backend/ops.py
 // In        activations (T, ...) float32 as partial sums (prelude.cuh In), all in fours at multiples of 16 bytes
 // Out       as rows.cu (store.cuh)
-// Build     SLOTS: partial sums of x; OTHERS: of y, 0 where there is none; what store.cuh says
+// Build     SLOTS: partial sums of x; OTHERS: of y, 0 without y; the names of store.cuh
 // Work      a lane per four columns, so that many multiprocessors add partial sums. What no step writes is read before
 //           the wait for the kernel before. Code is short: a kernel that runs for 2 us waits most of it for its code
 // Bound     launches

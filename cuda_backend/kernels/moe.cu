@@ -102,7 +102,7 @@ combine_scale(In y, const float* weights, In other, int has_other, In x, const f
         float4 more = v;
         if (has_other) more = slots_of(row_of(other, t) + c, other);
 #pragma unroll 1
-        for (int first = 0; first < CHOSEN; first += AT_ONCE) {  // what is read of so many is in flight before anything is added
+        for (int first = 0; first < CHOSEN; first += AT_ONCE) {  // the reads of AT_ONCE experts are in flight before anything is added
             float4 e[AT_ONCE][SLOTS];
             float of[AT_ONCE];
 #pragma unroll

@@ -21,8 +21,8 @@
 #else
 #define BULK 0
 #endif
-// Stages that are asked for before a kernel waits for the one before it: more would be in the way of what that one reads. Where
-// single.cu makes its rows it asks for all of them, which was faster.
+// Stages that are requested before a kernel waits for the one before it: more would delay the reads of that kernel. Where
+// single.cu makes its rows it requests all stages, which was faster.
 #define PREFETCH (STAGES < 2 ? STAGES : 2)
 
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {

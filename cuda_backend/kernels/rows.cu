@@ -3,7 +3,7 @@
 //           gated_rms_norm
 // Launcher  cuda_backend/ops.py
 // In        activations (T, ...) float32, strided, as partial sums (prelude.cuh In)
-// Out       what store.cuh says
+// Out       the forms of store.cuh
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
 // Assumes   packed heads are a multiple of 128 wide
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
@@ -108,7 +108,7 @@ pointwise(int op, In x, In y, Out out) {
     store_four(out, t, k, a);
 }
 
-// One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where asked for. One warp.
+// One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where requested. One warp.
 __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head, int D, bool norm, const float* weight,
                                           float eps, const Rope& rope) {
     const int lane = threadIdx.x % 32;

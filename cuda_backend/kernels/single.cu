@@ -7,7 +7,7 @@
 // Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS of a multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or
 //           SWIGLU; PACK 0 or 1
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
-//           the kernel before ends, it asks for weights meanwhile: of a head, of a shared expert, and where rows are made
+//           the kernel before ends, it requests weights meanwhile: of a head, of a shared expert, and where rows are made
 //           of what was chosen by the kernel before
 // Numbers   bit by bit those of moe.cu and experts.cu
 // Bound     bytes of the matrices
