@@ -12,7 +12,7 @@ from types import ModuleType
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
-from common.fit import predict_layers
+from common.fit import predict_layers, predict_run, predict_weights
 from common.models import Model, architecture, is_defined, is_wide, load_model
 from common.ops import Ops
 
@@ -101,24 +101,55 @@ def find_mlx() -> Found:
 def find_numpy() -> Found:
     import numpy
 
-    return Found("numpy", True, f"CPU ({platform.machine()}), NumPy {numpy.__version__}: the reference, slow")
+    return Found("numpy", True, f"CPU ({platform.machine()}), NumPy {numpy.__version__}, weights in float32")
 
 
 FINDERS: dict[str, Callable[[], Found]] = {"cuda": find_cuda, "mlx": find_mlx, "numpy": find_numpy}
 NAMES = tuple(FINDERS)
-BY_ITSELF = ("cuda", "mlx", "numpy")  # in this order
+CHOICE = (
+    "a GPU comes first; on a CPU numpy, whose products use all cores, where a model's float32 weights and "
+    "a cache of {tokens} tokens fit into memory, else mlx, which holds quantized weights"
+)
+CACHED = 4096  # tokens beside which weights must fit
 
 
-def choose(name: str | None) -> Found:
-    """The backend called `name`, or the first of BY_ITSELF that this machine can run."""
+def usable() -> list[Found]:
+    """The backends that this machine can run."""
+    return [found for find in FINDERS.values() if (found := find()).usable]
+
+
+def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
+    """The backend called `name`, or by itself as CHOICE says; without a checkpoint, for a model that fits."""
     if name is not None and name not in FINDERS:
         raise UsageError(f"backend {name!r} is unknown; supported: {', '.join(NAMES)}")
     if name is None:
-        return next(found for name in BY_ITSELF if (found := FINDERS[name]()).usable)
+        here = {found.name: found for found in usable()}
+        gpu = next((found for found in here.values() if found.is_gpu), None)
+        if gpu is not None or "mlx" not in here:
+            return gpu or here["numpy"]
+        return here["numpy" if checkpoint is None or _fits_numpy(checkpoint) else "mlx"]
     found = FINDERS[name]()
     if not found.usable:
         raise BimetalError(f"backend {name} cannot run here: {found.what}")
     return found
+
+
+def _fits_numpy(checkpoint: Checkpoint) -> bool:
+    """Whether float32 weights and a cache of CACHED tokens fit into free memory."""
+    from common.reference import NumpyOps
+
+    if not is_defined(checkpoint):
+        return False
+    ops, definition = NumpyOps(), architecture(checkpoint)[1]
+    config = definition.read_config(checkpoint)
+    layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
+    tokens = min(CACHED, config.context)
+    run = predict_run(ops, config, layout, spec, tokens, ops.prefill_rows)
+    try:
+        weights = predict_weights(checkpoint, layout, ops)
+    except BimetalError:  # damaged: the same on every backend, for whoever loads it to report
+        return True
+    return weights + sum(run) <= ops.free_bytes()[0]
 
 
 def open_backend(name: str | None, checkpoint: Checkpoint, placement: Placement = ONE_GPU, random: bool = False) -> Ops:
@@ -126,7 +157,7 @@ def open_backend(name: str | None, checkpoint: Checkpoint, placement: Placement 
 
     random  on CUDA, ops that make quantized matrices at random
     """
-    chosen = choose(name).name
+    chosen = choose(name, checkpoint).name
     if placement.devices:
         if chosen != "cuda":
             raise UsageError(f"devices are NVIDIA GPUs, and the backend is {chosen}; leave them out, or choose cuda")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common import fit
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.decode.plain import plain
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
@@ -26,8 +27,17 @@ from common.session import PREFILL_ROWS
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import state_bytes
 from common.weights import Matrix
-from generate.backends import backend_package, choose, open_backend, open_model, placement_of
+from generate.backends import (
+    backend_package,
+    choose,
+    leave_thread,
+    open_backend,
+    open_model,
+    placement_of,
+    usable,
+)
 from generate.bench_log import environment, log, machine, note
+from generate.owner import Owner
 
 
 @dataclass(frozen=True)
@@ -42,23 +52,43 @@ Runner = Callable[[np.ndarray, int], Timing]  # (prompt ids, new tokens)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print prefill and decode speed of a model at several contexts, on one backend or on all of this machine."""
     if args.runs < 1 or args.new_tokens < 2:
         raise UsageError("--runs must be at least 1 and --new-tokens at least 2")
     path = resolve_model(args.model)
-    model = open_model(open_checkpoint(path), args.backend, progress=True, placement=placement_of(args))
+    checkpoint = open_checkpoint(path)
+    names = [found.name for found in usable()] if args.backend == "all" else [choose(args.backend, checkpoint).name]
+    rows = []
+    for name in names:  # each in a thread of its own, at whose end its memory is given back
+        owner = Owner(f"bench {name}", leave_thread)
+        try:
+            rows += owner.submit(partial(_bench_backend, path, checkpoint, name, args, name == names[0])).result()
+        finally:
+            owner.close()
+    if args.log:
+        log(Path(args.log), rows)
+    return 0
+
+
+def _bench_backend(
+    path: Path, checkpoint: Checkpoint, backend: str, args: argparse.Namespace, heading: bool
+) -> list[dict[str, str]]:
+    """Print the lines of one backend, under a heading where asked for; the rows of the log."""
+    model = open_model(checkpoint, backend, progress=True, placement=placement_of(args))
     ops = model.ops
     limit = args.ctx or model.config.context
     fits = [n for n in args.contexts if n + args.new_tokens <= limit]
     if not fits:
         raise UsageError(f"no context of {args.contexts} leaves room for {args.new_tokens} new tokens within {limit}")
-    for n in set(args.contexts) - set(fits):
-        print(f"left out: {n} tokens leave no room for {args.new_tokens} more within {limit}", file=sys.stderr)
     runners: dict[str, Runner] = {ops.name: ours(model)}
     if args.peer:
         runners[args.peer] = peer(path)
     copy = ops.copy_bandwidth()
-    print(f"{path.name} on {ops.name}, {machine()}; copy bandwidth {copy / 1e9:.1f} GB/s")
-    print(f"{'':8} {'context':>8} {'prefill tok/s':>14} {'decode tok/s (min..max)':>28} {'GB/s':>7} {'of copy':>8}")
+    if heading:
+        for n in set(args.contexts) - set(fits):
+            print(f"left out: {n} tokens leave no room for {args.new_tokens} more within {limit}", file=sys.stderr)
+        print(f"{path.name}, {machine(ops.name)}; copy bandwidth {copy / 1e9:.1f} GB/s")
+        print(f"{'':8} {'context':>8} {'prefill tok/s':>14} {'decode tok/s (min..max)':>28} {'GB/s':>7} {'of copy':>8}")
     rows = []
     for context in fits:
         timings = measure(runners, context, args.new_tokens, args.runs, model.config.vocab)
@@ -68,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             prefill = statistics.median(t.prefill for t in runs)
             rate = model.step_bytes * median
             spread = f"{median:.1f} ({min(decode):.1f}..{max(decode):.1f})"
-            print(f"{name:8} {context:8} {prefill:14.1f} {spread:>28} {rate / 1e9:7.2f} {rate / copy:8.1%}")
+            print(f"{name:8} {context:8} {prefill:14.1f} {spread:>28} {rate / 1e9:7.2f} {rate / copy:8.1%}", flush=True)
             rows.append(
                 environment(name)
                 | {
@@ -91,9 +121,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.peer:
             print(f"{'ratio':8} {context:8} {_ratio(timings, 'prefill'):>14} {_ratio(timings, 'decode'):>28}")
-    if args.log:
-        log(Path(args.log), rows)
-    return 0
+    return rows
 
 
 # -- real shapes, random weights ---------------------------------------------------------------------------------------

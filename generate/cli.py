@@ -211,12 +211,14 @@ def _finish_bench(args: argparse.Namespace) -> None:
     for name, default in BENCHES[what].items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    if args.backend == "all" and (what != "a model alone" or args.peer):
+        raise UsageError(f"--backend all goes with a model alone, not with {(args.peer and '--peer') or what}")
     args.bench = what
 
 
 def _bench(p: Parser) -> None:
     """Flags of BENCHES are None where they are not given."""
-    _model(p)
+    _model(p, (*BACKENDS, "all"))
     p.set_defaults(model=None)
     p.add_argument(
         "--contexts",
@@ -316,7 +318,7 @@ def _speculation_bench(p: Any) -> None:
     p.add_argument("--budgets", type=_budgets, metavar="N,N", help="also trees of exactly N draft tokens")
 
 
-def _model(p: Any) -> None:
+def _model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
     p.add_argument("-m", "--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
     p.add_argument(
         "-c",
@@ -325,11 +327,11 @@ def _model(p: Any) -> None:
         metavar="N",
         help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
     )
-    _backend(p)
+    _backend(p, backends)
 
 
-def _backend(p: Any) -> None:
-    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+def _backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
+    p.add_argument("--backend", choices=backends, help="default: the fastest that this machine can run")
     p.add_argument(
         "--devices",
         type=_indices,

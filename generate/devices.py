@@ -1,6 +1,6 @@
 """`python -m generate devices`: the backends of this machine, and which one runs a model that names none."""
 
-from generate.backends import BY_ITSELF, FINDERS, choose
+from generate.backends import CACHED, CHOICE, FINDERS, choose
 
 
 def run() -> int:
@@ -9,5 +9,5 @@ def run() -> int:
         found = find()
         mark = "chosen" if found.name == chosen else "usable" if found.usable else "no"
         print(f"{found.name:6} {mark:7} {found.what}")
-    print(f"{chosen} is the first of {', '.join(BY_ITSELF)} that can run here; --backend picks another")
+    print(f"{CHOICE.format(tokens=CACHED)}; --backend picks another")
     return 0

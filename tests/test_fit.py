@@ -359,7 +359,7 @@ def test_the_machine_is_the_default(run, tmp_path):
         (["MODEL", "--memory", "plenty"], 2, "'plenty' is not an amount of memory; write it like 24GB"),
         (["MODEL", "--ctx", "0"], 2, "'0' is not a whole number of at least 1"),
         (["MODEL", "--ctx", "many"], 2, "'many' is not a whole number"),
-        ([], 2, "the following arguments are required: MODEL"),
+        ([], 2, "the model is not named"),
         (["/no/such"], 1, "/no/such"),
         (["no such model"], 1, "neither an existing path nor of a supported form"),
     ],

