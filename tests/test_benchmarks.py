@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from generate.bench import COLUMNS
+from generate.bench_log import COLUMNS
 
 LOG = Path(__file__).parents[1] / "BENCHMARKS.tsv"
 NUMBERS = {
