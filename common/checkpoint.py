@@ -40,7 +40,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a .gguf file (any part of a split one), a .safetensors file beside its config.json, or a directory.
 
     A directory holds model.safetensors, or model.safetensors.index.json and the files it lists, or one GGUF; the first
-    of these that is there is opened. Nothing is read but headers. Raises BimetalError.
+    of these that exists is opened. Only headers are read. Raises BimetalError.
     """
     path = Path(path)
     if path.is_dir():

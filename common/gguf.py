@@ -109,7 +109,7 @@ def _map_tensors(
 
 
 class _Reader:
-    """A position in the header; every read says what it is for, so that a cut file can be described."""
+    """A position in the header; every read names its purpose, for the message about a file that is cut short."""
 
     def __init__(self, data: np.ndarray, path: Path) -> None:
         self.data = data.data

@@ -138,7 +138,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
     return snapshot / entry
 
 
-# What to take
+# Choosing files
 
 
 def choose_files(
@@ -203,7 +203,7 @@ def quant_label(name: str) -> str:
     return (found[-1] if found else Path(name).stem).upper()
 
 
-# What is there
+# Listings
 
 
 def remote_listing(repo: str, revision: str | None) -> Listing:
@@ -494,7 +494,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-# What to say
+# Messages
 
 
 def hub_refusal(error: Any, repo: str) -> str:

@@ -90,7 +90,7 @@ Table = Mapping[str, "Matrix | Vector | None"]  # None: absent in this model (no
 class Layout:
     """All weights of a model as one checkpoint names them.
 
-    ignored  says for a tensor that no table lists why it may be left alone ("MTP block"), or None
+    ignored  returns why a tensor that no table lists may be ignored ("MTP block"), or None
     """
 
     top: Table
@@ -224,8 +224,7 @@ def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
 def _canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
     """The weight as a backend takes it, of a checkpoint that `account` accepted.
 
-    unseen  the backend checks the scales of what it receives, so that bytes which are handed over as stored need no
-            check here
+    unseen  the backend checks scales itself, so that bytes which it receives as stored need no check here
     """
     tensors = [checkpoint.tensors[name] for name in stored.names]
     for tensor in tensors if stored.fix or len(tensors) > 1 or not unseen else ():

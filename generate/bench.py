@@ -21,7 +21,6 @@ from common.decode.plain import plain
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models import Model, architecture
-from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.sampling import Sampler, Sampling
 from common.session import PREFILL_ROWS
 from common.step import MAX_DECODE_ROWS, State, Step
@@ -38,6 +37,7 @@ from generate.backends import (
 )
 from generate.bench_log import environment, log, machine, note
 from generate.owner import Owner
+from generate.synthetic import synthetic, synthetic_checkpoint
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from common.decode.speculative import PHASES, Accepted, Speculation, speculate
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
-from common.models.synthetic_draft import synthetic_pair
 from common.options import GenerationOptions
 from common.sampling import Sampler, Sampling
 from common.session import Session
@@ -28,6 +27,7 @@ from generate.backends import open_model, placement_of
 from generate.bench import announced, open_synthetic
 from generate.bench_log import environment, log, machine, note
 from generate.llm import resolve_draft
+from generate.synthetic_draft import synthetic_pair
 
 PLAIN = Speculation()
 NEAR_TIE = 1e-3  # of logits: what rows of different steps may differ by where their number changes a sum's order

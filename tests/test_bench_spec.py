@@ -8,8 +8,7 @@ import pytest
 import tiny_chat
 import tiny_draft
 
-from common.models import synthetic, synthetic_draft
-from generate import bench_spec
+from generate import bench_spec, synthetic, synthetic_draft
 from generate.__main__ import main
 
 

@@ -7,14 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.models import synthetic as synthetic_module
-from common.models.synthetic import METADATA, synthetic, synthetic_checkpoint
 from common.reference import NumpyOps
 from common.step import State, Step
 from generate import bench
+from generate import synthetic as synthetic_module
 from generate.__main__ import main
 from generate.backends import Found
 from generate.bench import announced
+from generate.synthetic import METADATA, synthetic, synthetic_checkpoint
 
 SMALL = {  # keys of a real shape, smaller
     "wedlm-8b": {"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},

@@ -55,11 +55,11 @@ class Config:
     tied: bool
 
     def expands(self, rows: int, past: int) -> bool:
-        """Do `rows` rows behind `past` committed ones take fewer products with keys and values written out?
+        """Do `rows` rows after `past` committed ones take fewer products with keys and values written out?
 
         Either form takes R (N + V) per head: for each row, to move it to the latents and back, or for each key, past
         ones included, to expand it. Each pair of a row and a key then takes 2 R - N - V fewer. Few rows keep one form:
-        a token is computed alike as a step of its own and among guesses.
+        a token is computed alike as a step of its own and among drafted tokens.
         """
         saved = 2 * self.latent - self.nope_dim - self.value_dim
         pays = rows * (past + rows) * saved > past * self.latent * (self.nope_dim + self.value_dim)

@@ -1,6 +1,6 @@
 """Synthetic models cut down to a few layers of the widths that kernels have short forms for."""
 
-from common.models.synthetic import METADATA
+from generate.synthetic import METADATA
 
 WIDE = {
     "wedlm-8b": {"attention.head_count": 8, "attention.head_count_kv": 2},

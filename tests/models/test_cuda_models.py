@@ -12,9 +12,9 @@ import generate
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.models import load_model
-from common.models.synthetic import synthetic
 from common.reference import NumpyOps
 from common.step import PAST, Step
+from generate.synthetic import synthetic
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 

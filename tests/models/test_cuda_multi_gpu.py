@@ -16,11 +16,11 @@ from common.errors import BimetalError, UsageError
 from common.fit import SPARE, context_that_fits, predict_layers
 from common.models import ARCHITECTURES, load_model
 from common.models.dflash import load_pair
-from common.models.synthetic import synthetic, synthetic_checkpoint
 from common.ops import Ops
 from common.sampling import Sampler, Sampling
 from common.step import PAST, Step
 from generate.backends import Placement, open_backend
+from generate.synthetic import synthetic, synthetic_checkpoint
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 

@@ -9,9 +9,9 @@ import generate
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.fit import LEAST_CONTEXT, layer_size
-from common.models.synthetic import METADATA, synthetic
 from common.step import Step
 from generate.__main__ import main
+from generate.synthetic import METADATA, synthetic
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 

@@ -3,10 +3,10 @@
 import pytest
 
 from common.models import ARCHITECTURES
-from common.models.synthetic import synthetic_checkpoint
 from common.weights import Matrix
 from cuda_backend.layout import UNITS
 from cuda_backend.occupancy import CARDS, Planned
+from generate.synthetic import synthetic_checkpoint
 
 REACHED = 0.85  # of the specified bandwidth
 KERNELS = {1: 549, 16: 597}  # of a step, by rows; before compute capability 9.0 48 more

@@ -6,9 +6,9 @@ from typing import Any
 from common.checkpoint import Checkpoint
 from common.models import Model
 from common.models.dflash import Pair, layout, load_draft, read_config
-from common.models.synthetic import constant_vector, random_matrix
 from common.tensors import Tensor
 from common.weights import Matrix
+from generate.synthetic import constant_vector, random_matrix
 
 METADATA: dict[str, Any] = {
     "general.architecture": "dflash",
