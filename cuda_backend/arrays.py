@@ -2,9 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class Source(Protocol):
+    """An op that has not run."""
+
+    def as_dense(self) -> int:
+        """The address of what it computes, in float32, one element behind the other."""
 
 
 class Array:
@@ -15,7 +22,7 @@ class Array:
     `best` is where the largest keys of a step's logits lie, if they were found: kernels/sample.cu.
     """
 
-    __slots__ = ("_address", "best", "dtype", "needs", "node", "owner", "shape", "slot", "slots", "strides")
+    __slots__ = ("_address", "best", "dtype", "lazy", "needs", "owner", "shape", "slot", "slots", "strides")
 
     def __init__(
         self,
@@ -23,7 +30,7 @@ class Array:
         address: int = 0,
         *,
         strides: Sequence[int] | None = None,
-        node: Any = None,
+        lazy: Source | None = None,
         slots: int = 1,
         slot: int = 0,
         needs: Sequence[tuple[int, int]] = (),
@@ -34,9 +41,9 @@ class Array:
         self.shape = tuple(shape)
         self.needs, self.best = needs, best
         self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
-        self._address, self.node, self.slots, self.slot, self.owner, self.dtype = (
+        self._address, self.lazy, self.slots, self.slot, self.owner, self.dtype = (
             address,
-            node,
+            lazy,
             slots,
             slot,
             owner,
@@ -45,7 +52,7 @@ class Array:
 
     @property
     def address(self) -> int:
-        return self._address or (self.node.as_dense() if self.node else 0)
+        return self._address or (self.lazy.as_dense() if self.lazy else 0)
 
     @property
     def size(self) -> int:
@@ -64,8 +71,8 @@ class Array:
         if -1 in wanted:
             rest = -math.prod(wanted)
             wanted = tuple(self.size // rest if n == -1 else n for n in wanted)
-        if self.node and not self._address:
-            return Array(wanted, node=self.node)
+        if self.lazy and not self._address:
+            return Array(wanted, lazy=self.lazy)
         return self._view(wanted, reshaped(self.shape, self.strides, wanted), 0)
 
     def __getitem__(self, index: Any) -> "Array":
@@ -84,7 +91,7 @@ class Array:
                 strides.append(stride * step)
             else:
                 offset += at * stride
-        if self.node and not self._address and offset == 0 and tuple(shape) == self.shape:
+        if self.lazy and not self._address and offset == 0 and tuple(shape) == self.shape:
             return self
         slots = self.slots
         if self.needs and len(index) == 2 and shape[1]:  # of the segments that the slice touches
@@ -103,10 +110,6 @@ class Array:
             owner=self.owner,
             dtype=self.dtype,
         )
-
-    def whole_node(self) -> Any:
-        """The op that would compute exactly this array, if it has not been sliced."""
-        return None if self._address else self.node
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

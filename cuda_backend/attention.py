@@ -1,7 +1,7 @@
 """Attention: keys and values into the cache, rows over pieces of the past, and the pieces added up."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,14 +10,13 @@ from cuda_backend.arrays import Array
 from cuda_backend.caches.kv import KV
 from cuda_backend.caches.planes import Plane
 from cuda_backend.caches.window import rolled, unrolled
+from cuda_backend.context import Context
 from cuda_backend.launch import kernel
-from cuda_backend.layout import SPLIT_TILE, Packing, padded, piece_places, run_count, split_tiles, tail_places
-from cuda_backend.lazy import Node
+from cuda_backend.layout import SPLIT_TILE, padded, piece_places, run_count, split_tiles, tail_places
+from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.replay import DeviceStep
-from cuda_backend.views import COPY, NOTHING, in_fours, only, out_of, roping, turns, unroped, view
-
-if TYPE_CHECKING:
-    from cuda_backend.ops import CudaOps
+from cuda_backend.rows import emit_copy, roping, unroped
+from cuda_backend.views import NOTHING, in_fours, only, out_of, turns, view
 
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
@@ -43,7 +42,7 @@ class Pieces(NamedTuple):
 
 
 def attention(
-    ops: "CudaOps",
+    context: Context,
     q: Array,
     k: Array,
     v: Array,
@@ -55,65 +54,65 @@ def attention(
 ) -> Array:
     T, H, D = q.shape
     K, wide = k.shape[1], kv.keys.width
-    step = ops.step_of(step, kv.store)
-    q16 = ops.arena.take(T * H * wide * 2)
+    step = context.step_of(step, kv.store)
+    q16 = context.arena.take(T * H * wide * 2)
     keep = kv.store.window[1]
     keys, values = kv.keys, kv.values
     if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
-        keys, values = unrolled(kv, T, ops.arena, ops.stream)
-    heads_to_cache(ops, q, k, v, step, q16, keys, values)
+        keys, values = unrolled(kv, T, context.arena, context.stream)
+    heads_to_cache(context, q, k, v, step, q16, keys, values)
     if step.prefill:
-        out = whole(ops, q16, keys, values, (T, H, D), step, scale, (window or 0, keep))
+        out = whole(context, q16, keys, values, (T, H, D), step, scale, (window or 0, keep))
         if kv.store.is_ring:
-            rolled(kv, T, (keys, values), ops.stream)
+            rolled(kv, T, (keys, values), context.stream)
         return out
     rows = 16 if T * (H // K) <= 16 else 32  # of a block
-    defines, shared, ctas = split_tiles(ops.card, wide, rows)
+    defines, shared, ctas = split_tiles(context.card, wide, rows)
     blocks = -(-T * (H // K) // rows)
-    shares = max(1, ctas * ops.card.sms // (K * blocks))
+    shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
-    sums, stats = ops.arena.take(count * T * H * wide * 4), ops.arena.take(count * T * H * 8)
+    sums, stats = context.arena.take(count * T * H * wide * 4), context.arena.take(count * T * H * 8)
     kernel("split", "split", (*defines, windowed(window or 0)), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
         (8 * rows,),
         (
-            np.uint64(q16),
+            q16,
             keys.record,
             values.record,
-            np.int32(H),
-            np.int32(H // K),
-            np.uint64(step.state),
-            np.uint64(step.positions.address),
-            np.int32(T),
-            np.float32(scale * LOG2_E),
-            np.int32(window or 0),
-            np.int32(keep),
-            np.int32(causal),
-            np.int32(trunk),
-            np.uint64(sums),
-            np.uint64(stats),
+            H,
+            H // K,
+            step.state,
+            step.positions.address,
+            T,
+            scale * LOG2_E,
+            window or 0,
+            keep,
+            causal,
+            trunk,
+            sums,
+            stats,
         ),
         shared_mem=shared,
-        stream=ops.stream,
+        stream=context.stream,
     )
     runs = run_count(kv.store.most, window or 0, keep)
     pieces = Pieces(runs, sums, stats, T, H, wide, 0, SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk)
-    return combined(ops, pieces, (T, H, D), step)
+    return combined(context, pieces, (T, H, D), step)
 
 
-def write_kv(ops: "CudaOps", k: Array, v: Array, kv: KV, step: Any) -> None:
-    step = ops.step_of(step, kv.store)
+def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:
+    step = context.step_of(step, kv.store)
     if step.prefill and kv.store.is_ring:
-        keys, values = unrolled(kv, len(k), ops.arena, ops.stream)
-        heads_to_cache(ops, None, k, v, step, 0, keys, values)
-        rolled(kv, len(k), (keys, values), ops.stream)
+        keys, values = unrolled(kv, len(k), context.arena, context.stream)
+        heads_to_cache(context, None, k, v, step, 0, keys, values)
+        rolled(kv, len(k), (keys, values), context.stream)
     else:
-        heads_to_cache(ops, None, k, v, step, 0, kv.keys, kv.values)
+        heads_to_cache(context, None, k, v, step, 0, kv.keys, kv.values)
 
 
 def heads_to_cache(
-    ops: "CudaOps", q: Array | None, k: Array, v: Array, step: DeviceStep, q16: int, keys: Plane, values: Plane
+    context: Context, q: Array | None, k: Array, v: Array, step: DeviceStep, q16: int, keys: Plane, values: Plane
 ) -> None:
     """Float16 of q at `q16`, and rows of k and v in the cache; norm and rope happen in the same launch."""
     T, K, D = k.shape
@@ -129,16 +128,16 @@ def heads_to_cache(
             (128,),
             (
                 *(view(x) for x in sources),
-                np.int32(H),
-                np.int32(K),
-                np.uint64(step.state),
-                np.int32(T),
+                H,
+                K,
+                step.state,
+                T,
                 *(q_norm, q_weight, k_weight, q_eps, q_rope),
-                np.uint64(q16),
+                q16,
                 keys.record,
                 values.record,
             ),
-            stream=ops.stream,
+            stream=context.stream,
         )
         return
     kernel("rows", "heads_to_cache")(
@@ -146,25 +145,25 @@ def heads_to_cache(
         (256,),
         (
             *(view(x) for x in sources),
-            np.int32(H),
-            np.int32(K),
-            np.int32(D),
-            np.int32(keys.width),
-            np.uint64(step.state),
-            np.int32(T),
+            H,
+            K,
+            D,
+            keys.width,
+            step.state,
+            T,
             *roping(queries),
             *roping(k),
-            np.uint64(q16),
+            q16,
             keys.record,
             values.record,
         ),
         shared_mem=32 * padded(D),
-        stream=ops.stream,
+        stream=context.stream,
     )
 
 
 def whole(
-    ops: "CudaOps",
+    context: Context,
     q16: int,
     keys: Plane,
     values: Plane,
@@ -179,56 +178,66 @@ def whole(
     """
     T, H, D = shape
     K, wide = keys.heads, keys.width
-    out = Array((T, H, D), ops.arena.take(T * H * D * 4))
+    out = Array((T, H, D), context.arena.take(T * H * D * 4))
     shared = 3 * 64 * (wide + 8) * 2
     kernel("attention", "whole", (f"D={wide}", f"DIM={D}"), shared)(
         (-(-T * (H // K) // 64), K),
         (128,),
         (
-            np.uint64(q16),
+            q16,
             keys.record,
             values.record,
-            np.int32(H),
-            np.int32(K),
-            np.uint64(step.state),
-            np.uint64(step.positions.address),
-            np.int32(T),
-            np.float32(scale * LOG2_E),
-            *(np.int32(n) for n in seen),
-            np.uint64(out.address),
+            H,
+            K,
+            step.state,
+            step.positions.address,
+            T,
+            scale * LOG2_E,
+            *seen,
+            out.address,
         ),
         shared_mem=shared,
-        stream=ops.stream,
+        stream=context.stream,
     )
     return out
 
 
-def combined(ops: "CudaOps", pieces: Pieces, shape: tuple[int, int, int], step: DeviceStep) -> Array:
+class Combined(NamedTuple):
+    """What kernels/pieces.cu adds up to heads `head` wide; `code`: a gate on them, as views.MUL_SIGMOID."""
+
+    pieces: Pieces
+    head: int
+    step: DeviceStep
+    code: int = 0
+    gate: Array | None = None
+
+
+def combined(context: Context, pieces: Pieces, shape: tuple[int, int, int], step: DeviceStep) -> Array:
     """The pieces added up, when their consumer is known; it may multiply them by a gate."""
     T, H, D = shape
+    return Array(shape, lazy=Lazy(context, ATTENTION, T, H * D, (), Combined(pieces, D, step)))
 
-    def launch(dense: int, packed: int, bf16: int, packing: Packing, op: int = 0, gate: Array | None = None) -> None:
-        out = out_of(dense, packed, bf16, H * D, packing)
-        combine(ops, pieces, D, step, out, op, view(gate, wide=D) if gate else NOTHING)
 
-    def emit(dense: int, packed: int, bf16: int, packing: Packing) -> None:
-        if (packed and packing.joins(D)) or (bf16 and D % 32):
-            ops.pointwise(COPY, flat := Array((T, H * D), node.as_dense()), flat).emit(0, packed, bf16, packing)
-        else:
-            launch(dense, packed, bf16, packing)
+def _emit(lazy: Lazy, to: Target) -> None:
+    pieces, D, step, code, gate = lazy.parameters
+    if (to.packed and to.packing.joins(D)) or (to.bf16 and D % 32):
+        emit_copy(lazy, to)
+    else:
+        out = out_of(to, lazy.K)
+        combine(lazy.context, pieces, D, step, out, code, view(gate, wide=D) if gate else NOTHING)
 
-    node = Node(ops.arena, T, H * D, emit)
-    node.pieces = launch
-    return Array(shape, node=node)
+
+ATTENTION = Op("attention", _emit)
 
 
 def combine(
-    ops: "CudaOps", pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
+    context: Context, pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
     """The pieces added up, D columns of a head."""
     runs, sums, stats, T, H, wide, first, *cut = pieces
     blocks = H, T, -(-D // 128)
-    room = 15 * ops.card.sms // math.prod(blocks)  # warps of a CTA, where all run at once and a product begins beside
+    # warps of a CTA where all CTAs run at once and the next product begins beside them
+    room = 15 * context.card.sms // math.prod(blocks)
     of_run = 2 if room >= 6 else 1
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
     gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
@@ -237,22 +246,22 @@ def combine(
         blocks,
         (32 * warps,),
         (
-            np.uint64(sums),
-            np.uint64(stats),
-            np.int32(H),
-            np.int32(wide),
-            np.int32(D),
-            np.uint64(step.state),
-            np.uint64(step.positions.address),
-            np.int32(T),
-            np.int32(first),
-            *(np.int32(x) for x in cut),
-            np.int32(op),
+            sums,
+            stats,
+            H,
+            wide,
+            D,
+            step.state,
+            step.positions.address,
+            T,
+            first,
+            *cut,
+            op,
             gate,
             out,
         ),
         shared_mem=runs * (32 * 16 + 8),
-        stream=ops.stream,
+        stream=context.stream,
     )
 
 

@@ -20,16 +20,16 @@ def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 
     if s.type in UNITS:
         tiles = -(-n // 16)
         units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
-        sizes = (np.int32(n), np.int32(s.columns), np.int32(s.k_blocks), np.int32(tiles))
+        sizes = (n, s.columns, s.k_blocks, tiles)
         kernel("expand", "expand", tile_defines(s.type))(
             (-(-tiles * s.k_blocks // 8),),
             (256,),
-            (np.uint64(units), *sizes, np.uint64(out), np.uint64(dense)),
+            (units, *sizes, out, dense),
             stream=stream,
         )
     else:
         source = s.memory.address + row * s.columns * FLOATS[s.type]
-        args = (np.uint64(source), np.int64(n * s.columns), np.uint64(out))
+        args = (source, n * s.columns, out)
         kernel("dense", "to_bf16_matrix", (s.type,))((2048,), (256,), args, stream=stream)
 
 
@@ -76,7 +76,7 @@ def expand_heads(w: Weight, transposed: bool, latents: Plane, n: int, out: Plane
     kernel("latent", "halves", ("R=16", "W=16", "TILE=32", "BUFFERS=2"))(
         (min(-(-size // 256), 1024), s.experts),
         (256,),
-        (np.uint64(dense), np.int32(kind), np.int64(stride), np.int64(size), np.uint64(matrices)),
+        (dense, kind, stride, size, matrices),
         stream=stream,
     )
     channels, inner = (s.rows, s.columns) if transposed else (s.columns, s.rows)

@@ -1,20 +1,28 @@
 """Device memory: allocations that live as long as their object, and the arena that the outputs of a step come from."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import cupy
+import numpy as np
 
 from common.errors import BimetalError
+from cuda_backend.launch import Stream
 
 ALIGN = 256
 
 
 class Memory:
-    """Device memory that lives as long as this object."""
+    """Device memory that lives as long as this object.
 
-    def __init__(self, nbytes: int):
+    stream  that alone uses it: once it is given back, what was launched there may still read it, so that only this
+            stream is given it again
+    """
+
+    def __init__(self, nbytes: int, stream: Stream | None = None):
         try:
-            self._memory = cupy.cuda.alloc(max(nbytes, 1))
+            with stream.cuda if stream else nullcontext():
+                self._memory = cupy.cuda.alloc(max(nbytes, 1))
         except cupy.cuda.memory.OutOfMemoryError:
             (free, total), device = cupy.cuda.runtime.memGetInfo(), cupy.cuda.runtime.getDevice()
             raise BimetalError(
@@ -23,6 +31,20 @@ class Memory:
             ) from None
         self.address: int = self._memory.ptr
         self.nbytes = nbytes
+
+
+def upload(array: np.ndarray, stream: Stream) -> Memory:
+    """A copy of a contiguous array on the device; returns when the host's may change."""
+    memory = Memory(array.nbytes, stream)
+    copy_in(memory.address, array, stream)
+    return memory
+
+
+def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
+    """Copy from pageable memory, which the driver has read when this returns."""
+    cupy.cuda.runtime.memcpyAsync(
+        address, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr
+    )
 
 
 class Arena:

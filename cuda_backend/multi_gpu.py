@@ -18,6 +18,7 @@ from common.ops import LayerSize, Ops
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
+from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph
 from cuda_backend.memory import Memory
@@ -32,6 +33,7 @@ class Part:
         self.index, self.device = index, cupy.cuda.Device(index)
         with self.device:
             self.ops = make()
+            self.context = self.ops.context
             self.event = cupy.cuda.Event(disable_timing=True)
 
 
@@ -142,7 +144,7 @@ class Relay:
             return out
         finally:
             for part in self.steps:
-                part.ops.replay.active = None
+                part.context.replay.active = None
             self.steps, self.here, self.running = {}, None, None
 
     @contextmanager
@@ -160,10 +162,10 @@ class Relay:
         array = x.array
         if not array.is_dense:
             with self.on(x.part) as ops:
-                array = ops.dense(array)
+                array = rows.dense(ops.context, array)
         nbytes = 4 * array.size
         with part.device:
-            crossing = Crossing(x.part, array.address, part.ops.arena.take(nbytes, lasting=True), nbytes)
+            crossing = Crossing(x.part, array.address, part.context.arena.take(nbytes, lasting=True), nbytes)
         if self.legs is None:
             cross(crossing, part)
         else:
@@ -173,28 +175,28 @@ class Relay:
 
     def _call(self, fn: Callable[[Any, Any], Any], state: Any, T: int) -> Any:
         for part in self.parts:
-            part.ops.arena.reset()
+            part.context.arena.reset()
         return fn(state, SplitStep(T))
 
     def _captured(self, fn: Callable[[Any, Any], Any], state: Any, T: int) -> tuple[list[Leg], Any]:
         legs: list[Leg] = []
         self.legs = legs
         for part in self.parts:
-            part.ops.arena.frozen = True
+            part.context.arena.frozen = True
         try:
             return legs, self._call(fn, state, T)
         finally:
             self._leave()
             self.legs = None
             for part in self.parts:
-                part.ops.arena.frozen = False
+                part.context.arena.frozen = False
 
     def _reach(self, part: Part) -> None:
         self._leave()
         if part not in self.steps:
-            self.steps[part] = part.ops.replay.active = self._uploaded(part)
+            self.steps[part] = part.context.replay.active = self._uploaded(part)
         if self.legs is not None:
-            self.legs.append(Leg(part, Graph((part.ops.stream, part.ops.side), part.ops.replay.overlap)))
+            self.legs.append(Leg(part, part.context.replay.graph()))
         self.here = part
 
     def _leave(self) -> None:
@@ -222,22 +224,22 @@ class Relay:
                 cross(Crossing(tokens.part, array.address, memory.address, memory.nbytes), part)
                 array = Array(array.shape, memory.address, owner=memory, dtype=array.dtype)
             step = replace(step, tokens=array)
-        return part.ops.replay.upload(state.shares[part], step)
+        return part.context.replay.upload(state.shares[part], step)
 
 
 def cross(c: Crossing, part: Part) -> None:
     """Copy in the order of the stream of `part`. The source goes on behind the copy, so that neither GPU overwrites
     what the other still reads or has yet to read.
     """
-    source, stream = c.source, part.ops.stream
+    source, stream = c.source, part.context.stream
     with source.device:
-        source.ops.stream.record(source.event)
+        source.context.stream.record(source.event)
     with part.device:
         stream.wait(source.event)
         cupy.cuda.runtime.memcpyPeerAsync(c.to, part.index, c.address, source.index, c.nbytes, stream.ptr)
         stream.record(part.event)
     with source.device:
-        source.ops.stream.wait(part.event)
+        source.context.stream.wait(part.event)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -389,8 +391,8 @@ class SplitOps(Ops):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
-        out, rows = self.relay.run(fn, state, step), len(step)
-        return tuple(self._kept(x, rows) for x in out) if isinstance(out, tuple) else self._kept(out, rows)
+        out, count = self.relay.run(fn, state, step), len(step)
+        return tuple(self._kept(x, count) for x in out) if isinstance(out, tuple) else self._kept(out, count)
 
     def scope(self, layer: int, block: Callable[[Any], Any], x: Value) -> Value:
         part = self._place(layer)
@@ -462,9 +464,9 @@ class SplitOps(Ops):
             return tuple(self._values(x, part) for x in out)
         return Value(out, part, self.relay) if isinstance(out, Array) else out
 
-    def _kept(self, x: Value, rows: int) -> Value:
+    def _kept(self, x: Value, count: int) -> Value:
         with x.part.device:
-            return Value(x.part.ops.kept(x.array, rows), x.part, self.relay)
+            return Value(rows.kept(x.part.context, x.array, count), x.part, self.relay)
 
     def _each(self, fn: Callable[[CudaOps], Any]) -> list[Any]:
         out = []
@@ -504,8 +506,9 @@ def open_parts(
         need, room = sum(n for n, at in zip(layer_bytes, layers, strict=True) if at == place), free(part)
         if need > room:
             raise BimetalError(
-                f"GPU {part.index} ({part.ops.card.name}) has {room / 1e9:.1f} GB free, and its {layers.count(place)} "
-                f"layers take {need / 1e9:.1f} GB; give it a smaller share of the split, or choose more GPUs"
+                f"GPU {part.index} ({part.context.card.name}) has {room / 1e9:.1f} GB free, and its "
+                f"{layers.count(place)} layers take {need / 1e9:.1f} GB; "
+                "give it a smaller share of the split, or choose more GPUs"
             )
     return SplitOps(list(parts.values()), layers, parts[devices[-1] if draft is None else draft])
 

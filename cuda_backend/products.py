@@ -3,18 +3,19 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
+from cuda_backend.context import Context
+from cuda_backend.fuse import unscaled, unscaled_dense
 from cuda_backend.gemm import expand, gemm
-from cuda_backend.launch import Stream, kernel
+from cuda_backend.launch import kernel
 from cuda_backend.layout import (
     TOGETHER,
     UNITS,
-    UNPACKED,
     Packing,
     expert_defines,
     expert_ring,
@@ -30,39 +31,51 @@ from cuda_backend.layout import (
     single_defines,
     tile_defines,
 )
-from cuda_backend.lazy import Node
-from cuda_backend.memory import Arena
+from cuda_backend.lazy import Lazy, Target
 from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import CHOICE, MATRIX, PARTIALS, ROWS
 from cuda_backend.views import NOTHING, out_of, view
 from cuda_backend.weights import Segment, Weight
 
-NO_NORM = np.uint64(0), np.int32(0), np.float32(0), np.float32(0)
+
+class RowNorm(NamedTuple):
+    """How a product finishes the norm of its rows: fuse.unscaled.
+
+    squares  address of the rows' sums of squares of 128 columns each, `parts` of a row; 0: there is no norm to finish
+    """
+
+    squares: int = 0
+    parts: int = 0
+    columns: int = 0
+    eps: float = 0.0
+
+
+NONE = RowNorm()
 EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
 
 
-def linear(x: Array, w: Weight, card: Card, arena: Arena, stream: Stream, node: Node) -> Array:
-    """x (T, columns), computed by `node` where anything still has to be, times each segment's rows."""
-    T, N = x.shape[0], w.rows
+def linear(context: Context, x: Lazy, w: Weight) -> Array:
+    """x (T, columns) times each segment's rows: (T, rows)"""
+    T, N = x.T, w.rows
     if T > MAX_DECODE_ROWS:
-        return _product(T, w, arena, stream, node)
+        return _product(context, x, w)
     launches = _launches(w.segments)
-    cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, card), strict=True)}
+    cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, context.card), strict=True)}
     slots = max((n for _, n in cuts.values()), default=1)
     counts = (cuts[s][1] if s in cuts else 1 for s in w.segments)
     needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
-    out = Array((T, N), arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
+    out = Array((T, N), context.arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
     rows = itertools.accumulate((s.rows for s in w.segments), initial=0)
     at = {s: out.address + 4 * row for s, row in zip(w.segments, rows, strict=False)}
     for together in launches:
         how = packing(together[0].type, T)
-        packed, squares = node.as_unscaled(how) if is_packed(w) else (node.as_packed(how), 0)
-        norm = _norm(squares, together[0], node)
-        _quantized([(s, at[s], cuts[s][0]) for s in together], packed, norm, T, how, N, slots, card, stream)
+        packed, squares = unscaled(x, how) if is_packed(w) else (x.as_packed(how), 0)
+        matrices = [(s, at[s], cuts[s][0]) for s in together]
+        _quantized(context, matrices, packed, _norm(squares, together[0], x), T, how, N, slots)
     for s in w.segments:
         if s not in cuts:
-            x_dense, squares = (node.as_dense(), 0) if cuts else node.as_unscaled_dense()
-            _dense(s, x_dense, at[s], T, N, stream, slots=slots, norm=_norm(squares, s, node))
+            x_dense, squares = (x.as_dense(), 0) if cuts else unscaled_dense(x)
+            _dense(context, s, x_dense, at[s], T, N, slots=slots, norm=_norm(squares, s, x))
     return out
 
 
@@ -95,145 +108,144 @@ def joins(stack: Weight, one: Weight) -> bool:
 
 
 def grouped_linear(
-    x: Node,
-    w: Weight,
-    g: Groups,
-    share: int,
-    card: Card,
-    arena: Arena,
-    stream: Stream,
-    last: Weight | None = None,
-    known: bool = False,
+    context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
 ) -> Array:
     """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)
 
     known: the kernel before this one did not make g, and began when g was there.
     """
+    card, stream = context.card, context.stream
     N, parts = w.rows, _packed(w)
     slots = _cuts(w, g.chosen, card) if g.chosen else 1
-    out = Array((g.pairs, N), arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
+    out = Array((g.pairs, N), context.arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
     at = out.address
     for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
             how = packing(s.type, 1)
-            packed, squares = x.as_unscaled(how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
+            packed, squares = unscaled(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
                 (min(ctas * card.sms, g.most * s.row_blocks * slots),),
                 (288,),
                 (
-                    np.uint64(s.memory.address),
-                    np.uint64(packed),
-                    np.uint64(at),
-                    np.int32(s.rows),
-                    np.int32(s.row_blocks),
-                    np.int32(s.k_blocks),
-                    np.int32(slots),
+                    s.memory.address,
+                    packed,
+                    at,
+                    s.rows,
+                    s.row_blocks,
+                    s.k_blocks,
+                    slots,
                     _inverse(s.row_blocks),
                     _inverse(slots),
-                    np.int64(g.pairs * N),
-                    np.int64(N),
-                    np.uint64(g.groups),
-                    np.uint64(g.order),
-                    np.int64(s.expert_bytes),
-                    np.int32(s.experts),
-                    np.uint64(behind.memory.address),
-                    np.int32(share),
-                    np.int32(known),
-                    np.int64(packed_size(s.columns, 1, how)),
+                    g.pairs * N,
+                    N,
+                    g.groups,
+                    g.order,
+                    s.expert_bytes,
+                    s.experts,
+                    behind.memory.address,
+                    share,
+                    known,
+                    packed_size(s.columns, 1, how),
                     *_norm(squares, s, x),
                 ),
                 shared_mem=shared,
                 stream=stream,
             )
         else:
-            _dense(s, x.as_dense(), at, g.pairs, N, stream, ids=g.ids, share=share)
+            _dense(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, share))
         at += 4 * s.rows
     return out
 
 
-def chosen_linear(
-    x: Node | Array,
-    w: Weight,
-    last: Weight | None,
-    choice: np.ndarray,
-    card: Card,
-    arena: Arena,
-    stream: Stream,
-) -> Array:
+def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
     """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
 
     x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
     choice  kernels/choose.cuh Choice
     """
     n, N = int(choice["k"]) + (last is not None), w.rows
-    slots = _cuts(w, n, card)
-    out = Array((n, N), arena.take(slots * n * N * 4), slots=slots, slot=n * N)
+    slots = _cuts(w, n, context.card)
+    out = Array((n, N), context.arena.take(slots * n * N * 4), slots=slots, slot=n * N)
     at = out.address
     for s, behind in zip(w.segments, (last or w).segments, strict=True):
-        packed, squares = (0, 0) if isinstance(x, Array) else x.as_unscaled(packing(s.type, 1))
-        norm = NO_NORM if isinstance(x, Array) else _norm(squares, s, x)
-        source, to = x if isinstance(x, Array) else packed, out_of(at, 0, 0, N, UNPACKED)
-        _single(s, behind, choice, source, 0, SWIGLU, to, n, N, slots, norm, card, stream)
+        if isinstance(x, Array):
+            row, norm = Row(array=x, made=SWIGLU), NONE
+        else:
+            packed, squares = unscaled(x, packing(s.type, 1))
+            row, norm = Row(packed=packed), _norm(squares, s, x)
+        _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, slots), norm)
         at += 4 * s.rows
     return out
 
 
-def heads_of_one(x: Node | Array, w: Weight, dense: int, packed: int, out: Packing, card: Card, stream: Stream) -> None:
+def heads_of_one(context: Context, x: Lazy | Array, w: Weight, to: Target) -> None:
     """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
     (s,) = w.segments
     how = packing(s.type, 1)
-    source = x if isinstance(x, Array) else x.as_packed(how)
-    x_bytes, to = packed_size(s.columns, 1, how), out_of(dense, packed, 0, s.experts * s.rows, out)
-    _single(s, s, None, source, x_bytes, SUM, to, s.experts, s.rows, 1, NO_NORM, card, stream)
+    apart = packed_size(s.columns, 1, how)
+    row = Row(array=x, made=SUM, apart=apart) if isinstance(x, Array) else Row(packed=x.as_packed(how), apart=apart)
+    out = out_of(to, s.experts * s.rows)
+    _single(context, (s, s), None, row, out, Products(s.experts, s.rows, 1), NONE)
 
 
 SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
 
 
+class Row(NamedTuple):
+    """What kernels/single.cu multiplies: rows packed at an address, `apart` bytes each, or `made` of an array."""
+
+    packed: int = 0
+    array: Array | None = None
+    made: int = 0
+    apart: int = 0
+
+
+class Products(NamedTuple):
+    """Matrices of one launch, how many floats the result of each takes, and the parts into which k is cut."""
+
+    matrices: int
+    row_stride: int
+    parts: int
+
+
 def _single(
-    s: Segment,
-    behind: Segment,
+    context: Context,
+    stacks: tuple[Segment, Segment],
     choice: np.ndarray | None,
-    x: Array | int,
-    x_bytes: int,
-    made: int,
+    x: Row,
     out: np.ndarray,
-    matrices: int,
-    row_stride: int,
-    parts: int,
-    norm: tuple[Any, ...],
-    card: Card,
-    stream: Stream,
+    of: Products,
+    norm: RowNorm,
 ) -> None:
-    """kernels/single.cu, whose rows are `made` of an array x, or lie packed at x."""
+    """kernels/single.cu: one row times each matrix of the first stack that `choice` names, and times the second one."""
+    card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
-    of = (int(choice is not None), made if isinstance(x, Array) else 0, int(bool(out["packed"])))
-    chosen = tuple(f"{name}={value}" for name, value in zip(("CHOICE", "MADE", "PACK"), of, strict=True))
+    chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.made}", f"PACK={int(bool(out['packed']))}"
     kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
         (parts, s.row_blocks, matrices),
         (288,),
         (
-            np.uint64(s.memory.address),
-            np.int64(s.expert_bytes),
-            np.uint64(behind.memory.address),
+            s.memory.address,
+            s.expert_bytes,
+            behind.memory.address,
             np.zeros((), CHOICE) if choice is None else choice,
-            np.uint64(0 if isinstance(x, Array) else x),
-            np.int64(x_bytes),
-            view(x) if isinstance(x, Array) else NOTHING,
+            x.packed,
+            x.apart,
+            view(x.array) if x.array else NOTHING,
             out,
-            np.int32(s.rows),
-            np.int32(s.columns),
-            np.int32(s.k_blocks),
-            np.int32(parts),
+            s.rows,
+            s.columns,
+            s.k_blocks,
+            parts,
             _inverse(parts),
-            np.int64(matrices * row_stride),
-            np.int64(row_stride),
+            matrices * row_stride,
+            row_stride,
             *norm,
         ),
         shared_mem=shared,
-        stream=stream,
+        stream=context.stream,
     )
 
 
@@ -244,15 +256,14 @@ def _cuts(w: Weight, matrices: int, card: Card) -> int:
     return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1
 
 
-def _norm(squares: int, s: Segment, x: Node) -> tuple[Any, ...]:
-    """What a product needs to finish a norm: Node.as_unscaled."""
-    parts = s.columns // 128 if squares else 0
-    return np.uint64(squares), np.int32(parts), np.float32(s.columns), np.float32(x.eps)
+def _norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
+    eps = x.parameters.eps if x.op.unscaled else 0.0
+    return RowNorm(squares, s.columns // 128 if squares else 0, s.columns, eps)
 
 
-def _inverse(divisor: int) -> np.uint32:
+def _inverse(divisor: int) -> int:
     """By which kernels divide: kernels/prelude.cuh `quotient`."""
-    return np.uint32(0xFFFFFFFF // divisor)
+    return 0xFFFFFFFF // divisor
 
 
 def _packed(w: Weight) -> list[Segment]:
@@ -279,91 +290,91 @@ def _cut(together: tuple[Segment, ...], card: Card) -> list[tuple[int, int]]:
 
 
 def _quantized(
+    context: Context,
     matrices: list[tuple[Segment, int, int]],
     x: int,
-    norm: tuple[Any, ...],
+    norm: RowNorm,
     T: int,
     how: Packing,
     row_stride: int,
     slots: int,
-    card: Card,
-    stream: Stream,
 ) -> None:
     """kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
     squares, norm_parts, columns, eps = norm
     types = tuple(s.type for s, _, _ in matrices)
     stripes = sum(n for _, _, n in matrices)
     for first, cols in ((0, how.whole), (how.whole, how.cols)) if how.whole else ((0, how.cols),):
-        launch = linear_launch(card, types, cols)  # the matrices are read once for each
-        each = launch.stripes if stripes > card.sms else 1
+        launch = linear_launch(context.card, types, cols)  # the matrices are read once for each
+        each = launch.stripes if stripes > context.card.sms else 1
         given, ctas = np.zeros(2, MATRIX), [-(-n // each) for _, _, n in matrices]
         for i, (s, out, n) in enumerate(matrices):
             to = out + first * row_stride * 4
             units = s.row_blocks * s.k_blocks
             given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *map(_inverse, (s.k_blocks, units, n))
         packed = x + first * groups_of(matrices[0][0].columns) * row_bytes(how)
-        of_rows = squares + np.uint64(4 * first * norm_parts) if squares else squares
+        of_rows = squares + 4 * first * norm_parts if squares else squares
         kernel("linear", "linear", launch.defines, launch.shared, launch.second)(
             (sum(ctas),),
             (launch.threads,),
             (
                 given[0],
                 given[1],
-                np.int32(ctas[0]),
+                ctas[0],
                 np.array((packed, of_rows, min(T - first, cols), norm_parts, columns, eps), ROWS),
                 np.array((T * row_stride, row_stride, slots), PARTIALS),
             ),
             shared_mem=launch.shared,
-            stream=stream,
+            stream=context.stream,
         )
 
 
 def _dense(
+    context: Context,
     s: Segment,
     x: int,
     out: int,
     T: int,
     row_stride: int,
-    stream: Stream,
     slots: int = 1,
-    ids: int = 0,
-    share: int = 1,
-    norm: tuple[Any, ...] = NO_NORM,
+    pairs: tuple[int, int] = (0, 1),
+    norm: RowNorm = NONE,
 ) -> None:
+    """kernels/dense.cu; `pairs`: address of the matrix of each pair, or 0, and how many pairs take a row of x."""
+    ids, share = pairs
     rows = 1 if ids or T == 1 else 2
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
         (-(-T // rows), -(-s.rows // 8)),
         (256,),
         (
-            np.uint64(s.memory.address),
-            np.uint64(x),
-            np.uint64(out),
-            np.int32(s.rows),
-            np.int32(s.columns),
-            np.int32(T),
-            np.int64(row_stride),
-            np.int32(slots),
-            np.int64(T * row_stride),
-            np.uint64(ids),
-            np.int64(s.rows),
-            np.int32(share),
+            s.memory.address,
+            x,
+            out,
+            s.rows,
+            s.columns,
+            T,
+            row_stride,
+            slots,
+            T * row_stride,
+            ids,
+            s.rows,
+            share,
             *norm,
         ),
-        stream=stream,
+        stream=context.stream,
     )
 
 
-def _product(T: int, w: Weight, arena: Arena, stream: Stream, node: Node) -> Array:
+def _product(context: Context, x: Lazy, w: Weight) -> Array:
     """More rows than `linear` takes: bf16 through cuBLAS, a slice of the matrix expanded at a time.
 
     A float32 matrix (a router, whose order decides) keeps its precision.
     """
-    N = w.rows
+    T, N, arena, stream = x.T, w.rows, context.arena, context.stream
     out = Array((T, N), arena.take(T * N * 4))
     at = out.address
     for s in w.segments:
         if s.type == "F32":
-            _dense(s, node.as_dense(), at, T, N, stream)
+            _dense(context, s, x.as_dense(), at, T, N)
         else:
             step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
             scratch = 0 if s.type == "BF16" else arena.scratch(step * s.columns * 2, stream)
@@ -374,21 +385,21 @@ def _product(T: int, w: Weight, arena: Arena, stream: Stream, node: Node) -> Arr
                 else:
                     matrix = scratch
                     expand(s, row, n, matrix, stream)
-                gemm(node.as_bf16(), matrix, at + row * 4, T, n, s.columns, N, stream)
+                gemm(x.as_bf16(), matrix, at + row * 4, T, n, s.columns, N, stream)
         at += 4 * s.rows
     return out
 
 
-def embed(table: Weight, tokens: int, T: int, arena: Arena, stream: Stream) -> Array:
+def embed(context: Context, table: Weight, tokens: int, T: int) -> Array:
     """Rows `tokens` (int32 on the device) of a table of one type: (T, columns)"""
     (s,) = table.segments
-    out = Array((T, s.columns), arena.take(T * s.columns * 4))
+    stream, out = context.stream, Array((T, s.columns), context.arena.take(T * s.columns * 4))
     if s.type in UNITS:
-        sizes = (np.int32(s.rows), np.int32(s.columns), np.int32(s.k_blocks))
-        args = (np.uint64(s.memory.address), *sizes, np.uint64(tokens), np.uint64(out.address))
+        sizes = (s.rows, s.columns, s.k_blocks)
+        args = (s.memory.address, *sizes, tokens, out.address)
         kernel("expand", "embed", tile_defines(s.type))((s.k_blocks, T), (32,), args, stream=stream)
     else:
-        head = (np.uint64(s.memory.address), np.int32(s.rows), np.int32(s.columns), np.uint64(tokens))
+        head = (s.memory.address, s.rows, s.columns, tokens)
         blocks = -(-s.columns // 256)
-        kernel("dense", "embed", (s.type,))((blocks, T), (256,), (*head, np.uint64(out.address)), stream=stream)
+        kernel("dense", "embed", (s.type,))((blocks, T), (256,), (*head, out.address), stream=stream)
     return out

@@ -28,7 +28,7 @@ class RandomOps(CudaOps):
             np.int64(-(-nbytes // 4)),
             np.uint32(zlib.crc32(tensor.name.encode()) + rows.start),
         )
-        kernel("random", "fill")((1024,), (256,), args, stream=self.stream)
+        kernel("random", "fill")((1024,), (256,), args, stream=self.context.stream)
         n = nbytes // block.bytes
         for at, value in zip(block.halves, RANDOM_HALVES[tensor.type], strict=True):
             block_args = (
@@ -38,5 +38,5 @@ class RandomOps(CudaOps):
                 np.int32(at),
                 np.float32(value),
             )
-            kernel("random", "set_halves")((-(-n // 256),), (256,), block_args, stream=self.stream)
+            kernel("random", "set_halves")((-(-n // 256),), (256,), block_args, stream=self.context.stream)
         return address

@@ -195,10 +195,14 @@ class Replay:
         finally:
             self.active = None
 
+    def graph(self) -> Graph:
+        """Capture what is launched from now on."""
+        return Graph((self.stream, self.side), self.overlap)
+
     def _capture(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Captured:
         self.arena.reset()
         self.arena.frozen = True
-        graph = Graph((self.stream, self.side), self.overlap)
+        graph = self.graph()
         try:
             out = self._call(fn, state, step)
         finally:

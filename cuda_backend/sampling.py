@@ -1,91 +1,85 @@
-"""The way out of a step: a token by argmax or by chance, or the best tokens of a row; logits stay on the device."""
+"""What is read of logits: a token by argmax or by chance, or the best tokens of a row; logits stay on the device."""
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
 
-from common.ops import Ops
 from common.sampling import ONE, Sampler
 from common.step import MAX_DECODE_ROWS
-from cuda_backend import weights
 from cuda_backend.arrays import Array
+from cuda_backend.context import Context
 from cuda_backend.launch import kernel
-from cuda_backend.memory import Memory
-
-if TYPE_CHECKING:
-    from cuda_backend.ops import CudaOps
+from cuda_backend.memory import Memory, copy_in
+from cuda_backend.rows import pieces_of
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
 MOST_BEST = 64  # tokens of a row that kernels/top_k.cu finds
 CTA_KEYS = 4096  # and what one of its CTAs chooses from
 
 
-def sample(ops: "CudaOps", logits: Array, sampler: Sampler) -> Any:
-    if not ops.chooses(sampler):
-        return np.array([sampler.pick(row) for row in ops.read(logits)], np.int32)
-    T = logits.shape[0]
-    best, keys = _best(ops, logits)
-    memory = Memory(T * 4)
+def sample(context: Context, logits: Array, sampler: Sampler) -> Array:
+    """A token of each row, int32 (T,), as `sampler` picks it."""
+    T, stream = logits.shape[0], context.stream
+    best, keys = _best(context, logits)
+    memory = Memory(T * 4, stream)
     tokens = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
     if not sampler.is_argmax:
-        tokens.owner = memory, keys, _draw(ops, logits, best, sampler, tokens.address)
+        tokens.owner = memory, keys, _draw(context, logits, best, sampler, tokens.address)
         return tokens
-    next_step = ops.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
-    args = (*best, np.uint64(tokens.address), np.uint64(next_step))
-    kernel("sample", "final")((T,), (32,), args, stream=ops.stream)
+    next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
+    kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step), stream=stream)
     return tokens
 
 
-def _best(ops: "CudaOps", logits: Array) -> tuple[tuple[Any, ...], Memory | None]:
+def _best(context: Context, logits: Array) -> tuple[tuple[int, int], Memory | None]:
     """The largest keys of pieces of each row: where they are, how many, and their memory if it is not the logits'."""
     if logits.best:
-        return (np.uint64(logits.best), np.int32(pieces_of(logits.shape[1]))), None
+        return (logits.best, pieces_of(logits.shape[1])), None
     T, V = logits.shape
     pieces = min(64, -(-V // 256))
-    memory = Memory(T * pieces * 8)
-    args = np.uint64(logits.address), np.int32(V), np.uint64(memory.address)
-    kernel("sample", "partial")((pieces, T), (256,), args, stream=ops.stream)
-    return (args[2], np.int32(pieces)), memory
+    memory = Memory(T * pieces * 8, context.stream)
+    args = logits.address, V, memory.address
+    kernel("sample", "partial")((pieces, T), (256,), args, stream=context.stream)
+    return (memory.address, pieces), memory
 
 
-def pieces_of(V: int) -> int:
-    """Keys of a row that kernels/sample.cu add_up leaves."""
-    return -(-V // 1024)
+def _pieces_of_best(V: int) -> int:
+    return max(-(-V // CTA_KEYS), min(64, -(-V // 256)))
 
 
-def top_k(ops: "CudaOps", logits: Array, k: int) -> tuple[Array, Array]:
-    T, V = logits.shape
-    k, pieces = min(k, V), max(-(-V // CTA_KEYS), min(64, -(-V // 256)))
-    if k > MOST_BEST or pieces * k > CTA_KEYS:
-        return Ops.top_k(ops, logits, k)
-    memory = Memory(T * (pieces * (8 * k + 8) + 8 * k))
-    sums = memory.address + T * pieces * 8 * k
+def finds(V: int, k: int) -> bool:
+    """Do the kernels find the best k of V tokens?"""
+    return k <= MOST_BEST and _pieces_of_best(V) * k <= CTA_KEYS
+
+
+def top_k(context: Context, logits: Array, k: int) -> tuple[Array, Array]:
+    """The best k tokens of each row, int32 (T, k), and their log-probabilities, float32."""
+    (T, V), stream = logits.shape, context.stream
+    pieces = _pieces_of_best(V)
+    memory = Memory(T * (pieces * (8 * k + 8) + 8 * k), stream)
+    keys, sums = memory.address, memory.address + T * pieces * 8 * k
     ids = sums + T * pieces * 8
     out = [Array((T, k), ids + i * T * k * 4, owner=memory, dtype=t) for i, t in enumerate((np.int32, np.float32))]
-    keys = np.uint64(memory.address), np.uint64(sums)
-    args = (np.uint64(logits.address), np.int32(V), np.int32(k), *keys)
-    kernel("top_k", "partial")((pieces, T), (256,), args, stream=ops.stream)
-    last = (*keys, np.int32(pieces), np.int32(k), np.uint64(out[0].address), np.uint64(out[1].address))
-    kernel("top_k", "final")((T,), (256,), last, stream=ops.stream)
+    kernel("top_k", "partial")((pieces, T), (256,), (logits.address, V, k, keys, sums), stream=stream)
+    last = keys, sums, pieces, k, out[0].address, out[1].address
+    kernel("top_k", "final")((T,), (256,), last, stream=stream)
     return out[0], out[1]
 
 
-def _draw(ops: "CudaOps", logits: Array, best: tuple[Any, ...], sampler: Sampler, tokens: int) -> Memory:
+def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampler, tokens: int) -> Memory:
     """Sampler.pick of each row, `best` its best keys by pieces. Returns memory that must last until it has run."""
-    s, (T, V) = sampler.sampling, logits.shape
+    s, (T, V), stream = sampler.sampling, logits.shape, context.stream
     cut = s.top_k > 0 or s.top_p < 1
-    memory = Memory(8 * T * (V + 1 + 2 * DRAW_BINS * cut))
+    memory = Memory(8 * T * (V + 1 + 2 * DRAW_BINS * cut), stream)
     uniform = memory.address + 8 * T * V
-    chances, bins = np.uint64(memory.address), np.uint64(uniform + 8 * T)
-    weights.copy_in(uniform, sampler.numbers(T), ops.stream)
+    chances, bins = memory.address, uniform + 8 * T
+    copy_in(uniform, sampler.numbers(T), stream)
     if cut:
-        cupy.cuda.runtime.memsetAsync(int(bins), 0, 16 * T * DRAW_BINS, ops.stream.ptr)
-    head = np.uint64(logits.address), np.int32(V), *best
-    args = (*head, np.float64(s.temperature), np.int32(cut), chances, bins)
-    kernel("draw", "weigh")((min(256, -(-V // 256)), T), (256,), args, stream=ops.stream)
-    limits = np.int32(min(s.top_k, V)), np.float64(s.top_p), np.uint64(max(1, math.ceil(s.min_p * ONE)))
-    args = (*head, chances, bins, *limits, np.uint64(uniform), np.uint64(tokens))
-    kernel("draw", "draw")((T,), (1024,), args, stream=ops.stream)
+        cupy.cuda.runtime.memsetAsync(bins, 0, 16 * T * DRAW_BINS, stream.ptr)
+    head = logits.address, V, *best
+    weighed = (*head, s.temperature, cut, chances, bins)
+    kernel("draw", "weigh")((min(256, -(-V // 256)), T), (256,), weighed, stream=stream)
+    limits = min(s.top_k, V), s.top_p, max(1, math.ceil(s.min_p * ONE))
+    kernel("draw", "draw")((T,), (1024,), (*head, chances, bins, *limits, uniform, tokens), stream=stream)
     return memory

@@ -1,21 +1,20 @@
 """How kernels read arrays and write results: the records of prelude.cuh and store.cuh, and what kernels require."""
 
-from typing import Any
-
 import numpy as np
 
 from cuda_backend.arrays import Array
-from cuda_backend.layout import Packing, groups_of
-from cuda_backend.prototypes import IN, OUT, ROPE
+from cuda_backend.layout import groups_of
+from cuda_backend.lazy import Target
+from cuda_backend.prototypes import IN, OUT
 
 NOTHING = np.zeros((), IN)
 COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu pointwise
 
 
-def out_of(dense: int, packed: int, bf16: int, K: int, packing: Packing) -> np.ndarray:
-    """Where a kernel writes rows of K columns, in each form whose address is not 0: store.cuh Out."""
-    groups = groups_of(K) if packed else -(-K // 32)
-    return np.array((dense, packed, bf16, K, packing.cols, groups, packing.fine, packing.whole), OUT)
+def out_of(to: Target, K: int) -> np.ndarray:
+    """Where a kernel writes rows of K columns: store.cuh Out."""
+    groups, packing = groups_of(K) if to.packed else -(-K // 32), to.packing
+    return np.array((to.dense, to.packed, to.bf16, K, packing.cols, groups, packing.fine, packing.whole), OUT)
 
 
 def only(out: np.ndarray) -> tuple[str, ...]:
@@ -56,24 +55,3 @@ def in_fours(*arrays: Array, flat: bool = True) -> bool:
 def turns(rope: np.ndarray) -> bool:
     """Are a rope's pairs as kernels/light.cu exchanges them: none, or in lanes apart by a power of two?"""
     return int(rope["pairs"]) in (0, 4, 8, 16, 32, 64)
-
-
-def unroped(x: Array) -> Array:
-    """What norm and rope of x start from, so that attention applies them on the way to the cache."""
-    node = x.whole_node()
-    return node.roping[0] if node and node.roping else x
-
-
-def roping(x: Array) -> tuple[Any, ...]:
-    node = x.whole_node()
-    if node and node.roping:
-        return node.roping[1]
-    return np.int32(0), np.uint64(0), np.float32(0), np.zeros((), ROPE)
-
-
-def turned(x: Array) -> tuple[Array, np.ndarray]:
-    """What a rope of x that has not run starts from, and the rope; x and none where it is something else."""
-    node = x.whole_node()
-    if node and node.roping and not node.dense and not node.roping[1][0]:
-        return node.roping[0], node.roping[1][3]
-    return x, np.zeros((), ROPE)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import cupy
 import numpy as np
 
 from common.quants import BLOCKS, check_scales, dequantize
 from common.tensors import Tensor
-from cuda_backend.launch import Stream, kernel
+from cuda_backend.launch import kernel
 from cuda_backend.layout import FLOATS, UNITS, tile_defines
 from cuda_backend.memory import Memory
 from cuda_backend.upload import Uploader
@@ -204,17 +203,3 @@ def _flat(part: Tensor) -> Tensor:
     flat = flatten(part)
     assert flat
     return flat
-
-
-def upload(array: np.ndarray, stream: Stream) -> Memory:
-    """A copy of a contiguous array on the device; returns when the host's may change."""
-    memory = Memory(array.nbytes)
-    copy_in(memory.address, array, stream)
-    return memory
-
-
-def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
-    """Copy from pageable memory, which the driver has read when this returns."""
-    cupy.cuda.runtime.memcpyAsync(
-        address, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr
-    )

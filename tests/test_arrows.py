@@ -100,6 +100,31 @@ def test_every_arrow() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def circles(modules: dict[str, set[str]]) -> list[str]:
+    """The modules on a circle, and those that import one: what is left when modules that import none are taken away."""
+    left = {name: set(imported) for name, imported in modules.items()}
+    while done := {name for name, imported in left.items() if not imported & left.keys()}:
+        left = {name: imported for name, imported in left.items() if name not in done}
+    return sorted(left)
+
+
+def test_no_circles_in_cuda_backend() -> None:
+    """Under TYPE_CHECKING and inside functions too; the package itself opens what it needs on demand."""
+    paths = [path for path in (ROOT / "cuda_backend").rglob("*.py") if path.name != "__init__.py"]
+    modules = {}
+    for path in paths:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found = imports(ast.parse(path.read_text()), ".".join(parts[:-1]))
+        modules[".".join(parts)] = {name for statement in found for name in statement.names}
+    assert len(modules) > 20
+    assert circles({name: imported & modules.keys() for name, imported in modules.items()}) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c", "d"]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [

@@ -33,7 +33,7 @@ class Bytes:
 
     end = 1 << 40
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, stream: object = None):
         self.nbytes, self.address = nbytes, Bytes.end
         Bytes.end += -(-nbytes // 512) * 512
 
@@ -64,8 +64,8 @@ def test_work(name, rows, ops):
     spec = model.definition.state_spec(model.config)
     model.forward(model.new_state(rows), Step.chain(np.zeros(rows, np.int32), 0), slice(rows - 1, rows))
     layers = [layer_size(t, s, model.config) for t, s in zip(model.layout.layers, spec, strict=True)]
-    predicted, taken = work_bytes(layers, rows, rows), ops.arena.nbytes + UPLOAD
-    print(f"{name}, {rows} rows, {ops.card.name}: {predicted / 1e9:.2f} GB, taken {taken / 1e9:.2f}")
+    predicted, taken = work_bytes(layers, rows, rows), ops.context.arena.nbytes + UPLOAD
+    print(f"{name}, {rows} rows, {ops.context.card.name}: {predicted / 1e9:.2f} GB, taken {taken / 1e9:.2f}")
     assert taken <= predicted <= 1.4 * taken
 
 

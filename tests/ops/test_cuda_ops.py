@@ -19,6 +19,7 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import products  # noqa: E402
+from cuda_backend import rows as rows_of  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.launch import Kernel  # noqa: E402
 from cuda_backend.layout import KERNELS, OPTIONS, TOGETHER, UNITS  # noqa: E402
@@ -38,27 +39,31 @@ REFUSED = (  # what the kernels do not take yet, and say so
 COLUMN = {"attention": 1, "latent_attention": 1, "moe": 2}
 
 
+def on_multiprocessors(context, sms):
+    return replace(context, card=replace(context.card, sms=sms))
+
+
 @pytest.fixture(scope="module")
 def ops():
     """CudaOps whose workspace holds NaN until a kernel writes it."""
     ops = CudaOps()
-    take = ops.arena.take
+    take = ops.context.arena.take
 
     def poisoned(nbytes, lasting=False):
         address = take(nbytes, lasting)
-        for stream in (ops.side, ops.stream):
+        for stream in (ops.context.side, ops.context.stream):
             stream.synchronize()
-        cupy.cuda.runtime.memsetAsync(address, 0xFF, nbytes, ops.stream.ptr)
-        ops.stream.synchronize()
+        cupy.cuda.runtime.memsetAsync(address, 0xFF, nbytes, ops.context.stream.ptr)
+        ops.context.stream.synchronize()
         return address
 
-    ops.arena.take = poisoned
+    ops.context.arena.take = poisoned
     return ops
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_op(case: Case, ops):
-    ops.arena.reset()
+    ops.context.arena.reset()
     try:
         outputs = case(ops)
     except BimetalError as error:
@@ -85,7 +90,7 @@ def test_norm_and_rope_on_the_way_to_the_cache(kind, T, H, K, D, turning, ops):
 
         return [ops.read(out) for out in stateful({"state": KVSpec(K, D, D)}, 7, kind, T, attend)(Inputs(ops))]
 
-    ops.arena.reset()
+    ops.context.arena.reset()
     for out, want in zip(outputs(ops, ops.on_device), outputs(NumpyOps(), np.asarray), strict=True):
         assert np.abs(out - want).max() <= TOLERANCE["attention"][1] * np.abs(want).max()
 
@@ -123,7 +128,7 @@ def rows_on(ops, x: np.ndarray):
 @pytest.mark.parametrize("shape", [(300, 1280), (5, 256), (1024, 768)])
 def test_embed_decodes(type_, shape, ops):
     """The repacked matrix holds the file's values."""
-    ops.arena.reset()
+    ops.context.arena.reset()
     tensor = random_matrix(type_, *shape)
     rows = np.array([0, 1, shape[0] - 1, shape[0] // 2], np.int32)
     want = dequantize(tensor)[rows]
@@ -141,7 +146,7 @@ def test_quantized_linear(type_, shape, ops):
     want = quantized_rows(x, type_) @ values.T
     alone = None
     for T in (MAX_DECODE_ROWS, 1, 2, 7, 8, 9, 16, 22, 33, 48, 64, 65, 76, 90, 104, 110, 128, 129):
-        ops.arena.reset()
+        ops.context.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
@@ -163,25 +168,27 @@ extern "C" __global__ void divide(const u32* n, const u32* d, u32* out, int coun
     module = cupy.RawModule(code=(KERNELS / "prelude.cuh").read_text() + code, options=OPTIONS)
     divide = Kernel(module.get_function("divide"), prototypes(code)["divide"])
     memory, out = [Memory(n.nbytes) for _ in range(3)], np.zeros_like(n)
-    runtime, addresses = cupy.cuda.runtime, tuple(m.address for m in memory)
+    runtime, stream, addresses = cupy.cuda.runtime, ops.context.stream, tuple(m.address for m in memory)
     for values, m in zip((n, d), memory, strict=False):
-        runtime.memcpyAsync(m.address, values.ctypes.data, n.nbytes, runtime.memcpyHostToDevice, ops.stream.ptr)
-    divide((1,), (32,), (*addresses, n.size), stream=ops.stream)
-    runtime.memcpyAsync(out.ctypes.data, memory[2].address, n.nbytes, runtime.memcpyDeviceToHost, ops.stream.ptr)
-    ops.stream.synchronize()
+        runtime.memcpyAsync(m.address, values.ctypes.data, n.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+    divide((1,), (32,), (*addresses, n.size), stream=stream)
+    runtime.memcpyAsync(
+        out.ctypes.data, memory[2].address, n.nbytes, runtime.memcpyDeviceToHost, ops.context.stream.ptr
+    )
+    ops.context.stream.synchronize()
     assert np.array_equal(out, n // d)
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q8_0"])
 def test_stripes(type_, ops, monkeypatch):
     """A CTA that multiplies many units, of several row blocks, in each of its rings and for any rows."""
-    monkeypatch.setattr(ops, "card", replace(ops.card, sms=4))
+    monkeypatch.setattr(ops, "context", on_multiprocessors(ops.context, 4))
     tensor = random_matrix(type_, 300, 2560)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
     x = np.random.default_rng(3).normal(size=(64, 2560)).astype(np.float32)
     want, alone = quantized_rows(x, type_) @ values.T, None
     for T in (64, 1, 7, 22, 32):
-        ops.arena.reset()
+        ops.context.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
@@ -191,7 +198,7 @@ def test_stripes(type_, ops, monkeypatch):
 @pytest.mark.parametrize("columns", [768, 5376])
 def test_norms_in_products(columns, ops, monkeypatch):
     """The factors by which a product finishes the norm of its rows, in each of its rings and for any rows."""
-    monkeypatch.setattr(ops, "card", replace(ops.card, sms=4))
+    monkeypatch.setattr(ops, "context", on_multiprocessors(ops.context, 4))
     tensor, rng = random_matrix("Q4_K", 300, columns), np.random.default_rng(3)
     w, values = ops.weight(tensor), dequantize(tensor).astype(np.float64)
     x = rng.normal(size=(72, columns)).astype(np.float32) * np.geomspace(1e-2, 1e2, 72, dtype=np.float32)[:, None]
@@ -200,7 +207,7 @@ def test_norms_in_products(columns, ops, monkeypatch):
     factors = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
     want = quantized_rows(x * scale, "Q4_K") @ values.T * factors
     for T in (72, 1, 2, 8, 9, 16, 22, 33, 64):
-        ops.arena.reset()
+        ops.context.arena.reset()
         out = ops.read(ops.linear(ops.rms_norm(rows_on(ops, x[:T]), norm, 1e-6), w))
         assert np.abs(out - want[:T]).max() <= 2e-5 * np.abs(want).max(), f"{T} rows"
         alone = out if alone is None else alone
@@ -210,10 +217,10 @@ def test_norms_in_products(columns, ops, monkeypatch):
 @pytest.mark.parametrize("types", TOGETHER, ids="+".join)
 def test_two_types(types, ops, monkeypatch):
     """Matrices of two types in one launch, in either order, in each of its rings and for any rows."""
-    monkeypatch.setattr(ops, "card", replace(ops.card, sms=5))
+    monkeypatch.setattr(ops, "context", on_multiprocessors(ops.context, 5))
 
     def product(w: Weight, T: int) -> tuple[np.ndarray, int]:
-        ops.arena.reset()
+        ops.context.arena.reset()
         rows, before = rows_on(ops, x[:T]), ops.launches
         out, launches = ops.linear(rows, w), ops.launches - before
         return ops.read(out), launches
@@ -246,10 +253,10 @@ def test_largest_sums(type_, ops):
     x[2, 1:] *= random.random(1023, dtype=np.float32)
     one = []
     for t in range(64):
-        ops.arena.reset()
+        ops.context.arena.reset()
         one.append(ops.read(ops.linear(rows_on(ops, x[t : t + 1]), w))[0])
     for T in (8, 24, 32, 48, 64):
-        ops.arena.reset()
+        ops.context.arena.reset()
         assert np.array_equal(ops.read(ops.linear(rows_on(ops, x[:T]), w)), one[:T]), f"{T} rows"
 
 
@@ -263,7 +270,7 @@ def test_far_activations(type_, ops):
     want = quantized_rows(x, type_) @ values.T
     x[4, 300], x[5, 10], x[6, 511] = np.nan, np.inf, -np.inf
     for T in (9, 1):
-        ops.arena.reset()
+        ops.context.arena.reset()
         out = np.concatenate([ops.read(ops.linear(rows_on(ops, x[t : t + T]), w)) for t in range(0, 9, T)])
         assert not np.isfinite(out[4:7]).any()
         for t in (0, 1, 2, 3, 7, 8):
@@ -279,7 +286,7 @@ def test_prefill(type_, ops):
         halves = np.random.default_rng(1).normal(size=(300, 1280)).astype(np.float16)
         bits = (halves.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) if type_ == "BF16" else halves
         tensor = Tensor("w", type_, (300, 1280), bits.view(np.uint8))
-    ops.arena.reset()
+    ops.context.arena.reset()
     x = np.random.default_rng(3).normal(size=(140, 1280)).astype(np.float32)
     want = x.astype(np.float64) @ dequantize(tensor).astype(np.float64).T
     out = ops.read(ops.linear(rows_on(ops, x), ops.weight(tensor)))
@@ -295,7 +302,7 @@ def test_mixed_types(ops):
     x = np.random.default_rng(3).normal(size=(3, 512)).astype(np.float32)
     values = np.concatenate([dequantize(p) for p in parts]).astype(np.float64)
     for T in (1, 3):
-        ops.arena.reset()
+        ops.context.arena.reset()
         out = ops.read(ops.linear(rows_on(ops, x[:T]), ops.weight(*parts)))
         want = x[:T] @ values.T
         assert np.abs(out - want).max() <= 1e-2 * np.abs(want).max()
@@ -304,7 +311,7 @@ def test_mixed_types(ops):
 @pytest.mark.parametrize("type_", ["IQ2_XXS", "TQ2_0"])
 def test_expanded_types(type_, ops, capfd):
     """A type without a kernel is held as float16, and the user is told."""
-    ops.arena.reset()
+    ops.context.arena.reset()
     tensor = random_matrix(type_, 40, 512)
     x = np.random.default_rng(3).normal(size=(2, 512)).astype(np.float32)
     out = ops.read(ops.linear(rows_on(ops, x), ops.weight(tensor)))
@@ -327,7 +334,7 @@ def test_shared_expert(type_, gated, ops):
     weights, last = [ops.weight(part) for part in stored], ops.weight(after)
 
     def normed(T: int, one_by_one: bool) -> np.ndarray:
-        ops.arena.reset()
+        ops.context.arena.reset()
         y = ops.moe_ffn(rows_on(ops, x[:T]), weights[0], bias, 9, 2.5, *weights[1:])
         total = ops.add(rows_on(ops, z[:T]), y)
         if one_by_one:
@@ -361,7 +368,7 @@ def test_chosen_for_one_row(type_, F, ops, monkeypatch):
     for bias, scale in ((None, 1.0), (ops.vector(dense("b", random.normal(size=20))), 2.5)):
         outs = []
         for some in (slice(0, 9), slice(0, 1), slice(5, 6)):
-            ops.arena.reset()
+            ops.context.arena.reset()
             rows = ops.add(rows_on(ops, x[some]), ops.linear(rows_on(ops, z[some]), before))
             y = ops.moe_ffn(ops.rms_norm(rows, norm, 1e-6), router, bias, 3, scale, *experts, *shared)
             outs.append(ops.read(ops.add(rows, y)))
@@ -381,7 +388,7 @@ def test_heads_of_one_row(type_, C, rows, normed, ops):
     for last in (lambda y: ops.linear(y.reshape(len(y), 4 * rows), after), lambda y: y):
         outs = []
         for some in (x, x[:1], x[5:6]):
-            ops.arena.reset()
+            ops.context.arena.reset()
             y = ops.linear(rows_on(ops, some), before).reshape(len(some), 4, C + 32)[:, :, :C]
             outs.append(ops.read(last(ops.head_linear(ops.rms_norm(y, None, 1e-6) if normed else y, w))))
         assert np.isfinite(outs[0]).all()
@@ -407,7 +414,7 @@ def test_quantized_experts(type_, ops):
     want = reference.moe(x, dequantize(gate_up), dequantize(down), ids, weights)
     outs = []
     for T in (20, 1, 7):
-        ops.arena.reset()
+        ops.context.arena.reset()
         chosen = ops.route_softmax(rows_on(ops, logits[:T]), 2)
         outs.append(ops.read(ops.moe(rows_on(ops, x[:T]), w, v, *chosen)))
         assert np.abs(outs[-1] - want[:T]).max() <= 5e-2 * np.abs(want).max()
@@ -512,14 +519,14 @@ def test_sampled_steps(vocab):
             sampled = ops.sample(logits, greedy)
             after(ids)
             assert np.array_equal(ops.read(after(sampled)), at_once)
-    logits = ops.kept(rows_on(ops, rows), 2)
+    logits = rows_of.kept(ops.context, rows_on(ops, rows), 2)
     sampled, memory = ops.sample(logits, greedy), weakref.ref(logits.owner)
     del logits
     assert memory() is None  # a step's may have 135 MB, and tokens outlive it
     assert ops.read(sampled).tolist() == rows[:2].argmax(-1).tolist()
     rows[1, -1] = np.nan
     with pytest.raises(NotFiniteError):
-        ops.read(ops.sample(ops.kept(rows_on(ops, rows), 2), greedy))
+        ops.read(ops.sample(rows_of.kept(ops.context, rows_on(ops, rows), 2), greedy))
 
 
 @pytest.mark.parametrize("at", [np.s_[:0], np.s_[:, :0], np.s_[:, 4:4]], ids=str)
@@ -538,7 +545,7 @@ def mixer_on(ops: CudaOps, T: int, D: int = 128):
     state = ops.new_state([{"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hk, Hv, D, D)}], 1000)
 
     def run(rows: list[int], step: Step) -> np.ndarray:
-        ops.arena.reset()
+        ops.context.arena.reset()
         some, n = rows_on(ops, y[rows]), len(rows)
         qkv, z = some[:, :C], some[:, C : C + V].reshape(n, Hv, D)
         a, b = some[:, C + V : C + V + Hv], some[:, C + V + Hv :]
@@ -651,7 +658,7 @@ class Attention:
         return state
 
     def __call__(self, state, inputs, step) -> np.ndarray:
-        self.ops.arena.reset()
+        self.ops.context.arena.reset()
         arrays = [rows_on(self.ops, x.reshape(len(x), -1)).reshape(x.shape) for x in inputs]
         if isinstance(self.spec, LatentSpec):
             return self.ops.read(self.ops.latent_attention(*arrays, state[0].kv, step, 0.3))
@@ -714,7 +721,7 @@ def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
         return out
 
     def on_device(rows):
-        ops.arena.reset()
+        ops.context.arena.reset()
         flat = [rows_on(ops, np.ascontiguousarray(x[:, rows]).reshape(-1, x[0, 0].size)) for x in sums]
         shapes = [x[0, rows].shape for x in sums]
         return [
@@ -737,6 +744,6 @@ def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
     layer = Attention(ops, 6, 2, 16, KVSpec(2, 16, 16))
     for past in (4090, 4100):
         layer.check(past, 9)
-    monkeypatch.setattr(ops, "card", replace(ops.card, sms=64))
+    monkeypatch.setattr(ops, "context", on_multiprocessors(ops.context, 64))
     for n in (9, 64):
         layer.check(1000, n)

@@ -1,0 +1,88 @@
+"""What every op needs: the card, the stream that it launches on, the memory of a step, and the step on the device."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.ops import Rope
+from cuda_backend.arrays import Array
+from cuda_backend.caches.kv import KVStore
+from cuda_backend.caches.latent import LatentStore
+from cuda_backend.launch import Stream
+from cuda_backend.memory import Arena, Memory, upload
+from cuda_backend.occupancy import Card
+from cuda_backend.prototypes import ROPE
+from cuda_backend.replay import DeviceStep, Replay
+from cuda_backend.states import NO_ORDER, Recurrent
+
+NO_PATH = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The GPU that one model runs on; a branch of a step has a context of its own, which differs in the stream.
+
+    stream  that ops launch on
+    side    another one, for a branch beside it
+    forked  recorded where a branch begins, and joined where it ends
+    ropes   frequencies on the device, by rope
+    groups  tables of `head_linear`, by rows and heads
+    """
+
+    card: Card
+    stream: Stream
+    side: Stream
+    arena: Arena
+    replay: Replay
+    forked: cupy.cuda.Event
+    joined: cupy.cuda.Event
+    ropes: dict[Rope, Memory] = field(default_factory=dict)
+    groups: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    def branch(self) -> "Context":
+        """This context with the streams exchanged."""
+        return replace(self, stream=self.side, side=self.stream)
+
+    def on_device(self, numbers: Any) -> Array:
+        """int32 numbers that an op was given outside of `Replay.run`, on the device."""
+        if isinstance(numbers, Array):
+            return numbers
+        memory = upload(np.ascontiguousarray(numbers, np.int32), self.stream)
+        return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
+
+    def step_of(self, step: Any, store: KVStore | LatentStore | Recurrent, recurrent: bool = False) -> DeviceStep:
+        """The step on the device, uploaded here where an op is called outside of `Replay.run`."""
+        if isinstance(step, DeviceStep):
+            if recurrent and step.is_block:
+                raise BimetalError(NO_ORDER)
+            return step
+        past, current, path = 0, 0, NO_PATH
+        if isinstance(store, Recurrent):
+            current, path = store.current, store.path
+        else:
+            past = store.past
+        inputs = self.replay.inputs_for(step, own=True)
+        inputs.upload(step, past, current, path)
+        if not isinstance(store, LatentStore):
+            store.began(step)
+        return inputs.step(len(step))
+
+    def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
+        """A rope of rows at `positions` as kernels read it: prelude.cuh Rope."""
+        if rope is None or positions is None:
+            return np.zeros((), ROPE)
+        if rope not in self.ropes:
+            self.ropes[rope] = upload(np.array(rope.frequencies, np.float64), self.stream)
+            self.stream.synchronize()
+        return np.array((self.ropes[rope].address, positions.address, len(rope.frequencies), rope.magnitude), ROPE)
+
+
+def make(card: Card) -> Context:
+    """A context of its own on the current GPU."""
+    stream, side, arena = Stream(), Stream(), Arena()
+    replay = Replay(arena, stream, side, overlap=card.capability >= 90)
+    forked, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+    return Context(card, stream, side, arena, replay, forked, joined)

@@ -1,0 +1,111 @@
+"""Which op a consumer computes in its own launch, instead of reading what the op would write: one row for each pair."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cuda_backend.arrays import Array
+from cuda_backend.layout import Packing, packed_size
+from cuda_backend.lazy import Lazy, Target, lazy_of
+from cuda_backend.views import in_fours
+
+
+class Fusion(NamedTuple):
+    """`consumer` computes `producer` in its own launch, where `holds` is true of the producer.
+
+    kernel    that does both
+    computed  also where the producer's float32 rows are there, which are then computed twice
+    """
+
+    consumer: str
+    producer: str
+    kernel: str
+    holds: Callable[[Lazy], bool] = lambda producer: True
+    computed: bool = False
+
+
+def _of_128(norm: Lazy) -> bool:
+    """Can a launch cut the rows of a norm into 128 columns each, and read what is normed in fours?"""
+    if norm.K % 128:
+        return False
+    (x,) = norm.inputs
+    added = fused("norm", x)
+    if not added:
+        return in_fours(x)
+    first, second = added.inputs
+    return in_fours(first) if fused("norm of a sum", second) else in_fours(first, second)
+
+
+def _experts_in_fours(experts: Lazy) -> bool:
+    y, _, *other = experts.inputs
+    return in_fours(y, *other)
+
+
+def _alone(experts: Lazy) -> bool:
+    """Is nothing else added to the sum of the experts yet?"""
+    return len(experts.inputs) == 2
+
+
+def _of_128_channels(attention: Lazy) -> bool:
+    return bool(attention.parameters.head % 128 == 0)
+
+
+def _ungated(heads: Lazy) -> bool:
+    return heads.parameters.gate is None
+
+
+def _rope_alone(heads: Lazy) -> bool:
+    return _ungated(heads) and not heads.parameters.norm
+
+
+FUSIONS = (
+    Fusion("norm", "add", "rows.cu add_norm, light.cu add_scale"),
+    Fusion("norm of a sum", "experts", "moe.cu combine_scale", _experts_in_fours),
+    Fusion("add", "experts", "moe.cu combine", _alone),
+    Fusion("gate", "attention", "pieces.cu combine", _of_128_channels),
+    Fusion("cache", "heads", "to_cache.cu, rows.cu heads_to_cache", _ungated, computed=True),
+    Fusion("latent cache", "heads", "latent.cu gather", _rope_alone),
+    Fusion("latent cache", "norm", "latent.cu gather"),
+    Fusion("product", "norm", "light.cu add_scale, moe.cu combine_scale", _of_128, computed=True),
+)
+
+
+def fused(consumer: str, x: Array) -> Lazy | None:
+    """The op behind x that `consumer` computes itself, in the table above; None: it reads x."""
+    lazy = lazy_of(x)
+    return lazy if lazy and _holds(consumer, lazy) else None
+
+
+def _holds(consumer: str, producer: Lazy) -> bool:
+    for row in FUSIONS:
+        if (row.consumer, row.producer) == (consumer, producer.op.name):
+            return (row.computed or not producer.forms.dense) and row.holds(producer)
+    return False
+
+
+def unscaled(x: Lazy, packing: Packing) -> tuple[int, int]:
+    """Rows of x for a product that finishes a norm: int8 rows and their sums of squares, as `Op.unscaled` says.
+
+    Squares at 0: x is no such norm, and these are the rows themselves.
+    """
+    if packing not in x.forms.unscaled and x.op.unscaled:
+        take = x.context.arena.take
+        packed, squares = take(packed_size(x.K, x.T, packing)), take(x.T * -(-x.K // 128) * 4)
+        if _holds("product", x):
+            x.op.unscaled(x, Target(packed=packed, packing=packing), squares)
+            x.forms.unscaled[packing] = packed, squares
+    return x.forms.unscaled.get(packing) or (x.as_packed(packing), 0)
+
+
+def unscaled_dense(x: Lazy) -> tuple[int, int]:
+    """As `unscaled`, in float32 for a router; the int8 rows that its experts read are written in the same launch."""
+    rows = Packing(1, False)  # of types of which whole numbers are summed; experts of others ask again
+    if not x.forms.unscaled_dense and x.op.unscaled:
+        take = x.context.arena.take
+        packed = take(packed_size(x.K, x.T, rows))
+        dense, squares = take(x.T * x.K * 4), take(x.T * -(-x.K // 128) * 4)
+        if _holds("product", x):
+            x.op.unscaled(x, Target(dense=dense, packed=packed, packing=rows), squares)
+            x.forms.unscaled_dense, x.forms.unscaled[rows] = dense, (packed, squares)
+    if x.forms.unscaled_dense:
+        return x.forms.unscaled_dense, x.forms.unscaled[rows][1]
+    return x.as_dense(), 0

@@ -1,0 +1,311 @@
+"""Ops that work row by row, and products of rows with matrices: norms, ropes, gates, sums, `linear`, `embed`."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.ops import Rope
+from common.step import MAX_DECODE_ROWS
+from cuda_backend import products
+from cuda_backend.arrays import Array
+from cuda_backend.context import Context
+from cuda_backend.fuse import fused
+from cuda_backend.launch import kernel
+from cuda_backend.layout import padded
+from cuda_backend.lazy import Lazy, Op, Target, lazy_of
+from cuda_backend.memory import Memory
+from cuda_backend.prototypes import ROPE
+from cuda_backend.views import (
+    ADD,
+    COPY,
+    MUL_SIGMOID,
+    MUL_SOFTPLUS,
+    NOTHING,
+    SWIGLU,
+    in_fours,
+    only,
+    out_of,
+    view,
+)
+from cuda_backend.weights import Weight
+
+
+def pieces_of(V: int) -> int:
+    """Keys of a row of logits that kernels/sample.cu add_up leaves."""
+    return -(-V // 1024)
+
+
+LIGHT = {SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid"}  # those that kernels/light.cu has
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def embed(context: Context, table: Weight, tokens: Any) -> Array:
+    tokens = context.on_device(tokens)
+    return products.embed(context, table, tokens.address, len(tokens))
+
+
+def linear(context: Context, x: Array, w: Weight) -> Array:
+    if x.shape[-1] != w.columns:
+        raise ValueError(f"linear: x {x.shape} times a matrix of {w.rows} x {w.columns}")
+    if not x.shape[0]:
+        return Array((0, w.rows))
+    return products.linear(context, as_lazy(context, x), w)
+
+
+def as_lazy(context: Context, x: Array) -> Lazy:
+    """What computes x for a product: the op that is still to run, or a copy of what is there."""
+    return lazy_of(x) or copied(context, x)
+
+
+def copied(context: Context, x: Array) -> Lazy:
+    return pointwise(context, COPY, x, x)
+
+
+def dense(context: Context, x: Array) -> Array:
+    """x computed and added up, one element behind the other, in the arena."""
+    return Array(x.shape, as_lazy(context, x).as_dense())
+
+
+def summed(context: Context, x: Array) -> Array:
+    """x without partial sums."""
+    return x if x.slots == 1 else Array(x.shape, copied(context, x).as_dense())
+
+
+def kept(context: Context, x: Array, count: int) -> Array:
+    """The first `count` rows of x, added up, in memory of their own: the next step overwrites the arena.
+
+    Of rows in fours, as logits are, the same launch finds the largest keys.
+    """
+    count, stream = min(count, x.shape[0]), context.stream
+    shape = (count, *x.shape[1:])
+    if len(shape) == 2 and all(shape) and in_fours(x):
+        pieces, size = pieces_of(shape[1]), 4 * count * shape[1]
+        memory = Memory(size + 8 * count * pieces, stream)
+        out = Array(shape, memory.address, owner=memory, best=memory.address + size)
+        kernel("sample", "add_up")((pieces, count), (256,), (view(x), shape[1], out.address, out.best), stream=stream)
+        return out
+    memory = Memory(4 * math.prod(shape), stream)
+    out = Array(shape, memory.address, owner=memory)
+    if out.size:
+        copy = pointwise(context, COPY, x[:count], x)
+        copy.op.emit(copy, Target(dense=memory.address))
+    return out
+
+
+def keep(context: Context, x: Array) -> Array:
+    """x where the layers that follow leave it alone until the end of the step."""
+    lazy = lazy_of(x)
+    if lazy and not lazy.forms.dense:
+        lazy.forms.dense = context.arena.take(lazy.T * lazy.K * 4, lasting=True)
+        lazy.op.emit(lazy, Target(dense=lazy.forms.dense))
+        return Array(x.shape, lazy.forms.dense)  # what the op was computed from will be gone
+    out = Array(x.shape, context.arena.take(4 * x.size, lasting=True))
+    copy = copied(context, x)
+    copy.op.emit(copy, Target(dense=out.address))
+    return out
+
+
+# -- sums and gates ----------------------------------------------------------------------------------------------------
+
+
+def add(context: Context, x: Array, y: Array) -> Array:
+    experts = fused("add", x)
+    if experts:
+        y.address  # noqa: B018  computed now, behind the branch that it may come from
+        return Array(x.shape, lazy=Lazy(context, experts.op, experts.T, experts.K, (*experts.inputs, y)))
+    return Array(x.shape, lazy=pointwise(context, ADD, x, y))
+
+
+def swiglu(context: Context, gate: Array, up: Array) -> Array:
+    return Array(gate.shape, lazy=pointwise(context, SWIGLU, gate, up))
+
+
+def mul_sigmoid(context: Context, x: Array, gate: Array) -> Array:
+    return _gated(context, MUL_SIGMOID, x, gate)
+
+
+def mul_softplus(context: Context, x: Array, gate: Array) -> Array:
+    return _gated(context, MUL_SOFTPLUS, x, gate)
+
+
+def _gated(context: Context, code: int, x: Array, gate: Array) -> Array:
+    attention = fused("gate", x) if len(x.shape) == 3 else None
+    if attention:
+        parameters = attention.parameters._replace(code=code, gate=gate)
+        op = replace(attention.op, name="gated attention")
+        return Array(x.shape, lazy=Lazy(context, op, attention.T, attention.K, (), parameters))
+    return Array(x.shape, lazy=pointwise(context, code, x, gate))
+
+
+def pointwise(context: Context, code: int, x: Array, y: Array) -> Lazy:
+    """An op of kernels/rows.cu pointwise on each element of x and y."""
+    return Lazy(context, POINTWISE[code], x.shape[0], math.prod(x.shape[1:]), (x, y), code)
+
+
+def _emit_pointwise(lazy: Lazy, to: Target) -> None:
+    (x, y), code, stream = lazy.inputs, lazy.parameters, lazy.context.stream
+    out = out_of(to, lazy.K)
+    name = LIGHT.get(code)
+    if name and lazy.T <= MAX_DECODE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=code == SWIGLU):
+        defines = (f"SLOTS={x.slots}", f"OTHERS={y.slots}", *only(out))
+        grid = (-(-int(out["groups"]) // 8), lazy.T)
+        kernel("light", name, defines)(grid, (64,), (view(x), view(y), out), stream=stream)
+        return
+    grid = (lazy.T, -(-int(out["groups"]) // 32))
+    kernel("rows", "pointwise")(grid, (256,), (code, view(x), view(y, wide=x.shape[-1]), out), stream=stream)
+
+
+NAMES = {COPY: "copy", ADD: "add", SWIGLU: "swiglu", MUL_SIGMOID: "mul_sigmoid", MUL_SOFTPLUS: "mul_softplus"}
+POINTWISE = {code: Op(name, _emit_pointwise) for code, name in NAMES.items()}
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+class Norm(NamedTuple):
+    weight: Array | None
+    eps: float
+
+    @property
+    def address(self) -> int:
+        return self.weight.address if self.weight else 0
+
+
+def rms_norm(context: Context, x: Array, weight: Array | None, eps: float) -> Array:
+    if len(x.shape) == 3:
+        return _heads(context, x, Heads(True, weight, eps))
+    T, K = x.shape
+    return Array((T, K), lazy=Lazy(context, NORM, T, K, (x,), Norm(weight, eps)))
+
+
+def _terms(lazy: Lazy) -> tuple[np.ndarray, np.ndarray, int]:
+    """What is normed: one array, or two, whose sum is kept at an address."""
+    (x,) = lazy.inputs
+    added = fused("norm", x)
+    if not added:
+        return view(x), NOTHING, 0
+    added.forms.dense = lazy.context.arena.take(lazy.T * lazy.K * 4)
+    first, second = added.inputs
+    return view(first), view(second), added.forms.dense
+
+
+def _emit_norm(lazy: Lazy, to: Target) -> None:
+    norm: Norm = lazy.parameters
+    first, second, total = _terms(lazy)
+    args = (first, second, total != 0, norm.address, norm.eps, total, out_of(to, lazy.K))
+    kernel("rows", "add_norm")((lazy.T,), (256,), args, stream=lazy.context.stream)
+
+
+def _emit_unscaled_norm(lazy: Lazy, to: Target, squares: int) -> None:
+    (x,), norm, context = lazy.inputs, lazy.parameters, lazy.context
+    out = out_of(to, lazy.K)
+    grid = (-(-int(out["groups"]) // 8), lazy.T)
+    added = fused("norm", x)
+    experts = fused("norm of a sum", added.inputs[1]) if added else None
+    if added and experts:
+        added.forms.dense = context.arena.take(lazy.T * lazy.K * 4)
+        y, chosen, *other = experts.inputs
+        defines = (f"CHOSEN={chosen.shape[1]}", f"SLOTS={y.slots}", *only(out))
+        mixture = (view(y), chosen.address, view(other[0]) if other else NOTHING, len(other))
+        both = (*mixture, view(added.inputs[0]), norm.address, added.forms.dense, squares, out)
+        kernel("moe", "combine_scale", defines)(grid, (64,), both, stream=context.stream)
+        return
+    counts = tuple(term.slots for term in added.inputs) if added else (x.slots, 0)
+    first, second, total = _terms(lazy)
+    defines = (f"SLOTS={counts[0]}", f"OTHERS={counts[1]}", *only(out))
+    args = (first, second, norm.address, total, squares, out)
+    kernel("light", "add_scale", defines)(grid, (64,), args, stream=context.stream)
+
+
+NORM = Op("norm", _emit_norm, _emit_unscaled_norm)
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+NO_ROPE = np.zeros((), ROPE)
+
+
+class Heads(NamedTuple):
+    """An op on each head of x (T, H, D): norm, then rope, then silu(gate)."""
+
+    norm: bool
+    weight: Array | None = None
+    eps: float = 0.0
+    rope: np.ndarray = NO_ROPE  # prelude.cuh Rope
+    positions: Array | None = None  # of which `rope` has the address alone
+    gate: Array | None = None
+
+    @property
+    def address(self) -> int:
+        return self.weight.address if self.weight else 0
+
+
+def rope(context: Context, x: Array, positions: Any, rope: Rope) -> Array:
+    return _heads(context, x, _with_rope(context, Heads(False), positions, rope))
+
+
+def norm_rope(context: Context, x: Array, weight: Array, positions: Any, rope: Rope, eps: float) -> Array:
+    return _heads(context, x, _with_rope(context, Heads(True, weight, eps), positions, rope))
+
+
+def gated_rms_norm(context: Context, x: Array, weight: Array, z: Array, eps: float) -> Array:
+    return _heads(context, x, Heads(True, weight, eps, gate=z))
+
+
+def _with_rope(context: Context, heads: Heads, positions: Any, rope: Rope) -> Heads:
+    places = context.on_device(positions)
+    return heads._replace(rope=context.rope_of(rope, places), positions=places)
+
+
+def _heads(context: Context, x: Array, parameters: Heads) -> Array:
+    T, H, D = x.shape
+    return Array((T, H, D), lazy=Lazy(context, HEADS, T, H * D, (x,), parameters))
+
+
+def _emit_heads(lazy: Lazy, to: Target) -> None:
+    (x,), heads, stream = lazy.inputs, lazy.parameters, lazy.context.stream
+    T, H, D = x.shape
+    if (to.packed and to.packing.joins(D)) or (to.bf16 and D % 32):
+        emit_copy(lazy, to)
+        return
+    out = out_of(to, lazy.K)
+    light = heads.gate and heads.norm and D == 128 and heads.weight and T <= MAX_DECODE_ROWS
+    if light and in_fours(x, heads.gate, flat=False):
+        short = (view(x), H, T, heads.address, heads.eps, view(heads.gate), out)
+        kernel("light", "gated_norm")((-(-T * H // 2),), (64,), short, stream=stream)
+        return
+    gate = view(heads.gate) if heads.gate else NOTHING
+    args = (view(x), H, D, T, heads.norm, heads.address, heads.eps, heads.rope, gate, heads.gate is not None, out)
+    kernel("rows", "heads")((-(-T * H // 8),), (256,), args, shared_mem=32 * padded(D), stream=stream)
+
+
+def emit_copy(lazy: Lazy, to: Target) -> None:
+    """Write a form of an op that its own kernel does not write, from its float32 rows."""
+    flat = Array((lazy.T, lazy.K), lazy.as_dense())
+    copy = copied(lazy.context, flat)
+    copy.op.emit(copy, to)
+
+
+HEADS = Op("heads", _emit_heads)
+
+
+def unroped(x: Array) -> Array:
+    """What norm and rope of x start from, where the launch that writes the cache applies them."""
+    heads = fused("cache", x)
+    return heads.inputs[0] if heads else x
+
+
+def roping(x: Array) -> tuple[bool, int, float, np.ndarray]:
+    """That norm and rope: is there a norm, the address of its weight, its epsilon, and the rope."""
+    heads = fused("cache", x)
+    if not heads:
+        return False, 0, 0.0, NO_ROPE
+    return heads.parameters.norm, heads.parameters.address, heads.parameters.eps, heads.parameters.rope
+
+
+def turned(x: Array) -> tuple[Array, np.ndarray]:
+    """What a rope of x that has not run starts from, and the rope; x and none where x is something else."""
+    heads = fused("latent cache", x)
+    return (heads.inputs[0], heads.parameters.rope) if heads else (x, NO_ROPE)
