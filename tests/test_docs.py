@@ -37,6 +37,11 @@ def test_readme_names_files_that_exist():
             assert any(ROOT.glob(f"*/**/{name}")), f"{line}: no {name}"
 
 
+def test_contributing_names_tests_that_exist():
+    names = re.findall(r"\btests/[\w/]+(?:\.py)?", (ROOT / "CONTRIBUTING.md").read_text())
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
