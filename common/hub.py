@@ -21,15 +21,23 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from common.demo import demo_path
 from common.errors import BimetalError
+from common.hub_answers import (
+    COMMIT,
+    LONGEST_WAIT,
+    RETRIED,
+    Listing,
+    check_endpoint,
+    checked_listing,
+    is_relative,
+    retry_after,
+    seconds_to_wait,
+)
 
 FORMS = (
     "a local file or directory, demo, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
@@ -37,8 +45,6 @@ FORMS = (
 )
 DEFAULT_QUANT = "Q4_K_M"
 WAITS = (1, 2, 4, 8)  # seconds before each new attempt, or longer where the server says Retry-After
-LONGEST_WAIT = 60  # seconds that a Retry-After may ask for; a longer one ends the attempts
-RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
 WORKERS = 4  # files at a time
 MAX_HTTP = 50_000_000_000  # bytes: the Hub serves no larger file over plain HTTP
 
@@ -48,8 +54,6 @@ NAME = re.compile(
     re.ASCII,
 )
 QUANT = re.compile(r"(?<![A-Z0-9])(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|B?F16|FP16|F32|MXFP4\w*|NVFP4\w*)(?!\w)", re.A | re.I)
-COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 PART = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 BESIDE_WEIGHTS = (
     "config.json",
@@ -62,15 +66,6 @@ BESIDE_WEIGHTS = (
     "chat_template*",
     "*.safetensors.index.json",
 )
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What a repository, or its cached copy, holds at one commit: by path, sizes (bytes) and large files' SHA-256."""
-
-    commit: str
-    sizes: dict[str, int]
-    sha256: dict[str, str]
 
 
 class HubUnavailableError(BimetalError):
@@ -99,7 +94,7 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     match = NAME.fullmatch(name)
     if match is None:
         raise BimetalError(f"model name {name!r} is neither an existing path nor of a supported form: {FORMS}")
-    if revision is not None and not _is_relative(revision):
+    if revision is not None and not is_relative(revision):
         raise BimetalError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
     return _resolve_repo(match["repo"], match["file"], match["quant"], progress, revision)
 
@@ -213,7 +208,7 @@ def remote_listing(repo: str, revision: str | None) -> Listing:
     absent = f"{repo} is neither an existing path nor in the cache {constants.HF_HUB_CACHE}"
     if is_offline_mode():
         raise HubUnavailableError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
-    _check_endpoint(constants.ENDPOINT)
+    check_endpoint(constants.ENDPOINT)
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     for wait in (*WAITS, None):
         try:
@@ -222,7 +217,7 @@ def remote_listing(repo: str, revision: str | None) -> Listing:
         except RevisionNotFoundError:
             raise BimetalError(f"{repo} has no revision {revision!r}") from None
         except HfHubHTTPError as error:
-            seconds = _seconds_to_wait(error.response, wait)
+            seconds = seconds_to_wait(error.response, wait)
             if seconds is None:
                 raise HubUnavailableError(hub_refusal(error, repo)) from None
             time.sleep(seconds)
@@ -236,70 +231,7 @@ def remote_listing(repo: str, revision: str | None) -> Listing:
             raise BimetalError(
                 f"{constants.ENDPOINT} does not answer like a model hub ({short_reason(error)})"
             ) from None
-    return _checked_listing(info, f"{constants.ENDPOINT} answers for {repo} with")
-
-
-def _checked_listing(info: Any, answers: str) -> Listing:
-    """The listing in a ModelInfo, whose commit, hashes and file names become paths in the cache.
-
-    Raises BimetalError for a value that is not of the form that the Hub documents; `answers` begins the sentence.
-    """
-    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
-        raise BimetalError(f"{answers} the commit {info.sha!r}, which is not a hexadecimal hash")
-    sizes: dict[str, int] = {}
-    sha256: dict[str, str] = {}
-    for file in info.siblings or []:
-        name, large = file.rfilename, file.lfs
-        if not isinstance(name, str) or not _is_relative(name):
-            raise BimetalError(f"{answers} the file name {name!r}, which is not a path inside the repository")
-        if type(file.size) is not int or file.size < 0:
-            raise BimetalError(f"{answers} the size {file.size!r} of {name}, which is not a number of bytes")
-        if large is not None:
-            if not isinstance(large.sha256, str) or not SHA256.fullmatch(large.sha256):
-                raise BimetalError(
-                    f"{answers} the SHA-256 {large.sha256!r} of {name}, which has not 64 hexadecimal digits"
-                )
-            sha256[name] = large.sha256
-        sizes[name] = file.size
-    return Listing(info.sha, sizes, sha256)
-
-
-def _is_relative(path: str) -> bool:
-    """Does the path stay below the folder that it is joined to, on every system?"""
-    parts = path.split("/")
-    return path.isprintable() and not set(path) & set("\\:") and not set(parts) & {"", ".", ".."}
-
-
-def _check_endpoint(endpoint: str) -> None:
-    """Refuse an endpoint that is not the address of a web server."""
-    try:
-        parts = urlsplit(endpoint)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise BimetalError(f"HF_ENDPOINT is {endpoint!r}; it must be an address such as https://huggingface.co")
-
-
-def _seconds_to_wait(response: Any, wait: int | None) -> float | None:
-    """How long to wait before the next attempt after an error answer; None: no further attempt.
-
-    wait  seconds without a word from the server; None after the last attempt
-    """
-    if wait is None or response.status_code not in RETRIED:
-        return None
-    asked = _retry_after(response)
-    return None if asked > LONGEST_WAIT else max(wait, asked)
-
-
-def _retry_after(response: Any) -> float:
-    """The seconds of an answer's Retry-After header, which states a number or a date; 0 without a usable one."""
-    value = response.headers.get("Retry-After", "").strip()
-    if value.isascii() and value.isdigit():
-        return float(value)
-    with suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0
+    return checked_listing(info, f"{constants.ENDPOINT} answers for {repo} with")
 
 
 def _cached_listing(storage: Path, revision: str | None) -> Listing | None:
@@ -443,9 +375,9 @@ def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any,
                 _append(url, file, size, bar, stop)
             except HTTPError as error:
                 if isinstance(error, HfHubHTTPError):
-                    if error.response.status_code not in RETRIED or _retry_after(error.response) > LONGEST_WAIT:
+                    if error.response.status_code not in RETRIED or retry_after(error.response) > LONGEST_WAIT:
                         raise
-                    asked = _retry_after(error.response)
+                    asked = retry_after(error.response)
                 reason = error
             if stop.is_set():
                 return
@@ -509,7 +441,7 @@ def hub_refusal(error: Any, repo: str) -> str:
         return f"{repo} is neither an existing path nor a model of {constants.ENDPOINT} (a private one needs HF_TOKEN)"
     if status == 401:
         return f"{constants.ENDPOINT} refuses the token in HF_TOKEN (or the one `hf auth login` stored)"
-    seconds = _retry_after(error.response)
+    seconds = retry_after(error.response)
     later = f"; try again {f'in {seconds:.0f} seconds' if seconds else 'later'}" if status in RETRIED else ""
     return f"{constants.ENDPOINT} answers {status} {error.response.reason_phrase} for {repo}{later}"
 

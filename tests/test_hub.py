@@ -21,6 +21,7 @@ from hub_server import COMMIT, Fault, HubServer, Repo
 from common import hub
 from common.errors import BimetalError
 from common.hub import choose_files, resolve_model
+from common.hub_answers import retry_after
 
 ROOT = Path(hub.__file__).parents[1]
 BODY = bytes(range(256)) * 1200  # 300 KiB: several chunks of the server
@@ -534,7 +535,7 @@ def test_a_long_retry_after_ends_the_attempts(cache: Path, server: HubServer, pa
 
 @pytest.mark.parametrize("value", ["", "soon", "-5", "1.5", "²"])
 def test_an_unusable_retry_after_is_ignored(value: str) -> None:
-    assert hub._retry_after(SimpleNamespace(headers={"Retry-After": value})) == 0
+    assert retry_after(SimpleNamespace(headers={"Retry-After": value})) == 0
 
 
 def test_an_answer_that_will_not_pass_is_not_to_be_tried_again(cache: Path, server: HubServer) -> None:

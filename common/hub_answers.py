@@ -1,0 +1,88 @@
+"""What a hub's answers may hold: every value that becomes a path, a size or a wait is checked here."""
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.errors import BimetalError
+
+RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
+LONGEST_WAIT = 60  # seconds that a Retry-After may ask for; a longer one ends the attempts
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a repository, or its cached copy, holds at one commit: by path, sizes (bytes) and large files' SHA-256."""
+
+    commit: str
+    sizes: dict[str, int]
+    sha256: dict[str, str]
+
+
+def checked_listing(info: Any, answers: str) -> Listing:
+    """The listing in a ModelInfo, whose commit, hashes and file names become paths in the cache.
+
+    Raises BimetalError for a value that is not of the form that the Hub documents; `answers` begins the sentence.
+    """
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
+        raise BimetalError(f"{answers} the commit {info.sha!r}, which is not a hexadecimal hash")
+    sizes: dict[str, int] = {}
+    sha256: dict[str, str] = {}
+    for file in info.siblings or []:
+        name, large = file.rfilename, file.lfs
+        if not isinstance(name, str) or not is_relative(name):
+            raise BimetalError(f"{answers} the file name {name!r}, which is not a path inside the repository")
+        if type(file.size) is not int or file.size < 0:
+            raise BimetalError(f"{answers} the size {file.size!r} of {name}, which is not a number of bytes")
+        if large is not None:
+            if not isinstance(large.sha256, str) or not SHA256.fullmatch(large.sha256):
+                raise BimetalError(
+                    f"{answers} the SHA-256 {large.sha256!r} of {name}, which has not 64 hexadecimal digits"
+                )
+            sha256[name] = large.sha256
+        sizes[name] = file.size
+    return Listing(info.sha, sizes, sha256)
+
+
+def is_relative(path: str) -> bool:
+    """Does the path stay below the folder that it is joined to, on every system?"""
+    parts = path.split("/")
+    return path.isprintable() and not set(path) & set("\\:") and not set(parts) & {"", ".", ".."}
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse an endpoint that is not the address of a web server."""
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise BimetalError(f"HF_ENDPOINT is {endpoint!r}; it must be an address such as https://huggingface.co")
+
+
+def seconds_to_wait(response: Any, wait: int | None) -> float | None:
+    """How long to wait before the next attempt after an error answer; None: no further attempt.
+
+    wait  seconds without a word from the server; None after the last attempt
+    """
+    if wait is None or response.status_code not in RETRIED:
+        return None
+    asked = retry_after(response)
+    return None if asked > LONGEST_WAIT else max(wait, asked)
+
+
+def retry_after(response: Any) -> float:
+    """The seconds of an answer's Retry-After header, which states a number or a date; 0 without a usable one."""
+    value = response.headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdigit():
+        return float(value)
+    with suppress(ValueError, TypeError, OverflowError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return 0.0
