@@ -252,7 +252,7 @@ class Ops(ABC):
         gate_up (E, 2 F, hidden), gate rows first; down (E, hidden, F); ids, weights (T, k) -> (T, hidden)
         """
 
-    # -- the way out -----------------------------------------------------------------------------------------------
+    # -- sampling --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def sample(self, logits: Array, sampler: Sampler) -> Array:

@@ -67,13 +67,13 @@ class Array:
         return self.shape[0]
 
     def reshape(self, *shape: Any) -> "Array":
-        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-        if -1 in wanted:
-            rest = -math.prod(wanted)
-            wanted = tuple(self.size // rest if n == -1 else n for n in wanted)
+        target = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        if -1 in target:
+            rest = -math.prod(target)
+            target = tuple(self.size // rest if n == -1 else n for n in target)
         if self.lazy and not self._address:
-            return Array(wanted, lazy=self.lazy)
-        return self._view(wanted, reshaped(self.shape, self.strides, wanted), 0)
+            return Array(target, lazy=self.lazy)
+        return self._view(target, reshaped(self.shape, self.strides, target), 0)
 
     def __getitem__(self, index: Any) -> "Array":
         index = index if isinstance(index, tuple) else (index,)
@@ -120,10 +120,10 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+def reshaped(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
     """The strides of a reshape that moves nothing; raises ValueError where there are none."""
-    if math.prod(shape) != math.prod(wanted):
-        raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(wanted)}")
+    if math.prod(shape) != math.prod(target):
+        raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(target)}")
     # runs of axes that lie behind one another: (elements, stride of the last)
     runs: list[list[int]] = []
     for n, stride in zip(shape, strides, strict=True):
@@ -134,7 +134,7 @@ def reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
         else:
             runs.append([n, stride])
     out, left = [], 1
-    for n in reversed(wanted):
+    for n in reversed(target):
         if n == 1:
             out.append(left)
             continue
@@ -142,7 +142,7 @@ def reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
             size, unit = runs.pop() if runs else [n, 1]
             left = size
         if left % n:
-            raise ValueError(f"a view of shape {tuple(shape)} cannot be reshaped to {tuple(wanted)} without a copy")
+            raise ValueError(f"a view of shape {tuple(shape)} cannot be reshaped to {tuple(target)} without a copy")
         out.append(unit)
         unit, left = unit * n, left // n
     return tuple(reversed(out))

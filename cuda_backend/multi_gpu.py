@@ -88,12 +88,12 @@ class SplitStep:
         return self.T
 
 
-# -- a step on its way -------------------------------------------------------------------------------------------------
+# -- a step across GPUs ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes at `address` of `source` that another GPU wants at `to`."""
+    """Bytes at `address` of `source` that another GPU needs at `to`."""
 
     source: Part
     address: int
@@ -518,9 +518,9 @@ def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:
     if len(split) > len(sizes):
         raise UsageError(f"the model has {len(sizes)} layers, too few for {len(split)} GPUs")
     before = np.concatenate([[0], np.cumsum(sizes)])  # bytes of the layers before a cut
-    wanted = np.cumsum(split) / np.sum(split) * before[-1]
+    targets = np.cumsum(split) / np.sum(split) * before[-1]
     cuts = [0]
-    for number, target in enumerate(wanted[:-1], 1):
+    for number, target in enumerate(targets[:-1], 1):
         nearest = int(np.abs(before - target).argmin())
         cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - len(split) + number))
     cuts.append(len(sizes))

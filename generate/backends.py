@@ -67,7 +67,7 @@ def placement_of(args: argparse.Namespace) -> Placement:
 
 
 def check_draft(device: int | None, draft: str | None) -> None:
-    """Refuse a GPU for a draft that is not there."""
+    """Refuse a GPU for a draft where no draft is given."""
     if device is not None and draft is None:
         raise UsageError(f"draft_device is {device}, and there is no draft; give one")
 
