@@ -14,6 +14,7 @@ from os import PathLike
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from common import rules
+from common.decoders import DECODERS
 from common.rules import Rule
 
 MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS less the root
@@ -71,9 +72,9 @@ class GenerationOptions(Sampling):
     )
     spec: str | None = option(
         None,
-        rules.one_of("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree"),
-        "speculative mode: off, lookup, chain, tree, lookup+chain or lookup+tree; the text is the same in all of them. "
-        "None: tree with a draft, else off",
+        rules.one_of(*DECODERS),
+        f"speculative mode: {'; '.join(f'{row.name}: {row.meaning}' for row in DECODERS.values())}. The text stays the "
+        "same. None: tree with a draft, else off",
     )
     tree_budget: int | None = option(
         None,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.decode.speculative import Accepted
+from common.decode.run import DecodeStats
 from common.reply import Parts, ReplyParser
 from common.sampling import log_softmax
 
@@ -38,7 +38,7 @@ class Stats:
     step_bytes: int  # weight bytes read per decoded token
     state_bytes: int
     peak_bytes: int
-    accepted: Accepted | None = None  # with speculative decoding
+    accepted: DecodeStats | None = None  # with speculative decoding
     plain_seconds: float | None = None  # of a step without draft tokens, if one was measured
 
     @property

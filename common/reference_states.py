@@ -142,6 +142,8 @@ class NumpyWindow(NumpyRows):
     def commit(self, path: np.ndarray) -> None:
         kept = np.arange(len(self.planes[0]) + len(path))
         kept = kept[(kept < self.keep) | (kept >= len(kept) - self.window)]
+        if len(path) and not len(self.rows[0]):  # a step may leave a layer's rows unwritten: blanks
+            self.rows = [np.zeros((int(path.max()) + 1, *new.shape[1:]), new.dtype) for new in self.rows]
         pairs = zip(self.planes, self.rows, strict=True)
         self.planes = [np.concatenate([held, new[path]])[kept] for held, new in pairs]
         self.rows = [new[:0] for new in self.rows]

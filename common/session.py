@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from common.decode.budget import Tuner
-from common.decode.plain import plain
-from common.decode.speculative import Accepted, Speculation, check, speculate
+from common.decode.registry import decode
+from common.decode.run import DecodeStats, Run
+from common.decode.speculative import check, new_tuner
+from common.decode.tuner import Tuner
+from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, UsageError
 from common.models import Model
 from common.models.dflash import Pair
@@ -61,10 +63,12 @@ def speculation_of(options: GenerationOptions, drafted: bool) -> Speculation:
         "tree_topk": options.tree_topk != plain_topk,
     }
     for name in (name for name, asked in given.items() if asked):
+        if name in DECODERS[kind].takes:
+            continue
         if kind == "off":
             raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
-        if name != "tree_budget" and "tree" not in kind:
-            raise UsageError(f"{name} is for trees, and spec is {kind}")
+        takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
+        raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
     return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed)
 
 
@@ -82,7 +86,7 @@ class Session:
     def __init__(self, model: Model, tokenizer: Tokenizer, context: int, fa_window: int | None = None):
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.decoding = model if fa_window is None else windowed(model, fa_window)
-        self.tuners: dict[Speculation, Tuner] = {}
+        self.tuners: dict[tuple[Speculation, bool], Tuner] = {}  # by options, and whether decoding is greedy
         self.state = self.model.new_state(self.context)
         self._empty = self.state.snapshot()
         self.reset()
@@ -94,7 +98,7 @@ class Session:
     def reset(self) -> None:
         self.state.restore(self._empty)  # a new state would have no graphs captured
         self.tokens: list[int] = []
-        self.accepted = Accepted()
+        self.accepted = DecodeStats()
         # what the next prompt may begin with, the state after it, and the logits where that is a whole prompt
         self.turn: tuple[list[int], Snapshot, Array | None] | None = None
 
@@ -122,7 +126,8 @@ class Session:
         text = StopText(options.stop)
         decoder = self.tokenizer.decoder()
         reason = "cancelled" if logits is None else "length"
-        with closing(self._decode(logits, Sampler(options, ids), speculation)) as tokens:
+        sampler = Sampler(options, ids)
+        with closing(self._decode(logits, sampler, speculation)) as tokens:
             for token, row in tokens:
                 last = time.perf_counter()
                 if not new:
@@ -151,6 +156,7 @@ class Session:
         if not text.stopped:
             pending.text += text.flush()  # a character that the end cuts in half is not shown
         pending.finish_reason = "stop" if text.stopped else reason
+        tuner = self.tuners.get((speculation, sampler.is_argmax))
         pending.stats = Stats(
             prompt_tokens=len(ids),
             cached_tokens=cached,
@@ -161,7 +167,7 @@ class Session:
             state_bytes=self.state.nbytes,
             peak_bytes=self.model.ops.peak_bytes(),
             accepted=self.accepted if speculation.kind != "off" else None,
-            plain_seconds=self.tuners[speculation].plain_seconds if speculation in self.tuners else None,
+            plain_seconds=None if tuner is None else tuner.plain_seconds,
         )
         yield pending
 
@@ -170,14 +176,11 @@ class Session:
     ) -> Generator[tuple[int, Array], None, None]:
         if logits is None:
             return
-        if speculation.kind == "off":
-            yield from plain(self.decoding, self.state, logits, sampler)
-            return
-        if speculation.budget is None and speculation not in self.tuners:
-            self.tuners[speculation] = speculation.tuner(self.model)
-        self.accepted = Accepted()
-        tuner, tokens = self.tuners.get(speculation), list(self.tokens)
-        yield from speculate(self.decoding, self.state, logits, sampler, tokens, speculation, tuner, self.accepted)
+        self.accepted = DecodeStats()
+        run = Run(self.decoding, self.state, logits, sampler, list(self.tokens), speculation, stats=self.accepted)
+        if speculation.kind != "off" and speculation.budget is None:
+            run.tuner = self.tuners.setdefault((speculation, sampler.is_argmax), new_tuner(speculation, self.model))
+        yield from decode(run)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""

@@ -14,7 +14,9 @@ import numpy as np
 from tqdm import tqdm
 
 from common.checkpoint import open_checkpoint
-from common.decode.speculative import PHASES, Accepted, Speculation, speculate
+from common.decode.registry import decode
+from common.decode.run import PHASES, DecodeStats, Run
+from common.decoders import DECODERS, Speculation
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
@@ -41,7 +43,7 @@ class Result:
     rates: list[float] = field(default_factory=list)  # tokens per second of each prompt
     tokens: int = 0  # after the first of each reply
     seconds: float = 0.0
-    accepted: Accepted = field(default_factory=Accepted)
+    accepted: DecodeStats = field(default_factory=DecodeStats)
     different: int = 0  # texts that are not the plain one, not counting near-ties
     near_ties: int = 0
 
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     ways = {"plain": PLAIN, "lookup": Speculation("lookup", args.tree_budget)}
     if args.draft is not None:
         drafted = Session(load_pair(resolve_draft(args.draft, True), target, True), tokenizer, context)
-        for kind in ("chain", "tree", "lookup+chain", "lookup+tree"):
+        for kind in (row.name for row in DECODERS.values() if row.needs_draft):
             sessions[kind] = drafted
             ways[kind] = Speculation(kind, args.tree_budget, args.tree_topk)
         ways["tree, chain first"] = Speculation("tree", args.tree_budget, args.tree_topk, seed_chain=True)
@@ -144,8 +146,8 @@ def measure(
     return results
 
 
-def _add(total: Accepted, one: Accepted) -> None:
-    total.gains += one.gains
+def _add(total: DecodeStats, one: DecodeStats) -> None:
+    total.lengths += one.lengths
     total.budgets += one.budgets
     total.rows += one.rows
     for phase, seconds in one.seconds.items():
@@ -215,26 +217,18 @@ def run_synthetic(args: argparse.Namespace) -> int:
     print(f"{'budget':>7} {'rows':>6} " + " ".join(f"{phase:>8}" for phase in (*PHASES, "total")) + f" {'tok/s':>8}")
     rows = []
     for budget in args.budgets:
-        state, accepted = pair.new_state(context + 2 * steps + 40), Accepted()
+        state, accepted = pair.new_state(context + 2 * steps + 40), DecodeStats()
         ids = np.random.default_rng(0).integers(0, pair.config.vocab, context).astype(np.int32)
         for at in range(0, context, ops.prefill_rows):
             chunk = ids[at : at + ops.prefill_rows]
             logits = pair.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
             state.commit(np.arange(len(chunk)))
-        tokens = speculate(
-            pair,
-            state,
-            logits,
-            Sampler(Sampling()),
-            ids.tolist(),
-            Speculation("tree", budget, args.tree_topk),
-            None,
-            accepted,
-        )
+        how = Speculation("tree", budget, args.tree_topk)
+        tokens = decode(Run(pair, state, logits, Sampler(Sampling()), ids.tolist(), how, stats=accepted))
         with announced(f"{5 + steps} steps with a tree of {budget} guesses"):
             while accepted.steps < 5:  # launches, captures and tunes
                 next(tokens)
-            accepted.gains.clear()
+            accepted.lengths.clear()
             accepted.rows, accepted.seconds = 0, dict.fromkeys(PHASES, 0.0)
             while accepted.steps < steps:
                 next(tokens)

@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from common.decoders import DECODERS
 from common.errors import UsageError
 from common.options import MOST_DRAFTED, GenerationOptions, LoadOptions
 from generate import __version__
@@ -18,7 +19,6 @@ COMMANDS = {
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
-KINDS = ("off", "lookup", "chain", "tree", "lookup+chain", "lookup+tree")  # common.decode.speculative
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
@@ -291,9 +291,9 @@ def _speculation(p: Any) -> None:
     _draft(p, "a DFlash draft for the model, named as models are; or demo")
     p.add_argument(
         "--spec",
-        choices=KINDS,
-        help="what proposes tokens to verify: the text so far (lookup), the draft's likeliest block (chain), its "
-        "likeliest prefixes (tree), or both (default: tree with a draft, else off)",
+        choices=tuple(DECODERS),
+        help="; ".join(f"{row.name}: {row.meaning}" for row in DECODERS.values())
+        + " (default: tree with a draft, else off)",
     )
     p.add_argument(
         "--tree-budget",

@@ -45,17 +45,21 @@ class MlxRows:
     def put(self, rows: Sequence[mx.array]) -> list[mx.array]:
         """Put the step's rows behind the past; all kept rows and them, all in their planes' formats."""
         T = rows[0].shape[2]
-        if self.end + T > self.buffers[0].shape[2]:
-            kept = self.end - self.start
-            room = _room(kept, T)
-            self.buffers = [_grown(buffer[:, :, self.start : self.end], room) for buffer in self.buffers]
-            self.start, self.end = 0, kept
+        self._make_room(T)
         for buffer, new in zip(self.buffers, rows, strict=True):
             buffer[:, :, self.end : self.end + T] = new
         held = [buffer[:, :, self.start : self.end + T] for buffer in self.buffers]
         return _joined(self.first, held) if self.first else held
 
+    def _make_room(self, rows: int) -> None:
+        if self.end + rows > self.buffers[0].shape[2]:
+            kept = self.end - self.start
+            room = _room(kept, rows)
+            self.buffers = [_grown(buffer[:, :, self.start : self.end], room) for buffer in self.buffers]
+            self.start, self.end = 0, kept
+
     def commit(self, path: np.ndarray) -> None:
+        self._make_room(len(path))  # a step may leave a layer's rows unwritten: blanks
         end = self.end + len(path)
         if not np.array_equal(path, np.arange(len(path))):
             rows = mx.array(self.end + path)

@@ -9,7 +9,7 @@ import tiny_chat
 from nbclient import NotebookClient
 
 import generate
-from common.decode.speculative import Accepted
+from common.decode.run import DecodeStats
 from common.pieces import Stats
 from common.session import PREFILL_ROWS
 from generate.notebook import model_card, safe_markdown
@@ -71,7 +71,7 @@ def test_a_reply_folds_its_reasoning_and_ends_with_figures():
         "\n<pre><code>weather({&quot;city&quot;: &quot;Ulm&quot;})</code></pre>\n\n\n"
         "<sub>stop · 33 tokens at 16.0 tok/s · first token in 0.25 s</sub>"
     )
-    fast = Reply("Yes.", [1], "stop", Stats(9, 0, 33, 0.25, 2.0, 0, 0, 0, Accepted()), [])
+    fast = Reply("Yes.", [1], "stop", Stats(9, 0, 33, 0.25, 2.0, 0, 0, 0, DecodeStats()), [])
     assert "tokens per step</sub>" in fast._repr_markdown_()
 
 

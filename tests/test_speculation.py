@@ -11,7 +11,8 @@ import tiny_draft
 
 import generate
 from common.decode.lookup import Lookup
-from common.decode.speculative import KINDS, Guesser
+from common.decode.speculative import Drafter
+from common.decoders import DECODERS
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
@@ -21,10 +22,9 @@ from common.reference import NumpyOps
 from common.session import Session
 from common.step import MAX_DECODE_ROWS, Step
 from common.tokenizer import load_tokenizer
-from generate import cli
 from generate.__main__ import main
 
-GUESSING = [kind for kind in KINDS if kind != "off"]
+SPECULATIVE = [name for name in DECODERS if name != "off"]
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -46,7 +46,7 @@ def llm(folder, draft):
         yield llm
 
 
-@pytest.mark.parametrize("spec", GUESSING)
+@pytest.mark.parametrize("spec", SPECULATIVE)
 def test_the_reply_is_the_same(llm, spec):
     plain = llm.generate("hello", max_tokens=40, spec="off", logprobs=2, stop=["zz"])
     reply = llm.generate("hello", max_tokens=40, spec=spec, logprobs=2, stop=["zz"])
@@ -71,13 +71,13 @@ def right(llm, monkeypatch):
             ids = np.array(ahead(state.length + 1), np.int32)
             return ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1))
 
-        monkeypatch.setattr(Guesser, "_draft", draft)
-        monkeypatch.setattr(Lookup, "find", lambda self, count: (ahead(len(self.text))[:count], 4))
+        monkeypatch.setattr(Drafter, "_draft", draft)
+        monkeypatch.setattr(Lookup, "find", lambda self, count: (ahead(len(self.tokens))[:count], 4))
 
     return know
 
 
-@pytest.mark.parametrize("spec", GUESSING)
+@pytest.mark.parametrize("spec", SPECULATIVE)
 def test_ends_within_a_block(llm, spec, right, monkeypatch):
     """Stop strings, end tokens and max_tokens cut a block where they cut plain text."""
     whole = llm.generate("hello", max_tokens=40, spec="off")
@@ -95,7 +95,7 @@ def test_ends_within_a_block(llm, spec, right, monkeypatch):
         assert (cut.tokens, cut.finish_reason) == (whole.tokens[: whole.tokens.index(end)], "stop")
 
 
-@pytest.mark.parametrize("spec", GUESSING)
+@pytest.mark.parametrize("spec", SPECULATIVE)
 @pytest.mark.parametrize("penalty", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_penalties_within_a_block(llm, spec, penalty, right):
     """They count each token of a block before the next is chosen."""
@@ -169,14 +169,13 @@ def test_the_command_line(folder, draft, capsys):
         out, err = capsys.readouterr()
         assert out == plain
         assert "tokens per step of" in err
-        assert "ms per step: draft" in err
+        assert "ms per step: plain" in err
     assert main([*base, "--spec", "tree"]) == 2
     assert "needs a draft model" in capsys.readouterr().err
     assert main([*base, "--tree-budget", "many"]) == 2
     assert "'many' is neither auto nor a whole number from 1 to 135" in capsys.readouterr().err
     assert main([*base, "--fa-window", "0"]) == 2
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
-    assert cli.KINDS == KINDS
 
 
 def test_snapshots_carry_the_draft(folder, draft):
@@ -246,7 +245,7 @@ def test_options_of_guessing_without_guessing(folder, option):
 
 @pytest.mark.parametrize("option", [{"chain_seed": True}, {"tree_topk": 4}])
 def test_options_of_trees_without_trees(folder, option):
-    refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for trees, and spec is lookup")
+    refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for spec tree, lookup.tree, and spec is lookup")
     with generate.load(str(folder), backend="numpy") as llm, refusal:
         llm.generate("hello", spec="lookup", **option)
 

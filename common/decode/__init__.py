@@ -1,1 +1,1 @@
-"""Decoders: each a generator of accepted tokens over a model and its state."""
+"""Decoders: each a generator of tokens over a model and its state; `registry` lists them."""

@@ -1,4 +1,4 @@
-"""The token tree that one verifying step checks, and DDTree's way to grow it (Ringel and Romano, arXiv 2604.12989)."""
+"""The token tree that one step verifies, and DDTree's way to grow it (Ringel and Romano, arXiv 2604.12989)."""
 
 import heapq
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from common.step import PAST
 
 
 class Tree:
-    """Guessed continuations of one known token, the root: node i is row i of the step, after its parent.
+    """Drafted continuations of one known token, the root: node i is row i of the step, after its parent.
 
     tokens, parents  per node; the root's parent is PAST
     children         per node, from token to node
@@ -23,7 +23,7 @@ class Tree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
-        """The node for `token` after node `parent`, made if it is not there."""
+        """The node for `token` after node `parent`, made if there is none."""
         node = self.children[parent].setdefault(token, len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -41,9 +41,9 @@ class Tree:
 def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int) -> None:
     """Add the likeliest prefixes, best first, until the tree has `budget` nodes after its root.
 
-    ids, logp  (depth, k): the likeliest tokens of each place and their log-probabilities, best first. Places are taken
-               as independent, as a draft that guesses a block at once gives them; the sum of the probabilities of the
-               nodes, which is the expected number of accepted tokens, is then the largest that `budget` nodes reach.
+    ids, logp  (depth, k): the likeliest tokens of each position and their log-probabilities, best first. Positions are
+               taken as independent, as a draft of a whole block gives them; the sum of the probabilities of the nodes,
+               which is the expected number of accepted tokens, is then the largest that `budget` nodes reach.
     """
     tokens, costs = ids.tolist(), (-logp.astype(np.float64)).tolist()
     if not tokens:

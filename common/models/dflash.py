@@ -355,6 +355,11 @@ class Pair(Model):
         write_context(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, features)
         return logits[rows] if taps_last else logits
 
+    @cached_property
+    def target(self) -> Model:
+        """The target alone, over the same state: its steps leave no rows for the draft, whose caches commit blanks."""
+        return Model(self.architecture, self.definition, self.config, self.layout, self.weights, self.ops)
+
     def propose(self, state: State, token: int) -> Array:
         """Logits (block - 1, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
         tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)

@@ -10,7 +10,9 @@ import tiny_draft
 from test_plain import prefilled
 
 from common.decode.plain import plain
-from common.decode.speculative import KINDS, Accepted, Speculation, check, speculate
+from common.decode.run import DecodeStats, Run
+from common.decode.speculative import check, decode
+from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, NotFiniteError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
@@ -63,7 +65,7 @@ def test_memory_of_a_state(pair):
 
     def used() -> int:
         state, logits = prefilled(pair, TEXT[:12].tolist())
-        tokens = speculate(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7))
+        tokens = decode(Run(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7)))
         for _ in range(12):
             next(tokens)
         tokens.close()
@@ -77,7 +79,7 @@ def test_memory_of_a_state(pair):
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "off"])
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind != "off"])
 def test_greedy_equals_plain(pair, kind):
     assert_plain(pair, TEXT[:20].tolist(), 40, Speculation(kind, 12))
 
@@ -86,7 +88,7 @@ def test_greedy_equals_plain(pair, kind):
 def test_the_largest_trees(pair, budget):
     accepted = assert_plain(pair, TEXT[:20].tolist(), 20, Speculation("tree", budget, 40))
     assert accepted.rows == accepted.steps * (budget + 1)
-    with pytest.raises(UsageError, match="tree_budget is 136; the cuda backend checks at most 135 guesses"):
+    with pytest.raises(UsageError, match="tree_budget is 136; the cuda backend verifies at most 135 draft tokens"):
         check(Speculation("tree", 136), pair)
 
 
@@ -119,8 +121,8 @@ def assert_plain(pair, prompt, new, speculation, sampling=None):
     tokens = plain(pair, state, logits, Sampler(sampling))
     expected = [next(tokens)[0] for _ in range(new)]
     state, logits = prefilled(pair, prompt)
-    accepted = Accepted()
-    tokens = speculate(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted)
+    accepted = DecodeStats()
+    tokens = decode(Run(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted))
     assert [next(tokens)[0] for _ in range(new)] == expected
     tokens.close()
     assert state.length == len(prompt) + new - 1

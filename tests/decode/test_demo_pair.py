@@ -14,7 +14,9 @@ from test_plain import prefilled
 
 from common.checkpoint import open_checkpoint
 from common.decode.plain import plain
-from common.decode.speculative import Accepted, Speculation, speculate
+from common.decode.registry import decode
+from common.decode.run import DecodeStats, Run
+from common.decoders import Speculation
 from common.demo import demo_path
 from common.models import load_model
 from common.models.dflash import load_pair
@@ -36,7 +38,7 @@ def texts(model, prompts, new, speculation=None, accepted=None, with_margins=Fal
         if speculation is None:
             tokens = plain(model, state, logits, sampler)
         else:
-            tokens = speculate(model, state, logits, sampler, prompt, speculation, None, accepted)
+            tokens = decode(Run(model, state, logits, sampler, prompt, speculation, None, accepted))
         chosen, margins = [], []
         for token, row in tokens:
             chosen.append(token)
@@ -57,7 +59,7 @@ def differences(ops, prompts, new, kinds, least_length, with_margins=True):
     pair, prompts = load_pair(demo_path("draft"), target), [tokenizer.encode(prompt) for prompt in prompts]
     expected, found = texts(target, prompts, new, with_margins=with_margins), {}
     for kind in kinds:
-        accepted = Accepted()
+        accepted = DecodeStats()
         guessed = texts(pair, prompts, new, Speculation(kind, 31), accepted)
         found[kind] = []
         for (tokens, margins), (other, _) in zip(expected, guessed, strict=True):

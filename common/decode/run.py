@@ -1,0 +1,67 @@
+"""What a decoder is given: a model that has read a prompt, and how to go on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.decode.tuner import Tuner
+from common.decoders import Speculation
+from common.models import Model
+from common.ops import Array
+from common.sampling import Sampler
+from common.step import State
+
+PHASES = ("plain", "draft", "tree", "verify", "commit", "host")
+
+
+@dataclass
+class DecodeStats:
+    """Counts and times of one reply.
+
+    lengths  accepted tokens per step, the one that the model adds itself included: how often each number came
+    rows     of all steps
+    budgets  how often each budget ran; 0 is a plain step
+    seconds  by phase; "plain" is the whole of the steps without draft tokens
+    """
+
+    lengths: Counter[int] = field(default_factory=Counter)
+    rows: int = 0
+    budgets: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def steps(self) -> int:
+        return sum(self.lengths.values())
+
+    @property
+    def length(self) -> float:
+        """The acceptance length: mean tokens per step."""
+        return sum(length * count for length, count in self.lengths.items()) / max(self.steps, 1)
+
+    @property
+    def by_position(self) -> list[float]:
+        """Share of the steps that accepted a draft token at each position after the root."""
+        deepest = max(self.lengths, default=1)
+        reached = [sum(count for length, count in self.lengths.items() if length > at) for at in range(1, deepest)]
+        return [count / self.steps for count in reached]
+
+
+@dataclass
+class Run:
+    """One reply that is being decoded.
+
+    tokens  the prompt
+    logits  (1, vocab), of the prompt's last row; `state` holds the prompt
+    tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
+
+    Once a decoder's generator is closed, `state` holds all tokens but the newest.
+    """
+
+    model: Model
+    state: State
+    logits: Array
+    sampler: Sampler
+    tokens: Sequence[int] = ()
+    options: Speculation = field(default_factory=Speculation)
+    tuner: Tuner | None = None
+    stats: DecodeStats = field(default_factory=DecodeStats)

@@ -1,0 +1,109 @@
+"""The budget of each speculative step, chosen while decoding from what steps take and what they accept."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps that a running mean looks back
+FIRST = 3  # steps of a size of which the fastest counts, as one: a backend may compile or capture in the others
+OUTLIER = 3  # times the mean, which is the most that a step's time counts
+TRIALS = {True: 6, False: 4}  # steps that a trial of plain decoding takes, and one of a budget
+SHARE = 0.015  # of the time, at most, that trials may lose
+SAVED = 32  # plain steps' time that may be saved up for trials
+PATIENCE = 2  # times its cost that must be saved for a trial in mid-reply, where the draft's context may have gaps
+
+
+class Mean:
+    """A running mean that forgets."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory, self.value, self.count = memory, 0.0, 0
+
+    def add(self, x: float) -> None:
+        self.count += 1
+        self.value += (x - self.value) / min(self.count, self.memory)
+
+
+class Tuner:
+    """Picks the budget with the most tokens per second among `sizes`, ascending; size 0 is plain decoding.
+
+    The nodes of a tree are numbered as it grew, so that a tree of a budget holds those of every smaller budget. A step
+    therefore shows the accepted tokens of every smaller size, and the time of its own.
+
+    The sizes beside the best and plain decoding are tried again in trials of a few steps, so that a choice can be
+    taken back. What trials lose against the best choice is at most SHARE of the time.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = tuple(sizes)
+        self.lengths = {size: Mean(LENGTH_MEMORY) for size in self.sizes}
+        self.seconds = {size: Mean(SECONDS_MEMORY) for size in self.sizes}
+        self.switch = Mean(SECONDS_MEMORY)  # seconds more that the first plain step takes after another size
+        self.runs = dict.fromkeys(self.sizes, 0)
+        self.least = dict.fromkeys(self.sizes, math.inf)  # seconds of a step
+        self.saved = 0.0  # seconds that trials may lose
+        self.trial: deque[int] = deque()  # sizes of the steps to come
+        self.trials = 0
+        self.begins = True  # a reply, before which the prompt filled the draft's context
+
+    def begin(self) -> None:
+        """A reply begins."""
+        self.trial.clear()
+        self.begins = True
+
+    def choose(self) -> int:
+        """The budget of the next step."""
+        begins, self.begins = self.begins, False
+        if self.trial:
+            return self.trial.popleft()
+        for size in (self.sizes[len(self.sizes) // 3], 0):
+            if not self.seconds[size].count:
+                return size
+        measured = [i for i, size in enumerate(self.sizes) if self.seconds[size].count]
+        best = max(measured, key=lambda i: self.rate(self.sizes[i]))
+        beside = [i for i in (best + 1, best - 1) if 0 <= i < len(self.sizes)]
+        for i in beside:  # the best so far may only be the best of those that were tried
+            if i not in measured:
+                return self.sizes[i]
+        others = [self.sizes[i] for i in dict.fromkeys((*beside, 0)) if i != best and i in measured]
+        if self.sizes[best] == 0:
+            others = [max((self.sizes[i] for i in measured if self.sizes[i]), key=self.rate)]
+        tried = others[self.trials % len(others)]
+        steps = TRIALS[tried == 0]
+        step = self.seconds[tried].value - self.lengths[tried].value / self.rate(self.sizes[best])
+        lost = max(steps * step, 0.0) + self.switch.value
+        if self.saved >= lost * (1 if begins else PATIENCE):
+            self.saved -= lost
+            self.trials += 1
+            self.trial.extend([tried] * (steps - 1))
+            return tried
+        return self.sizes[best]
+
+    def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False) -> None:
+        """A step of budget `size` took `seconds`, and accepted the nodes `path`, the root first.
+
+        switched  a plain step after another size, before which no step was launched ahead
+        """
+        mean = self.seconds[size]
+        if mean.count:
+            seconds = min(seconds, OUTLIER * mean.value)
+            self.saved = min(self.saved + SHARE * seconds, SAVED * self.seconds[0].value)
+        if switched:
+            self.switch.add(max(seconds - mean.value, 0.0) if mean.count else 0.0)
+        else:
+            self.runs[size] += 1
+            self.least[size] = min(self.least[size], seconds)
+            if self.runs[size] >= FIRST:
+                mean.add(self.least[size] if self.runs[size] == FIRST else seconds)
+        for smaller in self.sizes:
+            if smaller <= size:
+                self.lengths[smaller].add(sum(node <= smaller for node in path))
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Seconds of a plain step."""
+        return self.seconds[0].value if self.seconds[0].count else None
+
+    def rate(self, size: int) -> float:
+        """Tokens per second."""
+        return self.lengths[size].value / max(self.seconds[size].value, 1e-9)
