@@ -17,12 +17,25 @@ class Source(Protocol):
 class Array:
     """An activation: float32 or int32 on the device, perhaps not computed yet, perhaps partial sums to be added.
 
-    Models see `shape`, reshape and slice. Strides are in elements; `slots` partial sums lie `slot` elements apart.
-    `needs` tells where columns of (T, n) end that have fewer, and how many: zeros follow, which a slice leaves out.
-    `best` is where the largest keys of a step's logits lie, if they were found: kernels/sample.cu.
+    Models see `shape`, reshape and slice. Strides are in elements.
+
+    partials  partial sums, `partial_stride` elements from one to the next
+    needs     where columns of (T, n) end that have fewer partial sums, and how many: zeros follow, which a slice skips
+    best      address of the largest keys of a step's logits, if kernels/sample.cu found them, else 0
     """
 
-    __slots__ = ("_address", "best", "dtype", "lazy", "needs", "owner", "shape", "slot", "slots", "strides")
+    __slots__ = (
+        "_address",
+        "best",
+        "dtype",
+        "lazy",
+        "needs",
+        "owner",
+        "partial_stride",
+        "partials",
+        "shape",
+        "strides",
+    )
 
     def __init__(
         self,
@@ -31,24 +44,17 @@ class Array:
         *,
         strides: Sequence[int] | None = None,
         lazy: Source | None = None,
-        slots: int = 1,
-        slot: int = 0,
+        partials: int = 1,
+        partial_stride: int = 0,
         needs: Sequence[tuple[int, int]] = (),
         owner: Any = None,
         dtype: Any = np.float32,
-        best: int = 0,
     ):
         self.shape = tuple(shape)
-        self.needs, self.best = needs, best
+        self.needs, self.best = needs, 0
         self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
-        self._address, self.lazy, self.slots, self.slot, self.owner, self.dtype = (
-            address,
-            lazy,
-            slots,
-            slot,
-            owner,
-            dtype,
-        )
+        self._address, self.lazy, self.owner, self.dtype = address, lazy, owner, dtype
+        self.partials, self.partial_stride = partials, partial_stride
 
     @property
     def address(self) -> int:
@@ -61,7 +67,7 @@ class Array:
     @property
     def is_dense(self) -> bool:
         """Is it computed and added up, its elements one behind the other?"""
-        return bool(self._address) and self.slots == 1 and self.strides == contiguous(self.shape)
+        return bool(self._address) and self.partials == 1 and self.strides == contiguous(self.shape)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -93,20 +99,22 @@ class Array:
                 offset += at * stride
         if self.lazy and not self._address and offset == 0 and tuple(shape) == self.shape:
             return self
-        slots = self.slots
+        partials = self.partials
         if self.needs and len(index) == 2 and shape[1]:  # of the segments that the slice touches
             first, last = offset % self.shape[1], offset % self.shape[1] + shape[1]
             begins = (0, *(end for end, _ in self.needs))
-            slots = max(n for begin, (end, n) in zip(begins, self.needs, strict=False) if begin < last and end > first)
-        return self._view(shape, strides, offset, slots)
+            partials = max(
+                n for begin, (end, n) in zip(begins, self.needs, strict=False) if begin < last and end > first
+            )
+        return self._view(shape, strides, offset, partials)
 
-    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int, slots: int = 0) -> "Array":
+    def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int, partials: int = 0) -> "Array":
         return Array(
             shape,
             self.address + 4 * offset,
             strides=strides,
-            slots=slots or self.slots,
-            slot=self.slot,
+            partials=partials or self.partials,
+            partial_stride=self.partial_stride,
             owner=self.owner,
             dtype=self.dtype,
         )

@@ -15,8 +15,8 @@ from cuda_backend.launch import kernel
 from cuda_backend.layout import SPLIT_TILE, padded, piece_places, run_count, split_tiles, tail_places
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.replay import DeviceStep
-from cuda_backend.rows import emit_copy, roping, unroped
-from cuda_backend.views import NOTHING, in_fours, only, out_of, turns, view
+from cuda_backend.rows import before_heads, emit_copy, norm_and_rope
+from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, turns, view
 
 LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
@@ -82,7 +82,7 @@ def attention(
             values.record,
             H,
             H // K,
-            step.state,
+            step.address,
             step.positions.address,
             T,
             scale * LOG2_E,
@@ -118,11 +118,11 @@ def heads_to_cache(
     T, K, D = k.shape
     H = q.shape[1] if q else 0
     queries = q or k
-    sources = unroped(queries), unroped(k), v
-    (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = roping(queries), roping(k)
+    sources = before_heads(queries), before_heads(k), v
+    (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = norm_and_rope(queries), norm_and_rope(k)
     alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
-    if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and in_fours(*sources, flat=False) and turns(q_rope):
-        ctas = sum(n if x.slots > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
+    if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and float4_aligned(*sources, flat=False) and turns(q_rope):
+        ctas = sum(n if x.partials > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
         kernel("to_cache", "to_cache", (f"D={D}",))(
             (T * ctas,),
             (128,),
@@ -130,7 +130,7 @@ def heads_to_cache(
                 *(view(x) for x in sources),
                 H,
                 K,
-                step.state,
+                step.address,
                 T,
                 *(q_norm, q_weight, k_weight, q_eps, q_rope),
                 q16,
@@ -149,10 +149,10 @@ def heads_to_cache(
             K,
             D,
             keys.width,
-            step.state,
+            step.address,
             T,
-            *roping(queries),
-            *roping(k),
+            *norm_and_rope(queries),
+            *norm_and_rope(k),
             q16,
             keys.record,
             values.record,
@@ -189,7 +189,7 @@ def whole(
             values.record,
             H,
             K,
-            step.state,
+            step.address,
             step.positions.address,
             T,
             scale * LOG2_E,
@@ -241,7 +241,7 @@ def combine(
     of_run = 2 if room >= 6 else 1
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
     gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
-    built = f"WARPS={of_run}", f"GATED={gated}", windowed(pieces.window), *only(out)
+    built = f"WARPS={of_run}", f"GATED={gated}", windowed(pieces.window), *packed_only(out)
     kernel("pieces", "combine", built)(
         blocks,
         (32 * warps,),
@@ -251,7 +251,7 @@ def combine(
             H,
             wide,
             D,
-            step.state,
+            step.address,
             step.positions.address,
             T,
             first,

@@ -67,7 +67,7 @@ class Context:
         inputs = self.replay.inputs_for(step, own=True)
         inputs.upload(step, past, current, path)
         if not isinstance(store, LatentStore):
-            store.began(step)
+            store.note_step(step)
         return inputs.step(len(step))
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from cuda_backend.arrays import Array
 from cuda_backend.layout import Packing, packed_size
 from cuda_backend.lazy import Lazy, Target, lazy_of
-from cuda_backend.views import in_fours
+from cuda_backend.views import float4_aligned
 
 
 class Fusion(NamedTuple):
@@ -30,14 +30,14 @@ def _of_128(norm: Lazy) -> bool:
     (x,) = norm.inputs
     added = fused("norm", x)
     if not added:
-        return in_fours(x)
+        return float4_aligned(x)
     first, second = added.inputs
-    return in_fours(first) if fused("norm of a sum", second) else in_fours(first, second)
+    return float4_aligned(first) if fused("norm of a sum", second) else float4_aligned(first, second)
 
 
 def _experts_in_fours(experts: Lazy) -> bool:
     y, _, *other = experts.inputs
-    return in_fours(y, *other)
+    return float4_aligned(y, *other)
 
 
 def _alone(experts: Lazy) -> bool:
@@ -87,25 +87,23 @@ def unscaled(x: Lazy, packing: Packing) -> tuple[int, int]:
 
     Squares at 0: x is no such norm, and these are the rows themselves.
     """
-    if packing not in x.forms.unscaled and x.op.unscaled:
+    if packing not in x.forms.unscaled and x.op.unscaled and _holds("product", x):
         take = x.context.arena.take
         packed, squares = take(packed_size(x.K, x.T, packing)), take(x.T * -(-x.K // 128) * 4)
-        if _holds("product", x):
-            x.op.unscaled(x, Target(packed=packed, packing=packing), squares)
-            x.forms.unscaled[packing] = packed, squares
+        x.op.unscaled(x, Target(packed=packed, packing=packing), squares)
+        x.forms.unscaled[packing] = packed, squares
     return x.forms.unscaled.get(packing) or (x.as_packed(packing), 0)
 
 
 def unscaled_dense(x: Lazy) -> tuple[int, int]:
     """As `unscaled`, in float32 for a router; the int8 rows that its experts read are written in the same launch."""
     rows = Packing(1, False)  # of types of which whole numbers are summed; experts of others ask again
-    if not x.forms.unscaled_dense and x.op.unscaled:
+    if not x.forms.unscaled_dense and x.op.unscaled and _holds("product", x):
         take = x.context.arena.take
         packed = take(packed_size(x.K, x.T, rows))
         dense, squares = take(x.T * x.K * 4), take(x.T * -(-x.K // 128) * 4)
-        if _holds("product", x):
-            x.op.unscaled(x, Target(dense=dense, packed=packed, packing=rows), squares)
-            x.forms.unscaled_dense, x.forms.unscaled[rows] = dense, (packed, squares)
+        x.op.unscaled(x, Target(dense=dense, packed=packed, packing=rows), squares)
+        x.forms.unscaled_dense, x.forms.unscaled[rows] = dense, (packed, squares)
     if x.forms.unscaled_dense:
         return x.forms.unscaled_dense, x.forms.unscaled[rows][1]
     return x.as_dense(), 0

@@ -1,6 +1,6 @@
 """Latent attention (DeepSeek-V2): over one latent and one roped key per position, or over keys and values of heads."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 
@@ -17,7 +17,7 @@ from cuda_backend.layout import LATENT_ROWS, latent_tiles, padded, piece_places,
 from cuda_backend.lazy import Target
 from cuda_backend.mixture import head_linear
 from cuda_backend.replay import DeviceStep
-from cuda_backend.rows import turned
+from cuda_backend.rows import before_rope
 from cuda_backend.views import out_of, view
 from cuda_backend.weights import Weight
 
@@ -28,7 +28,7 @@ def latent_attention(
     T, H, R = q_latent.shape
     step, wide = context.step_of(step, kv.store), padded(R)
     q16 = context.arena.take(T * H * kv.rows.width * 2)
-    _gather(context, q_latent, q_rope, latent, k_rope, kv, step, wide, kv.rows.width, q16)
+    _gather(context, (q_latent, q_rope), (latent, k_rope), kv, step, Queries(q16, wide, kv.rows.width))
     rows, most = min(T, MAX_DECODE_ROWS), kv.store.past + T if step.prefill else kv.rows.places.capacity
     blocks, (tile, _, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(context.card, kv.rows.width)
     shares = max(1, context.card.shared // (shared + 2048) * context.card.sms // blocks)
@@ -45,7 +45,7 @@ def latent_attention(
                 q16,
                 kv.rows.record,
                 H,
-                step.state,
+                step.address,
                 step.positions.address,
                 n,
                 first,
@@ -84,7 +84,7 @@ def expanded_attention(
     P, V = q_rope.shape[2], v_up.rows
     n, wide = kv.store.past + T, padded(max(N + P, V))
     q16 = context.arena.take(T * H * wide * 2)
-    _gather(context, q_nope, q_rope, latent, k_rope, kv, step, N, wide, q16)
+    _gather(context, (q_nope, q_rope), (latent, k_rope), kv, step, Queries(q16, N, wide))
     heads = Plane(0, H, 2 * wide, wide, Places(-(-n // TILE) * TILE - TILE, TILE))
     size = 2 * heads.nbytes
     keys, values = planes_at(context.arena.take(size), (heads, heads))
@@ -100,21 +100,26 @@ def expanded_attention(
     return whole(context, q16, keys, values, (T, H, V), step, scale)
 
 
+class Queries(NamedTuple):
+    """Float16 queries: their address, the channel at which roped ones begin, and the channels of a row."""
+
+    address: int
+    at: int
+    wide: int
+
+
 def _gather(
     context: Context,
-    q: Array,
-    q_rope: Array,
-    latent: Array,
-    k_rope: Array,
+    queries: tuple[Array, Array],
+    rows: tuple[Array, Array],
     kv: Latent,
     step: DeviceStep,
-    at: int,
-    wide: int,
-    q16: int,
+    out: Queries,
 ) -> None:
-    """q || roped q_rope as float16, the latter from channel `at`, and this step's rows of the cache."""
+    """Write queries (q, then roped q_rope) and the step's rows of the cache (latent, then roped k_rope) as float16."""
+    (q, q_rope), (latent, k_rope), (q16, at, wide) = queries, rows, out
     T, H, main = q.shape
-    (q_from, q_turn), (k_from, k_turn) = turned(q_rope), turned(k_rope)
+    (q_from, q_turn), (k_from, k_turn) = before_rope(q_rope), before_rope(k_rope)
     norm = fused("latent cache", latent)
     plain, weight, eps = (*norm.inputs, *norm.parameters) if norm else (latent, None, 0.0)
     kernel("latent", "gather", _latent(context, kv))(
@@ -134,7 +139,7 @@ def _gather(
             weight.address if weight else 0,
             eps,
             latent.shape[1],
-            step.state,
+            step.address,
             q16,
             kv.rows.record,
         ),

@@ -17,7 +17,7 @@ from cuda_backend.lazy import Lazy, Op, Target, lazy_of, moved
 from cuda_backend.memory import upload
 from cuda_backend.products import Groups, chosen_linear, grouped_linear, heads_of_one, is_packed, joins
 from cuda_backend.prototypes import CHOICE
-from cuda_backend.views import NOTHING, in_fours, view
+from cuda_backend.views import NOTHING, float4_aligned, view
 from cuda_backend.weights import Weight
 
 
@@ -177,7 +177,7 @@ def _route(context: Context, logits: Array, router: Router) -> tuple[Array, Arra
     choice = _choice(context, logits, router, weights)
     kernel("moe", "route", (f"PER={-(-E // 32)}",))((T,), (32,), (choice, ids), stream=stream)
     step = context.replay.active
-    args = ids, step.state if step else 0, T, k, matrices, cols, groups, order
+    args = ids, step.address if step else 0, T, k, matrices, cols, groups, order
     kernel("moe", "group")((1,), (1024,), args, shared_mem=12 * matrices, stream=stream)
     table = Groups(ids, groups, order, pairs, most, cols, k if T <= MAX_DECODE_ROWS else 0)
     return Array((T, k), ids, owner=table, dtype=np.int32), weights
@@ -213,7 +213,7 @@ def _heads_of_one_row(context: Context, x: Array, w: Weight) -> Array | None:
     lazy = lazy_of(x)
     packs = lazy is not None and C % 256 == 0  # else packed heads are no packed rows one after the other
     heads = x.reshape(H, C) if not packs else x
-    if not is_packed(w) or len(w.segments) > 1 or not (packs or in_fours(heads)):
+    if not is_packed(w) or len(w.segments) > 1 or not (packs or float4_aligned(heads)):
         return None
     return Array((1, H, w.rows), lazy=Lazy(context, HEAD_PRODUCTS, 1, H * w.rows, (heads,), w))
 

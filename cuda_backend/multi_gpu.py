@@ -128,7 +128,7 @@ class Relay:
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
         """What fn(state, step) returns, in arena memory that the next run overwrites."""
         check(state, step)
-        state.began(step)
+        state.note_step(step)
         T, table = bucket(len(step)), state.graphs.setdefault(fn, {})
         self.running = state, step
         try:
@@ -284,9 +284,9 @@ class SplitState(State):
         self.graphs = graphs()
         super().__init__(layers, capacity)
 
-    def began(self, step: Step) -> None:
+    def note_step(self, step: Step) -> None:
         for share in self.shares.values():
-            share.began(step)
+            share.note_step(step)
 
     def _all(self) -> list[Any]:
         return [Share(part, state) for part, state in self.shares.items()]

@@ -61,21 +61,21 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
         return _product(context, x, w)
     launches = _launches(w.segments)
     cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, context.card), strict=True)}
-    slots = max((n for _, n in cuts.values()), default=1)
+    partials = max((n for _, n in cuts.values()), default=1)
     counts = (cuts[s][1] if s in cuts else 1 for s in w.segments)
     needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
-    out = Array((T, N), context.arena.take(slots * T * N * 4), slots=slots, slot=T * N, needs=needs)
+    out = Array((T, N), context.arena.take(partials * T * N * 4), partials=partials, partial_stride=T * N, needs=needs)
     rows = itertools.accumulate((s.rows for s in w.segments), initial=0)
     at = {s: out.address + 4 * row for s, row in zip(w.segments, rows, strict=False)}
     for together in launches:
         how = packing(together[0].type, T)
         packed, squares = unscaled(x, how) if is_packed(w) else (x.as_packed(how), 0)
         matrices = [(s, at[s], cuts[s][0]) for s in together]
-        _quantized(context, matrices, packed, _norm(squares, together[0], x), T, how, N, slots)
+        _quantized(context, matrices, packed, _norm(squares, together[0], x), T, how, N, partials)
     for s in w.segments:
         if s not in cuts:
             x_dense, squares = (x.as_dense(), 0) if cuts else unscaled_dense(x)
-            _dense(context, s, x_dense, at[s], T, N, slots=slots, norm=_norm(squares, s, x))
+            _dense(context, s, x_dense, at[s], T, N, partials=partials, norm=_norm(squares, s, x))
     return out
 
 
@@ -116,8 +116,10 @@ def grouped_linear(
     """
     card, stream = context.card, context.stream
     N, parts = w.rows, _packed(w)
-    slots = _cuts(w, g.chosen, card) if g.chosen else 1
-    out = Array((g.pairs, N), context.arena.take(slots * g.pairs * N * 4), slots=slots, slot=g.pairs * N)
+    partials = _cuts(w, g.chosen, card) if g.chosen else 1
+    out = Array(
+        (g.pairs, N), context.arena.take(partials * g.pairs * N * 4), partials=partials, partial_stride=g.pairs * N
+    )
     at = out.address
     for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
@@ -125,7 +127,7 @@ def grouped_linear(
             packed, squares = unscaled(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
-                (min(ctas * card.sms, g.most * s.row_blocks * slots),),
+                (min(ctas * card.sms, g.most * s.row_blocks * partials),),
                 (288,),
                 (
                     s.memory.address,
@@ -134,9 +136,9 @@ def grouped_linear(
                     s.rows,
                     s.row_blocks,
                     s.k_blocks,
-                    slots,
+                    partials,
                     _inverse(s.row_blocks),
-                    _inverse(slots),
+                    _inverse(partials),
                     g.pairs * N,
                     N,
                     g.groups,
@@ -165,8 +167,8 @@ def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | N
     choice  kernels/choose.cuh Choice
     """
     n, N = int(choice["k"]) + (last is not None), w.rows
-    slots = _cuts(w, n, context.card)
-    out = Array((n, N), context.arena.take(slots * n * N * 4), slots=slots, slot=n * N)
+    partials = _cuts(w, n, context.card)
+    out = Array((n, N), context.arena.take(partials * n * N * 4), partials=partials, partial_stride=n * N)
     at = out.address
     for s, behind in zip(w.segments, (last or w).segments, strict=True):
         if isinstance(x, Array):
@@ -174,7 +176,7 @@ def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | N
         else:
             packed, squares = unscaled(x, packing(s.type, 1))
             row, norm = Row(packed=packed), _norm(squares, s, x)
-        _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, slots), norm)
+        _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, partials), norm)
         at += 4 * s.rows
     return out
 
@@ -297,7 +299,7 @@ def _quantized(
     T: int,
     how: Packing,
     row_stride: int,
-    slots: int,
+    partials: int,
 ) -> None:
     """kernels/linear.cu for one or two matrices, each with the address of its result and its stripes."""
     squares, norm_parts, columns, eps = norm
@@ -321,7 +323,7 @@ def _quantized(
                 given[1],
                 ctas[0],
                 np.array((packed, of_rows, min(T - first, cols), norm_parts, columns, eps), ROWS),
-                np.array((T * row_stride, row_stride, slots), PARTIALS),
+                np.array((T * row_stride, row_stride, partials), PARTIALS),
             ),
             shared_mem=launch.shared,
             stream=context.stream,
@@ -335,7 +337,7 @@ def _dense(
     out: int,
     T: int,
     row_stride: int,
-    slots: int = 1,
+    partials: int = 1,
     pairs: tuple[int, int] = (0, 1),
     norm: RowNorm = NONE,
 ) -> None:
@@ -353,7 +355,7 @@ def _dense(
             s.columns,
             T,
             row_stride,
-            slots,
+            partials,
             T * row_stride,
             ids,
             s.rows,

@@ -18,7 +18,7 @@ def _named(kind: str, *names: str) -> list[Field]:
     return [(name, kind) for name in names]
 
 
-IN = _struct(("p", "u8"), *_named("i8", "slot", "row", "head"), *_named("i4", "slots", "width", "inner"))
+IN = _struct(("p", "u8"), *_named("i8", "partial_stride", "row", "head"), *_named("i4", "partials", "width", "inner"))
 OUT = _struct(*_named("u8", "dense", "packed", "bf16"), *_named("i4", "K", "cols", "groups", "fine", "whole"))
 ROPE = _struct(*_named("u8", "frequencies", "positions"), ("pairs", "i4"), ("magnitude", "f4"))
 CHOICE = _struct(
@@ -33,7 +33,7 @@ MATRIX = _struct(
     *_named("u4", "k_blocks_inverse", "units_inverse", "stripes_inverse"),
 )
 ROWS = _struct(*_named("u8", "packed", "squares"), *_named("i4", "T", "parts"), *_named("f4", "columns", "eps"))
-PARTIALS = _struct(("slot", "i8"), ("row", "i8"), ("slots", "i4"))
+PARTIALS = _struct(("partial_stride", "i8"), ("row", "i8"), ("partials", "i4"))
 PLANE = _struct(("rows", "u8"), *_named("i4", "row", "capacity", "fixed", "ring"))
 
 TYPES: dict[str, np.dtype] = {

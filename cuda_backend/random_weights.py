@@ -3,8 +3,6 @@
 import zlib
 from typing import Any
 
-import numpy as np
-
 from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
 from cuda_backend import weights
@@ -23,20 +21,10 @@ class RandomOps(CudaOps):
         nbytes = (rows.stop - rows.start) * tensor.data.shape[-1]
         self.uploader.finish()  # whose launches may want what the room holds
         address = self.uploader.room(nbytes + 4)
-        args = (
-            np.uint64(address),
-            np.int64(-(-nbytes // 4)),
-            np.uint32(zlib.crc32(tensor.name.encode()) + rows.start),
-        )
+        args = (address, -(-nbytes // 4), (zlib.crc32(tensor.name.encode()) + rows.start) % (1 << 32))
         kernel("random", "fill")((1024,), (256,), args, stream=self.context.stream)
         n = nbytes // block.bytes
         for at, value in zip(block.halves, RANDOM_HALVES[tensor.type], strict=True):
-            block_args = (
-                np.uint64(address),
-                np.int64(n),
-                np.int32(block.bytes),
-                np.int32(at),
-                np.float32(value),
-            )
-            kernel("random", "set_halves")((-(-n // 256),), (256,), block_args, stream=self.context.stream)
+            halves = (address, n, block.bytes, at, value)
+            kernel("random", "set_halves")((-(-n // 256),), (256,), halves, stream=self.context.stream)
         return address

@@ -13,7 +13,7 @@ from cuda_backend.layout import delta_slot, delta_slots, padded
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.states import Conv, Delta, Recurrent
 from cuda_backend.tree_order import BEFORE
-from cuda_backend.views import NOTHING, in_fours, only, out_of, view
+from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, view
 
 
 class Taps(NamedTuple):
@@ -51,7 +51,7 @@ def short_conv(context: Context, x: Array, taps: Array, conv: Conv, step: Any) -
     T, C = x.shape
     step = context.step_of(step, conv.store, recurrent=True)
     out = Array((T, C), context.arena.take(T * C * 4))
-    _conv(context, view(x), Taps(conv, taps.address), step.state, T, out.address)
+    _conv(context, view(x), Taps(conv, taps.address), step.address, T, out.address)
     return out
 
 
@@ -71,7 +71,7 @@ def gated_delta(
     out = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = tuple(view(x) for x in (*(_in_fours(context, rows.summed(context, x)) for x in (q, k, v)), a, b))
-    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.state, T)
+    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T)
     _delta(context, rule, out_of(Target(dense=out.address), Hv * Dv))
     return out
 
@@ -100,8 +100,8 @@ def delta_mixer(
     T, Hv, Dv = z.shape
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = view(_in_fours(context, qkv)), NOTHING, NOTHING, view(a), view(b)
-    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.state, T, Taps(conv, taps.address))
-    if context.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not in_fours(z, flat=False):
+    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T, Taps(conv, taps.address))
+    if context.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not float4_aligned(z, flat=False):
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
         _delta(context, rule, out_of(Target(dense=o.address), Hv * Dv))
         return rows.gated_rms_norm(context, o, norm, z, eps)
@@ -126,7 +126,7 @@ MIXER = Op("delta mixer", _emit_mixer)
 
 
 def _in_fours(context: Context, x: Array) -> Array:
-    return x if in_fours(x, flat=False) else rows.dense(context, x)
+    return x if float4_aligned(x, flat=False) else rows.dense(context, x)
 
 
 def apply_path(context: Context, recurrent: Recurrent) -> None:
@@ -162,16 +162,16 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     spill = arena.take(Hv * -(-Dv // 64) * spilled * delta_slot(Dk)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"SLOTS": inputs[0], "A_SLOTS": inputs[3], "B_SLOTS": inputs[4]}
-    slots = tuple(f"{name}={x['slots']}" for name, x in sums.items())
+    partials = tuple(f"{name}={x['partials']}" for name, x in sums.items())
     ways = f"NORM={int(norm is not None)}", f"ALONE={int(alone)}"
-    defines = *widths, *ways, *(slots if alone else ()), *only(out)
+    defines = *widths, *ways, *(partials if alone else ()), *packed_only(out)
     head = (*inputs, decay, bias, step, Hk, Hv, Dv)
     tail = (taps, conv.tail, conv.flip, conv.rows) if conv else (0, 0, 0, 0)
     prepared: tuple[int, ...] = (0, 0, 0, 0)
     if T and not alone:
         sizes = T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2  # queries, keys, values, gates
         prepared = tuple(arena.take(4 * n) for n in sizes)
-        kernel("prepare", "prepare", (*widths, *slots))(
+        kernel("prepare", "prepare", (*widths, *partials))(
             (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), min(-(-T // 4), 64)),
             (128,),
             (*head, delta.rows, factors, *tail, *prepared),

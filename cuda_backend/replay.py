@@ -20,7 +20,7 @@ from common.step import MAX_DECODE_ROWS, PAST, Step
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
-from cuda_backend.tree_order import lines, visits
+from cuda_backend.tree_order import depth_first, lines
 
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
@@ -39,12 +39,12 @@ END = PARENTS + MAX_DECODE_ROWS
 class DeviceStep:
     """What ops receive as `step`: T rows, of which the device knows how many are real.
 
-    state  address of the StepState; prefill: more rows than a graph or a tree has; is_block: rows see each other
+    address  of the StepState; prefill: more rows than a graph or a tree has; is_block: rows see each other
     """
 
     tokens: Array
     positions: Array
-    state: int
+    address: int
     T: int
     owner: Any = None
     is_block: bool = False
@@ -93,7 +93,7 @@ class Inputs:
             parents = None if step.parents is None else step.parents.tolist()
             put(SEEN, seen(parents, T))
             if parents is not None and parents != list(range(PAST, T - 1)):
-                order, moves, after = visits(parents)
+                order, moves, after = depth_first(parents)
                 branches = 1
                 put(LINE, bytes(chain.from_iterable(lines(order, after))))
                 put(MOVES, bytes(moves))
@@ -151,7 +151,7 @@ class Replay:
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
         check(state, step)
-        state.began(step)
+        state.note_step(step)
         return self._launch(fn, state, self.upload(state, step)), len(step)
 
     def upload(self, state: Any, step: Step) -> DeviceStep:

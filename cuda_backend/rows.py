@@ -24,9 +24,9 @@ from cuda_backend.views import (
     MUL_SOFTPLUS,
     NOTHING,
     SWIGLU,
-    in_fours,
-    only,
+    float4_aligned,
     out_of,
+    packed_only,
     view,
 )
 from cuda_backend.weights import Weight
@@ -71,7 +71,7 @@ def dense(context: Context, x: Array) -> Array:
 
 def summed(context: Context, x: Array) -> Array:
     """x without partial sums."""
-    return x if x.slots == 1 else Array(x.shape, copied(context, x).as_dense())
+    return x if x.partials == 1 else Array(x.shape, copied(context, x).as_dense())
 
 
 def kept(context: Context, x: Array, count: int) -> Array:
@@ -81,10 +81,11 @@ def kept(context: Context, x: Array, count: int) -> Array:
     """
     count, stream = min(count, x.shape[0]), context.stream
     shape = (count, *x.shape[1:])
-    if len(shape) == 2 and all(shape) and in_fours(x):
+    if len(shape) == 2 and all(shape) and float4_aligned(x):
         pieces, size = pieces_of(shape[1]), 4 * count * shape[1]
         memory = Memory(size + 8 * count * pieces, stream)
-        out = Array(shape, memory.address, owner=memory, best=memory.address + size)
+        out = Array(shape, memory.address, owner=memory)
+        out.best = memory.address + size
         kernel("sample", "add_up")((pieces, count), (256,), (view(x), shape[1], out.address, out.best), stream=stream)
         return out
     memory = Memory(4 * math.prod(shape), stream)
@@ -149,8 +150,8 @@ def _emit_pointwise(lazy: Lazy, to: Target) -> None:
     (x, y), code, stream = lazy.inputs, lazy.parameters, lazy.context.stream
     out = out_of(to, lazy.K)
     name = LIGHT.get(code)
-    if name and lazy.T <= MAX_DECODE_ROWS and in_fours(x, flat=True) and in_fours(y, flat=code == SWIGLU):
-        defines = (f"SLOTS={x.slots}", f"OTHERS={y.slots}", *only(out))
+    if name and lazy.T <= MAX_DECODE_ROWS and float4_aligned(x, flat=True) and float4_aligned(y, flat=code == SWIGLU):
+        defines = (f"SLOTS={x.partials}", f"OTHERS={y.partials}", *packed_only(out))
         grid = (-(-int(out["groups"]) // 8), lazy.T)
         kernel("light", name, defines)(grid, (64,), (view(x), view(y), out), stream=stream)
         return
@@ -207,14 +208,14 @@ def _emit_unscaled_norm(lazy: Lazy, to: Target, squares: int) -> None:
     if added and experts:
         added.forms.dense = context.arena.take(lazy.T * lazy.K * 4)
         y, chosen, *other = experts.inputs
-        defines = (f"CHOSEN={chosen.shape[1]}", f"SLOTS={y.slots}", *only(out))
+        defines = (f"CHOSEN={chosen.shape[1]}", f"SLOTS={y.partials}", *packed_only(out))
         mixture = (view(y), chosen.address, view(other[0]) if other else NOTHING, len(other))
         both = (*mixture, view(added.inputs[0]), norm.address, added.forms.dense, squares, out)
         kernel("moe", "combine_scale", defines)(grid, (64,), both, stream=context.stream)
         return
-    counts = tuple(term.slots for term in added.inputs) if added else (x.slots, 0)
+    counts = tuple(term.partials for term in added.inputs) if added else (x.partials, 0)
     first, second, total = _terms(lazy)
-    defines = (f"SLOTS={counts[0]}", f"OTHERS={counts[1]}", *only(out))
+    defines = (f"SLOTS={counts[0]}", f"OTHERS={counts[1]}", *packed_only(out))
     args = (first, second, norm.address, total, squares, out)
     kernel("light", "add_scale", defines)(grid, (64,), args, stream=context.stream)
 
@@ -272,7 +273,7 @@ def _emit_heads(lazy: Lazy, to: Target) -> None:
         return
     out = out_of(to, lazy.K)
     light = heads.gate and heads.norm and D == 128 and heads.weight and T <= MAX_DECODE_ROWS
-    if light and in_fours(x, heads.gate, flat=False):
+    if light and float4_aligned(x, heads.gate, flat=False):
         short = (view(x), H, T, heads.address, heads.eps, view(heads.gate), out)
         kernel("light", "gated_norm")((-(-T * H // 2),), (64,), short, stream=stream)
         return
@@ -291,13 +292,13 @@ def emit_copy(lazy: Lazy, to: Target) -> None:
 HEADS = Op("heads", _emit_heads)
 
 
-def unroped(x: Array) -> Array:
+def before_heads(x: Array) -> Array:
     """What norm and rope of x start from, where the launch that writes the cache applies them."""
     heads = fused("cache", x)
     return heads.inputs[0] if heads else x
 
 
-def roping(x: Array) -> tuple[bool, int, float, np.ndarray]:
+def norm_and_rope(x: Array) -> tuple[bool, int, float, np.ndarray]:
     """That norm and rope: is there a norm, the address of its weight, its epsilon, and the rope."""
     heads = fused("cache", x)
     if not heads:
@@ -305,7 +306,7 @@ def roping(x: Array) -> tuple[bool, int, float, np.ndarray]:
     return heads.parameters.norm, heads.parameters.address, heads.parameters.eps, heads.parameters.rope
 
 
-def turned(x: Array) -> tuple[Array, np.ndarray]:
+def before_rope(x: Array) -> tuple[Array, np.ndarray]:
     """What a rope of x that has not run starts from, and the rope; x and none where x is something else."""
     heads = fused("latent cache", x)
     return (heads.inputs[0], heads.parameters.rope) if heads else (x, NO_ROPE)

@@ -58,8 +58,8 @@ class Recurrent:
     current   which of the two
     """
 
-    def __init__(self, specs: Sequence[ConvSpec | DeltaSpec], settle: Callable[[Any], None], stream: Stream):
-        self.specs, self.settle, self.stream = specs, settle, stream
+    def __init__(self, specs: Sequence[ConvSpec | DeltaSpec], apply_path: Callable[[Any], None], stream: Stream):
+        self.specs, self.apply_path, self.stream = specs, apply_path, stream
         self.current, self.path = 0, np.empty(0, np.int32)
         self.step_rows: int | None = None  # of the step that may be committed
         self.step_whole = False
@@ -79,7 +79,7 @@ class Recurrent:
             at, row_at = at + 4 * _state_size(spec), row_at + 8 * MAX_DECODE_ROWS * _row_size(spec)
         return layers
 
-    def began(self, step: Step) -> None:
+    def note_step(self, step: Step) -> None:
         """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all."""
         if step.parents is None:
             raise BimetalError(NO_ORDER)
@@ -99,7 +99,7 @@ class Recurrent:
         """A copy of the states with the path applied."""
         which = self.current
         if len(self.path):
-            self.settle(self)  # writes the other one, as the next step would
+            self.apply_path(self)  # writes the other one, as the next step would
             which = 1 - which
             if self.step_whole:
                 self.step_rows = None  # its state was there
@@ -140,7 +140,7 @@ def _row_size(spec: ConvSpec | DeltaSpec) -> int:
 class CudaState(State):
     """`state[i].kv`, `.conv`, `.delta` are the layers' handles; the stores behind them commit all layers at once."""
 
-    def __init__(self, spec: Sequence[LayerSpec], capacity: int, settle: Callable[[Any], None], stream: Stream):
+    def __init__(self, spec: Sequence[LayerSpec], capacity: int, apply_path: Callable[[Any], None], stream: Stream):
         flat = [(i, name, s) for i, layer in enumerate(spec) for name, s in layer.items()]
         cached = [(i, name, s) for i, name, s in flat if isinstance(s, RowSpec)]
         recurrent = [(i, name, s) for i, name, s in flat if isinstance(s, ConvSpec | DeltaSpec)]
@@ -152,7 +152,7 @@ class CudaState(State):
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)
-        self.recurrent = Recurrent([s for _, _, s in recurrent], settle, stream) if recurrent else None
+        self.recurrent = Recurrent([s for _, _, s in recurrent], apply_path, stream) if recurrent else None
         if self.recurrent:
             self.stores.append(self.recurrent)
             for handle, (i, name, _) in zip(self.recurrent.layers(), recurrent, strict=True):
@@ -160,11 +160,11 @@ class CudaState(State):
         self.graphs = graphs()
         super().__init__(layers, capacity)
 
-    def began(self, step: Step) -> None:
+    def note_step(self, step: Step) -> None:
         """A step is about to be launched. A block is for layers that attend alone."""
         for store in self.stores:
             if isinstance(store, KVStore) or (isinstance(store, Recurrent) and step.parents is not None):
-                store.began(step)
+                store.note_step(step)
 
     def _all(self) -> list[Any]:
         return self.stores

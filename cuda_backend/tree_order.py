@@ -12,7 +12,7 @@ WAITS = 8  # of a move: what the row before left waits in the slot; else the row
 LEAF = 16  # a move: no row goes on from this one, which leaves the matrix as it is
 
 
-def visits(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """Rows depth first; a move per visit, LEAF, 0, or a slot from 1 on, with WAITS for the first that takes it; and the
     visit that each visit goes on from, or PAST.
 

@@ -17,7 +17,7 @@ def out_of(to: Target, K: int) -> np.ndarray:
     return np.array((to.dense, to.packed, to.bf16, K, packing.cols, groups, packing.fine, packing.whole), OUT)
 
 
-def only(out: np.ndarray) -> tuple[str, ...]:
+def packed_only(out: np.ndarray) -> tuple[str, ...]:
     """The build of store.cuh for rows that go to a product with scales per 128 columns, and nowhere else."""
     packed = out["packed"] and not (out["dense"] or out["bf16"] or out["fine"])
     return (f"ONLY={1 if out['cols'] == 1 else 8}",) if packed else ()
@@ -26,27 +26,28 @@ def only(out: np.ndarray) -> tuple[str, ...]:
 def view(x: Array, wide: int = 0) -> np.ndarray:
     """How a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
     address, strides, shape = x.address, x.strides, x.shape
+
+    def record(head: int, width: int, inner: int) -> np.ndarray:
+        return np.array((address, x.partial_stride, strides[0], head, x.partials, width, inner), IN)
+
     if wide > 1 and shape[-1] == 1:
-        head = strides[1] if len(shape) == 3 else 0
-        return np.array((address, x.slot, strides[0], head, x.slots, wide, 0), IN)
+        return record(strides[1] if len(shape) == 3 else 0, wide, 0)
     if len(shape) == 3:
         _, H, D = shape
         if D > 1 and strides[2] != 1:
             raise ValueError(f"kernels read heads whose elements are adjacent, got strides {strides} of {shape}")
         flat = H == 1 or strides[1] == D
-        return np.array((address, x.slot, strides[0], 0 if flat else strides[1], x.slots, 0 if flat else D, 1), IN)
-    if len(shape) == 1:
-        return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
-    if len(shape) == 2 and (shape[1] == 1 or strides[1] == 1):
-        return np.array((address, x.slot, strides[0], 0, x.slots, 0, 1), IN)
+        return record(0 if flat else strides[1], 0 if flat else D, 1)
+    if len(shape) == 1 or (len(shape) == 2 and (shape[1] == 1 or strides[1] == 1)):
+        return record(0, 0, 1)
     raise ValueError(f"kernels read (T, n) or (T, heads, D) with adjacent elements, got {shape} with strides {strides}")
 
 
-def in_fours(*arrays: Array, flat: bool = True) -> bool:
-    """Do fours of a row, or of a head unless `flat`, lie at multiples of 16 bytes? The answer holds for any T."""
+def float4_aligned(*arrays: Array, flat: bool = True) -> bool:
+    """Can kernels read four floats of a row at a time, or of a head unless `flat`? The answer holds for any T."""
     for x in arrays:
         at, T = view(x), x.shape[0]
-        apart = (x.slot // T if x.slots > 1 else 0, at["row"] if T > 1 else 0, at["head"], x.shape[-1])
+        apart = (x.partial_stride // T if x.partials > 1 else 0, at["row"] if T > 1 else 0, at["head"], x.shape[-1])
         if any(n % 4 for n in apart) or at["p"] % 16 or not at["inner"] or (flat and at["width"]):
             return False
     return True

@@ -132,17 +132,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
             n = min(chunk, each - at)
             staged = stage(first, stored, slice(at, at + n))
             tiles = -(-n // 128) * 8
-            args = (
-                np.uint64(staged),
-                np.int64(row_bytes),
-                np.int32(n),
-                np.int32(columns),
-                np.int32(0),
-                np.int32(tiles),
-                np.int32(k_blocks),
-                np.uint64(to),
-                np.uint64(flag),
-            )
+            args = (staged, row_bytes, n, columns, 0, tiles, k_blocks, to, flag)
             repack, grid = kernel("repack", "repack", tile_defines(first.type)), (-(-tiles * k_blocks // 8),)
             uploader.then(partial(repack, grid, (256,), args, stream=uploader.stream))
             to += tiles // 8 * unit_row

@@ -59,7 +59,7 @@ class KVStore:
         keys, values = (plane.part(i, self.spec.kv_heads) for plane in self.planes)
         return KV(keys, values, (), self)
 
-    def began(self, step: Step) -> None:
+    def note_step(self, step: Step) -> None:
         """The step is about to be launched."""
 
     def commit(self, path: np.ndarray) -> None:

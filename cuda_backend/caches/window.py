@@ -49,7 +49,7 @@ class WindowStore(KVStore):
         after = planes_at(self.after.address, self.planes)
         return KV(kv.keys, kv.values, tuple(plane.part(i, self.spec.kv_heads) for plane in after), self)
 
-    def began(self, step: Step) -> None:
+    def note_step(self, step: Step) -> None:
         self.step_rows = len(step) if self.is_ring and len(step) > MAX_DECODE_ROWS else 0
 
     def commit(self, path: np.ndarray) -> None:

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from common.step import PAST
-from cuda_backend.tree_order import LEAF, WAITS, lines, most_slots, visits
+from cuda_backend.tree_order import LEAF, WAITS, depth_first, lines, most_slots
 
 
 def slots_of(parents):
     """Visit the tree as the kernel does; returns the slots that it took."""
-    order, moves, after = visits(parents)
+    order, moves, after = depth_first(parents)
     waiting, current = {}, PAST
     for row, move, before in zip(order, moves, after, strict=True):
         assert (move == LEAF) == (row not in parents)
@@ -31,7 +31,7 @@ def test_every_row_goes_on_from_its_parent(T):
         parents = [int(random.integers(max(PAST, t - reach), t)) for t in range(T)]
         assert slots_of(parents) <= most_slots(T)
     assert slots_of(list(range(-1, T - 1))) == 0
-    assert visits(list(range(-1, T - 1)))[0] == list(range(T))
+    assert depth_first(list(range(-1, T - 1)))[0] == list(range(T))
 
 
 @pytest.mark.parametrize("T", [4, 10, 22, 46, 94])
@@ -50,7 +50,7 @@ def test_leaves_need_no_slot():
 def test_lines(T):
     random = np.random.default_rng(T)
     parents = [int(random.integers(PAST, t)) for t in range(T)]
-    order, _, after = visits(parents)
+    order, _, after = depth_first(parents)
     for row, line in zip(order, lines(order, after), strict=True):
         want = [row]
         for _ in range(3):
