@@ -1,4 +1,4 @@
-// qmv: up to 8 rows of x through a matrix of GGUF blocks, or any number, each through that of its expert
+// qmv: up to 8 rows of x through a matrix of GGUF blocks, or any number of rows, each through its expert's matrix
 // Meaning   x @ dequantize(weight).T, common/quants.py      Launcher  mlx_backend/quantized.py
 // In        x [t][columns] T, words [E][rows][blocks * W] uint32, halves [E][rows][blocks * H] uint16,
 //           codebook [4 magnitudes] uint32 (IQ2, IQ3), experts [t] int32 (GATHER)      Out       out [t][rows] T

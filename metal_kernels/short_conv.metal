@@ -6,7 +6,7 @@
 // Work      a thread makes one channel of one row
 // Assumes   inputs row-contiguous
 // Numbers   float, from the row itself back through its ancestors, rounded once to T
-// Bound     2 sizeof(T) bytes per output, for the caches serve TAPS - 1 of its reads; no SIMD-group operation
+// Bound     2 sizeof(T) bytes per output, since caches serve TAPS - 1 of its reads; no SIMD-group operation
 // Tried     nothing yet: not run on a GPU
 [[kernel]] void short_conv() {
     const int c = thread_position_in_grid.x, t = thread_position_in_grid.y, channels = stream_shape[1];

@@ -5,9 +5,9 @@
 //           log_sums [t][slices] float, NaN where a logit is NaN
 // Build     T float, half or bfloat; K up to 128; GIVEN 0 or 1
 // Work      a SIMD group holds a slice of 512 logits in registers and takes its best K times; a row of more than one slice
-//           goes through again, as the best of its slices
+//           goes through a second pass, over the best of its slices
 // Assumes   threadgroups are 32 wide; inputs row-contiguous
-// Numbers   logits exact, equal ones by the smaller id; float sums of 16 per lane, then simd_sum
+// Numbers   logits exact, of equal ones the smaller id first; float sums of 16 per lane, then simd_sum
 // Bound     sizeof(T) bytes per logit; per slice 80 K operations per lane, 2 K + 2 reductions (5 shuffles each)
 // Tried     nothing yet: not run on a GPU
 constant int NONE = 0x7fffffff;

@@ -1,6 +1,6 @@
 // blocks: eight weights of a GGUF block, as common/quants.py decodes them
 // Block<TYPE>, TYPE being ggml's number of the type, cuts a block of BLOCK weights into BLOCK / 8 parts of two fours:
-// `a` starts at `column(part)`, `b` lies `apart()` columns behind it. A part is one word of codes, or half of one.
+// `a` starts at `column(part)`, `b` lies `apart()` columns after it. A part is one word of codes, or half of one.
 // A block's words are its bytes without the 16-bit fields, which come as `halves`, in the order of the file.
 // Numbers   products of at most 24 bits, so exact in float; Q2_K's difference and Q5_1's sum are rounded once
 
