@@ -119,11 +119,8 @@ def most_tokens(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec]) -> int:
-    """The most tokens, up to those that a model was trained for, whose state and prompt fit beside loaded weights.
-
-    Raises BimetalError where LEAST_CONTEXT do not.
-    """
+def what_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec]) -> Callable[[int], bool]:
+    """Whether a state of so many tokens and the reading of as long a prompt fit beside loaded weights."""
     devices = ops.room(len(spec))
 
     def fits(tokens: int) -> bool:
@@ -133,10 +130,19 @@ def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[Laye
 
         return all(need(own) <= (1 - SPARE) * free for free, own in devices)
 
+    return fits
+
+
+def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec]) -> int:
+    """The most tokens, up to those that a model was trained for, whose state and prompt fit beside loaded weights.
+
+    Raises BimetalError where LEAST_CONTEXT do not.
+    """
+    fits = what_fits(ops, config, layout, spec)
     most: int = config.context
     least = min(LEAST_CONTEXT, most)
     if not fits(least):
-        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in devices)
+        left = " and ".join(f"{free / 1e9:.1f} GB" for free, _ in ops.room(len(spec)))
         raise BimetalError(
             f"the weights leave {left} of {ops.free_bytes()[1]}, too little for a context of {least} tokens; "
             "choose a smaller quantization, or ask for fewer tokens"

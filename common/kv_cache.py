@@ -7,6 +7,7 @@ from typing import Any
 from common.errors import UsageError
 from common.hadamard import GROUPS, group_of
 from common.kv_formats import FORMATS
+from common.options import CacheChoice
 from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing
 
 WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
@@ -45,6 +46,28 @@ class CacheOptions:
 
     def __str__(self) -> str:
         return f"keys {self.keys}, values {self.values}"
+
+
+def is_auto(choice: CacheChoice) -> bool:
+    """Whether memory chooses the formats."""
+    if choice.kv == "auto" and (choice.cache_type_k or choice.cache_type_v):
+        raise UsageError("kv auto chooses both formats; leave out cache_type_k and cache_type_v, or kv")
+    return choice.kv == "auto"
+
+
+def options_of(choice: CacheChoice, pair: tuple[str, str] = (NATIVE, NATIVE)) -> CacheOptions:
+    """What a person's choice comes to; `pair` stands for formats that were not chosen."""
+    keys, values = SHORTHANDS.get(choice.kv or "", pair)
+    return CacheOptions(
+        choice.cache_type_k or keys,
+        choice.cache_type_v or values,
+        choice.kv_rotate_k,
+        choice.kv_rotate_v,
+        choice.kv_sinks,
+        choice.kv_recent,
+        choice.kv_calibration,
+        choice.kv_boundary,
+    )
 
 
 def bits_of(format_: str) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.sampling import Sampler, argmax_entropy, top_k
 from common.step import State, Step
-from common.storage import LayerSpec
+from common.storage import LayerSpec, RowSpec
 from common.tensors import Tensor
 
 Array = Any  # the backend's own array; models see its shape, reshape it and slice it, nothing else
@@ -57,6 +57,12 @@ class LayerSize:
     heads: int
     expanded: int
     states: LayerSpec
+
+
+def decoded_bytes(layer: LayerSize, tokens: int) -> int:
+    """Bytes of a compressed cache's rows where a step decodes them all: float32, beside what the decoding takes."""
+    rows = [s for s in layer.states.values() if isinstance(s, RowSpec) and s.is_packed]
+    return sum(3 * 4 * s.rows(tokens) * s.numbers for s in rows)
 
 
 class Ops(ABC):

@@ -111,8 +111,51 @@ class ChatOptions(GenerationOptions):
     )
 
 
+CACHE_TYPES = ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq3_0", "lm2", "lm3", "lm4", "turboquant")
+CACHE_SHORTHANDS = ("q8", "q4", "tq3", "auto")
+
+
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(Options):
+class CacheChoice(Options):
+    """How the KV cache is stored."""
+
+    cache_type_k: str | None = option(
+        None,
+        rules.name_of(*CACHE_TYPES),
+        f"format of cached keys: {', '.join(CACHE_TYPES)}; changes the text. None: the backend's own float type",
+    )
+    cache_type_v: str | None = option(
+        None, rules.name_of(*CACHE_TYPES), "format of cached values, as cache_type_k; changes the text"
+    )
+    kv: str | None = option(
+        None,
+        rules.name_of(*CACHE_SHORTHANDS),
+        "shorthand for both: q8 (q8_0, q8_0), q4 (lm4, lm4), tq3 (tq3_0, tq3_0), or auto: the first of the backend's "
+        "own float type, q8_0 for both, q8_0 with lm4, lm4 for both and tq3_0 with which the context fits into memory",
+    )
+    kv_rotate_k: bool | None = option(
+        None, rules.FLAG, "rotate keys (and queries) before they are encoded; None: where keys are below 8 bits"
+    )
+    kv_rotate_v: bool | None = option(
+        None, rules.FLAG, "rotate values before they are encoded; None: in tq3_0, lm2, lm3, lm4 and turboquant"
+    )
+    kv_sinks: int | None = option(
+        None, rules.whole(0), "first tokens that are read exactly; None: 4 with keys of 2 or 3 bits, else 0"
+    )
+    kv_recent: int | None = option(
+        None, rules.whole(0), "latest tokens that are read exactly; None: 128 with keys of 2 or 3 bits, else 0"
+    )
+    kv_calibration: int | None = option(
+        None,
+        rules.whole(0),
+        "first tokens whose keys, which stay exact, give each channel's mean and scale for those after them; 0: keys "
+        "are encoded as they are. None: 512 where keys are below 8 bits",
+    )
+    kv_boundary: int = option(0, rules.whole(0), "first and last layers, counted among those with a cache, in q8_0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(CacheChoice):
     """How a model is loaded."""
 
     backend: str | None = option(

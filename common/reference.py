@@ -13,7 +13,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
+from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight, decoded_bytes
 from common.quants import dequantize
 from common.reference_states import Held, delta_rule, layer_state, rows_held
 from common.sampling import Sampler
@@ -75,7 +75,8 @@ class NumpyOps(Ops):
         scores = max(layer.heads for layer in layers) * rows * tokens * 4
         values = max(max(layer.mixer, 2 * layer.ffn) + 4 * layer.hidden for layer in layers)  # silu has temporaries
         expanded = max(layer.expanded for layer in layers) * tokens * 4
-        return 3 * scores + rows * tokens + rows * values * 4 + expanded
+        decoded = max(decoded_bytes(layer, tokens) for layer in layers)
+        return 3 * scores + rows * tokens + rows * values * 4 + expanded + decoded
 
     def free_bytes(self) -> tuple[int, str]:
         return available_bytes()

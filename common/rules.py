@@ -56,6 +56,11 @@ def one_of(*names: str) -> Rule:
     return Rule(f"one of {', '.join(names)}", lambda value: _check(_typed(value, str), lambda x: x in names))
 
 
+def name_of(*names: str) -> Rule:
+    """Accept one of some names, in any case."""
+    return Rule(f"one of {', '.join(names)}", lambda value: _check(_typed(value, str).lower(), lambda x: x in names))
+
+
 def many(words: str, each: Rule) -> Rule:
     """Accept a sequence of values that `each` accepts, as a tuple."""
     return Rule(words, lambda value: tuple(each.convert(item) for item in _typed(value, Sequence)))

@@ -55,6 +55,11 @@ class RowSpec:
         """Numbers of one token's row, over all planes."""
         return sum(plane.heads * plane.dim for plane in self.planes)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether some numbers are stored otherwise than in the backend's own float type."""
+        return any(plane.format != NATIVE for plane in self.planes)
+
     def row_bytes(self, item_bytes: int) -> int:
         return sum(plane.row_bytes(item_bytes) for plane in self.planes)
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         case "inspect":
             from generate import inspect
 
-            return inspect.run(args.model)
+            return inspect.run(args)
         case "bench":
             return _bench(args)
         case "perplexity":

@@ -36,6 +36,7 @@ from generate.backends import (
     usable,
 )
 from generate.bench_log import environment, log, machine, note
+from generate.caches import cache_of, cached_spec, with_cache
 from generate.owner import Owner
 from generate.synthetic import synthetic, synthetic_checkpoint
 
@@ -75,6 +76,7 @@ def _bench_backend(
 ) -> list[dict[str, str]]:
     """Print the lines of one backend, under a heading where asked for; the rows of the log."""
     model = open_model(checkpoint, backend, progress=True, placement=placement_of(args))
+    model = with_cache(model, cache_of(args), max(args.contexts) + args.new_tokens)
     ops = model.ops
     limit = args.ctx or model.config.context
     fits = [n for n in args.contexts if n + args.new_tokens <= limit]
@@ -206,14 +208,15 @@ def open_synthetic(args: argparse.Namespace, tokens: int) -> Model:
         )
     ops = open_backend(found.name, checkpoint, placement_of(args), random=True)
     needed = fit.predict_weights(checkpoint, definition.layout(config, checkpoint), ops)
-    needed += ops.held_state_bytes(definition.state_spec(config), tokens, ops.prefill_rows)
+    spec = cached_spec(definition.state_spec(config), cache_of(args), ops)
+    needed += ops.held_state_bytes(spec, tokens, ops.prefill_rows)
     free, reason = ops.free_bytes()
     if needed > free:
         raise BimetalError(
             f"{args.synthetic} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({reason})"
         )
     with announced(f"making {args.synthetic}, {needed / 1e9:.1f} GB"):
-        return synthetic(args.synthetic, ops, progress=True)
+        return with_cache(synthetic(args.synthetic, ops, progress=True), cache_of(args), tokens)
 
 
 @contextmanager
@@ -269,7 +272,7 @@ def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float
 
 def read_bytes(model: Model, rows: int, context: int) -> float:
     """Bytes of weights and cached keys and values that a step of `rows` rows reads, experts chosen independently."""
-    total = state_bytes(model.definition.state_spec(model.config), context, model.ops.item_bytes) if context else 0.0
+    total = state_bytes(model.state_spec, context, model.ops.item_bytes) if context else 0.0
     for table, handles in zip(
         (model.layout.top, *model.layout.layers), (model.weights, *model.weights.layers), strict=True
     ):

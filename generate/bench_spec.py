@@ -28,6 +28,7 @@ from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.bench import announced, open_synthetic
 from generate.bench_log import environment, log, machine, note
+from generate.caches import cache_of, with_cache
 from generate.llm import resolve_draft
 from generate.synthetic_draft import synthetic_pair
 
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     path = resolve_model(args.model)
     checkpoint = open_checkpoint(path)
     target = open_model(checkpoint, args.backend, progress=True, placement=placement_of(args))
+    target = with_cache(target, cache_of(args), args.ctx or target.config.context)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     context = args.ctx or target.config.context
     prompts = [ids[: context - args.new_tokens] for ids in map(tokenizer.encode, read_prompts(args.spec, args.prompts))]

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from common.decoders import DECODERS
 from common.errors import UsageError
-from common.options import MOST_DRAFTED, GenerationOptions, LoadOptions
+from common.options import CACHE_SHORTHANDS, CACHE_TYPES, MOST_DRAFTED, CacheChoice, GenerationOptions, LoadOptions
 from generate import __version__
 
 COMMANDS = {
@@ -22,7 +22,8 @@ BACKENDS = ("cuda", "mlx", "numpy")
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
-LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device")  # of generate.load
+CACHE = tuple(CacheChoice.__dataclass_fields__)
+LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device", *CACHE)  # of load
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION)  # of LLM.stream
 
 
@@ -106,7 +107,7 @@ def _parser() -> Parser:
     commands = p.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog=prog, parser_class=Parser)
     add = {
         "devices": lambda p: None,
-        "inspect": _named_model,
+        "inspect": _inspect,
         "bench": _bench,
         "perplexity": _perplexity,
         "fit": _fit,
@@ -147,6 +148,7 @@ def _text(p: Parser) -> None:
         metavar="N",
         help="hold keys and values of N tokens, the first 4 and the latest: bounds memory, and LOSSY (default: all)",
     )
+    _cache(p)
     s = p.add_argument_group(
         "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
         "A flag that is left out takes the value that the model's files recommend, else the default given here.",
@@ -177,6 +179,39 @@ def _text(p: Parser) -> None:
     )
     r.add_argument("--stop", action="append", type=_stop, metavar="TEXT", help="end the reply before TEXT; repeatable")
     r.add_argument("--stats", action="store_true", help="print speed, time to first token and peak memory to stderr")
+
+
+def _cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
+    g = p.add_argument_group("KV cache (smaller, LOSSY; docs/kv-cache.md has measured losses)")
+    types = f"{', '.join(CACHE_TYPES)} (default: the backend's own float type)"
+    g.add_argument("--cache-type-k", "-ctk", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help=f"keys: {types}")
+    g.add_argument(
+        "--cache-type-v", "-ctv", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help="values: as keys"
+    )
+    automatic = ", or auto: the widest with which the context fits into memory" if "auto" in shorthands else ""
+    g.add_argument(
+        "--kv", type=str.lower, choices=shorthands, help=f"both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
+    )
+    for axis, name in (("k", "keys"), ("v", "values")):
+        g.add_argument(
+            f"--kv-rotate-{axis}", action=argparse.BooleanOptionalAction, help=f"rotate {name} (default: by type)"
+        )
+    g.add_argument("--kv-sinks", type=_count, metavar="N", help="first tokens that are read exactly (default: by type)")
+    g.add_argument(
+        "--kv-recent", type=_count, metavar="N", help="latest tokens that are read exactly (default: by type)"
+    )
+    g.add_argument(
+        "--kv-calibration",
+        type=_count,
+        metavar="N",
+        help="tokens that calibrate keys, and are read exactly (default: 512 where keys are below 8 bits)",
+    )
+    g.add_argument("--kv-boundary", type=_count, metavar="N", help="first and last layers in q8_0 (default: 0)")
+
+
+def _inspect(p: Parser) -> None:
+    _named_model(p)
+    _cache(p, CACHE_SHORTHANDS[:-1])
 
 
 def _named_model(p: Parser) -> None:
@@ -245,6 +280,7 @@ def _bench(p: Parser) -> None:
     )
     p.add_argument("--new-tokens", type=_count, metavar="N", help="decoded tokens of each run (default: 64)")
     p.add_argument("--runs", type=_count, metavar="N", help="runs of each row; medians count (default: 5)")
+    _cache(p)
     _speculation_bench(p.add_argument_group("speculative decoding"))
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
@@ -268,6 +304,7 @@ def _perplexity(p: Parser) -> None:
         help="keep the log-probabilities, two bytes per scored token and vocabulary entry",
     )
     _backend(p)
+    _cache(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -278,6 +315,7 @@ def _fit(p: Parser) -> None:
         "-c", "--ctx", type=_positive, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
     )
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+    _cache(p, CACHE_SHORTHANDS[:-1])
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 

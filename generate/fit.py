@@ -16,7 +16,9 @@ from common.errors import BimetalError, UsageError
 from common.fit import Need, fetch_headers, most_tokens, parse_size, predict_run, predict_weights
 from common.models import architecture
 from common.ops import Ops
+from common.options import CacheChoice
 from generate.backends import open_backend
+from generate.caches import cache_of, cached_spec
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
 ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
@@ -37,7 +39,7 @@ class Candidate:
 def run(args: argparse.Namespace) -> int:
     given = (parse_size(args.memory), "given by --memory") if args.memory else None
     with _checkpoints(args.model) as (paths, folder):
-        candidates, refusals = _candidates(paths, args.backend, folder, args.model)
+        candidates, refusals = _candidates(paths, args.backend, folder, args.model, cache_of(args))
         limit, limit_from = given or candidates[0].free
         trained = min(candidate.trained for candidate in candidates)
         contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
@@ -129,14 +131,14 @@ def _labelled(entries: Iterable[str]) -> dict[str, str]:
 
 
 def _candidates(
-    paths: dict[str, Path], backend: str | None, folder: str, name: str
+    paths: dict[str, Path], backend: str | None, folder: str, name: str, cache: CacheChoice
 ) -> tuple[list[Candidate], dict[str, str]]:
     """The models whose headers make sense, and by label why the others do not; one must. `folder` is called `name`."""
     candidates, refusals = [], {}
     for label, path in paths.items():
         try:
             checkpoint = open_checkpoint(path)
-            candidates.append(_candidate(label, checkpoint, open_backend(backend, checkpoint)))
+            candidates.append(_candidate(label, checkpoint, open_backend(backend, checkpoint), cache))
         except UsageError:
             raise
         except BimetalError as error:
@@ -146,10 +148,10 @@ def _candidates(
     return candidates, refusals
 
 
-def _candidate(label: str, checkpoint: Checkpoint, ops: Ops) -> Candidate:
+def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice) -> Candidate:
     _, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
-    layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
+    layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), cache, ops)
     weights = predict_weights(checkpoint, layout, ops)
 
     def need(tokens: int) -> Need:

@@ -1,5 +1,6 @@
 """`python -m generate inspect MODEL`: what a checkpoint holds, read from its headers alone."""
 
+import argparse
 import math
 from collections import defaultdict
 from dataclasses import asdict, is_dataclass
@@ -8,18 +9,21 @@ from typing import Any
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.hub import resolve_model
+from common.kv_cache import CacheOptions, check_pairs, packed
+from common.kv_formats import FORMATS
 from common.models import architecture
 from common.ops import Ops, Rope
-from common.storage import state_bytes
+from common.storage import NATIVE, all_specs, grows, state_bytes
 from common.tokenizer import load_tokenizer
 from common.weights import Layout, misfits
 from generate.backends import open_backend
+from generate.caches import cache_of, cached_spec
 
 CONTEXTS = (512, 4096, 32768, 131072)
 
 
-def run(model: str) -> int:
-    checkpoint = open_checkpoint(resolve_model(model))
+def run(args: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(resolve_model(args.model))
     name, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)
@@ -29,7 +33,9 @@ def run(model: str) -> int:
     _types(checkpoint, ops)
     _tensors(checkpoint, layout)
     _tokenizer(checkpoint)
-    _memory(checkpoint, layout, definition.state_spec(config), config.context, ops)
+    spec = definition.state_spec(config)
+    _memory(checkpoint, layout, cached_spec(spec, cache_of(args), ops), config.context, ops)
+    _formats(spec, ops)
     return 0
 
 
@@ -90,11 +96,24 @@ def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops
     weights = sum(t.nbytes for name, t in checkpoint.tensors.items() if name in layout.names())
     print(f"\nmemory: weights {_mib(weights).strip()} as stored; state that {ops.name} allocates for a sequence")
     adds = [state_bytes(spec, n + 1, ops.item_bytes) - state_bytes(spec, n, ops.item_bytes) for n in (1, context)]
-    later = f", {adds[1]} once its windows are full" if adds[1] != adds[0] else ""
+    later = f", {adds[1]} later" if adds[1] != adds[0] else ""
     print(f"  a token adds {adds[0]} bytes{later}; buffers grow in larger steps")
     for tokens in sorted({n for n in CONTEXTS if n < context} | {context}):
         held = ops.held_state_bytes(spec, tokens, ops.prefill_rows)
         print(f"  {tokens:8} tokens {_mib(held)} {held / tokens:10.0f} bytes per token")
+
+
+def _formats(spec: Any, ops: Ops) -> None:
+    """Bytes that a token adds with keys and values in each format that the backend has for this model."""
+    print("\nKV cache formats: bytes that a token adds, keys and values alike (--cache-type-k, --cache-type-v)")
+    for name in (NATIVE, *FORMATS):
+        try:
+            chosen = packed(spec, CacheOptions(name, name))
+            check_pairs(chosen, ops.name, ops.cache_pairs)
+        except BimetalError:
+            continue
+        layers = [s for s in all_specs(chosen) if grows(s)]
+        print(f"  {name:10} {sum(s.row_bytes(ops.item_bytes) for s in layers):8} bytes")
 
 
 def _mib(nbytes: int) -> str:

@@ -28,6 +28,7 @@ from common.rules import PATH
 from common.session import Session, check_tokens, speculation_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import Placement, check_draft, leave_thread, open_model
+from generate.caches import with_cache
 from generate.notebook import model_card
 from generate.owner import Owner
 from generate.progress import PrefillBar
@@ -77,6 +78,7 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
         self.recommended = recommended_sampling(checkpoint)
         model = open_model(checkpoint, options.backend, self._progress, placement)
+        model = with_cache(model, options, options.ctx or model.config.context)
         if options.max_kv_size is not None:
             model = bounded(model, options.max_kv_size)
         if self.draft_path is not None:
@@ -87,8 +89,7 @@ class LLM:
         self.vocab_size: int = model.config.vocab
         self.context = options.ctx or self.trained_context
         if not options.ctx and options.max_kv_size is None and model.ops.reserves:
-            spec = model.definition.state_spec(model.config)
-            self.context = context_that_fits(model.ops, model.config, model.layout, spec)
+            self.context = context_that_fits(model.ops, model.config, model.layout, model.state_spec)
             if self.context < self.trained_context:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)

@@ -27,11 +27,13 @@ from common.perplexity import (
 )
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import open_model, placement_of
+from generate.caches import cache_of, with_cache
 
 
 def run(args: argparse.Namespace) -> int:
     text = _read_text(Path(args.text))
     path, model, tokenizer = _load(args.model, args)
+    model = with_cache(model, cache_of(args), args.ctx_window)
     if args.ctx_window > model.config.context:
         raise UsageError(
             f"--ctx-window is {args.ctx_window}, and the model was trained for {model.config.context} tokens"
@@ -107,7 +109,13 @@ def _as_json(
     path: Path, model: Model, args: argparse.Namespace, windows: np.ndarray, result: Result, reference: str | None
 ) -> dict:
     count, size = windows.shape
-    about = {"model": str(path), "backend": model.ops.name, "text": args.text, "tokens": windows.size}
+    about = {
+        "model": str(path),
+        "backend": model.ops.name,
+        "cache": str(model.cache),
+        "text": args.text,
+        "tokens": windows.size,
+    }
     return about | {"windows": count, "window": size, "reference": reference} | asdict(result)
 
 
@@ -115,7 +123,8 @@ def _print(
     path: Path, model: Model, args: argparse.Namespace, windows: np.ndarray, result: Result, reference: str | None
 ) -> None:
     count, size = windows.shape
-    print(f"{path.name} on {model.ops.name}, {args.text}")
+    cache = f", cache of {model.cache}" if model.cache.compresses else ""
+    print(f"{path.name} on {model.ops.name}{cache}, {args.text}")
     print(f"{windows.size} tokens in {count} windows of {size}; {result.scored} scored, the second half of each window")
     print(f"perplexity  {_shown(result.perplexity)}")
     if (a := result.agreement) is not None:

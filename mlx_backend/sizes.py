@@ -8,7 +8,7 @@ attention and the delta rule are single kernels and the scheduler runs about one
 
 from collections.abc import Sequence
 
-from common.ops import LayerSize
+from common.ops import LayerSize, decoded_bytes
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, RowSpec
 from mlx_backend.quantized import DECODED
 from mlx_backend.rows import rows_held
@@ -20,12 +20,12 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int, item: int, f
     """Bytes of the workspace; `fused` where attention and the delta rule are single kernels, as on a Mac's GPU."""
     if not fused:
         kept = _kept_bytes(layers, tokens, rows, item)
-        return kept + max(_eager_bytes(layer, tokens, rows, item) for layer in layers)
+        return kept + max(_eager_bytes(layer, tokens, rows, item) + decoded_bytes(layer, tokens) for layer in layers)
     rows = min(rows, tokens)
     streams = [s for layer in layers for s in layer.states.values() if isinstance(s, ConvSpec)]
     kept = sum((rows + s.taps - 1) * s.channels for s in streams)  # a chunk's tails are cut out of these at its end
     kept += 2 * DECODED  # weights of types that have their own kernels, for products of many rows
-    return item * kept + max(_lazy_bytes(layer, tokens, rows, item) for layer in layers)
+    return item * kept + max(_lazy_bytes(layer, tokens, rows, item) + decoded_bytes(layer, tokens) for layer in layers)
 
 
 def _outgrown(s: RowSpec, tokens: int, rows: int) -> int:

@@ -67,6 +67,15 @@ WRONG_LOADING = {
     "devices": (0, "01", (0, True), (-1,)),
     "split": ("1,3", (1, 0), (1, "3")),
     "draft_device": (-1, "1"),
+    "cache_type_k": ("q9", 8),
+    "cache_type_v": ("native", ["q8_0"]),
+    "kv": ("q8_0", 8),
+    "kv_rotate_k": ("yes",),
+    "kv_rotate_v": (1,),
+    "kv_sinks": (-1, 1.5),
+    "kv_recent": ("all",),
+    "kv_calibration": (-1,),
+    "kv_boundary": (-1, True),
 }
 
 

@@ -1,0 +1,59 @@
+"""The format of a model's KV cache, as a person or the memory of this machine chooses it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.errors import BimetalError, UsageError
+from common.fit import what_fits
+from common.kv_cache import LADDER, CacheOptions, check_pairs, is_auto, options_of, packed
+from common.models import Model
+from common.ops import Ops
+from common.options import CacheChoice
+from common.storage import LayerSpec
+
+
+def cache_of(args: argparse.Namespace) -> CacheChoice:
+    """What the flags of a command chose."""
+    given: dict[str, Any] = {name: getattr(args, name, None) for name in CacheChoice.__dataclass_fields__}
+    return CacheChoice(**given)
+
+
+def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:
+    """A model's specs with its caches as chosen; raises UsageError for what the backend has not."""
+    chosen = packed(spec, options_of(choice))
+    check_pairs(chosen, ops.name, ops.cache_pairs)
+    return chosen
+
+
+def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
+    """`model` with its cache as chosen, for a context of `tokens`; says on stderr what memory chose."""
+    automatic, options = is_auto(choice), options_of(choice)
+    if not isinstance(model, Model):
+        if automatic or options.compresses:
+            raise UsageError("the KV cache of a model run by mlx-lm is in its own float type; leave out cache types")
+        return model
+    if automatic:
+        options = _fitting(model, choice, tokens)
+        free, what = model.ops.free_bytes()
+        print(f"kv auto: {options}, for {tokens} tokens in {free / 1e9:.1f} GB ({what})", file=sys.stderr)
+    chosen = replace(model, cache=options)
+    _ = chosen.state_spec  # refuses what the backend has not
+    return chosen
+
+
+def _fitting(model: Model, choice: CacheChoice, tokens: int) -> CacheOptions:
+    """The first pair of LADDER with which `tokens` tokens fit; the narrowest that the backend has where none does."""
+    narrowest = CacheOptions()
+    for pair in LADDER:
+        candidate = options_of(choice, pair)
+        try:
+            spec = replace(model, cache=candidate).state_spec
+        except BimetalError:
+            continue  # no kernel, or heads that the format cannot store
+        narrowest = candidate
+        if what_fits(model.ops, model.config, model.layout, spec)(tokens):
+            break
+    return narrowest

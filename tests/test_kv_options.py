@@ -1,0 +1,134 @@
+"""The choice of a cache's formats: by flag, by option and by memory; what is counted, refused and kept lossless."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+import generate
+from common.checkpoint import open_checkpoint
+from common.demo import demo_path
+from common.errors import UsageError
+from common.kv_cache import LADDER, SHORTHANDS, CacheOptions, options_of
+from common.kv_formats import FORMATS
+from common.models import load_model
+from common.models.dflash import load_pair
+from common.options import CACHE_SHORTHANDS, CACHE_TYPES, CacheChoice, GenerationOptions
+from common.reference import NumpyOps
+from common.session import Session
+from common.storage import NATIVE, all_specs
+from common.tokenizer import load_tokenizer
+from generate.__main__ import main
+from generate.caches import with_cache
+
+CODE = "def parse(lines):\n    result = {}\n    for line in lines:\n"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model(demo_path(), NumpyOps())
+
+
+def test_names_are_the_formats():
+    assert set(CACHE_TYPES) == set(FORMATS)
+    assert set(CACHE_SHORTHANDS) == {*SHORTHANDS, "auto"}
+
+
+def test_an_axis_overrides_the_shorthand():
+    assert options_of(CacheChoice(kv="tq3", cache_type_k="Q8_0")) == CacheOptions("q8_0", "tq3_0")
+    assert options_of(CacheChoice(cache_type_v="lm4")) == CacheOptions(NATIVE, "lm4")
+    assert options_of(CacheChoice()) == CacheOptions()
+    assert options_of(CacheChoice(kv="q4", kv_sinks=0, kv_boundary=2)) == CacheOptions("lm4", "lm4", sinks=0, boundary=2)
+
+
+def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
+    """With ever less memory: every rung of the ladder, in order, then the last."""
+    chosen = []
+    sizes = np.geomspace(1e9, 1e5, 60)
+    for size in sizes:
+        monkeypatch.setattr(demo.ops, "free_bytes", lambda size=size: (int(size), "given here"))
+        chosen.append(with_cache(demo, CacheChoice(kv="auto"), 4096).cache)
+    pairs = list(dict.fromkeys((cache.keys, cache.values) for cache in chosen))
+    assert pairs[0] == (NATIVE, NATIVE)
+    assert pairs[-1] == LADDER[-1]
+    assert [pair for pair in LADDER if pair in pairs] == pairs
+    assert "kv auto: keys tq3_0, values tq3_0, for 4096 tokens in 0.0 GB (given here)" in capsys.readouterr().err
+
+
+def test_refusals(demo, capsys):
+    with pytest.raises(UsageError, match="kv auto chooses both formats"):
+        with_cache(demo, CacheChoice(kv="auto", cache_type_k="q8_0"), 100)
+    with pytest.raises(UsageError, match="run by mlx-lm is in its own float type"):
+        with_cache(object(), CacheChoice(kv="q8"), 100)
+    assert main(["fit", str(tiny.FOLDER / "qwen3"), "--kv", "q4", "--backend", "numpy"]) == 1
+    assert "lm4 stores heads whose size is a multiple of 32, not 16" in capsys.readouterr().err
+    assert main(["-p", "x", "-ctk", "q9"]) == 2
+
+
+def test_a_backend_without_kernels_refuses(demo):
+    class Bare(NumpyOps):
+        name, cache_pairs = "bare", frozenset({("q8_0", "q8_0")})
+
+    model = load_model(demo_path(), Bare())
+    assert with_cache(model, CacheChoice(kv="q8"), 100).cache.keys == "q8_0"
+    with pytest.raises(UsageError, match="bare backend has no cache of keys in lm4 and values in lm4; supported: q8_0"):
+        with_cache(model, CacheChoice(kv="q4"), 100)
+
+
+def test_fit_and_inspect_count_the_bytes(capsys):
+    def kv(*flags):
+        assert main(["fit", "demo", "--backend", "numpy", "--ctx", "4096", "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)["rows"][0]["kv"]
+
+    layers, vectors = 2, 2  # that attend; KV heads, of 64 numbers
+    assert kv() == layers * vectors * 2 * 64 * 4 * 4096
+    assert kv("--kv", "q8") == layers * vectors * 2 * 68 * 4096
+    exact, statistics = 512 * 2 * 64 * 4, 2 * 64 * 4
+    assert kv("--kv", "q4") == layers * vectors * (2 * 34 * 4096 + exact + statistics)
+    assert main(["inspect", "demo", "-ctk", "q8_0", "-ctv", "lm4"]) == 0
+    out = capsys.readouterr().out
+    assert f"a token adds {layers * vectors * (68 + 34)} bytes" in out
+    assert "  lm4             272 bytes\n" in out
+
+
+def test_load_and_generate(capsys):
+    with generate.load("demo", backend="numpy", kv="q4", kv_calibration=16) as llm:
+        reply = llm.generate(CODE, max_tokens=8)
+        assert llm._session.model.cache == CacheOptions("lm4", "lm4", calibration=16)
+        specs = [s for s in all_specs(llm._session.model.state_spec) if getattr(s, "is_packed", False)]
+        assert reply.stats.state_bytes >= sum(s.row_bytes(4) for s in specs)
+    assert len(reply.tokens) == 8
+
+
+@pytest.mark.parametrize("pair", [("q8_0", "lm4"), ("lm4", "lm4"), ("tq3_0", "tq3_0")], ids="/".join)
+def test_speculation_is_lossless_with_the_same_cache(demo, pair):
+    """Greedy tokens of trees, chains and lookup are those of plain decoding, past the tokens that calibrate."""
+    checkpoint = open_checkpoint(demo_path())
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    choice = CacheChoice(cache_type_k=pair[0], cache_type_v=pair[1], kv_calibration=24, kv_recent=9)
+    model = with_cache(demo, choice, 200)
+    drafted = load_pair(demo_path("draft"), model)
+    ids = tokenizer.encode(CODE)
+    assert len(ids) < 24
+
+    def tokens(of, kind):
+        options = GenerationOptions(max_tokens=40, spec=kind, tree_budget=None if kind == "off" else 12)
+        return [t for piece in Session(of, tokenizer, 200).stream(ids, options) for t in piece.tokens]
+
+    plain = tokens(model, "off")
+    assert len(plain) == 40
+    for kind in ("lookup", "chain", "tree"):
+        assert tokens(drafted, kind) == plain, kind
+
+
+def test_perplexity_against_the_same_model(tmp_path, capsys):
+    text = tmp_path / "text.py"
+    text.write_text(CODE * 12)
+    flags = ["--text", str(text), "--ctx-window", "128", "--backend", "numpy", "--json"]
+    assert main(["perplexity", "demo", *flags, "-ctk", "lm4", "-ctv", "lm4", "--kv-calibration", "32"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["cache"] == "keys lm4, values lm4"
+    assert main(["perplexity", "demo", *flags, "--kv", "q8", "--reference", "demo"]) == 0
+    measured = json.loads(capsys.readouterr().out)["agreement"]
+    assert 0 < measured["kl"]["value"] < 1e-3
