@@ -39,7 +39,9 @@ def test_an_axis_overrides_the_shorthand():
     assert options_of(CacheChoice(kv="tq3", cache_type_k="Q8_0")) == CacheOptions("q8_0", "tq3_0")
     assert options_of(CacheChoice(cache_type_v="lm4")) == CacheOptions(NATIVE, "lm4")
     assert options_of(CacheChoice()) == CacheOptions()
-    assert options_of(CacheChoice(kv="q4", kv_sinks=0, kv_boundary=2)) == CacheOptions("lm4", "lm4", sinks=0, boundary=2)
+    assert options_of(CacheChoice(kv="q4", kv_sinks=0, kv_boundary=2)) == CacheOptions(
+        "lm4", "lm4", sinks=0, boundary=2
+    )
 
 
 def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
