@@ -1,4 +1,4 @@
-"""`python -m generate bench --spec PROMPTS`: what guessing ahead gains on real prompts, and over tree budgets.
+"""`python -m generate bench --spec PROMPTS`: speed of the speculative modes on real prompts, and by tree budget.
 
 With --synthetic the parts of a speculative step are timed on a model and a draft of real shapes with random weights.
 """
@@ -227,7 +227,7 @@ def run_synthetic(args: argparse.Namespace) -> int:
             state.commit(np.arange(len(chunk)))
         how = Speculation("tree", budget, args.tree_topk)
         tokens = decode(Run(pair, state, logits, Sampler(Sampling()), ids.tolist(), how, stats=accepted))
-        with announced(f"{5 + steps} steps with a tree of {budget} guesses"):
+        with announced(f"{5 + steps} steps with a tree of {budget} draft tokens"):
             while accepted.steps < 5:  # launches, captures and tunes
                 next(tokens)
             accepted.lengths.clear()

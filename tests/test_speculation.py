@@ -1,4 +1,4 @@
-"""Guessing ahead as a person meets it: flags, options, chats, figures, and what is refused."""
+"""Speculative decoding for users: flags, options, chats, statistics, and refusals."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_the_reply_is_the_same(llm, spec):
 
 @pytest.fixture
 def right(llm, monkeypatch):
-    """right(reply): from here on, draft and lookup guess what `reply` to "hello" says, four tokens ahead."""
+    """right(reply): from here on, draft and lookup propose the tokens of `reply` to "hello", four at a time."""
     prompt = llm.tokenizer.encode("hello")
 
     def know(reply):

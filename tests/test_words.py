@@ -19,7 +19,6 @@ PHRASES = {  # how CONTRIBUTING.md lists a phrase: the pattern that finds it
 SUFFIXES = {".py", ".md", ".cu", ".cuh", ".metal", ".h", ".cpp", ".html", ".js", ".ipynb", ".tsv", ".toml", ".yml"}
 SKIPPED = {"build", "dist", "__pycache__", "node_modules"}  # folders, like those whose names begin with a dot
 ALLOWED = {"CONTRIBUTING.md", "tests/test_words.py"}  # they list the phrases
-UNTIL_CLEAN = ("common/decode/", "generate/bench_spec.py", "tests/decode/", "tests/test_speculation.py")
 
 
 def files() -> list[Path]:
@@ -27,7 +26,6 @@ def files() -> list[Path]:
     found = [p for p in ROOT.rglob("*") if p.suffix in SUFFIXES and not _skipped(p.relative_to(ROOT))]
     names = {p: p.relative_to(ROOT).as_posix() for p in found if p.is_file()}
     quoted = {p for p, name in names.items() if name.startswith("tests/data/") and p.suffix != ".py"}  # others' texts
-    quoted |= {p for p, name in names.items() if name.startswith(UNTIL_CLEAN)}
     return sorted(p for p, name in names.items() if name not in ALLOWED and p not in quoted)
 
 

@@ -60,9 +60,9 @@ def differences(ops, prompts, new, kinds, least_length, with_margins=True):
     expected, found = texts(target, prompts, new, with_margins=with_margins), {}
     for kind in kinds:
         accepted = DecodeStats()
-        guessed = texts(pair, prompts, new, Speculation(kind, 31), accepted)
+        drafted = texts(pair, prompts, new, Speculation(kind, 31), accepted)
         found[kind] = []
-        for (tokens, margins), (other, _) in zip(expected, guessed, strict=True):
+        for (tokens, margins), (other, _) in zip(expected, drafted, strict=True):
             places = [i for i in range(new) if tokens[i] != other[i]][:1]
             found[kind] += [margins[i] if with_margins else i for i in places]
         print(f"{kind}: {len(found[kind])} of {len(prompts)} texts differ, {accepted.length:.2f} tokens per step")

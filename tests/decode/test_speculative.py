@@ -1,4 +1,4 @@
-"""Speculative decoding gives what plain decoding gives, whatever is guessed."""
+"""Speculative decoding gives the text of plain decoding, whatever is drafted."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def assert_same(tokens, expected, margins, ops):
 
 @pytest.fixture
 def prophet(monkeypatch):
-    """A draft that knows the text: the token at each place is its first or second guess, or none."""
+    """A draft that knows the text: the token at each position is its first or second candidate, or none."""
     random = np.random.default_rng(1)
 
     def know(prompt, tokens, vocab, depth=4):
@@ -81,13 +81,13 @@ def prophet(monkeypatch):
 
 
 def paired(model):
-    """The model under a draft whose guesses come from elsewhere."""
+    """The model with a draft whose tokens the test decides."""
     fields = {name: getattr(model, name) for name in Model.__dataclass_fields__}
     config = SimpleNamespace(taps=(0,), block=5, windows=(), layers=0)
-    return Guessed(**fields, draft=config, draft_weights=SimpleNamespace(layers=[]))
+    return Drafted(**fields, draft=config, draft_weights=SimpleNamespace(layers=[]))
 
 
-class Guessed(Pair):
+class Drafted(Pair):
     def new_state(self, capacity):
         return Model.new_state(self, capacity)
 
@@ -141,7 +141,7 @@ def test_a_real_draft(kind, ops):
 @pytest.mark.parametrize("kind", ["chain", "tree", "lookup+tree"])
 @pytest.mark.parametrize("name", [name for name in tiny.MODELS if name != "qwen35"])
 def test_a_real_draft_for_every_family(name, kind, ops, tmp_path):
-    """Random, so that mostly lookups guess right; features come from the first and the last layer."""
+    """With a random draft, so that mostly lookups are accepted; features come from the first and the last layer."""
     target = tiny.load(name, ops)
     c, layers = target.config, len(target.layout.layers)
     folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna="laguna" in name)
@@ -208,7 +208,7 @@ def test_plain_stretches_leave_the_draft_alone(name, sampling, stretch, ops, tmp
     ],
 )
 def test_sampling_with_a_seed_gives_the_same_text(sampling, kind, ops, prophet):
-    """Drawn with one random number per token in the order of the text, penalties counting each token as it comes."""
+    """One random number per token is used in the order of the text, and penalties count each token as it comes."""
     model = paired(tiny.load("llama", ops))
     prompt = tiny.golden("llama")["ids"][:PROMPT].tolist()
     expected, _, _ = decode(model, prompt, NEW, **sampling)
@@ -285,7 +285,7 @@ def test_left_after_any_token_the_state_holds_all_but_the_newest(count, prophet)
 
 
 def test_the_tuner_finds_the_fastest_size():
-    """A step of n guesses takes 1 + n / 10, and accepts what falls within the first 12."""
+    """A step with n draft tokens takes 1 + n / 10, and accepts those within the first 12."""
     tuner, chosen = Tuner((0, 7, 15, 31)), []
     for _ in range(200):
         size = tuner.choose()
@@ -330,9 +330,9 @@ def test_a_tuner_comes_back_from_a_busy_machine(slow):
     ],
 )
 def test_speed_of_a_budget_that_is_learnt(kind, row, draft, least, monkeypatch):
-    """Over that of plain decoding, by a clock: a step takes 8.6 ms and `row` ms per row, the draft `draft` ms.
+    """Speed over plain decoding by a clock: a step takes 8.6 ms and `row` ms per row, the draft `draft` ms.
 
-    2.4 and 20 are what the demo model takes on one core. Three of four guesses are right, as far as the text went.
+    2.4 and 20 are the demo model's times on one core. Three of four draft tokens are right, while all before them are.
     """
     clock, random = SimpleNamespace(now=0.0), np.random.default_rng(4)
 
@@ -340,23 +340,23 @@ def test_speed_of_a_budget_that_is_learnt(kind, row, draft, least, monkeypatch):
         clock.now += 8.6e-3 + row * 1e-3 * len(step)
         return self.table[step.tokens][rows]
 
-    def guesses(token):
+    def drafts(token):
         for _ in range(15):
             token = int(Markov.table[token].argmax())
             yield token if random.random() < 0.75 else (token + 1) % 5
 
-    def guess(self, state, token, k):
+    def propose(self, state, token, k):
         clock.now += draft * 1e-3
-        ids = np.stack([np.roll(np.arange(5), -token)[:k] for token in guesses(token)])
+        ids = np.stack([np.roll(np.arange(5), -token)[:k] for token in drafts(token)])
         return ids, np.tile(-np.arange(k, dtype=np.float32) - 0.3, (15, 1))
 
     def find(self, count):
-        return list(guesses(self.tokens[-1]))[:count], 4
+        return list(drafts(self.tokens[-1]))[:count], 4
 
     monkeypatch.setattr(speculative, "check", lambda *_: None)
     monkeypatch.setattr(speculative, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(Markov, "forward", forward)
-    monkeypatch.setattr(Drafter, "_draft", guess)
+    monkeypatch.setattr(Drafter, "_draft", propose)
     monkeypatch.setattr(speculative.Lookup, "find", find)
     model, accepted = Markov(), DecodeStats()
     state, speculation = model.new_state(2000), Speculation(kind)
