@@ -65,9 +65,11 @@ def test_tables_and_figures_are_made_of_the_log():
     assert (found.returncode, found.stdout) == (0, "")
 
 
-def test_support_tables_are_what_runs():
+def test_support_tables_are_what_the_script_writes(monkeypatch):
+    """The models themselves run in tests/models/test_golden.py."""
     pytest.importorskip("mlx.core")
     import support_table
 
+    monkeypatch.setattr(support_table, "_works", lambda names, ops: True)
     stale = [path.name for path, table in support_table.tables().items() if table not in path.read_text()]
     assert stale == []
