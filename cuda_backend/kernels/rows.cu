@@ -8,6 +8,8 @@
 // Assumes   packed heads are a multiple of 128 wide
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
 // Bound     launches: a few KB per row
+// Tried     norms by 256 threads that hold a row in registers -> 14.7 us against 8.3 (Qwen3.6-27B, H200): nine partial sums one after
+//             the other
 
 // The first SPAN columns of a row stay in registers. Each read of one stands here once, so that the code stays small.
 #define TURNS 5
