@@ -89,7 +89,8 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
         if revision is not None:
             raise BimetalError(f"{name} is on this machine and has no revision {revision!r}")
         return path if os.path.exists(path) else _packaged(name)
-    if name.startswith(("/", "./", "../", "~")):
+    is_file = name.endswith((".gguf", ".safetensors")) and name.count("/") < 2 and ":" not in name
+    if is_file or name.startswith(("/", "./", "../", "~")):
         raise BimetalError(f"there is no file or directory {name!r}")
     match = NAME.fullmatch(name)
     if match is None:
@@ -334,8 +335,8 @@ def _require_space(storage: Path, listing: Listing, paths: list[str]) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise BimetalError(
-            f"the download needs {need / 1e9:.2f} GB, but the disk of {folder} has {free / 1e9:.2f} GB free; "
-            "make room, or set HF_HOME to a larger disk"
+            f"the download needs {need / 1e9:.2f} GB, {(need - free) / 1e6:.1f} MB more than the disk of {folder} "
+            "has free; make room, or set HF_HOME to a larger disk"
         )
 
 

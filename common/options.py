@@ -17,6 +17,7 @@ from common import rules
 from common.decoders import DECODERS
 from common.rules import Rule
 
+MOST_TOKENS = 2**31 - 1  # of a context: positions are 32-bit numbers
 MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS less the root
 
 
@@ -165,7 +166,7 @@ class LoadOptions(CacheChoice):
     )
     ctx: int | None = option(
         None,
-        rules.whole(1),
+        rules.whole(1, MOST_TOKENS),
         "context length: most tokens of prompt and reply together. None: as the model was trained, on CUDA as far as "
         "memory allows",
     )
@@ -182,7 +183,7 @@ class LoadOptions(CacheChoice):
     )
     max_kv_size: int | None = option(
         None,
-        rules.whole(1),
+        rules.whole(8),
         "tokens whose keys and values are kept, the first four (attention sinks) and the latest; changes the text. "
         "None: all",
     )

@@ -7,7 +7,15 @@ from typing import Any, NoReturn
 
 from common.decoders import DECODERS
 from common.errors import UsageError
-from common.options import CACHE_SHORTHANDS, CACHE_TYPES, MOST_DRAFTED, CacheChoice, GenerationOptions, LoadOptions
+from common.options import (
+    CACHE_SHORTHANDS,
+    CACHE_TYPES,
+    MOST_DRAFTED,
+    MOST_TOKENS,
+    CacheChoice,
+    GenerationOptions,
+    LoadOptions,
+)
 from generate import __version__
 
 COMMANDS = {
@@ -312,7 +320,7 @@ def _fit(p: Parser) -> None:
     _named_model(p)
     p.add_argument("--memory", metavar="SIZE", help="24GB (10^9 bytes each) or 24GiB (default: what is free here)")
     p.add_argument(
-        "-c", "--ctx", type=_positive, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
+        "-c", "--ctx", type=_tokens, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
     )
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     _cache(p, CACHE_SHORTHANDS[:-1])
@@ -361,7 +369,7 @@ def _model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
     p.add_argument(
         "-c",
         "--ctx",
-        type=_positive,
+        type=_tokens,
         metavar="N",
         help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
     )
@@ -434,6 +442,12 @@ def _positive(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _tokens(text: str) -> int:
+    if _positive(text) > MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text} tokens are more than the {MOST_TOKENS} that a context can have")
+    return int(text)
 
 
 def _budgets(text: str) -> list[int]:

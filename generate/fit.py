@@ -110,7 +110,7 @@ def _models(paths: Iterable[str]) -> list[str]:
 
 
 def _local(path: Path) -> dict[str, Path]:
-    if path.is_file():
+    if not path.is_dir():
         return {label: path for label in _labelled([path.name])}
     entries = _models(file.name for file in path.iterdir())
     if (path / "model.safetensors").exists() or (path / INDEX).exists() or not entries:

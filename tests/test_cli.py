@@ -138,6 +138,10 @@ def test_an_empty_prompt(run):
     [
         (["no-such-command"], 2, "'no-such-command' is not a command; commands: devices, inspect, bench"),
         (["-p", "x", "--model", "/no/such.gguf"], 1, "/no/such.gguf"),
+        (["-p", "x", "--model", "nothere.gguf"], 1, "there is no file or directory 'nothere.gguf'"),
+        (["-p", "x", "--model", "demo:"], 1, "demo: names no quantization"),
+        (["-p", "x", "--max-kv-size", "1"], 2, "max_kv_size is 1; it must be a whole number of at least 8"),
+        (["fit", "demo", "-c", "999999999999"], 2, "999999999999 tokens are more than the 2147483647"),
         (["-p", "x", "--backend", "tpu"], 2, "invalid choice: 'tpu'"),
         (["inspect"], 2, "the model is not named; give it as MODEL or by --model"),
         (["inspect", "a", "-m", "b"], 2, "the model is named twice"),

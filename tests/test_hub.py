@@ -424,7 +424,7 @@ def test_a_file_that_is_listed_but_gone(cache: Path, server: HubServer) -> None:
 
 def test_a_full_disk(cache: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=len(BODY) - 1))
-    assert re.search(r"needs 0\.00 GB, but the disk of .* set HF_HOME", refusal("org/one"))
+    assert re.search(r"needs 0\.00 GB, 0\.0 MB more than the disk of .* set HF_HOME", refusal("org/one"))
     assert server.sent("one.Q5_0.gguf") == []
 
 

@@ -251,7 +251,7 @@ def test_options_of_trees_without_trees(folder, option):
 
 
 def test_windows_that_cannot_be(folder):
-    with pytest.raises(UsageError, match="max_kv_size is 7; it must be at least 8"):
+    with pytest.raises(UsageError, match="max_kv_size is 7; it must be a whole number of at least 8"):
         generate.load(str(folder), backend="numpy", max_kv_size=7)
     with pytest.raises(UsageError, match="fa_window is 0"):
         generate.load(str(folder), backend="numpy", fa_window=0)

@@ -13,6 +13,8 @@ def demo_path(name: str = "demo") -> Path:
 
     Raises BimetalError for a mix that the package lacks.
     """
+    if name == "demo:":
+        raise BimetalError("demo: names no quantization; give demo, or one as in demo:Q4_K_S")
     quant = name.removeprefix("demo").removeprefix(":").upper() or "Q8_0"
     path = FOLDER / (DRAFT if name == "draft" else TARGET.format(quant))
     if not path.is_file():

@@ -93,9 +93,9 @@ def test_fit(capsys):
     out = capsys.readouterr().out
     assert "demo on cuda: 953.7 MiB, given by --memory" in out
     assert "best: Q8_0" in out
-    assert main(["fit", "demo", "--backend", "cuda", "--ctx", "9000000000"]) == 1
+    assert main(["fit", "demo", "--backend", "cuda", "--ctx", "2000000000"]) == 1
     assert capsys.readouterr().err == (
-        "error: a context of 9000000000 tokens is more than the CUDA kernels take, about a million\n"
+        "error: a context of 2000000000 tokens is more than the CUDA kernels take, about a million\n"
     )
 
 
