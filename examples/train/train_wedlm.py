@@ -344,7 +344,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=600_000, help="training questions")
+    parser.add_argument("--rows", type=int, default=300_000, help="training questions")
     parser.add_argument("--count", type=int, default=wedlm_tasks.HELD_OUT, help="held-out questions of each task")
     parser.add_argument("--mask-untrained", action="store_true", help="control: no loss at masks")
     parser.add_argument("--device", default="cuda")
@@ -364,13 +364,12 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, shape)
     place = torch.arange(LENGTH, device=args.device)
     mask, log, started = tokenizer.token_to_id(MASK), [], time.time()
-    compute = torch.compile(losses, dynamic=False) if args.device == "cuda" else losses
     for step in range(args.steps):
         chosen = torch.randint(args.rows, (args.batch,), device=args.device)
         filling = step >= first and not args.mask_untrained
         block = (place + int(torch.randint(BLOCK, ()))) // BLOCK if filling else None  # windows begin anywhere
         with torch.autocast(args.device, torch.bfloat16):
-            next_token, filled = compute(model, data[0][chosen], data[1][chosen], mask, block)
+            next_token, filled = losses(model, data[0][chosen], data[1][chosen], mask, block)
         loss = (next_token + filled) / (2 if filling else 1)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
