@@ -91,7 +91,7 @@ def test_norm_and_rope_on_the_way_to_the_cache(kind, T, H, K, D, turning, ops):
         return [ops.read(out) for out in stateful({"state": KVSpec(K, D, D)}, 7, kind, T, attend)(Inputs(ops))]
 
     ops.context.arena.reset()
-    for out, want in zip(outputs(ops, ops.on_device), outputs(NumpyOps(), np.asarray), strict=True):
+    for out, want in zip(outputs(ops, ops.context.on_device), outputs(NumpyOps(), np.asarray), strict=True):
         assert np.abs(out - want).max() <= TOLERANCE["attention"][1] * np.abs(want).max()
 
 
@@ -713,7 +713,7 @@ def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
 
     def run(on, inputs, past, state):
         step = Step.chain(np.zeros(len(inputs[0]), np.int32), past)
-        positions = ops.on_device(step.positions) if on is ops else step.positions  # q and k turn by the same
+        positions = ops.context.on_device(step.positions) if on is ops else step.positions  # q and k turn by the same
         norms = [on.vector(w) for w in weights_]
         q, k = (on.norm_rope(x, w, positions, rope, eps) for x, w in zip(inputs[:2], norms, strict=True))
         out = on.read(on.attention(q, k, inputs[2], state[0].kv, step, D**-0.5))
