@@ -56,8 +56,8 @@ def open_devices(
     sizes   bytes of each layer of the model, as given ops hold it
     random  make quantized matrices at random, as `random_ops` does
     """
-    from cuda_backend.multi_gpu import open_parts
+    from cuda_backend.multi_gpu import open_gpus
     from cuda_backend.ops import CudaOps
     from cuda_backend.random_weights import RandomOps
 
-    return open_parts(devices, split, draft, sizes, RandomOps if random else CudaOps)
+    return open_gpus(devices, split, draft, sizes, RandomOps if random else CudaOps)

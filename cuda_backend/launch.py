@@ -119,7 +119,7 @@ class Graph:
             stream.launches = before  # none has run yet
         self.graph = self.streams[0].cuda.end_capture()
 
-    def launch(self) -> None:
+    def play(self) -> None:
         self.streams[0].launches += self.kernels
         self.graph.launch(self.streams[0].cuda)
 

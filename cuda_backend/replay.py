@@ -1,4 +1,4 @@
-"""A step as the device sees it, and one captured graph per (function, rows bucket) that serves every position.
+"""A step as the device sees it, and one captured program per (function, rows bucket) that serves every position.
 
 What changes between steps (lengths, positions, tokens, masks, the committed path) is uploaded to fixed memory before
 each run; kernels read it there, so that a graph captured once stays valid.
@@ -9,6 +9,7 @@ import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.step import MAX_DECODE_ROWS, PAST, Step
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
+from cuda_backend.segments import Program, run_step
 from cuda_backend.tree_order import depth_first, lines
 
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
@@ -128,18 +130,8 @@ class Inputs:
         return self.steps[T, is_block]
 
 
-@dataclass(frozen=True)
-class Captured:
-    graph: Graph
-    out: Any
-
-
 class Replay:
-    """Runs step functions.
-
-    The first call of (function, state, bucket) runs as it comes, the second captures, later ones launch the graph.
-    Prefill, whose lengths do not repeat, always runs as it comes.
-    """
+    """Runs step functions on one GPU, as they come or from what was captured: segments.run_step."""
 
     def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool):
         self.arena, self.stream, self.side = arena, stream, side
@@ -152,7 +144,9 @@ class Replay:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
         check(state, step)
         state.note_step(step)
-        return self._launch(fn, state, self.upload(state, step)), len(step)
+        here, table = self.upload(state, step), state.graphs.setdefault(fn, {})
+        out = run_step(table, here.T, partial(self._call, fn, state, here), partial(self._captured, fn, state, here))
+        return out, len(step)
 
     def upload(self, state: Any, step: Step) -> DeviceStep:
         """The step where graphs read it."""
@@ -175,20 +169,8 @@ class Replay:
             self.large = Inputs(-(-T // 512) * 512, self.stream)
         return self.large
 
-    def _launch(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Any:
-        table = state.graphs.setdefault(fn, {})
-        if step.prefill or step.T not in table:
-            if not step.prefill:
-                table[step.T] = None
-            self.arena.reset()
-            return self._call(fn, state, step)
-        if table[step.T] is None:
-            table[step.T] = self._capture(fn, state, step)
-        captured = table[step.T]
-        captured.graph.launch()
-        return captured.out
-
     def _call(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Any:
+        self.arena.reset()
         self.active = step
         try:
             return fn(state, step)
@@ -196,11 +178,10 @@ class Replay:
             self.active = None
 
     def graph(self) -> Graph:
-        """Capture what is launched from now on."""
+        """A graph that takes what is launched from now on."""
         return Graph((self.stream, self.side), self.overlap)
 
-    def _capture(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Captured:
-        self.arena.reset()
+    def _captured(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Program:
         self.arena.frozen = True
         graph = self.graph()
         try:
@@ -208,7 +189,7 @@ class Replay:
         finally:
             self.arena.frozen = False
             graph.end()
-        return Captured(graph, out)
+        return Program([graph], out)
 
 
 def check(state: Any, step: Step) -> None:
@@ -231,5 +212,5 @@ def bucket(T: int) -> int:
 
 
 def graphs() -> Any:
-    """An empty table of captured graphs; they go with the function that they replay."""
+    """An empty table of captured steps; they go with the function that they replay."""
     return weakref.WeakKeyDictionary()

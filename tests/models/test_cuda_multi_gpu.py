@@ -117,7 +117,7 @@ def test_each_holds_its_layers(name):
     before = used()
     model = load_model(tiny.checkpoint(name), ops)
     sizes = predict_layers(tiny.checkpoint(name), model.layout, ops)
-    places = [part.index for part in ops.layers]
+    places = [gpu.index for gpu in ops.layers]
     assert places == sorted(places)
     assert {*places} == {0, 1}
     for device, grown in enumerate(used() - before):
@@ -125,8 +125,8 @@ def test_each_holds_its_layers(name):
         count = sum(len(vars(layer)) for layer in model.weights.layers) + 3
         assert own <= grown <= own + 512 * count  # what an allocation is rounded up to
     state, spec = model.new_state(64), model.definition.state_spec(model.config)
-    for part, share in state.shares.items():
-        assert share.nbytes == state_bytes([s for s, place in zip(spec, ops.layers, strict=True) if place is part], 64)
+    for gpu, share in state.shares.items():
+        assert share.nbytes == state_bytes([s for s, place in zip(spec, ops.layers, strict=True) if place is gpu], 64)
     assert state.nbytes == state_bytes(spec, 64)
 
 
@@ -141,7 +141,7 @@ def test_the_fullest_sets_the_context(full, monkeypatch):
     monkeypatch.setattr(CudaOps, "work_bytes", lambda *_: 0)
     own = [[s for i, s in enumerate(spec) if ops.layers[i].index == device] for device in (0, 1)]
     limit = state_bytes(own[full], 5000)
-    monkeypatch.setattr(multi_gpu, "free", lambda part: limit / (1 - SPARE) if part.index == full else 10**15)
+    monkeypatch.setattr(multi_gpu, "free", lambda gpu: limit / (1 - SPARE) if gpu.index == full else 10**15)
     context = context_that_fits(ops, config, layout, spec)
     assert state_bytes(own[full], context) <= limit < state_bytes(own[full], context + 64)
 
@@ -195,7 +195,7 @@ def test_real_widths(name, monkeypatch):
 
 def test_every_op_is_forwarded():
     own = {name for name in vars(CudaOps) if name in vars(Ops) and not name.startswith("_")}
-    assert own <= vars(multi_gpu.SplitOps).keys()
+    assert own <= vars(multi_gpu.MultiGpuOps).keys()
 
 
 def test_draws_on_the_last_gpu(one):
@@ -239,7 +239,7 @@ def test_more_gpus_than_layers():
 
 
 def test_too_little_memory_names_the_gpu(monkeypatch):
-    monkeypatch.setattr(multi_gpu, "free", lambda part: 10**9 if part.index == 0 else 10)
+    monkeypatch.setattr(multi_gpu, "free", lambda gpu: 10**9 if gpu.index == 0 else 10)
     with pytest.raises(BimetalError, match=r"GPU 1 \(.*\) has 0.0 GB free, and its 2 layers take 0.0 GB"):
         ops_on("qwen3", Placement((0, 1), (1, 2)))
 

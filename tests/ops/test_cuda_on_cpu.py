@@ -85,6 +85,10 @@ def test_models(name):
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
 
 
+def test_launches():
+    on_cpu("ops/test_cuda_launch.py", "test_")
+
+
 def test_two_models_in_two_threads():
     on_cpu("models/test_cuda_threads.py", "two_models")
 

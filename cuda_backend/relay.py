@@ -1,0 +1,232 @@
+"""Steps across several GPUs: arrays that know where they lie, and what a captured step is made of."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import cupy
+
+from common.step import Step
+from cuda_backend import rows
+from cuda_backend.arrays import Array
+from cuda_backend.launch import Graph
+from cuda_backend.memory import Memory
+from cuda_backend.ops import CudaOps
+from cuda_backend.replay import DeviceStep, bucket, check
+from cuda_backend.segments import HostCall, Program, Segment, run_step
+
+
+class Gpu:
+    """One GPU of several: its ops, and the event that others wait for."""
+
+    def __init__(self, index: int, make: Callable[[], CudaOps]):
+        self.index, self.device = index, cupy.cuda.Device(index)
+        with self.device:
+            self.ops = make()
+            self.context = self.ops.context
+            self.event = cupy.cuda.Event(disable_timing=True)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A weight or a layer's state, and the GPU that holds it."""
+
+    value: Any
+    gpu: Gpu
+
+
+class Value:
+    """An activation on one of the GPUs, as models see it."""
+
+    __slots__ = ("array", "gpu", "relay")
+
+    def __init__(self, array: Array, gpu: Gpu, relay: "Relay"):
+        self.array, self.gpu, self.relay = array, gpu, relay
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def reshape(self, *shape: Any) -> "Value":
+        with self.relay.on(self.gpu):
+            return Value(self.array.reshape(*shape), self.gpu, self.relay)
+
+    def __getitem__(self, index: Any) -> "Value":
+        with self.relay.on(self.gpu):
+            return Value(self.array[index], self.gpu, self.relay)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A step's "tokens" or "positions", of which every GPU has its own."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class MultiGpuStep:
+    """What models receive as `step`: T rows."""
+
+    T: int
+    tokens: Input = Input("tokens")
+    positions: Input = Input("positions")
+
+    def __len__(self) -> int:
+        return self.T
+
+
+# -- segments of a captured step ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeerCopy:
+    """A copy of bytes at `address` of one GPU to `to` of another, in the order of the other one's stream.
+
+    The source goes on behind the copy, so that neither GPU overwrites what the other still reads or has yet to read.
+    """
+
+    source: Gpu
+    address: int
+    target: Gpu
+    to: int
+    nbytes: int
+
+    def play(self) -> None:
+        source, target, runtime = self.source, self.target, cupy.cuda.runtime
+        stream = target.context.stream
+        with source.device:
+            source.context.stream.record(source.event)
+        with target.device:
+            stream.wait(source.event)
+            runtime.memcpyPeerAsync(self.to, target.index, self.address, source.index, self.nbytes, stream.ptr)
+            stream.record(target.event)
+        with source.device:
+            source.context.stream.wait(target.event)
+
+
+@dataclass(frozen=True)
+class GpuGraph:
+    """A stretch of a step on one GPU."""
+
+    gpu: Gpu
+    graph: Graph
+
+    def play(self) -> None:
+        with self.gpu.device:
+            self.graph.play()
+
+
+class Relay:
+    """Runs step functions over the GPUs, as Replay does on one.
+
+    here      the GPU whose ops are being launched
+    steps     the step on every GPU that it has reached
+    segments  of a step that is being captured, before those of `graph`, which is open on the GPU `here`
+    """
+
+    def __init__(self, gpus: Sequence[Gpu]):
+        self.gpus = gpus
+        self.running: tuple[Any, Step] | None = None
+        self.here: Gpu | None = None
+        self.steps: dict[Gpu, DeviceStep] = {}
+        self.segments: list[Segment] | None = None
+        self.graph: Graph | None = None
+
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+        """What fn(state, step) returns, in arena memory that the next run overwrites."""
+        check(state, step)
+        state.note_step(step)
+        T, table = bucket(len(step)), state.graphs.setdefault(fn, {})
+        self.running = state, step
+        try:
+            return run_step(table, T, partial(self._call, fn, state, T), partial(self._captured, fn, state, T))
+        finally:
+            for gpu in self.steps:
+                gpu.context.replay.active = None
+            self.steps, self.here, self.running = {}, None, None
+
+    @contextmanager
+    def on(self, gpu: Gpu) -> Iterator[CudaOps]:
+        """Its ops, to launch something."""
+        with gpu.device:
+            if self.running and self.here is not gpu:
+                self._reach(gpu)
+            yield gpu.ops
+
+    def bring(self, x: Value, gpu: Gpu) -> Array:
+        """x where `gpu` may read it for the rest of the step."""
+        if x.gpu is gpu:
+            return x.array
+        array = x.array
+        if not array.is_dense:
+            with self.on(x.gpu) as ops:
+                array = rows.dense(ops.context, array)
+        nbytes = 4 * array.size
+        with gpu.device:
+            copy = PeerCopy(x.gpu, array.address, gpu, gpu.context.arena.take(nbytes, lasting=True), nbytes)
+        if self.segments is None:
+            copy.play()
+        else:
+            with self.on(gpu):  # played before its graph: the graphs that x comes from are over
+                self.segments.append(copy)
+        return Array(array.shape, copy.to, dtype=array.dtype)
+
+    def _call(self, fn: Callable[[Any, Any], Any], state: Any, T: int) -> Any:
+        for gpu in self.gpus:
+            gpu.context.arena.reset()
+        return fn(state, MultiGpuStep(T))
+
+    def _captured(self, fn: Callable[[Any, Any], Any], state: Any, T: int) -> Program:
+        segments = self.segments = []
+        for gpu in self.gpus:
+            gpu.context.arena.frozen = True
+        try:
+            out = self._call(fn, state, T)
+        finally:
+            self._leave()
+            self.segments = None
+            for gpu in self.gpus:
+                gpu.context.arena.frozen = False
+        return Program(segments, out)
+
+    def _reach(self, gpu: Gpu) -> None:
+        """Go on with the ops of `gpu`."""
+        self._leave()
+        if self.segments is not None and gpu not in self.steps:
+            self.segments.append(HostCall(partial(self._arrive, gpu)))
+        self._arrive(gpu)
+        if self.segments is not None:
+            self.graph = gpu.context.replay.graph()
+        self.here = gpu
+
+    def _leave(self) -> None:
+        if self.segments is not None and self.here and self.graph:
+            with self.here.device:
+                self.graph.end()
+            self.segments.append(GpuGraph(self.here, self.graph))
+            self.graph = None
+        self.here = None
+
+    def _arrive(self, gpu: Gpu) -> None:
+        """Upload the step to `gpu`, once."""
+        if gpu not in self.steps:
+            with gpu.device:
+                self.steps[gpu] = gpu.context.replay.active = self._uploaded(gpu)
+
+    def _uploaded(self, gpu: Gpu) -> DeviceStep:
+        assert self.running
+        state, step = self.running
+        tokens = step.tokens
+        if isinstance(tokens, Value):
+            array = tokens.array
+            if tokens.gpu is not gpu:
+                memory = Memory(4 * array.size, gpu.context.stream)
+                PeerCopy(tokens.gpu, array.address, gpu, memory.address, memory.nbytes).play()
+                array = Array(array.shape, memory.address, owner=memory, dtype=array.dtype)
+            step = replace(step, tokens=array)
+        return gpu.context.replay.upload(state.shares[gpu], step)

@@ -1,0 +1,50 @@
+"""A captured step: segments that are played in order, each a graph, a call of the host, or a copy between GPUs."""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from common.step import MAX_DECODE_ROWS
+
+
+class Segment(Protocol):
+    """A launch.Graph, a HostCall, or a copy: relay.py PeerCopy."""
+
+    def play(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """What the host does between two graphs of a step."""
+
+    fn: Callable[[], None]
+
+    def play(self) -> None:
+        self.fn()
+
+
+class Program(NamedTuple):
+    """A captured step: its segments, and what it returns, in arena memory that they write."""
+
+    segments: list[Segment]
+    out: Any
+
+
+def run_step(
+    table: MutableMapping[int, Program | None], T: int, call: Callable[[], Any], capture: Callable[[], Program]
+) -> Any:
+    """What a step of T rows returns.
+
+    The first step of T rows runs by `call`, the second is captured, later ones play what was captured. Prefill, whose
+    numbers of rows do not repeat, is always called.
+    """
+    if T > MAX_DECODE_ROWS or T not in table:
+        if T <= MAX_DECODE_ROWS:
+            table[T] = None
+        return call()
+    program = table[T]
+    if program is None:
+        program = table[T] = capture()
+    for segment in program.segments:
+        segment.play()
+    return program.out

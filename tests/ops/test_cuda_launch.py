@@ -1,0 +1,83 @@
+"""Launches typed by prototypes, the table of fusions, and captured segments."""
+
+import re
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend import fuse, mixture, rows  # noqa: E402
+from cuda_backend.attention import ATTENTION  # noqa: E402
+from cuda_backend.launch import Stream, converter, kernel  # noqa: E402
+from cuda_backend.layout import KERNELS  # noqa: E402
+from cuda_backend.prototypes import IN, OUT, prototypes, type_of  # noqa: E402
+from cuda_backend.segments import HostCall, Program, run_step  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def test_every_prototype_has_types():
+    count = 0
+    for path in sorted(KERNELS.glob("*.cu")):
+        found = prototypes(path.read_text())
+        assert len(found) == path.read_text().count('extern "C" __global__'), path.name
+        for parameters in found.values():
+            assert all(type_of(parameter) for parameter in parameters)
+            count += 1
+    assert count > 40
+
+
+def test_numbers_take_the_type_of_their_parameter():
+    assert converter(np.dtype(np.uint64))(1 << 63).dtype == np.uint64
+    assert converter(np.dtype(np.int32))(True).dtype == np.int32
+    assert converter(np.dtype(np.float32))(0.1) == np.float32(0.1)
+    record = np.zeros((), IN)
+    assert converter(IN)(record) is record
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "error"),
+    [
+        (np.dtype(np.int32), 1.5, TypeError),
+        (np.dtype(np.int32), 1 << 31, OverflowError),
+        (np.dtype(np.uint64), -1, OverflowError),
+        (OUT, np.zeros((), IN), TypeError),
+    ],
+)
+def test_refused_arguments(dtype, value, error):
+    with pytest.raises(error):
+        converter(dtype)(value)
+
+
+def test_a_missing_argument_is_refused():
+    stream = Stream()
+    with pytest.raises(TypeError, match="kernel fill takes 3 arguments, got 2"):
+        kernel("random", "fill")((1,), (32,), (0, 4), stream=stream)
+    assert stream.launches == 0
+
+
+def test_fusions_name_ops_and_kernels():
+    names = {op.name for op in (rows.NORM, rows.HEADS, mixture.EXPERTS, ATTENTION, *rows.POINTWISE.values())}
+    keys = [(row.consumer, row.producer) for row in fuse.FUSIONS]
+    assert len(set(keys)) == len(keys)
+    for row in fuse.FUSIONS:
+        assert row.producer in names
+        for file, name in re.findall(r"(\w+\.cu) (\w+)", row.kernel):
+            assert name in prototypes((KERNELS / file).read_text()), row.kernel
+
+
+def test_segments_are_played_in_order():
+    """The first step is called, the second captured and played, later ones played; prefill is always called."""
+    played, table = [], {}
+
+    def step(T):
+        def captured():
+            played.append("capture")
+            return Program([HostCall(lambda: played.append(1)), HostCall(lambda: played.append(2))], "captured")
+
+        return run_step(table, T, lambda: "called", captured)
+
+    assert [step(8) for _ in range(3)] == ["called", "captured", "captured"]
+    assert played == ["capture", 1, 2, 1, 2]
+    assert [step(137) for _ in range(3)] == ["called"] * 3
