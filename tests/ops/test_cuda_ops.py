@@ -725,7 +725,7 @@ def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
         flat = [rows_on(ops, np.ascontiguousarray(x[:, rows]).reshape(-1, x[0, 0].size)) for x in sums]
         shapes = [x[0, rows].shape for x in sums]
         return [
-            Array(shape, f.address, slots=n, slot=int(np.prod(shape)), owner=f)
+            Array(shape, f.address, partials=n, partial_stride=int(np.prod(shape)), owner=f)
             for f, shape, n in zip(flat, shapes, slots, strict=True)
         ]
 
