@@ -7,6 +7,7 @@ import numpy as np
 
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
+from cuda_backend.caches.formats import format_defines, turn_back
 from cuda_backend.caches.kv import KV
 from cuda_backend.caches.planes import Plane
 from cuda_backend.caches.window import rolled, unrolled
@@ -24,7 +25,8 @@ LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 class Pieces(NamedTuple):
     """What kernels/split.cu left for pieces.cu: sums and stats, rows, heads and their width, and how it was cut.
 
-    runs  the most that there may be, kernels/pieces.cu
+    runs       the most that there may be, kernels/pieces.cu
+    turn_back  columns that are rotated back together, 0: none
     """
 
     runs: int
@@ -39,6 +41,7 @@ class Pieces(NamedTuple):
     keep: int
     shares: int
     trunk: int
+    turn_back: int = 0
 
 
 def attention(
@@ -67,13 +70,15 @@ def attention(
             rolled(kv, T, (keys, values), context.stream)
         return out
     rows = 16 if T * (H // K) <= 16 else 32  # of a block
-    defines, shared, ctas = split_tiles(context.card, wide, rows)
+    formats = format_defines(keys, values)
+    packed = max(keys.row_bytes, values.row_bytes) if formats else 0
+    defines, shared, ctas = split_tiles(context.card, wide, rows, packed)
     blocks = -(-T * (H // K) // rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = context.arena.take(count * T * H * wide * 4), context.arena.take(count * T * H * 8)
-    kernel("split", "split", (*defines, windowed(window or 0)), shared)(
+    kernel("split", "split", (*defines, *formats, windowed(window or 0)), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
         (8 * rows,),
         (
@@ -97,7 +102,8 @@ def attention(
         stream=context.stream,
     )
     runs = run_count(kv.store.most, window or 0, keep)
-    pieces = Pieces(runs, sums, stats, T, H, wide, 0, SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk)
+    cut = SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk
+    pieces = Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
     return combined(context, pieces, (T, H, D), step)
 
 
@@ -120,10 +126,11 @@ def heads_to_cache(
     queries = q or k
     sources = before_heads(queries), before_heads(k), v
     (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = norm_and_rope(queries), norm_and_rope(k)
+    formats = format_defines(keys, values)
     alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
     if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and float4_aligned(*sources, flat=False) and turns(q_rope):
         ctas = sum(n if x.partials > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
-        kernel("to_cache", "to_cache", (f"D={D}",))(
+        kernel("to_cache", "to_cache", (f"D={D}", *formats))(
             (T * ctas,),
             (128,),
             (
@@ -140,7 +147,7 @@ def heads_to_cache(
             stream=context.stream,
         )
         return
-    kernel("rows", "heads_to_cache")(
+    kernel("heads_to_cache", "heads_to_cache", (f"WIDTH={D}", *formats) if formats else ())(
         (-(-T * (H + 2 * K) // 8),),
         (256,),
         (
@@ -180,7 +187,7 @@ def whole(
     K, wide = keys.heads, keys.width
     out = Array((T, H, D), context.arena.take(T * H * D * 4))
     shared = 3 * 64 * (wide + 8) * 2
-    kernel("attention", "whole", (f"D={wide}", f"DIM={D}"), shared)(
+    kernel("attention", "whole", (f"D={wide}", f"DIM={D}", *format_defines(keys, values)), shared)(
         (-(-T * (H // K) // 64), K),
         (128,),
         (
@@ -234,7 +241,7 @@ def combine(
     context: Context, pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
     """The pieces added up, D columns of a head."""
-    runs, sums, stats, T, H, wide, first, *cut = pieces
+    runs, sums, stats, T, H, wide, first, *cut, turn_back = pieces
     blocks = H, T, -(-D // 128)
     # warps of a CTA where all CTAs run at once and the next product begins beside them
     room = 15 * context.card.sms // math.prod(blocks)
@@ -242,6 +249,7 @@ def combine(
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
     gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
     built = f"WARPS={of_run}", f"GATED={gated}", windowed(pieces.window), *packed_only(out)
+    built += (f"TURN_VALUES={turn_back}",) if turn_back else ()
     kernel("pieces", "combine", built)(
         blocks,
         (32 * warps,),

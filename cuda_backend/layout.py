@@ -54,7 +54,9 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
     if stem == "linear":
         return _source_of_linear(second)
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    parts += ["plane.cuh"] if stem in ("attention", "split", "latent", "keep", "rows", "to_cache") else []
+    parts += ["plane.cuh"] if stem in ("attention", "split", "latent", "keep", "heads_to_cache", "to_cache") else []
+    parts += ["formats.cuh"] if stem in ("attention", "split", "heads_to_cache", "pieces", "to_cache") else []
+    parts += ["head.cuh"] if stem in ("rows", "heads_to_cache") else []
     parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
     parts += ["packed.cuh"] if stem == "single" else []
     parts += ["convolve.cuh"] if stem in ("delta", "prepare") else []
@@ -179,7 +181,7 @@ UNPACKED = Packing(0, False)
 
 
 def packing(type_: str, rows: int) -> Packing:
-    """How products of `rows` rows with a matrix of a type read rows: sums of whole numbers need one scale."""
+    """What products of `rows` rows want of a type: sums of whole numbers need one scale for all that they add."""
     whole = next(c for c in COLS if c >= rows - 64) if rows > COLS[-1] else 0
     cols = next(c for c in COLS if c >= rows - whole)
     return Packing(cols, type_ not in WHOLE, whole)
@@ -249,14 +251,19 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
     raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
 
 
-def split_tiles(card: Card, width: int, rows: int) -> tuple[tuple[str, ...], int, int]:
-    """Definitions of kernels/split.cu for 16 or 32 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor."""
+def split_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tuple[str, ...], int, int]:
+    """Definitions of kernels/split.cu for 16 or 32 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor.
+
+    packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
+    """
 
     def fit(buffers: int) -> tuple[int, int, int]:
-        shared = (rows + buffers * SPLIT_TILE) * (width + 8) * 2 + rows * (2 * (SPLIT_TILE + 8) + 16)
+        tiles = 1 if packed else buffers
+        shared = (rows + tiles * SPLIT_TILE) * (width + 8) * 2 + rows * (2 * (SPLIT_TILE + 8) + 16)
+        shared += buffers * SPLIT_TILE * packed
         return min(2 if rows == 32 else 4, card.shared // (shared + 2048)), buffers, shared
 
-    ctas, buffers, shared = max(fit(n) for n in ((4, 2) if rows == 32 else (2, 3, 4)))
+    ctas, buffers, shared = max(fit(n) for n in ((4, 2) if rows == 32 and not packed else (2, 3, 4)))
     return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
 
 

@@ -22,6 +22,7 @@ from common.tensors import Tensor
 from cuda_backend import attention as attending
 from cuda_backend import latent, mixture, recurrent, rows, sampling, sizes, weights
 from cuda_backend.arrays import Array
+from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
 from cuda_backend.layout import FLOATS, UNITS
@@ -48,6 +49,7 @@ class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
     runs_ahead = draws = checks_scales = reserves = True
+    cache_pairs = PAIRS
     tree_rows = MAX_DECODE_ROWS
 
     def __init__(self) -> None:

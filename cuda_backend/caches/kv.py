@@ -15,13 +15,13 @@ from cuda_backend.caches.planes import (
     all_places,
     check_capacity,
     keep_path,
+    plane_of,
     planes_at,
     planes_bytes,
     rows_held,
     zeros,
 )
 from cuda_backend.launch import Stream
-from cuda_backend.layout import padded
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,12 @@ def kv_planes(spec: KVSpec, layers: int, places: Places) -> Planes:
             f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
             "the CUDA kernels take equal widths up to 256"
         )
-    widths = padded(spec.key_dim), padded(spec.value_dim)
-    return tuple(Plane(0, layers * spec.kv_heads, 2 * width, width, places) for width in widths)
+    if spec.packing.keeps_exact:
+        raise BimetalError(
+            f"a cache of keys in {spec.key_format} keeps tokens in float16 beside it (first {spec.packing.first}, "
+            f"latest {spec.packing.recent}); the CUDA kernels take 0 and 0"
+        )
+    return tuple(plane_of(plane, layers, places) for plane in spec.planes)
 
 
 def kv_bytes(spec: KVSpec, capacity: int) -> int:

@@ -6,13 +6,16 @@ from typing import NamedTuple
 import cupy
 import numpy as np
 
+from common import storage
 from common.errors import BimetalError
+from common.kv_formats import FORMATS
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.launch import Stream, kernel
-from cuda_backend.layout import group_count, tail_places
+from cuda_backend.layout import group_count, padded, tail_places
 from cuda_backend.memory import Memory
 from cuda_backend.prototypes import PLANE
 
+HALF = "f16"  # the format of the backend's own rows
 TILE = 64  # positions that attention reads at a time
 MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
 
@@ -33,7 +36,9 @@ class Plane:
     """Rows of keys, of values or of latents on the device, [heads][places.capacity] of `row_bytes`: kernels/plane.cuh.
 
     address  of the first row
-    width    values of a row, padded to 16
+    width    values of a row; of float16 padded to 16
+    format   of a row: a name of FORMATS
+    rotated  are vectors rotated before they are stored? common/hadamard.py
     """
 
     address: int
@@ -41,6 +46,8 @@ class Plane:
     row_bytes: int
     width: int
     places: Places
+    format: str = HALF
+    rotated: bool = False
 
     @property
     def head_bytes(self) -> int:
@@ -62,6 +69,14 @@ class Plane:
     def at(self, address: int, places: Places | None = None) -> "Plane":
         """A plane of equal rows elsewhere."""
         return replace(self, address=address, places=places or self.places)
+
+
+def plane_of(stored: storage.Plane, layers: int, places: Places) -> Plane:
+    """The rows of `layers` layers, not yet anywhere; float16 rows are padded to 16 values, others as they are."""
+    format_ = HALF if stored.format == storage.NATIVE else stored.format
+    width = padded(stored.dim) if format_ == HALF else stored.dim
+    row_bytes = FORMATS[format_].row_bytes(width)
+    return Plane(0, layers * stored.heads, row_bytes, width, places, format_, stored.rotated)
 
 
 Planes = tuple[Plane, ...]  # keys and values, or latents alone
@@ -100,13 +115,13 @@ def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> No
     rows, n = np.ascontiguousarray(path, np.int32), len(path)
     if np.array_equal(rows, np.arange(n)):
         return
-    device = Memory(rows.nbytes, stream)
+    device = Memory(rows.nbytes)
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):
         move(planes, past, planes, past, n, stream, device.address)
     else:  # a source may be overwritten before it is read
         dense = planes_at(0, planes, Places(n, 1))
-        aside = Memory(planes_bytes(dense), stream)
+        aside = Memory(planes_bytes(dense))
         dense = planes_at(aside.address, planes, Places(n, 1))
         move(planes, past, dense, 0, n, stream, device.address)
         move(dense, 0, planes, past, n, stream)
@@ -138,7 +153,7 @@ def move(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: 
 
 
 def zeros(nbytes: int, stream: Stream) -> Memory:
-    memory = Memory(nbytes, stream)
+    memory = Memory(nbytes)
     cupy.cuda.runtime.memsetAsync(memory.address, 0, memory.nbytes, stream.ptr)
     return memory
 

@@ -2,7 +2,7 @@
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
-// Build     D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
+// Build     formats.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
 // Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers
 // Numbers   float16 products, float32 sums; online softmax
@@ -17,10 +17,20 @@
 #define AND_BLOCKS , __CUDA_ARCH__ < 900 ? 3 : 4
 #endif
 
+template <Format F>
 __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {  // TILE x D
-    const u16* from = (const u16*)plane.rows + (s64)place_of(plane, at) * D;
-    for (int i = threadIdx.x; i < TILE * (D / 8); i += 128)
-        copy16(shared_address(to + i / (D / 8) * STRIDE + i % (D / 8) * 8), from + (s64)i * 8);
+    if constexpr (F != F16) {
+        const u8* rows = plane.rows + (s64)place_of(plane, at) * row_bytes(F, D);
+#pragma unroll 1
+        for (int n = threadIdx.x; n < TILE * (D / 32); n += 128) {
+            const int row = n % TILE, block = (n / TILE + row) % (D / 32);
+            unpack_32<F, D>(to + row * STRIDE + block * 32, rows + row * row_bytes(F, D), block);
+        }
+    } else {
+        const u16* from = (const u16*)plane.rows + (s64)place_of(plane, at) * D;
+        for (int i = threadIdx.x; i < TILE * (D / 8); i += 128)
+            copy16(shared_address(to + i / (D / 8) * STRIDE + i % (D / 8) * 8), from + (s64)i * 8);
+    }
 }
 
 // Tiles [begin, end) of positions for 64 rows of q that lie in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
@@ -33,10 +43,10 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
     const u32 q_at = shared_address(qs + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8);
     const u32 k_at = shared_address(ks + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
     const u32 v_at = shared_address(vs + (lane % 16) * STRIDE + lane / 16 * 8);
-    if (begin < end) load_tile(ks, keys, begin);
+    if (begin < end) load_tile<KEYS>(ks, keys, begin);
     commit();
     for (int at = begin; at < end; at += TILE) {
-        load_tile(vs, values, at);
+        load_tile<VALUES>(vs, values, at);
         commit();
         wait_all_but<1>();
         float s[8][4] = {};
@@ -56,7 +66,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
         }
         __syncthreads();
         const bool more = at + TILE < end;
-        if (more) load_tile(ks, keys, at + TILE);
+        if (more) load_tile<KEYS>(ks, keys, at + TILE);
         commit();
         u32 p[8][2];
         if (active) {
@@ -119,6 +129,51 @@ __device__ __forceinline__ void add_lanes(float (&l)[2]) {
     }
 }
 
+// A bit of each group of 32 columns turns the sign of one of them: columns n * 8 + lane % 4 * 2 + e of a group.
+template <int GROUP>
+__device__ __forceinline__ void turn_signs(float (&o)[D / 8][4], int lane, u32 w0, u32 w1, u32 w2, u32 w3) {
+    const u32 words[4] = {w0, w1, w2, w3};
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+        const u32 bits = words[n * 8 % GROUP / 32] >> n * 8 % 32 >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[n][i] = __uint_as_float(__float_as_uint(o[n][i]) ^ (bits >> i % 2) << 31);
+    }
+}
+
+// formats.cuh rotated_back, of accumulators.
+__device__ __forceinline__ void rotate_back(float (&o)[D / 8][4], int lane) {
+    constexpr int GROUP = wht_group(D);
+    turn_signs<GROUP>(o, lane, SECOND_SIGNS);
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const float a = o[n][i], b = o[n][i + 1];
+            o[n][i] = a + b, o[n][i + 1] = a - b;
+        }
+#pragma unroll
+        for (int m = 1; m < 4; m <<= 1)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float other = __shfl_xor_sync(FULL, o[n][i], m);
+                o[n][i] = lane & m ? other - o[n][i] : o[n][i] + other;
+            }
+    }
+#pragma unroll
+    for (int distance = 1; distance < GROUP / 8; distance <<= 1)
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            if (!(n & distance))
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float a = o[n][i], b = o[n + distance][i];
+                    o[n][i] = (a + b) * (2 * distance < GROUP / 8 ? 1.0f : root_of(GROUP));
+                    o[n + distance][i] = (a - b) * (2 * distance < GROUP / 8 ? 1.0f : root_of(GROUP));
+                }
+    turn_signs<GROUP>(o, lane, FIRST_SIGNS);
+}
+
 // 64 rows of q, (t, query head of the group), zero beyond the last.
 __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_row, int group, int H, int head0, int rows) {
     for (int i = threadIdx.x; i < 64 * (D / 8); i += 128) {
@@ -143,7 +198,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
     const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (keep + 63) / 64 * 64 : 0);
-    keys.rows = row_at(keys, head, 0, 2 * D), values.rows = row_at(values, head, 0, 2 * D);
+    keys.rows = row_at(keys, head, 0, row_bytes(KEYS, D)), values.rows = row_at(values, head, 0, row_bytes(VALUES, D));
 #pragma unroll 1
     for (int turn = kept ? 0 : 1; turn < 2; turn++) {
         __syncthreads();
@@ -151,6 +206,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
                group, rows, scale);
     }
     add_lanes(l);
+    if (TURN_VALUES) rotate_back(o, lane);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int r = first_row + threadIdx.x / 32 * 16 + lane / 4 + half * 8;

@@ -2,7 +2,7 @@
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
 // Out       (T, H * DIM) in each form that is requested (store.cuh), dense alone where groups of 32 straddle heads
-// Build     WARPS: of a run, 1 or 2; GATED: there may be a gate, which takes a third of the registers; WINDOWED: flash.cuh; what
+// Build     TURN_VALUES: 0, or how many columns are rotated back together: formats.cuh; WARPS: of a run, 1 or 2; GATED: there may be a gate, which takes a third of the registers; WINDOWED: flash.cuh; what
 //           store.cuh says
 // Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
 //           at a time, 8 or 16 pieces of it together, then the first adds up the runs
@@ -148,7 +148,11 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     }
     const float4 by = GATED && op ? gates[lane] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
     const float inverse = mine < DIM ? 1.0f / total : 0.0f;
-    all = make_float4(all.x * inverse * by.x, all.y * inverse * by.y, all.z * inverse * by.z, all.w * inverse * by.w);
+    all = make_float4(all.x * inverse, all.y * inverse, all.z * inverse, all.w * inverse);
+#if TURN_VALUES
+    all = rotated_back<TURN_VALUES>(all, lane);
+#endif
+    all = make_float4(all.x * by.x, all.y * by.y, all.z * by.z, all.w * by.w);
     if (DIM % 32) {  // dense alone, of a width that fours may not divide
         const float v[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll

@@ -110,43 +110,6 @@ pointwise(int op, In x, In y, Out out) {
     store_four(out, t, k, a);
 }
 
-// One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where requested. One warp.
-__device__ __forceinline__ void head_into(float* v, const In& x, int t, int head, int D, bool norm, const float* weight,
-                                          float eps, const Rope& rope) {
-    const int lane = threadIdx.x % 32;
-    const float* from = head_of(x, t, head, D);
-    float squares = 0.0f;
-#pragma unroll 1
-    for (int d = lane * 4; d < D; d += 256) {
-        float4 e[2];
-        load_fours(e, from + d, x, 128, D - d);
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            squares += e[n].x * e[n].x + e[n].y * e[n].y + e[n].z * e[n].z + e[n].w * e[n].w;
-            if (d + n * 128 < D) *(float4*)(v + d + n * 128) = e[n];
-        }
-    }
-    __syncwarp();
-    if (norm) {
-        const float scale = norm_factor(warp_sum(squares), D, eps);
-#pragma unroll 1
-        for (int i = lane; i < D; i += 32) v[i] *= scale * (weight ? weight[i] : 1.0f);
-    }
-    __syncwarp();
-#pragma unroll 1
-    for (int i = lane; i < rope.pairs; i += 32) {
-        double turns = rope.positions[t] * rope.frequencies[i] * 0.15915494309189535;  // in double: positions beyond 1e5
-        float s, c;
-        sincospif((float)(2.0 * (turns - rint(turns))), &s, &c);
-        const float a = v[i], b = v[i + rope.pairs];
-        s *= rope.magnitude, c *= rope.magnitude;
-        v[i] = a * c - b * s, v[i + rope.pairs] = b * c + a * s;
-    }
-    __syncwarp();
-}
-
-#define HEAD_ROOM(D) (((D) + 15) / 16 * 16)
-
 // z: the gate of gated_rms_norm where `gated`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope rope, In z, int gated, Out out) {
@@ -178,29 +141,4 @@ heads(In x, int H, int D, int T, int norm, const float* weight, float eps, Rope 
     if (out.packed && head == 0)  // columns that pad a row to a whole unit
 #pragma unroll 1
         for (int k = H * D; k < out.groups * 32; k += 128) store_four(out, t, k + lane * 4, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-}
-
-// What attention reads: q (T, H, D) as float16, and this step's keys and values in the cache; heads padded to `wide`.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
-               q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
-               q_out, Plane keys, Plane values) {
-    begin();
-    extern __shared__ __align__(16) float shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
-    const int place = blockIdx.x * (THREADS / 32) + warp, t = place / all, head = place % all;
-    if (t >= T || t >= step->rows) return;
-    float* e = shared + warp * HEAD_ROOM(D);
-    const bool is_q = head < H, is_k = !is_q && head < H + K;
-    const int of = is_q ? head : is_k ? head - H : head - H - K;
-    In x = q;
-    Rope rope = q_rope;
-    if (is_k) x = k, rope = k_rope;
-    if (!is_q && !is_k) x = v, rope.pairs = 0;
-    head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
-              is_q ? q_eps : k_eps, rope);
-    const int slot = place_of(keys, step->past + t);
-    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (u16*)row_at(is_k ? keys : values, of, slot, 2 * wide);
-#pragma unroll 1
-    for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 }

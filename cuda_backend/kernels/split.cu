@@ -3,7 +3,7 @@
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
-// Build     D, a multiple of 16 up to 256; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
+// Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
 //           a multiprocessor; WINDOWED: flash.cuh
 // Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
@@ -41,6 +41,21 @@
 #define MINUS_INFINITY (-__int_as_float(0x7f800000))
 #define NOWHERE (1 << 30)
 
+#define KEY_BYTES row_bytes(KEYS, D)
+#define VALUE_BYTES row_bytes(VALUES, D)
+#define STAGE (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // a tile as the cache has it
+
+// A tile of rows as float16.
+template <Format F>
+__device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
+#pragma unroll 1
+    for (int n = threadIdx.x; n < TILE * (D / 32); n += CTA) {  // neighbours take other rows and other blocks, for the banks
+        const int row = n % TILE, block = (n / TILE + row) % (D / 32);
+        unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
 split(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step,
       const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats) {
@@ -54,8 +69,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order
-    u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + BUFFERS * TILE * STRIDE;
+    u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + (PACKED ? 1 : BUFFERS) * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
+    u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16
     const Mask mask(step, positions, window, keep, causal);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4;
     const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.z, share = blockIdx.z, head = blockIdx.y;  // blocks of rows
@@ -121,7 +137,24 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         auto fetch = [&](int i) {  // load i of keys and values in turns
             const bool of_values = i % 2;
             if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), place);
-            if (ahead < NOWHERE) {
+            if (PACKED && ahead < NOWHERE) {
+                const int bytes = of_values ? VALUE_BYTES : KEY_BYTES;
+                const u8* plane = of_values ? values.rows : keys.rows;
+                u8* stage = stages + i % BUFFERS * STAGE;
+                if (ahead + TILE <= mask.past || !seen) {
+                    const u8* begin = plane + (s64)(head * keys.capacity + place_of(keys, ahead)) * bytes;
+#pragma unroll 1
+                    for (int n = threadIdx.x; n < TILE / 16 * bytes; n += CTA)
+                        copy16(shared_address(stage + n * 16), (const u16*)(begin + n * 16));
+                } else {  // by twos, since rows lie at no larger multiples
+#pragma unroll 1
+                    for (int n = threadIdx.x; n < TILE / 2 * bytes; n += CTA) {
+                        const int row = 2 * n / bytes;
+                        ((u16*)stage)[n] = *(const u16*)(plane + (s64)(head * keys.capacity + from[row]) * bytes + 2 * n % bytes);
+                    }
+                }
+                if (of_values) advance();
+            } else if (ahead < NOWHERE) {
                 const u16* plane = (const u16*)(of_values ? values.rows : keys.rows);
                 u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
                 if (ahead + TILE <= mask.past || !seen) {  // a tile lies in one run of the cache
@@ -166,10 +199,11 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 #pragma unroll 1
         for (int tile = 0; coming[tile % 4].x < NOWHERE; tile++) {
             const int at = coming[tile % 4].x / 2 * 2;
+            if constexpr (PACKED) unpack_tile<KEYS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
             float s[2][2][4] = {};
             if (active) {
                 const u32 q_at = shared_address(qs + (m * 16 + lane % 16) * STRIDE + lane / 16 * 8);
-                const u32 k_at = shared_address(tiles + (2 * tile % BUFFERS * TILE + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
+                const u32 k_at = shared_address(tiles + ((PACKED ? 0 : 2 * tile % BUFFERS * TILE) + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
                 auto multiply = [&](float (&sum)[2][4], int d) {
                     u32 a[4], k[4];
                     ldmatrix(a, q_at + d * 32);
@@ -219,6 +253,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                             to_half2(exp2f(s[0][n][2 * half] - base), exp2f(s[0][n][2 * half + 1] - base));
                 }
             wait_all_but<BUFFERS - 1>();
+            if constexpr (PACKED) unpack_tile<VALUES>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
             if (active) {
                 const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
                 u32 p[TILE / 16][4];
@@ -235,7 +270,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     l[half] = l[half] * before[half] + ones[2 * half] * after[half];
                     top[half] = both;
                 }
-                const u32 v_at = shared_address(tiles + ((2 * tile + 1) % BUFFERS * TILE + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
+                const u32 v_at = shared_address(tiles + ((PACKED ? 0 : (2 * tile + 1) % BUFFERS * TILE) + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
 #pragma unroll
                 for (int n = 0; n < NV; n++) {
                     if (D % 64 && (n * 4 + c) * 16 >= D) break;

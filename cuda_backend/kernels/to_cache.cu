@@ -1,7 +1,7 @@
 // to_cache: rows.cu heads_to_cache for heads of 128 or 256, aligned in fours, in a decoding step
 // Launcher  cuda_backend/attention.py
-// In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache, float16
-// Build     D
+// In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache
+// Build     D, formats.cuh
 // Work      a warp per head, or, where it has more partial sums than a warp reads at once, four, each for every fourth of them,
 //           whose first then norms, turns and stores it. Angles and weights before the wait for the kernel before. Few warps:
 //           `split`, which takes whole multiprocessors, starts beside them
@@ -97,8 +97,17 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         e[0] = make_float4(self.x * c.x + other.x * s.x, self.y * c.y + other.y * s.y, self.z * c.z + other.z * s.z,
                            self.w * c.w + other.w * s.w);
     const int slot = place_of(keys, position);
-    u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(kind == 1 ? keys : values, of, slot, 2 * D);
+    u16* q_to = q_out + ((s64)t * H + of) * D;
+    if constexpr (PACKED) {
+        u8* row = kind == 0   ? (u8*)q_to
+                  : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
+                              : row_at(values, of, slot, row_bytes(VALUES, D));
 #pragma unroll
-    for (int n = 0; n < PARTS; n++)
-        *(uint2*)(to + n * 128 + d) = make_uint2(to_half2(e[n].x, e[n].y), to_half2(e[n].z, e[n].w));
+        for (int n = 0; n < PARTS; n++) store_row<D>(kind == 0, kind == 1, row, n, threadIdx.x % 32, e[n]);
+    } else {
+        u16* to = kind == 0 ? q_to : (u16*)row_at(kind == 1 ? keys : values, of, slot, 2 * D);
+#pragma unroll
+        for (int n = 0; n < PARTS; n++)
+            *(uint2*)(to + n * 128 + d) = make_uint2(to_half2(e[n].x, e[n].y), to_half2(e[n].z, e[n].w));
+    }
 }

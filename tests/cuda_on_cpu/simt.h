@@ -94,6 +94,15 @@ inline unsigned shared_address(const void* p) { return (unsigned)((const char*)p
 inline float from_half(unsigned short h) { return (float)bits_as<_Float16>(h); }
 inline unsigned short to_half(float f) { return bits_as<unsigned short>((_Float16)f); }
 inline unsigned to_half2(float low, float high) { return to_half(low) | (unsigned)to_half(high) << 16; }
+inline unsigned by_halves(unsigned a, unsigned b, unsigned c, float (*f)(float, float, float)) {
+    const auto one = [&](int at) { return (unsigned)to_half(f(from_half(a >> at), from_half(b >> at), from_half(c >> at))) << at; };
+    return one(0) | one(16);
+}
+inline unsigned mul_half2(unsigned a, unsigned b) { return by_halves(a, b, 0, [](float x, float y, float) { return x * y; }); }
+inline unsigned add_half2(unsigned a, unsigned b) { return by_halves(a, b, 0, [](float x, float y, float) { return x + y; }); }
+inline unsigned fma_half2(unsigned a, unsigned b, unsigned c) {
+    return by_halves(a, b, c, [](float x, float y, float z) { return x * y + z; });  // exact in float32 but for the last rounding
+}
 inline float from_bf16_bits(unsigned short h) { return __uint_as_float((unsigned)h << 16); }
 inline unsigned short to_bf16_bits(float f) {
     const unsigned u = __float_as_uint(f);
@@ -108,6 +117,9 @@ T __ldcg(const T* at) {
     return *at;
 }
 
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)(((unsigned long long)high << 32 | low) >> (shift & 31));
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 
 // ---- other threads

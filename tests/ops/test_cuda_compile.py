@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from common.kv_formats import FORMATS
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import occupancy
 from cuda_backend.layout import (
@@ -42,6 +43,11 @@ from cuda_backend.layout import (
 )
 from cuda_backend.occupancy import Card
 
+PACKED = [  # widths of heads, formats of keys and of values
+    *((d, f, f) for d in (64, 128, 256) for f in ("Q8_0", "Q4_0", "LM4", "TQ3_0")),
+    *((128, f, f) for f in ("Q4_1", "Q5_0", "Q5_1", "LM2", "LM3")),
+    *((256, "Q8_0", "LM4"), (96, "F16", "LM4"), (128, "Q5_1", "F16")),
+]
 CARDS = [planned.card for planned in occupancy.CARDS]
 
 
@@ -83,7 +89,21 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
     forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
-    plain += [("to_cache", (f"D={d}",)) for d in (128, 256)]
+    plain += [("to_cache", (f"D={d}",)) for d in (128, 256)] + [("heads_to_cache", ())]
+    for d, keys, values in PACKED:
+        formats = (
+            f"KEYS={keys}",
+            f"VALUES={values}",
+            f"TURN_KEYS={int(keys != 'Q8_0')}",
+            f"TURN_VALUES={int(values[0] in 'LT')}",
+        )
+        plain += [("to_cache", (f"D={d}", *formats))] if d in (128, 256) else []
+        plain += [("heads_to_cache", (f"WIDTH={d}", *formats)), ("attention", (f"D={d}", f"DIM={d}", *formats))]
+        longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
+        tiles = [split_tiles(card, d, rows, longest)[0] for rows in (16, 32)]
+        plain += [("split", (*t, *formats, f"WINDOWED={w}")) for t in tiles for w in (0, 1)]
+    turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
+    plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
     plain += [
         ("moe", (f"CHOSEN={k}", f"SLOTS={n}", f"ONLY={form}"))

@@ -55,6 +55,20 @@ def test_rows_of_trees():
 
 @pytest.mark.parametrize(
     "chosen",
+    [
+        "test_bytes and 64-3 or test_bytes and 128-3",
+        "neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals",
+        pytest.param("test_bytes or windows or norm_and or strided", marks=pytest.mark.slow),
+        pytest.param("test_attention", marks=pytest.mark.slow),
+        pytest.param("neighbours", marks=pytest.mark.slow),
+    ],
+)
+def test_formats_of_caches(chosen):
+    on_cpu("ops/test_cuda_formats.py", chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
     ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
 )
 def test_races_in_shared_memory(chosen):

@@ -31,6 +31,7 @@ from simt import build  # noqa: E402
 from cuda_backend.prototypes import prototypes, type_of  # noqa: E402
 
 IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address", "prefetch"]
+IN_SIMT += ["mul_half2", "add_half2", "fma_half2"]
 RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
 static Barrier& barrier_at(u32 at) { return *(Barrier*)(block_memory + at); }

@@ -1,0 +1,41 @@
+// heads_to_cache: what attention reads of a step: q (T, H, D) as float16, and the step's keys and values in the cache
+// Launcher  cuda_backend/attention.py
+// In        q, k, v (T, heads, D) float32, whatever their strides; norm and rope of q and of k
+// Out       q_out [T][H][wide] float16, heads padded to `wide`; rows of the cache, formats.cuh
+// Build     of a cache that is not float16: WIDTH of a head, formats.cuh
+// Work      a warp per head
+// Bound     launches; bytes of q, k and v in prefill
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
+               q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
+               q_out, Plane keys, Plane values) {
+    begin();
+    extern __shared__ __align__(16) float shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
+    const int place = blockIdx.x * (THREADS / 32) + warp, t = place / all, head = place % all;
+    if (t >= T || t >= step->rows) return;
+    float* e = shared + warp * HEAD_ROOM(D);
+    const bool is_q = head < H, is_k = !is_q && head < H + K;
+    const int of = is_q ? head : is_k ? head - H : head - H - K;
+    In x = q;
+    Rope rope = q_rope;
+    if (is_k) x = k, rope = k_rope;
+    if (!is_q && !is_k) x = v, rope.pairs = 0;
+    head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
+              is_q ? q_eps : k_eps, rope);
+    const int slot = place_of(keys, step->past + t);
+#ifdef WIDTH
+    u8* row = is_q ? (u8*)(q_out + ((s64)t * H + of) * WIDTH) : is_k ? row_at(keys, of, slot, keys.row) : row_at(values, of, slot, values.row);
+#pragma unroll
+    for (int chunk = 0; chunk < (WIDTH + 127) / 128; chunk++) {
+        const int d = chunk * 128 + lane * 4;
+        const float4 four = d < WIDTH ? *(const float4*)(e + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        store_row<WIDTH>(is_q, is_k, row, chunk, lane, four);
+    }
+#else
+    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (u16*)row_at(is_k ? keys : values, of, slot, 2 * wide);
+#pragma unroll 1
+    for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
+#endif
+}
