@@ -181,7 +181,7 @@ UNPACKED = Packing(0, False)
 
 
 def packing(type_: str, rows: int) -> Packing:
-    """What products of `rows` rows want of a type: sums of whole numbers need one scale for all that they add."""
+    """How products of `rows` rows with a matrix of a type read rows: sums of whole numbers need one scale."""
     whole = next(c for c in COLS if c >= rows - 64) if rows > COLS[-1] else 0
     cols = next(c for c in COLS if c >= rows - whole)
     return Packing(cols, type_ not in WHOLE, whole)

@@ -10,12 +10,13 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
+from cuda_backend.expert_products import Groups, chosen_linear, grouped_linear, heads_of_one, joins
 from cuda_backend.fuse import unscaled_dense
 from cuda_backend.launch import kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.lazy import Lazy, Op, Target, lazy_of, moved
 from cuda_backend.memory import upload
-from cuda_backend.products import Groups, chosen_linear, grouped_linear, heads_of_one, is_packed, joins
+from cuda_backend.products import is_packed
 from cuda_backend.prototypes import CHOICE
 from cuda_backend.views import NOTHING, float4_aligned, view
 from cuda_backend.weights import Weight

@@ -1,9 +1,8 @@
-"""Products of a step's rows with matrices: dense, of experts that the rows choose, of heads; and rows of a table."""
+"""Products of all rows of a step with one matrix, and rows of a table."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,24 +16,17 @@ from cuda_backend.layout import (
     TOGETHER,
     UNITS,
     Packing,
-    expert_defines,
-    expert_ring,
     groups_of,
     linear_launch,
-    packed_size,
     packing,
     partition,
-    parts_of,
-    ring,
     row_bytes,
     shares,
-    single_defines,
     tile_defines,
 )
-from cuda_backend.lazy import Lazy, Target
+from cuda_backend.lazy import Lazy
 from cuda_backend.occupancy import Card
-from cuda_backend.prototypes import CHOICE, MATRIX, PARTIALS, ROWS
-from cuda_backend.views import NOTHING, out_of, view
+from cuda_backend.prototypes import MATRIX, PARTIALS, ROWS
 from cuda_backend.weights import Segment, Weight
 
 
@@ -54,6 +46,25 @@ NONE = RowNorm()
 EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
 
 
+def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
+    eps = x.parameters.eps if x.op.unscaled else 0.0
+    return RowNorm(squares, s.columns // 128 if squares else 0, s.columns, eps)
+
+
+def inverse(divisor: int) -> int:
+    """By which kernels divide: kernels/prelude.cuh `quotient`."""
+    return 0xFFFFFFFF // divisor
+
+
+def packed_segments(w: Weight) -> list[Segment]:
+    """Segments whose products are of int8 rows."""
+    return [s for s in w.segments if s.type in UNITS]
+
+
+def is_packed(w: Weight) -> bool:
+    return len(packed_segments(w)) == len(w.segments)
+
+
 def linear(context: Context, x: Lazy, w: Weight) -> Array:
     """x (T, columns) times each segment's rows: (T, rows)"""
     T, N = x.T, w.rows
@@ -71,205 +82,12 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
         how = packing(together[0].type, T)
         packed, squares = unscaled(x, how) if is_packed(w) else (x.as_packed(how), 0)
         matrices = [(s, at[s], cuts[s][0]) for s in together]
-        _quantized(context, matrices, packed, _norm(squares, together[0], x), T, how, N, partials)
+        _quantized(context, matrices, packed, row_norm(squares, together[0], x), T, how, N, partials)
     for s in w.segments:
         if s not in cuts:
             x_dense, squares = (x.as_dense(), 0) if cuts else unscaled_dense(x)
-            _dense(context, s, x_dense, at[s], T, N, partials=partials, norm=_norm(squares, s, x))
+            dense_product(context, s, x_dense, at[s], T, N, partials=partials, norm=row_norm(squares, s, x))
     return out
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
-
-    ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
-    chosen   matrices that a row of a step takes, so that k is cut; 0: it is not
-    """
-
-    ids: int
-    groups: int
-    order: int
-    pairs: int
-    most: int
-    cols: int
-    chosen: int
-    owner: Any = None
-
-
-def is_packed(w: Weight) -> bool:
-    return len(_packed(w)) == len(w.segments)
-
-
-def joins(stack: Weight, one: Weight) -> bool:
-    """Can `one` be the matrix behind the last of `stack`, which `grouped_linear` reads from where it lies?"""
-    kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
-    return kinds[0] == kinds[1] and is_packed(stack)
-
-
-def grouped_linear(
-    context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
-) -> Array:
-    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)
-
-    known: the kernel before this one did not make g, and began when g was there.
-    """
-    card, stream = context.card, context.stream
-    N, parts = w.rows, _packed(w)
-    partials = _cuts(w, g.chosen, card) if g.chosen else 1
-    out = Array(
-        (g.pairs, N), context.arena.take(partials * g.pairs * N * 4), partials=partials, partial_stride=g.pairs * N
-    )
-    at = out.address
-    for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
-        if s in parts:
-            how = packing(s.type, 1)
-            packed, squares = unscaled(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
-            ctas, _, shared = expert_ring(card, s.type, g.cols)
-            kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
-                (min(ctas * card.sms, g.most * s.row_blocks * partials),),
-                (288,),
-                (
-                    s.memory.address,
-                    packed,
-                    at,
-                    s.rows,
-                    s.row_blocks,
-                    s.k_blocks,
-                    partials,
-                    _inverse(s.row_blocks),
-                    _inverse(partials),
-                    g.pairs * N,
-                    N,
-                    g.groups,
-                    g.order,
-                    s.expert_bytes,
-                    s.experts,
-                    behind.memory.address,
-                    share,
-                    known,
-                    packed_size(s.columns, 1, how),
-                    *_norm(squares, s, x),
-                ),
-                shared_mem=shared,
-                stream=stream,
-            )
-        else:
-            _dense(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, share))
-        at += 4 * s.rows
-    return out
-
-
-def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
-    """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
-
-    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
-    choice  kernels/choose.cuh Choice
-    """
-    n, N = int(choice["k"]) + (last is not None), w.rows
-    partials = _cuts(w, n, context.card)
-    out = Array((n, N), context.arena.take(partials * n * N * 4), partials=partials, partial_stride=n * N)
-    at = out.address
-    for s, behind in zip(w.segments, (last or w).segments, strict=True):
-        if isinstance(x, Array):
-            row, norm = Row(array=x, made=SWIGLU), NONE
-        else:
-            packed, squares = unscaled(x, packing(s.type, 1))
-            row, norm = Row(packed=packed), _norm(squares, s, x)
-        _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, partials), norm)
-        at += 4 * s.rows
-    return out
-
-
-def heads_of_one(context: Context, x: Lazy | Array, w: Weight, to: Target) -> None:
-    """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
-    (s,) = w.segments
-    how = packing(s.type, 1)
-    apart = packed_size(s.columns, 1, how)
-    row = Row(array=x, made=SUM, apart=apart) if isinstance(x, Array) else Row(packed=x.as_packed(how), apart=apart)
-    out = out_of(to, s.experts * s.rows)
-    _single(context, (s, s), None, row, out, Products(s.experts, s.rows, 1), NONE)
-
-
-SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
-
-
-class Row(NamedTuple):
-    """What kernels/single.cu multiplies: rows packed at an address, `apart` bytes each, or `made` of an array."""
-
-    packed: int = 0
-    array: Array | None = None
-    made: int = 0
-    apart: int = 0
-
-
-class Products(NamedTuple):
-    """Matrices of one launch, how many floats the result of each takes, and the parts into which k is cut."""
-
-    matrices: int
-    row_stride: int
-    parts: int
-
-
-def _single(
-    context: Context,
-    stacks: tuple[Segment, Segment],
-    choice: np.ndarray | None,
-    x: Row,
-    out: np.ndarray,
-    of: Products,
-    norm: RowNorm,
-) -> None:
-    """kernels/single.cu: one row times each matrix of the first stack that `choice` names, and times the second one."""
-    card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
-    shared = ring(card, s.type, 1)[2]
-    per = 1 if choice is None else -(-int(choice["E"]) // 32)
-    chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.made}", f"PACK={int(bool(out['packed']))}"
-    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
-        (parts, s.row_blocks, matrices),
-        (288,),
-        (
-            s.memory.address,
-            s.expert_bytes,
-            behind.memory.address,
-            np.zeros((), CHOICE) if choice is None else choice,
-            x.packed,
-            x.apart,
-            view(x.array) if x.array else NOTHING,
-            out,
-            s.rows,
-            s.columns,
-            s.k_blocks,
-            parts,
-            _inverse(parts),
-            matrices * row_stride,
-            row_stride,
-            *norm,
-        ),
-        shared_mem=shared,
-        stream=context.stream,
-    )
-
-
-def _cuts(w: Weight, matrices: int, card: Card) -> int:
-    """Parts of k in steps, each row of which takes `matrices`: as many for all segments, however many rows."""
-    packed = _packed(w)
-    parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
-    return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1
-
-
-def _norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
-    eps = x.parameters.eps if x.op.unscaled else 0.0
-    return RowNorm(squares, s.columns // 128 if squares else 0, s.columns, eps)
-
-
-def _inverse(divisor: int) -> int:
-    """By which kernels divide: kernels/prelude.cuh `quotient`."""
-    return 0xFFFFFFFF // divisor
-
-
-def _packed(w: Weight) -> list[Segment]:
-    return [s for s in w.segments if s.type in UNITS]
 
 
 def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
@@ -312,7 +130,7 @@ def _quantized(
         for i, (s, out, n) in enumerate(matrices):
             to = out + first * row_stride * 4
             units = s.row_blocks * s.k_blocks
-            given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *map(_inverse, (s.k_blocks, units, n))
+            given[i] = s.memory.address, to, s.rows, s.k_blocks, units, n, each, *map(inverse, (s.k_blocks, units, n))
         packed = x + first * groups_of(matrices[0][0].columns) * row_bytes(how)
         of_rows = squares + 4 * first * norm_parts if squares else squares
         kernel("linear", "linear", launch.defines, launch.shared, launch.second)(
@@ -330,7 +148,7 @@ def _quantized(
         )
 
 
-def _dense(
+def dense_product(
     context: Context,
     s: Segment,
     x: int,
@@ -376,7 +194,7 @@ def _product(context: Context, x: Lazy, w: Weight) -> Array:
     at = out.address
     for s in w.segments:
         if s.type == "F32":
-            _dense(context, s, x.as_dense(), at, T, N)
+            dense_product(context, s, x.as_dense(), at, T, N)
         else:
             step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
             scratch = 0 if s.type == "BF16" else arena.scratch(step * s.columns * 2, stream)

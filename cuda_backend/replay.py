@@ -72,7 +72,7 @@ class Inputs:
 
     def __init__(self, rows: int, stream: Stream):
         self.rows, self.stream = rows, stream
-        self.memory = Memory(END + 8 * rows)
+        self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
         self.sampled: Array | None = None  # those that lie there since they were sampled
         self.steps: dict[tuple[int, bool], DeviceStep] = {}

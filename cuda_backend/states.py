@@ -103,7 +103,7 @@ class Recurrent:
             which = 1 - which
             if self.step_whole:
                 self.step_rows = None  # its state was there
-        copy = Memory(self.flip * 4)
+        copy = Memory(self.flip * 4, self.stream)
         self._copy(copy.address, self.memory.address + which * self.flip * 4)
         return copy
 

@@ -123,7 +123,7 @@ class Uploader:
                 follow()
 
     def drop(self) -> None:
-        """Forget what was not sent: whose memory it is may not want it any more."""
+        """Forget what was not sent, as its memory may be gone."""
         wait([read for reads, _ in self.filling for read in reads])
         self.filling.clear()
 

@@ -13,6 +13,8 @@ import numpy as np
 from common.hadamard import group_of, signs
 from common.kv_formats import BLOCK, FORMATS, LANES, MOST, table
 from common.storage import NATIVE, Plane
+from mlx_backend import kv_kernels
+from mlx_backend.hadamard import wht
 
 
 class Coder:
@@ -30,8 +32,10 @@ class Coder:
     def encode(self, rows: mx.array) -> mx.array:
         if self.plane.format == NATIVE:
             return rows
+        if kv_kernels.encodes(self.plane):
+            return kv_kernels.encode(rows, self.plane)
         rows = rows.astype(mx.float32)
-        return encode(_transformed(rows, "S1", "S2") if self.plane.rotated else rows, self.plane.format)
+        return encode(rotate(rows) if self.plane.rotated else rows, self.plane.format)
 
     def decode(self, rows: mx.array) -> mx.array:
         if self.plane.format == NATIVE:
@@ -50,8 +54,12 @@ def _transformed(x: mx.array, before: str, after: str) -> mx.array:
     if not x.size:
         return x
     group = group_of(x.shape[-1])
-    y = _split(x, group) * _signs(before, group)
-    return (mx.hadamard_transform(y, scale=group**-0.5) * _signs(after, group)).reshape(x.shape)
+    return wht(_split(x, group), _signs(before, group), _signs(after, group)).reshape(x.shape)
+
+
+def rotate(x: mx.array) -> mx.array:
+    """`common.hadamard.rotate` of float32 x (..., dim)."""
+    return _transformed(x, "S1", "S2")
 
 
 def encode(x: mx.array, name: str) -> mx.array:

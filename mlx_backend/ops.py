@@ -19,11 +19,13 @@ from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
 from common.sampling import Sampler
 from common.step import State, Step
-from common.storage import LayerSpec
+from common.storage import LayerSpec, Packing
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 from mlx_backend import quantized, recurrent
 from mlx_backend.kernels import on_metal
+from mlx_backend.kv_formats import rotate
+from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
 from mlx_backend.logits import MOST, best_of_rows
 from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import Blocks
@@ -196,12 +198,22 @@ class MlxOps(Ops):
         if isinstance(kv, MlxPacked):
             return self._attend_packed(q, k, v, kv, step, scale, window, causal)
         past = kv.past
+        if kv.spec.is_packed and kv.window is window is None and not causal and attends(kv.spec.planes, step):
+            return self._attend_codes(q, k, v, kv, step, scale)
         keys, values = kv.write(k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
         if window is not None and not kv.keep:  # the first row that any row of the step may see
             first = past + len(step) - keys.shape[2]
             hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
             keys, values = keys[:, :, hidden:], values[:, :, hidden:]
         return self._attend(q, keys, values, step, past, scale, window, causal, kv.keep)
+
+    def _attend_codes(self, q: mx.array, k: mx.array, v: mx.array, kv: MlxRows, step: Step, scale: float) -> mx.array:
+        """Attention over a cache without exact rows, read as it is stored."""
+        past, planes, query = kv.past, kv.spec.planes, q.astype(mx.float32) * scale
+        kv.put([coder.encode(x.swapaxes(0, 1)[None]) for coder, x in zip(kv.coders, (k, v), strict=True)])
+        query = rotate(query) if planes[0].rotated else query
+        part = CachePart(query, mx.zeros(q.shape[:2]), kv.buffers, planes, past, past, EVERY)
+        return attend([part], step, past, Packing(), q.dtype)
 
     def _attend_packed(
         self,
@@ -215,6 +227,10 @@ class MlxOps(Ops):
         causal: bool,
     ) -> mx.array:
         """Attention over codes and, as more keys of the same product, over the rows that are read exactly."""
+        if window is None and not causal and kv.is_uniform(step) and attends(kv.spec.planes, step):
+            past, query = kv.past, q.astype(mx.float32) * scale
+            rows = k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]
+            return attend(kv.parts(step, query, *rows), step, past, kv.spec.packing, q.dtype)
         parts = kv.hold(step, k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None])
         seen = []
         for part in parts:

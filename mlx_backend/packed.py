@@ -7,6 +7,8 @@ import numpy as np
 
 from common.step import Step
 from common.storage import KVSpec
+from mlx_backend.kv_formats import rotate
+from mlx_backend.kv_kernels import CODES, EXACT, CachePart, encode, encodes
 from mlx_backend.rows import MlxRows
 
 
@@ -59,7 +61,7 @@ class MlxPacked:
         return self.codes.past
 
     def hold(self, step: Step, k: mx.array, v: mx.array) -> list[Held]:
-        """Put the step's rows, (1, K, T, D), behind the past; what the step may attend to."""
+        """Put the step's rows, (1, K, T, D), behind the past; what the step may attend to, decoded."""
         past, T = self.past, len(step)
         calibration = self._calibration(step, k)
         keys, values = self.codes.write(calibration.apply(k), v.astype(mx.float32))
@@ -74,6 +76,38 @@ class MlxPacked:
         late = np.arange(past - (exact[0].shape[2] - T - early), past)
         places = np.concatenate([np.arange(early), late])
         return [Held(codes, np.arange(first, past), False), Held(exact, places, True)]
+
+    def parts(self, step: Step, q: mx.array, k: mx.array, v: mx.array) -> list[CachePart]:
+        """Put the step's rows behind the past; what kv_attention reads for queries q (T, H, D) float32, scaled.
+
+        For steps that `is_uniform`.
+        """
+        past, planes, T = self.past, self.spec.planes, len(step)
+        repeats, bias = q.shape[1] // k.shape[1], mx.zeros(q.shape[:2])
+        query = q
+        if self.calibration is not None:
+            mean, scale = (mx.repeat(part.squeeze((0, 2)), repeats, axis=0) for part in self.calibration)  # (H, D)
+            query, bias = q * scale, (q * mean).sum(axis=-1)
+        self.codes.put([self._encoded(k), self.codes.coders[1].encode(v.astype(mx.float32))])
+        exact = self.exact.write(k, v)
+        native, early = self.spec.exact.planes, min(self.exact.keep, past)
+        rotated = rotate(query) if planes[0].rotated else query
+        return [
+            CachePart(rotated, bias, self.codes.buffers, planes, past, past, CODES),
+            CachePart(q, mx.zeros(q.shape[:2]), exact, native, exact[0].shape[2] - T, early, EXACT),
+        ]
+
+    def _encoded(self, k: mx.array) -> mx.array:
+        plane, calibration = self.spec.planes[0], self.calibration
+        if calibration is not None and encodes(plane):
+            return encode(k, plane, *calibration)
+        keys = k.astype(mx.float32) if calibration is None else calibration.apply(k)
+        return self.codes.coders[0].encode(keys)
+
+    def is_uniform(self, step: Step) -> bool:
+        """Whether no key of the step needs a calibration that is not known yet."""
+        n = self.spec.packing.calibration
+        return not n or self.calibration is not None or self.past + len(step) < n
 
     def _calibration(self, step: Step, k: mx.array) -> Calibration:
         """With which the step's keys are encoded; of rows whose path is too short for one, none."""

@@ -22,6 +22,7 @@ class MlxRows:
     """
 
     def __init__(self, spec: RowSpec, dtype: mx.Dtype):
+        self.spec = spec
         self.coders = [Coder(plane, dtype) for plane in spec.planes]
         self.buffers = [coder.empty() for coder in self.coders]
         self.window, self.keep = spec.window, spec.keep

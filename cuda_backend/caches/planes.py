@@ -115,13 +115,13 @@ def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> No
     rows, n = np.ascontiguousarray(path, np.int32), len(path)
     if np.array_equal(rows, np.arange(n)):
         return
-    device = Memory(rows.nbytes)
+    device = Memory(rows.nbytes, stream)
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):
         move(planes, past, planes, past, n, stream, device.address)
     else:  # a source may be overwritten before it is read
         dense = planes_at(0, planes, Places(n, 1))
-        aside = Memory(planes_bytes(dense))
+        aside = Memory(planes_bytes(dense), stream)
         dense = planes_at(aside.address, planes, Places(n, 1))
         move(planes, past, dense, 0, n, stream, device.address)
         move(dense, 0, planes, past, n, stream)
@@ -153,7 +153,7 @@ def move(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: 
 
 
 def zeros(nbytes: int, stream: Stream) -> Memory:
-    memory = Memory(nbytes)
+    memory = Memory(nbytes, stream)
     cupy.cuda.runtime.memsetAsync(memory.address, 0, memory.nbytes, stream.ptr)
     return memory
 

@@ -66,7 +66,7 @@ class WindowStore(KVStore):
     def snapshot(self) -> Any:
         if not self.is_ring:
             return self.past, None
-        held = Memory(self.memory.nbytes)
+        held = Memory(self.memory.nbytes, self.stream)
         copy(held.address, self.memory.address, held.nbytes, self.stream)
         return self.past, held
 

@@ -18,7 +18,7 @@ from common.weights import dense
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import products  # noqa: E402
+from cuda_backend import expert_products  # noqa: E402
 from cuda_backend import rows as rows_of  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.launch import Kernel  # noqa: E402
@@ -357,7 +357,7 @@ def test_shared_expert(type_, gated, ops):
 def test_chosen_for_one_row(type_, F, ops, monkeypatch):
     """A step of one row routes, joins and multiplies in launches of its own, with the bits of more rows."""
     if F > 512:  # more units than a ring holds
-        monkeypatch.setattr(products, "parts_of", lambda *_: 1)
+        monkeypatch.setattr(expert_products, "parts_of", lambda *_: 1)
     stacks = [random_matrix(type_, rows, columns, experts=21) for rows, columns in ((2 * F, 512), (512, F))]
     experts = [ops.weight(replace(s, shape=(20, *s.shape[1:]), data=s.data[:20])) for s in stacks]
     shared = [ops.weight(replace(s, shape=s.shape[1:], data=s.data[20])) for s in stacks]

@@ -20,7 +20,7 @@ def case(shape: tuple[int, ...], dtype: Any) -> tuple[Any, np.ndarray, np.ndarra
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 64), (3, 2, 64), (4, 128), (7, 128), (2, 256), (5, 256)])
+@pytest.mark.parametrize("shape", [(5, 32), (1, 64), (3, 2, 64), (4, 128), (7, 128), (2, 256), (5, 256)])
 def test_the_kernel_gives_the_bits_of_the_definition(shape, dtype):
     x, before, after = case(shape, dtype)
     with metal.on_metal():
@@ -38,7 +38,7 @@ def test_rows_that_are_not_contiguous():
     assert mx.array_equal(ours, mx.array(definition(np.asarray(x), before, after)).astype(mx.float16))
 
 
-@pytest.mark.parametrize("n", [64, 128, 256])
+@pytest.mark.parametrize("n", [32, 64, 128, 256])
 def test_the_composed_form_and_the_inverse(n):
     x, before, after = case((6, n), mx.float32)
     ours = wht(x, mx.array(before), mx.array(after))
@@ -47,5 +47,5 @@ def test_the_composed_form_and_the_inverse(n):
 
 
 def test_another_width():
-    with pytest.raises(BimetalError, match="64, 128, 256 values, not 96"):
+    with pytest.raises(BimetalError, match="32, 64, 128, 256 values, not 96"):
         wht(mx.zeros((2, 96)), mx.ones(96), mx.ones(96))

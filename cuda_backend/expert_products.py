@@ -1,0 +1,194 @@
+"""Products of rows with matrices that each row chooses: experts, and a matrix per head."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.step import MAX_DECODE_ROWS
+from cuda_backend.arrays import Array
+from cuda_backend.context import Context
+from cuda_backend.fuse import unscaled
+from cuda_backend.launch import kernel
+from cuda_backend.layout import expert_defines, expert_ring, packed_size, packing, parts_of, ring, single_defines
+from cuda_backend.lazy import Lazy, Target
+from cuda_backend.occupancy import Card
+from cuda_backend.products import NONE, RowNorm, dense_product, inverse, is_packed, packed_segments, row_norm
+from cuda_backend.prototypes import CHOICE
+from cuda_backend.views import NOTHING, out_of, view
+from cuda_backend.weights import Segment, Weight
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows by the matrix that they take, on the device: kernels/experts.cu `groups` and `order`.
+
+    ids      matrix of each pair, int32; most: groups that there can be, of `cols` rows
+    chosen   matrices that a row of a step takes, so that k is cut; 0: it is not
+    """
+
+    ids: int
+    groups: int
+    order: int
+    pairs: int
+    most: int
+    cols: int
+    chosen: int
+    owner: Any = None
+
+
+def joins(stack: Weight, one: Weight) -> bool:
+    """Can `one` be the matrix behind the last of `stack`, which `grouped_linear` reads from where it lies?"""
+    kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
+    return kinds[0] == kinds[1] and is_packed(stack)
+
+
+def grouped_linear(
+    context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
+) -> Array:
+    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)
+
+    known: the kernel before this one did not make g, and began when g was there.
+    """
+    card, stream = context.card, context.stream
+    N, parts = w.rows, packed_segments(w)
+    partials = _cuts(w, g.chosen, card) if g.chosen else 1
+    out = Array(
+        (g.pairs, N), context.arena.take(partials * g.pairs * N * 4), partials=partials, partial_stride=g.pairs * N
+    )
+    at = out.address
+    for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
+        if s in parts:
+            how = packing(s.type, 1)
+            packed, squares = unscaled(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
+            ctas, _, shared = expert_ring(card, s.type, g.cols)
+            kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
+                (min(ctas * card.sms, g.most * s.row_blocks * partials),),
+                (288,),
+                (
+                    s.memory.address,
+                    packed,
+                    at,
+                    s.rows,
+                    s.row_blocks,
+                    s.k_blocks,
+                    partials,
+                    inverse(s.row_blocks),
+                    inverse(partials),
+                    g.pairs * N,
+                    N,
+                    g.groups,
+                    g.order,
+                    s.expert_bytes,
+                    s.experts,
+                    behind.memory.address,
+                    share,
+                    known,
+                    packed_size(s.columns, 1, how),
+                    *row_norm(squares, s, x),
+                ),
+                shared_mem=shared,
+                stream=stream,
+            )
+        else:
+            dense_product(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, share))
+        at += 4 * s.rows
+    return out
+
+
+def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | None, choice: np.ndarray) -> Array:
+    """One row times each matrix that it chooses, and times `last` if there is one: (matrices, rows)
+
+    x       the row, or gates and ups (matrices, 2 columns), whose SwiGLU is the row of each matrix
+    choice  kernels/choose.cuh Choice
+    """
+    n, N = int(choice["k"]) + (last is not None), w.rows
+    partials = _cuts(w, n, context.card)
+    out = Array((n, N), context.arena.take(partials * n * N * 4), partials=partials, partial_stride=n * N)
+    at = out.address
+    for s, behind in zip(w.segments, (last or w).segments, strict=True):
+        if isinstance(x, Array):
+            row, norm = Row(array=x, made=SWIGLU), NONE
+        else:
+            packed, squares = unscaled(x, packing(s.type, 1))
+            row, norm = Row(packed=packed), row_norm(squares, s, x)
+        _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, partials), norm)
+        at += 4 * s.rows
+    return out
+
+
+def heads_of_one(context: Context, x: Lazy | Array, w: Weight, to: Target) -> None:
+    """Heads of one row, (H, columns) or packed one after the other, by their matrices: floats, or one packed row"""
+    (s,) = w.segments
+    how = packing(s.type, 1)
+    apart = packed_size(s.columns, 1, how)
+    row = Row(array=x, made=SUM, apart=apart) if isinstance(x, Array) else Row(packed=x.as_packed(how), apart=apart)
+    out = out_of(to, s.experts * s.rows)
+    _single(context, (s, s), None, row, out, Products(s.experts, s.rows, 1), NONE)
+
+
+SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
+
+
+class Row(NamedTuple):
+    """What kernels/single.cu multiplies: rows packed at an address, `apart` bytes each, or `made` of an array."""
+
+    packed: int = 0
+    array: Array | None = None
+    made: int = 0
+    apart: int = 0
+
+
+class Products(NamedTuple):
+    """Matrices of one launch, how many floats the result of each takes, and the parts into which k is cut."""
+
+    matrices: int
+    row_stride: int
+    parts: int
+
+
+def _single(
+    context: Context,
+    stacks: tuple[Segment, Segment],
+    choice: np.ndarray | None,
+    x: Row,
+    out: np.ndarray,
+    of: Products,
+    norm: RowNorm,
+) -> None:
+    """kernels/single.cu: one row times each matrix of the first stack that `choice` names, and times the second one."""
+    card, (s, behind), (matrices, row_stride, parts) = context.card, stacks, of
+    shared = ring(card, s.type, 1)[2]
+    per = 1 if choice is None else -(-int(choice["E"]) // 32)
+    chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.made}", f"PACK={int(bool(out['packed']))}"
+    kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
+        (parts, s.row_blocks, matrices),
+        (288,),
+        (
+            s.memory.address,
+            s.expert_bytes,
+            behind.memory.address,
+            np.zeros((), CHOICE) if choice is None else choice,
+            x.packed,
+            x.apart,
+            view(x.array) if x.array else NOTHING,
+            out,
+            s.rows,
+            s.columns,
+            s.k_blocks,
+            parts,
+            inverse(parts),
+            matrices * row_stride,
+            row_stride,
+            *norm,
+        ),
+        shared_mem=shared,
+        stream=context.stream,
+    )
+
+
+def _cuts(w: Weight, matrices: int, card: Card) -> int:
+    """Parts of k in steps, each row of which takes `matrices`: as many for all segments, however many rows."""
+    packed = packed_segments(w)
+    parts = {parts_of(card, expert_ring(card, s.type, 8)[0], matrices, s.row_blocks, s.k_blocks) for s in packed}
+    return parts.pop() if len(parts) == 1 and len(packed) == len(w.segments) else 1

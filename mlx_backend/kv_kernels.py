@@ -1,0 +1,168 @@
+"""Launch the kernels that write and read compressed caches on a Mac's GPU: kv_encode, kv_attention and kv_merge."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from common.hadamard import group_of, signs
+from common.kv_formats import FORMATS, table
+from common.step import MAX_DECODE_ROWS, Step
+from common.storage import NATIVE, Packing, Plane
+from mlx_backend.kernels import make_kernel, on_metal
+
+NUMBERS = {NATIVE: 0, "f16": 1, "bf16": 2, "q4_0": 3, "q4_1": 4, "q5_0": 5, "q5_1": 6, "q8_0": 7}
+NUMBERS |= {"lm2": 8, "lm3": 9, "lm4": 10, "tq3_0": 9}  # include/kv.h
+SIZES = (64, 128, 256)  # of heads that kv_attention takes
+STRIP = 256  # rows of a cache that one SIMD group reads
+EVERY, CODES, EXACT = 0, 1, 2  # kv_attention's PART
+
+
+class CachePart(NamedTuple):
+    """A part of a cache as kv_attention reads it.
+
+    q       (T, H, D) float32: the step's queries, scaled, in the domain of the keys
+    bias    (T, H) float32, added to the scores
+    stored  keys and values (1, K, room, width), the step's rows behind `before` committed ones
+    planes  how they are stored
+    early   committed rows that hold tokens 0, 1, ...; those behind them hold the last tokens of the past
+    part    EVERY, CODES or EXACT
+    """
+
+    q: mx.array
+    bias: mx.array
+    stored: Sequence[mx.array]
+    planes: Sequence[Plane]
+    before: int
+    early: int
+    part: int
+
+
+def encodes(plane: Plane) -> bool:
+    """Whether kv_encode writes this plane here."""
+    return on_metal() and NUMBERS.get(plane.format, 0) > NUMBERS["bf16"]
+
+
+def attends(planes: Sequence[Plane], step: Step) -> bool:
+    """Whether kv_attention reads these planes for this step; many rows are worth decoding the cache once for all."""
+    kept = all(plane.format in NUMBERS and plane.dim in SIZES for plane in planes)
+    return on_metal() and kept and len(step) <= MAX_DECODE_ROWS
+
+
+def encode(rows: mx.array, plane: Plane, mean: mx.array | None = None, scale: mx.array | None = None) -> mx.array:
+    """Encode rows (1, K, T, D) of the plane: (1, K, T, bytes) uint8.
+
+    mean, scale  (1, K, 1, D) float32, which equalise keys
+    """
+    _, K, T, D = rows.shape
+    group = group_of(D)
+    size = FORMATS[plane.format].row_bytes(D)
+    names = ("x", "mean", "scale", "before", "after", "boundaries", "centroids")
+    none = mx.zeros(16)
+    centroids, boundaries = _tables(plane.format, group)
+    kernel = make_kernel("kv_encode", inputs=names, outputs=("out",))
+    return kernel(
+        inputs=[
+            rows,
+            none if mean is None else mean.reshape(K * D),
+            none if scale is None else scale.reshape(K * D),
+            _signs("S1", group),
+            _signs("S2", group),
+            boundaries,
+            centroids,
+        ],
+        template=[
+            ("T", rows.dtype),
+            ("FORMAT", NUMBERS[plane.format]),
+            ("GROUP", group),
+            ("EQUALISED", mean is not None),
+            ("ROTATED", plane.rotated),
+            ("D", D),
+            ("TOKENS", T),
+        ],
+        grid=(32, K * T * (D // group), 1),
+        threadgroup=(32, 4 if K * T * (D // group) % 4 == 0 else 1, 1),
+        output_shapes=[(1, K, T, size)],
+        output_dtypes=[mx.uint8],
+    )[0]
+
+
+def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, dtype: mx.Dtype) -> mx.array:
+    """Softmax over all parts of a cache, of the values under it: (T, H, DV) in `dtype`."""
+    T, H, _ = parts[0].q.shape
+    gathered = [_gather(part, step, past, packing) for part in parts]
+    sums, most, weights = (mx.concatenate(list(of), axis=2) for of in zip(*gathered, strict=True))
+    DV, group = sums.shape[-1], group_of(sums.shape[-1])
+    rotated = parts[0].planes[1].rotated
+    kernel = make_kernel("kv_merge", inputs=("sums", "most", "weights", "coded", "before", "after"), outputs=("out",))
+    return kernel(
+        inputs=[
+            sums,
+            most,
+            weights,
+            mx.array([gathered[0][1].shape[2]], mx.int32),
+            _signs("S1", group),
+            _signs("S2", group),
+        ],
+        template=[("T", dtype), ("DV", DV), ("GROUP", group), ("ROTATED", rotated)],
+        grid=(32, T * H, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(T, H, DV)],
+        output_dtypes=[dtype],
+    )[0]
+
+
+def _gather(part: CachePart, step: Step, past: int, packing: Packing) -> tuple[mx.array, mx.array, mx.array]:
+    """Sums (T, H, strips, DV), largest scores and weights (T, H, strips) of one part."""
+    keys, values = (stored.squeeze(0) for stored in part.stored)
+    T, H, D = part.q.shape
+    K, DV = keys.shape[0], part.planes[1].dim
+    strips = -(-(part.before + T) // STRIP)
+    late = past - (part.before - part.early)
+    places = [past, part.before, part.early, late, packing.first, packing.recent, 0, 0]
+    names = ("q", "bias", "keys", "values", "positions", "seen", "key_table", "value_table", "places")
+    kernel = make_kernel("kv_attention", inputs=names, outputs=("sums", "most", "weights"))
+    sums, most, weights = kernel(
+        inputs=[
+            part.q,
+            part.bias,
+            keys,
+            values,
+            mx.array(step.positions),
+            mx.array(step.visible.astype(np.uint8).ravel()),
+            *(_tables(plane.format, group_of(plane.dim))[0] for plane in part.planes),
+            mx.array(places, mx.int32),
+        ],
+        template=[
+            ("KF", NUMBERS[part.planes[0].format]),
+            ("VF", NUMBERS[part.planes[1].format]),
+            ("D", D),
+            ("DV", DV),
+            ("KG", group_of(D)),
+            ("VG", group_of(DV)),
+            ("HEADS", H // K),
+            ("STRIP", STRIP),
+            ("PART", part.part),
+        ],
+        grid=(32, strips, T * K),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(T, H, strips, DV), (T, H, strips), (T, H, strips)],
+        output_dtypes=[mx.float32] * 3,
+    )
+    return sums, most, weights
+
+
+@cache
+def _signs(name: str, group: int) -> mx.array:
+    return mx.array(signs(name, group))
+
+
+@cache
+def _tables(name: str, group: int) -> tuple[mx.array, mx.array]:
+    """Centroids and boundaries of a format in 16 floats each; zeros for formats without."""
+    if name not in FORMATS or FORMATS[name].group:
+        return mx.zeros(16), mx.zeros(16)
+    centroids, boundaries = (mx.array(np.pad(part, (0, 16 - len(part)))) for part in table(name, group))
+    return centroids, boundaries
