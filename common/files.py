@@ -1,10 +1,11 @@
 """Writing files: a regular file is replaced whole or left as it was, everything else is written through."""
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -42,3 +43,19 @@ def rewrite(path: Path, text: str) -> None:
     """Make `text`, in UTF-8, the content of `path`, as `rewriting` does."""
     with rewriting(path) as file:
         file.write(text.encode())
+
+
+def hold(file: IO[bytes]) -> None:
+    """Mark an open file as in use, for `is_held` of any process, until all that is opened or mapped of it is closed."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def is_held(path: Path) -> bool:
+    """Does a process, this one included, hold the file or have it locked? False where that cannot be found out."""
+    with suppress(OSError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

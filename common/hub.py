@@ -152,9 +152,7 @@ def choose_files(
             return [p for p in root if any(fnmatchcase(p, kept) for kept in BESIDE_WEIGHTS)] + weights, ""
     models: dict[str, list[str]] = {}  # name without the part number -> the parts of that model
     for path in sorted(files):
-        stem = path.rsplit("/", 1)[-1].lower()
-        aside = "mmproj" in stem or stem.startswith("imatrix")  # a vision tower, calibration data: not models
-        if stem.endswith(".gguf") and (path == file or not aside):
+        if path.lower().endswith(".gguf") and (path == file or not is_aside(path)):
             models.setdefault(PART.sub("", path), []).append(path)
     if not models:
         held = ", ".join(sorted(files)[:10]) or "nothing"
@@ -164,6 +162,12 @@ def choose_files(
     if numbered and len(parts) != int(numbered[1]):
         raise BimetalError(f"{where} has {len(parts)} of the {int(numbered[1])} parts of {PART.sub('', parts[0])}")
     return parts, parts[0]
+
+
+def is_aside(path: str) -> bool:
+    """Is a GGUF by its name no language model, but a vision tower or calibration data?"""
+    stem = path.rsplit("/", 1)[-1].lower()
+    return "mmproj" in stem or stem.startswith("imatrix")
 
 
 def _parts_of_file(models: dict[str, list[str]], where: str, file: str) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import BimetalError
+from common.files import hold
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,12 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use."""
+    """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use; held while mapped."""
     try:
         if path.stat().st_size == 0:
             raise BimetalError(f"{path} is empty")
         with path.open("rb") as file:
+            hold(file)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
         raise BimetalError(f"{path} cannot be read: {error.strerror}") from None

@@ -73,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
             from generate import chat
 
             return chat.run(args)
+        case "list" | "pull" | "rm":
+            from generate import downloads
+
+            commands = {"list": downloads.run_list, "pull": downloads.run_pull, "rm": downloads.run_rm}
+            return commands[args.command](args)
         case "devices":
             from generate import devices
 

@@ -19,6 +19,9 @@ from common.options import (
 from generate import __version__
 
 COMMANDS = {
+    "list": "the downloaded models: name, files, size, last use",
+    "pull": "download a model",
+    "rm": "remove a downloaded model",
     "devices": "what was found on this machine, what is chosen and why",
     "inspect": "a model's architecture, shapes, block types, tokenizer and memory by context length",
     "bench": "prefill and decode speed at several context lengths, as a table",
@@ -93,7 +96,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _finish(args: argparse.Namespace) -> None:
     """Check what argparse cannot: a model named once, and flags of one bench."""
-    if args.command in ("inspect", "perplexity", "fit"):
+    if args.command in ("inspect", "perplexity", "fit", "pull", "rm"):
         if (args.model is None) == (args.named is None):
             many = "is named twice" if args.model else "is not named"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
@@ -114,6 +117,9 @@ def _parser() -> Parser:
     _text(p)
     commands = p.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog=prog, parser_class=Parser)
     add = {
+        "list": lambda p: None,
+        "pull": _named_model,
+        "rm": _rm,
         "devices": lambda p: None,
         "inspect": _inspect,
         "bench": _bench,
@@ -127,6 +133,9 @@ def _parser() -> Parser:
 
 
 DESCRIPTIONS = {
+    "list": "The models in the Hugging Face cache, whatever tool has downloaded them.",
+    "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
+    "rm": "Remove a model from the Hugging Face cache, which other tools use too. owner/repo is all of a repository.",
     "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
     "state, the second half of each scored. Against a reference also KL divergence and agreement.",
     "fit": "What a model takes in memory, by file and context, while a prompt of the whole context is read. Of a "
@@ -215,6 +224,11 @@ def _cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
         help="tokens that calibrate keys, and are read exactly (default: 512 where keys are below 8 bits)",
     )
     g.add_argument("--kv-boundary", type=_count, metavar="N", help="first and last layers in q8_0 (default: 0)")
+
+
+def _rm(p: Parser) -> None:
+    _named_model(p)
+    p.add_argument("--yes", "-y", action="store_true", help="remove without asking")
 
 
 def _inspect(p: Parser) -> None:

@@ -136,7 +136,11 @@ def test_an_empty_prompt(run):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["no-such-command"], 2, "'no-such-command' is not a command; commands: devices, inspect, bench"),
+        (
+            ["no-such-command"],
+            2,
+            "is not a command; commands: list, pull, rm, devices, inspect, bench",
+        ),
         (["-p", "x", "--model", "/no/such.gguf"], 1, "/no/such.gguf"),
         (["-p", "x", "--model", "nothere.gguf"], 1, "there is no file or directory 'nothere.gguf'"),
         (["-p", "x", "--model", "demo:"], 1, "demo: names no quantization"),
