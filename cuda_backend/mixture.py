@@ -93,21 +93,27 @@ def moe_ffn(
 def _chosen(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """What the experts that each row chooses return, weighted and added up."""
-    T, gate_up, down = x.shape[0], experts.gate_up, experts.down
+    """What the experts that each row chooses return, weighted and added up: first who is chosen, then the products."""
     logits = rows.linear(context, x, matrix)
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
-    if T > 1 or router.top_k > 31 or matrix.rows > 512 or not is_packed(gate_up) or not is_packed(down):
-        ids, weights = _route(context, logits, router)
-        return _experts(context, x, experts, ids.owner, weights)
-    weights = Array((1, router.taken), context.arena.take(4 * router.taken))
-    choice = _choice(context, logits, router, weights)
-    y = chosen_linear(context, rows.as_lazy(context, x), gate_up, experts.shared_gate_up, choice)
-    y = chosen_linear(context, y, down, experts.shared_down, choice)
+    at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512
+    if at_once and is_packed(experts.gate_up) and is_packed(experts.down):
+        weights = Array((1, router.taken), context.arena.take(4 * router.taken))
+        return _experts_of_one(context, x, experts, _choice(context, logits, router, weights), weights)
+    ids, weights = _route(context, logits, router)
+    return _experts(context, x, experts, ids.owner, weights)
+
+
+def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.ndarray, weights: Array) -> Array:
+    """The experts of one row, whose products choose: kernels/choose.cuh Choice, which fills the weights."""
+    gate_up, down, shared_gate_up, shared_down = experts
+    y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice)
+    y = chosen_linear(context, y, down, shared_down, choice)
     return Array((1, down.rows), lazy=_sum_of_experts(context, y, weights))
 
 
 def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weights: Array) -> Array:
+    """The experts of rows in groups by their expert."""
     T, k = weights.shape
     gate_up, down, shared_gate_up, shared_down = experts
     F = gate_up.rows // 2

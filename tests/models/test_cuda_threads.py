@@ -11,6 +11,8 @@ from common.step import Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend.launch import Stream  # noqa: E402
+from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -81,3 +83,14 @@ def test_two_models_in_two_threads(at, monkeypatch):
     for (logits, launches), (alone, counted) in zip(results, expected, strict=True):
         assert np.array_equal(logits, alone)
         assert launches == counted
+
+
+@pytest.mark.skipif(not hasattr(cupy.cuda, "get_current_stream"), reason="the stand-in for CuPy has no memory pool")
+def test_memory_goes_back_to_its_stream():
+    """What is given back while its stream may still read it goes to no other stream."""
+    first, second = Stream(), Stream()
+    memory = Memory(1 << 16, first)
+    address = memory.address
+    del memory
+    assert Memory(1 << 16, second).address != address
+    assert Memory(1 << 16, first).address == address
