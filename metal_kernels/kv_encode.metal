@@ -1,4 +1,4 @@
-// kv_encode: rows of keys or values as a KV cache stores them, equalised and rotated on the way
+// kv_encode: rows of keys or values as a KV cache stores them, equalised and rotated first
 // Meaning   common/kv_formats.py Format.encode, behind common/hadamard.py rotate   Launcher  mlx_backend/kv_kernels.py encode
 // In        x [n][GROUP] T: groups of vectors; mean, scale [vectors][D] float (EQUALISED); before, after [GROUP] float
 //           signs (ROTATED); boundaries, centroids [16] float (Lloyd-Max formats)
