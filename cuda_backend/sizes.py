@@ -18,7 +18,7 @@ SLACK, CHUNKS = 1.1, 3  # what chunks leave unused: a share of what they hold, a
 def snapshot_bytes(layers: Sequence[LayerSize]) -> int:
     """Of the recurrent states, a copy of which a session keeps to go back to."""
     states = [s for layer in layers for s in layer.states.values() if isinstance(s, DeltaSpec)]
-    return 4 * sum(s.heads * s.key_dim * s.value_dim for s in states)
+    return sum(s.matrix_bytes for s in states)
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:

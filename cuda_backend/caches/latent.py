@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from common.storage import LatentSpec
-from cuda_backend.caches.planes import Plane, all_places, check_capacity, keep_path, zeros
+from common.errors import BimetalError
+from common.storage import NATIVE, LatentSpec
+from cuda_backend.caches.planes import HALF, Plane, all_places, check_capacity, keep_path, zeros
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
 
@@ -49,5 +50,7 @@ class LatentStore:
 
 def latent_plane(spec: LatentSpec, layers: int, capacity: int) -> Plane:
     """Rows of `layers` layers, not yet anywhere."""
+    if spec.latent_format not in (NATIVE, HALF):
+        raise BimetalError(f"the CUDA kernels have no latent cache in {spec.latent_format}; supported: {HALF}")
     width = padded(spec.latent_dim) + padded(spec.rope_dim)
     return Plane(0, layers, 2 * width, width, all_places(capacity))

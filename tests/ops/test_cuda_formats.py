@@ -11,7 +11,7 @@ from common.kv_formats import FORMATS
 from common.ops import Rope
 from common.reference import NumpyOps
 from common.step import PAST, Step
-from common.storage import NATIVE, KVSpec, Packing
+from common.storage import NATIVE, KVSpec, LatentSpec, Packing
 from common.weights import dense
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -193,11 +193,13 @@ def test_bytes_of_a_state(ops):
 
 
 def test_refusals(ops):
-    """Tokens kept in float16 beside packed rows, and widths that differ, are refused in words."""
+    """Tokens kept in float16 beside packed rows, packed latents, and widths that differ are refused."""
     assert {("q8_0", "q8_0"), ("lm4", "tq3_0")} <= PAIRS
     exact = KVSpec(2, 128, 128, None, 0, "lm3", "lm3", Packing(True, True, 4, 128, 512))
     with pytest.raises(BimetalError, match="first 512, latest 128"):
         ops.new_state([{"kv": exact}], 100)
+    with pytest.raises(BimetalError, match="no latent cache in q8_0"):
+        ops.new_state([{"kv": LatentSpec(128, 16, "q8_0")}], 100)
     with pytest.raises(BimetalError, match="keys are 128 and values 64 wide"):
         ops.new_state([{"kv": KVSpec(2, 128, 64)}], 100)
 
