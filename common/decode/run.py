@@ -29,6 +29,14 @@ class DecodeStats:
     budgets: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
+    def add_plain(self, steps: int, seconds: float) -> None:
+        """Count `steps` steps without draft tokens."""
+        if steps:
+            self.lengths[1] += steps
+            self.budgets[0] += steps
+            self.rows += steps
+            self.seconds["plain"] += seconds
+
     @property
     def steps(self) -> int:
         return sum(self.lengths.values())

@@ -13,7 +13,7 @@ from common.decode.ddtree import Tree, grow
 from common.decode.lookup import Lookup
 from common.decode.plain import plain, target_of
 from common.decode.run import Run
-from common.decode.tuner import Tuner
+from common.decode.tuner import STRETCH, Tuner
 from common.decoders import Speculation
 from common.errors import UsageError
 from common.models import Model
@@ -134,26 +134,38 @@ def _first(run: Run, drafter: Drafter) -> Generator[tuple[int, Array], None, int
 def _plain(
     run: Run, drafter: Drafter, tuner: Tuner, logits: Array
 ) -> Generator[tuple[int, Array], None, tuple[int, int]]:
-    """Yield tokens of plain decoding from `logits` on until the tuner chooses a budget; return the newest and that."""
+    """Yield tokens of plain decoding from `logits` on until the tuner chooses a budget; return the newest and that.
+
+    The tuner chooses, and learns what steps took, once per stretch: a step may be as short as the host's work for it.
+    """
     budget = token = 0
+    ahead = tuner.plain_steps()  # steps before the tuner's next choice
 
     def goes_on() -> bool:
-        nonlocal budget
+        nonlocal budget, ahead
+        ahead -= 1
+        if ahead > 0:
+            return True
         budget = tuner.choose()
+        ahead = tuner.plain_steps()
         return budget == 0
 
-    switched, started = True, time.perf_counter()
-    for token, row in plain(target_of(run.model), run.state, logits, run.sampler, goes_on):
-        drafter.append(token)
-        if row is not run.logits:  # the prompt's
-            run.stats.lengths[1] += 1
-            run.stats.budgets[0] += 1
-            run.stats.rows += 1
-        yield token, row
-        ended = time.perf_counter()
-        tuner.record(0, [0], ended - started, switched)
-        run.stats.seconds["plain"] += ended - started
-        switched, started = False, ended
+    steps, switched, started = 0, True, time.perf_counter()
+    try:
+        for token, row in plain(target_of(run.model), run.state, logits, run.sampler, goes_on):
+            drafter.append(token)
+            of_prompt = row is run.logits
+            steps += not of_prompt
+            yield token, row
+            if of_prompt:
+                switched, started = False, time.perf_counter()
+            elif switched or steps >= STRETCH or tuner.plain_steps() == 1:
+                ended = time.perf_counter()
+                tuner.record(0, [0], (ended - started) / steps, switched, steps)
+                run.stats.add_plain(steps, ended - started)
+                steps, switched, started = 0, False, ended
+    finally:
+        run.stats.add_plain(steps, time.perf_counter() - started)
     return token, budget
 
 

@@ -10,6 +10,7 @@ OUTLIER = 3  # times the mean, which is the most that a step's time counts
 TRIALS = {True: 6, False: 4}  # steps that a trial of plain decoding takes, and one of a budget
 SHARE = 0.015  # of the time, at most, that trials may lose
 SAVED = 32  # plain steps' time that may be saved up for trials
+STRETCH = 16  # plain steps between two choices where plain decoding is best: the host's time for a choice counts there
 PATIENCE = 2  # times its cost that must be saved for a trial in mid-reply, where the draft's context may have gaps
 
 
@@ -45,6 +46,7 @@ class Tuner:
         self.trial: deque[int] = deque()  # sizes of the steps to come
         self.trials = 0
         self.begins = True  # a reply, before which the prompt filled the draft's context
+        self.settled = False  # was the last choice the best size, and not a trial?
 
     def begin(self) -> None:
         """A reply begins."""
@@ -54,6 +56,7 @@ class Tuner:
     def choose(self) -> int:
         """The budget of the next step."""
         begins, self.begins = self.begins, False
+        self.settled = False
         if self.trial:
             return self.trial.popleft()
         for size in (self.sizes[len(self.sizes) // 3], 0):
@@ -77,17 +80,22 @@ class Tuner:
             self.trials += 1
             self.trial.extend([tried] * (steps - 1))
             return tried
+        self.settled = True
         return self.sizes[best]
 
-    def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False) -> None:
-        """A step of budget `size` took `seconds`, and accepted the nodes `path`, the root first.
+    def plain_steps(self) -> int:
+        """Plain steps that may be taken after `choose` returned 0, before it is asked again."""
+        return STRETCH if self.settled else 1
+
+    def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
+        """Steps of budget `size` took `seconds` each; the last accepted the nodes `path`, the root first.
 
         switched  a plain step after another size, before which no step was launched ahead
         """
         mean = self.seconds[size]
         if mean.count:
             seconds = min(seconds, OUTLIER * mean.value)
-            self.saved = min(self.saved + SHARE * seconds, SAVED * self.seconds[0].value)
+            self.saved = min(self.saved + SHARE * seconds * steps, SAVED * self.seconds[0].value)
         if switched:
             self.switch.add(max(seconds - mean.value, 0.0) if mean.count else 0.0)
         else:

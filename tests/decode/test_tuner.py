@@ -23,20 +23,21 @@ class Machine:
     def reply(self, tuner, tokens, share):
         """One reply, where each draft token is accepted with probability `share`."""
         tuner.begin()
-        size, last, done = tuner.choose(), None, 0
+        size, last, done = tuner.choose(), 0, 0
         while done < tokens:
             jitter = 1 + self.noise * abs(self.random.normal())
             if size == 0:
+                steps = 1 if last else tuner.plain_steps()
                 path, seconds = [0], (PLAIN + (BUBBLE if last else 0)) * jitter
-                tuner.record(0, path, seconds, switched=bool(last) or last is None)
-                self.plain_tokens += 1
+                tuner.record(0, path, seconds, switched=last > 0, steps=steps)
+                self.plain_tokens += steps
             else:
-                accepted = min(int(self.random.geometric(1 - share)) - 1, size, 15)
+                steps, accepted = 1, min(int(self.random.geometric(1 - share)) - 1, size, 15)
                 path, seconds = list(range(accepted + 1)), (self.base + self.per_row * size) * jitter
                 tuner.record(size, path, seconds)
-            self.clock += seconds
-            self.plain_clock += PLAIN * jitter * len(path)
-            done += len(path)
+            self.clock += seconds * steps
+            self.plain_clock += PLAIN * jitter * len(path) * steps
+            done += len(path) * steps
             last, size = size, tuner.choose()
 
     @property
