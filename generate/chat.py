@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM
+from generate.prompt import check_template, system_message
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 COMMANDS = {
@@ -54,9 +56,7 @@ KINDS = {float: "a number", int: "a whole number", _switch: "on or off"}
 
 
 def run(args: argparse.Namespace) -> int:
-    with LLM(args.model, args.load) as llm:
-        if llm.tokenizer.chat_template is None:
-            raise UsageError(f"{args.model} has no chat template; use --prompt with --raw")
+    with LLM(args.model, args.load, partial(check_template, args)) as llm:
         if sys.stdin.isatty():
             print(f"{llm.path.name} ({llm.architecture}) on {llm.backend}, context {llm.context}; /help lists commands")
         tell_sampling(llm, args.options)
@@ -111,10 +111,11 @@ class Chat:
 
     def _answer(self, messages: list[dict[str, Any]]) -> None:
         """Reply to `messages`, which become the history with the reply; without any of a reply the history stays."""
-        system = [{"role": "system", "content": self.system}] if self.system is not None else []
         with (
             Waiting() as waiting,
-            self.llm.stream_chat(system + messages, **self.options, on_prefill=waiting.update) as stream,
+            self.llm.stream_chat(
+                [*system_message(self.system), *messages], **self.options, on_prefill=waiting.update
+            ) as stream,
             cancelled_by_ctrl_c(stream, once=False),
         ):
             show(stream, waiting)

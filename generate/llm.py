@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.fit import context_that_fits
@@ -60,23 +60,31 @@ class LLM:
     tokenizer: Tokenizer
     recommended: Recommended
 
-    def __init__(self, model: str | PathLike[str], options: LoadOptions | None = None):
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        options: LoadOptions | None = None,
+        check: Callable[[Tokenizer], None] | None = None,
+    ):
+        """`check` is called with the tokenizer before weights are loaded; what it raises ends the loading."""
         options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
         check_draft(options.draft_device, draft)
         placement = Placement(options.devices, options.split, options.draft_device)
         self._progress = in_notebook() if options.progress is None else options.progress
         self.path = resolve_model(PATH.accept("model", model), progress=self._progress)
+        checkpoint = open_checkpoint(self.path)
+        self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+        self.recommended = recommended_sampling(checkpoint)
+        if check is not None:
+            check(self.tokenizer)
         self.draft_path = None if draft is None else resolve_draft(draft, self._progress)
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._session: Session = self._owner.submit(lambda: self._load(options, placement)).result()
+        self._session: Session = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
 
-    def _load(self, options: LoadOptions, placement: Placement) -> Session:
-        checkpoint = open_checkpoint(self.path)
-        self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-        self.recommended = recommended_sampling(checkpoint)
+    def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Session:
         model = open_model(checkpoint, options.backend, self._progress, placement)
         model = with_cache(model, options, options.ctx or model.config.context)
         if options.max_kv_size is not None:

@@ -3,8 +3,10 @@
 import argparse
 import sys
 from functools import partial
+from typing import Any
 
 from common.errors import UsageError
+from common.tokenizer import Tokenizer
 from generate.llm import LLM
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
@@ -13,16 +15,11 @@ INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 
 def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt is not None else _stdin()
-    with LLM(args.model, args.load) as llm:
+    with LLM(args.model, args.load, partial(check_template, args)) as llm:
         if args.raw or llm.tokenizer.chat_template is None:
-            if args.system is not None:
-                raise UsageError(f"{args.model} has no chat template, so --system has no place to go")
-            if args.think is not None:
-                raise UsageError(f"{args.model} has no chat template, so it cannot be told to think or not")
             start = partial(llm.stream, prompt)
         else:
-            messages = [{"role": "system", "content": args.system}] if args.system is not None else []
-            messages.append({"role": "user", "content": prompt})
+            messages = [*system_message(args.system), {"role": "user", "content": prompt}]
             start = partial(llm.stream_chat, messages, think=args.think, parse_special=args.parse_special)
         tell_sampling(llm, args.options)
         with (
@@ -35,6 +32,26 @@ def run(args: argparse.Namespace) -> int:
         if args.stats and stream.stats:
             print(figures(stream.stats), file=sys.stderr)
         return INTERRUPTED if stream.finish_reason == "cancelled" else 0
+
+
+def check_template(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Refuse flags that the model's chat template has no place for: UsageError, or BimetalError in its own words."""
+    if args.raw:
+        return
+    if tokenizer.chat_template is not None:
+        messages = [*system_message(args.system), {"role": "user", "content": "a"}]
+        tokenizer.chat_prompt(messages, think=args.think, parse_special=args.parse_special)
+    elif args.command == "chat":
+        raise UsageError(f"{args.model} has no chat template; use --prompt, which continues a text")
+    elif args.system is not None:
+        raise UsageError(f"{args.model} has no chat template, so --system has no place to go")
+    elif args.think is not None:
+        raise UsageError(f"{args.model} has no chat template, so it cannot be told to think or not")
+
+
+def system_message(text: str | None) -> list[dict[str, Any]]:
+    """The messages that a conversation begins with: the system prompt, or none."""
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 def _stdin() -> str:

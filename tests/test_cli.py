@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from tiny_chat import write
+from tiny_chat import TEMPLATE, write
 
 from common.step import Step
 from generate.__main__ import main
@@ -352,11 +352,33 @@ def test_chat_errors_do_not_end_the_chat(run, tmp_path):
     assert "decode 3 tokens" in out
 
 
-def test_chat_needs_a_template(run, tmp_path):
-    code, _, err = run(
-        "--chat", "--model", str(write(tmp_path, template=None)), "--backend", "numpy", stdin="", model=False
-    )
-    assert (code, "has no chat template" in err) == (2, True)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+THINKS = TEMPLATE + "{% if false %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "argv", "code", "message"),
+    [
+        (None, ["--chat"], 2, "has no chat template; use --prompt"),
+        (None, ["-p", "x", "--system", "y"], 2, "has no chat template, so --system has no place to go"),
+        (None, ["-p", "x", "--no-think"], 2, "has no chat template, so it cannot be told to think or not"),
+        (TEMPLATE, ["-p", "x", "--think"], 2, "the model's chat template cannot turn thinking on"),
+        (TEMPLATE, ["--chat", "--think"], 2, "the model's chat template cannot turn thinking on"),
+        (THINKS, ["-p", "x", "--no-think"], 2, "the model's chat template cannot turn thinking off"),
+        (NO_SYSTEM, ["-p", "x", "--system", "y"], 1, "no system role"),
+        (NO_SYSTEM, ["--chat", "--system", "y"], 1, "no system role"),
+        ("{% for", ["-p", "x"], 1, "template"),
+    ],
+)
+def test_what_a_template_lacks_is_refused_before_weights_are_loaded(
+    run, template, argv, code, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("generate.llm.open_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    model = str(write(tmp_path, template=template))
+    got, out, err = run(*argv, "--model", model, "--backend", "numpy", stdin="", model=False)
+    assert (got, out) == (code, "")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

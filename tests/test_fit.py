@@ -327,6 +327,14 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     assert all(row["total"] == sum(row[part] for part in parts) for row in table.values())
 
 
+@pytest.mark.parametrize("name", ["pipe.gguf", "pipe"])
+def test_a_pipe_is_no_model(run, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    code, out, err = run(str(tmp_path / name))
+    assert (code, out) == (1, "")
+    assert err == f"error: {tmp_path / name} is not a regular file\n"
+
+
 def test_two_models_of_one_quant_are_told_apart(run, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}-Q4_0.gguf").write_bytes(gguf("Q4_0"))
