@@ -62,7 +62,7 @@ FUSIONS = (
     Fusion("norm of a sum", "experts", "moe.cu combine_scale", _experts_in_fours),
     Fusion("add", "experts", "moe.cu combine", _alone),
     Fusion("gate", "attention", "pieces.cu combine", _of_128_channels),
-    Fusion("cache", "heads", "to_cache.cu to_cache, rows.cu heads_to_cache", _ungated, computed=True),
+    Fusion("cache", "heads", "to_cache.cu to_cache, heads_to_cache.cu heads_to_cache", _ungated, computed=True),
     Fusion("latent cache", "heads", "latent.cu gather", _rope_alone),
     Fusion("latent cache", "norm", "latent.cu gather"),
     Fusion("product", "norm", "light.cu add_scale, moe.cu combine_scale", _of_128, computed=True),
