@@ -146,8 +146,13 @@ def _either(chosen: Any, default: Any) -> Any:
     return default if chosen is None else chosen
 
 
-def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]]) -> None:
-    """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError."""
+def check_pairs(
+    spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]], reads_exactly: bool = True
+) -> None:
+    """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError.
+
+    reads_exactly  whether the backend keeps exact rows beside a compressed cache
+    """
     for s in (s for layer in spec for s in layer.values()):
         if isinstance(s, KVSpec):
             pair = s.key_format, s.value_format
@@ -159,6 +164,11 @@ def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[
             raise UsageError(
                 f"the {backend} backend has no cache of keys in {pair[0]} and values in {pair[1]}; "
                 f"supported: {_listed(pairs)}"
+            )
+        if isinstance(s, KVSpec) and s.packing.keeps_exact and not reads_exactly:
+            raise UsageError(
+                f"the {backend} backend reads every token of a compressed cache from its codes, and keys in {pair[0]} "
+                "keep some exact; add --kv-calibration 0 --kv-sinks 0 --kv-recent 0, or take keys of 8 bits"
             )
         for plane in getattr(s, "planes", ()):
             if plane.format != NATIVE:

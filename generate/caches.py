@@ -24,7 +24,7 @@ def cache_of(args: argparse.Namespace) -> CacheChoice:
 def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:
     """A model's specs with its caches as chosen; raises UsageError for what the backend has not."""
     chosen = packed(spec, options_of(choice))
-    check_pairs(chosen, ops.name, ops.cache_pairs)
+    check_pairs(chosen, ops.name, ops.cache_pairs, ops.reads_exactly)
     return chosen
 
 

@@ -70,6 +70,7 @@ class MlxOps(Ops):
     name = "mlx"
     runs_ahead = True
     cache_pairs = ALL_PAIRS
+    reads_exactly = True
 
     def __init__(self, dtype: mx.Dtype = mx.float32):
         self.dtype = dtype

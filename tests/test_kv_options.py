@@ -70,12 +70,19 @@ def test_refusals(demo, capsys):
 
 def test_a_backend_without_kernels_refuses(demo):
     class Bare(NumpyOps):
-        name, cache_pairs = "bare", frozenset({("q8_0", "q8_0")})
+        name, cache_pairs = "bare", frozenset({("q8_0", "q8_0"), ("q4_0", "q4_0")})
+        reads_exactly = False
 
     model = load_model(demo_path(), Bare())
     assert with_cache(model, CacheChoice(kv="q8"), 100).cache.keys == "q8_0"
-    with pytest.raises(UsageError, match="bare backend has no cache of keys in lm4 and values in lm4; supported: q8_0"):
+    with pytest.raises(
+        UsageError, match="bare backend has no cache of keys in lm4 and values in lm4; supported: q4_0 / q4_0; q8_0"
+    ):
         with_cache(model, CacheChoice(kv="q4"), 100)
+    plain = CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0", kv_calibration=0)
+    assert with_cache(model, plain, 100).cache.keys == "q4_0"
+    with pytest.raises(UsageError, match="keys in q4_0 keep some exact; add --kv-calibration 0"):
+        with_cache(model, CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0"), 100)
 
 
 def test_fit_and_inspect_count_the_bytes(capsys):

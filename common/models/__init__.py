@@ -87,7 +87,7 @@ class Model:
     def state_spec(self) -> list[LayerSpec]:
         """What each layer stores for a sequence; raises UsageError for cache formats that the backend has not."""
         spec = packed(self.definition.state_spec(self.config), self.cache)
-        check_pairs(spec, self.ops.name, self.ops.cache_pairs)
+        check_pairs(spec, self.ops.name, self.ops.cache_pairs, self.ops.reads_exactly)
         return spec
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
