@@ -3,9 +3,13 @@
 A further decoder is a file in common/decode, its line in common/decode/registry.py, and a row here.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from common.errors import UsageError
+
+MOST_WINDOW = 68  # masks of a WeDLM window: a step has twice as many rows, half of common.step.MAX_DECODE_ROWS
+ORDERS = ("streaming", "paper")
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,7 @@ class Decoder:
 
     name         the value of --spec
     meaning      for help texts
-    family       the module of common/decode that runs it
+    family       the module of common/decode that runs it: "plain", "speculative" or "wedlm"
     needs_draft  whether the model must come with a draft model
     takes        the options that it reads
     """
@@ -27,6 +31,7 @@ class Decoder:
 
 
 _CHAIN, _TREE = ("tree_budget",), ("tree_budget", "tree_topk", "chain_seed")
+_WEDLM = ("wedlm_preset", "wedlm_window", "wedlm_tau", "wedlm_lambda", "wedlm_verify", "wedlm_order")
 DECODERS = {
     row.name: row
     for row in (
@@ -36,7 +41,47 @@ DECODERS = {
         Decoder("tree", "the draft's likeliest prefixes", "speculative", True, _TREE),
         Decoder("lookup+chain", "a long lookup, else the chain", "speculative", True, _CHAIN),
         Decoder("lookup+tree", "both in one tree", "speculative", True, _TREE),
+        Decoder("wedlm", "masked tokens of a window, filled in parallel; for WeDLM models", "wedlm", False, _WEDLM),
     )
+}
+
+
+@dataclass(frozen=True)
+class WedlmOptions:
+    """How a window of masked tokens is filled.
+
+    window   masks per step, at least 1
+    tau      entropy in nats below which a mask is filled; the mask of least adjusted entropy is, where none lies below
+    penalty  nats added per position of distance from the first mask (lambda in the paper)
+    verify   confirm every token by the next-token logits, so that the text is that of plain greedy decoding
+    order    "streaming": as many masks as `window` in every step; "paper": filled slots count into the window
+    """
+
+    window: int = 8
+    tau: float = 0.4
+    penalty: float = 0.05
+    verify: bool = False
+    order: str = "streaming"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window <= MOST_WINDOW:
+            raise UsageError(f"wedlm_window is {self.window}; it must be from 1 to {MOST_WINDOW}")
+        if not self.tau >= 0:
+            raise UsageError(f"wedlm_tau is {self.tau}; it must be at least 0")
+        if not 0 <= self.penalty < math.inf:
+            raise UsageError(f"wedlm_lambda is {self.penalty}; it must be finite and at least 0")
+        if self.order not in ORDERS:
+            raise UsageError(f"wedlm_order is {self.order!r}; supported: {', '.join(ORDERS)}")
+
+    @property
+    def words(self) -> str:
+        return f"{self.window}, {self.tau:g}, {self.penalty:g}"
+
+
+PRESETS = {
+    "quality": WedlmOptions(16, 0.2, 0.02),
+    "balanced": WedlmOptions(8, 0.4, 0.05),
+    "fast": WedlmOptions(16, 0.6, 0.02),
 }
 
 
@@ -48,12 +93,14 @@ class Speculation:
     budget      draft tokens per step; None: chosen while decoding
     top_k       candidates that a tree considers at each position
     seed_chain  begin trees with the draft's likeliest block, whatever its probability
+    wedlm       how a WeDLM model fills its window
     """
 
     kind: str = "off"
     budget: int | None = None
     top_k: int = 8
     seed_chain: bool = False
+    wedlm: WedlmOptions = field(default_factory=WedlmOptions)
 
     def __post_init__(self) -> None:
         if self.kind not in DECODERS:
@@ -66,3 +113,8 @@ class Speculation:
     @property
     def decoder(self) -> Decoder:
         return DECODERS[self.kind]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether steps verify draft tokens: `accepted` then counts them."""
+        return self.decoder.family == "speculative"

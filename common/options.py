@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from common import rules
-from common.decoders import DECODERS
+from common.decoders import DECODERS, MOST_WINDOW, ORDERS, PRESETS
 from common.rules import Rule
 
 MOST_TOKENS = 2**31 - 1  # of a context: positions are 32-bit numbers
@@ -75,7 +75,7 @@ class GenerationOptions(Sampling):
         None,
         rules.one_of(*DECODERS),
         f"speculative mode: {'; '.join(f'{row.name}: {row.meaning}' for row in DECODERS.values())}. The text stays the "
-        "same. None: tree with a draft, else off",
+        "same, except with wedlm. None: tree with a draft, wedlm with a WeDLM model, else off",
     )
     tree_budget: int | None = option(
         None,
@@ -84,6 +84,30 @@ class GenerationOptions(Sampling):
     )
     tree_topk: int = option(8, rules.whole(1), "candidates that a tree considers at each position")
     chain_seed: bool = option(False, rules.FLAG, "begin each tree with the draft's likeliest block")
+    wedlm_preset: str | None = option(
+        None,
+        rules.one_of(*PRESETS),
+        f"window, tau and lambda at once: {'; '.join(f'{n}: {p.words}' for n, p in PRESETS.items())}. None: balanced",
+    )
+    wedlm_window: int | None = option(None, rules.whole(1, MOST_WINDOW), "masks per step; None: as the preset has it")
+    wedlm_tau: float | None = option(
+        None,
+        rules.NOT_NEGATIVE,
+        "entropy in nats below which masks are filled; 0: one mask per step. None: as the preset has it",
+    )
+    wedlm_lambda: float | None = option(
+        None,
+        rules.AT_LEAST_0,
+        "nats added to a mask's entropy per position after the first mask; None: as the preset has it",
+    )
+    wedlm_verify: bool = option(
+        False, rules.FLAG, "confirm each token by the next-token logits: the text of greedy decoding without windows"
+    )
+    wedlm_order: str | None = option(
+        None,
+        rules.one_of(*ORDERS),
+        "streaming: a full window of masks in each step; paper: filled positions count into it. None: streaming",
+    )
 
 
 RESERVED = ("messages", "tools", "think", "parse_special", "template", "vocabulary")  # for other arguments of a chat

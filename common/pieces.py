@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.decode.run import DecodeStats
+from common.decode.run import DecodeStats, WedlmStats
 from common.reply import Parts, ReplyParser
 from common.sampling import log_softmax
 
@@ -39,6 +39,7 @@ class Stats:
     state_bytes: int
     peak_bytes: int
     accepted: DecodeStats | None = None  # with speculative decoding
+    wedlm: WedlmStats | None = None  # with the windows of a WeDLM model
     plain_seconds: float | None = None  # of a step without draft tokens, if one was measured
 
     @property

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from common.decode.registry import decode
-from common.decode.run import DecodeStats, Run
-from common.decode.speculative import check, new_tuner
+from common.decode.registry import check, decode
+from common.decode.run import DecodeStats, Run, WedlmStats
+from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
-from common.decoders import DECODERS, Speculation
+from common.decode.wedlm import most_unread
+from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
 from common.errors import BimetalError, UsageError
 from common.models import Model
 from common.models.dflash import Pair
@@ -50,26 +52,51 @@ def check_tokens(tokens: Any, vocab: int) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def speculation_of(options: GenerationOptions, drafted: bool) -> Speculation:
+def default_spec(model: Any) -> str:
+    """The speculative mode of `model` where none is chosen: tree with a draft, wedlm with a mask token, else off."""
+    if isinstance(model, Pair):
+        return "tree"
+    return "off" if getattr(model.config, "mask_id", None) is None else "wedlm"
+
+
+def speculation_of(options: GenerationOptions, default: str) -> Speculation:
     """Return the speculative mode that `options` choose; raises UsageError for options of other modes.
 
-    drafted  whether the model has a draft
+    default  the mode of the model, as `default_spec` has it
     """
-    kind = options.spec or ("tree" if drafted else "off")
+    kind = options.spec or default
     plain_topk = GenerationOptions.tree_topk
     given = {
         "tree_budget": options.tree_budget is not None,
         "chain_seed": options.chain_seed,
         "tree_topk": options.tree_topk != plain_topk,
+        "wedlm_preset": options.wedlm_preset is not None,
+        "wedlm_window": options.wedlm_window is not None,
+        "wedlm_tau": options.wedlm_tau is not None,
+        "wedlm_lambda": options.wedlm_lambda is not None,
+        "wedlm_verify": options.wedlm_verify,
+        "wedlm_order": options.wedlm_order is not None,
     }
     for name in (name for name, asked in given.items() if asked):
         if name in DECODERS[kind].takes:
             continue
-        if kind == "off":
+        if kind == "off" and name not in DECODERS["wedlm"].takes:
             raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
         takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
         raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
-    return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed)
+    return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed, _window_of(options))
+
+
+def _window_of(options: GenerationOptions) -> WedlmOptions:
+    """The options of a window: those that are given, and the others of the preset."""
+    own: dict[str, Any] = {
+        "window": options.wedlm_window,
+        "tau": options.wedlm_tau,
+        "penalty": options.wedlm_lambda,
+        "order": options.wedlm_order,
+        "verify": options.wedlm_verify,
+    }
+    return replace(PRESETS[options.wedlm_preset or "balanced"], **{k: v for k, v in own.items() if v is not None})
 
 
 DEFAULTS = GenerationOptions()
@@ -98,7 +125,7 @@ class Session:
     def reset(self) -> None:
         self.state.restore(self._empty)  # a new state would have no graphs captured
         self.tokens: list[int] = []
-        self.accepted = DecodeStats()
+        self.accepted, self.wedlm = DecodeStats(), WedlmStats()
         # what the next prompt may begin with, the state after it, and the logits where that is a whole prompt
         self.turn: tuple[list[int], Snapshot, Array | None] | None = None
 
@@ -115,18 +142,18 @@ class Session:
         shared  tokens of the prompt that the next one will begin with, whatever the reply; None: all
         """
         ids = self._check(prompt, options)
-        speculation = speculation_of(options, isinstance(self.model, Pair))
-        if speculation.kind != "off":
-            check(speculation, self.model)
+        speculation, sampler = speculation_of(options, default_spec(self.model)), Sampler(options, ids)
+        check(speculation, self.model, sampler)
         started = time.perf_counter()
         cached = self._rewind(ids)
-        logits = self._prefill(ids, len(ids) if shared is None else shared, cancel, options.on_prefill)
+        end = len(ids) - self._unread(len(ids) - cached, speculation)
+        shared = end if shared is None else min(shared, end)
+        logits = self._prefill(ids, end, shared, cancel, options.on_prefill)
         first = last = time.perf_counter()
         new, pending = 0, Piece()
         text = StopText(options.stop)
         decoder = self.tokenizer.decoder()
         reason = "cancelled" if logits is None else "length"
-        sampler = Sampler(options, ids)
         with closing(self._decode(logits, sampler, speculation)) as tokens:
             for token, row in tokens:
                 last = time.perf_counter()
@@ -166,7 +193,8 @@ class Session:
             step_bytes=self.model.step_bytes,
             state_bytes=self.state.nbytes,
             peak_bytes=self.model.ops.peak_bytes(),
-            accepted=self.accepted if speculation.kind != "off" else None,
+            accepted=self.accepted if speculation.drafts else None,
+            wedlm=self.wedlm if speculation.kind == "wedlm" else None,
             plain_seconds=None if tuner is None else tuner.plain_seconds,
         )
         yield pending
@@ -176,9 +204,11 @@ class Session:
     ) -> Generator[tuple[int, Array], None, None]:
         if logits is None:
             return
-        self.accepted = DecodeStats()
-        run = Run(self.decoding, self.state, logits, sampler, list(self.tokens), speculation, stats=self.accepted)
-        if speculation.kind != "off" and speculation.budget is None:
+        self.accepted, self.wedlm = DecodeStats(), WedlmStats()
+        unread = self.tokens[self.state.length :]
+        run = Run(self.decoding, self.state, logits, sampler, list(self.tokens), speculation, unread=unread)
+        run.stats, run.wedlm = self.accepted, self.wedlm
+        if speculation.drafts and speculation.budget is None:
             run.tuner = self.tuners.setdefault((speculation, sampler.is_argmax), new_tuner(speculation, self.model))
         yield from decode(run)
 
@@ -211,34 +241,50 @@ class Session:
         self.reset()
         return 0
 
+    def _unread(self, new: int, speculation: Speculation) -> int:
+        """Of `new` tokens at the prompt's end, those that prefill leaves to the decoder's first step.
+
+        All of few, which saves a forward; of more the last one, as prefill then reads the others at its own speed. The
+        decoder must see what prefill does: none with `fa_window`.
+        """
+        if speculation.kind != "wedlm" or self.decoding is not self.model:
+            return 0
+        most = most_unread(speculation.wedlm)
+        return new if new <= most else min(most, 1)
+
     def _prefill(
         self,
         prompt: list[int],
+        end: int,
         shared: int,
         cancel: threading.Event | None,
         on_prefill: Callable[[int, int], object] | None,
     ) -> Array | None:
-        """Run the prompt's tokens that the state lacks; the last row's logits (1, vocab), or None if cancelled.
+        """Run the tokens up to `end` that the state lacks; the last row's logits (1, vocab), or None if cancelled.
 
-        A state that has read past `shared` keeps what it could go back to before.
+        The logits are empty where the decoder reads tokens of the prompt. A state that has read past `shared` keeps
+        what it could go back to before.
         """
         self.tokens = list(prompt)
         start = at = self.state.length
-        end, logits = len(prompt), None
-        if at == end:  # the same prompt again
+        whole = end == len(prompt)
+        if at == len(prompt):  # the same prompt again
             assert self.turn
             return self.turn[2]
+        logits: Array = ()
+        if at == shared:
+            self.turn = prompt[:at], self.state.snapshot(), None
         while at < end:
             if cancel is not None and cancel.is_set():
                 return None
             n = min(self.model.ops.prefill_rows, (shared if at < shared else end) - at)
             chunk = np.asarray(prompt[at : at + n], np.int32)
-            rows = slice(n - 1, n) if at + n == end else slice(0, 0)
+            rows = slice(n - 1, n) if whole and at + n == end else slice(0, 0)
             logits = self.model.forward(self.state, Step.chain(chunk, at), rows)
             self.state.commit(np.arange(n))
             at += n
             if at == shared:
-                self.turn = prompt[:at], self.state.snapshot(), logits if at == end else None
+                self.turn = prompt[:at], self.state.snapshot(), logits if at == len(prompt) else None
             if on_prefill:
                 on_prefill(at - start, end - start)
         return logits

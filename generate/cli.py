@@ -5,7 +5,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from common.decoders import DECODERS
+from common.decoders import DECODERS, ORDERS, PRESETS
 from common.errors import UsageError
 from common.options import (
     CACHE_SHORTHANDS,
@@ -33,9 +33,10 @@ BACKENDS = ("cuda", "mlx", "numpy")
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
+WINDOW = DECODERS["wedlm"].takes
 CACHE = tuple(CacheChoice.__dataclass_fields__)
 LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device", *CACHE)  # of load
-OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION)  # of LLM.stream
+OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
 class Once(argparse.Action):
@@ -179,6 +180,7 @@ def _text(p: Parser) -> None:
     s.add_argument("--presence-penalty", type=_number, metavar="X", help="for any occurrence in the reply")
     s.add_argument("--seed", type=_count, metavar="N", help="same seed, same text")
     _speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
+    _window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
     r = p.add_argument_group("reply")
     r.add_argument(
         "-n", "--max-tokens", type=_positive, metavar="N", help="most tokens of the reply (default: the context)"
@@ -353,7 +355,7 @@ def _speculation(p: Any) -> None:
         "--spec",
         choices=tuple(DECODERS),
         help="; ".join(f"{row.name}: {row.meaning}" for row in DECODERS.values())
-        + " (default: tree with a draft, else off)",
+        + " (default: tree with a draft, wedlm with a WeDLM model, else off)",
     )
     p.add_argument(
         "--tree-budget",
@@ -367,6 +369,30 @@ def _speculation(p: Any) -> None:
     p.add_argument(
         "--chain-seed", action="store_true", default=None, help="begin trees with the draft's likeliest block"
     )
+
+
+def _window(p: Any) -> None:
+    presets = "; ".join(f"{name}: {preset.words}" for name, preset in PRESETS.items())
+    p.add_argument(
+        "--wedlm-preset", choices=tuple(PRESETS), help=f"window, tau and lambda: {presets} (default: balanced)"
+    )
+    p.add_argument("--wedlm-window", type=_positive, metavar="N", help="masks per step (default: as the preset)")
+    p.add_argument(
+        "--wedlm-tau",
+        type=_number,
+        metavar="X",
+        help="entropy in nats below which masks are filled; 0: one mask per step (default: as the preset)",
+    )
+    p.add_argument(
+        "--wedlm-lambda",
+        type=_number,
+        metavar="X",
+        help="nats added per position after the first mask (default: as the preset)",
+    )
+    p.add_argument(
+        "--wedlm-verify", action="store_true", default=None, help="keep the text of greedy decoding without windows"
+    )
+    p.add_argument("--wedlm-order", choices=ORDERS, help="when masks are added (default: streaming)")
 
 
 def _speculation_bench(p: Any) -> None:

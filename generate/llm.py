@@ -25,7 +25,7 @@ from common.pieces import parse_pieces
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
-from common.session import Session, check_tokens, speculation_of
+from common.session import Session, check_tokens, default_spec, speculation_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import Placement, check_draft, leave_thread, open_model
 from generate.caches import with_cache
@@ -92,6 +92,7 @@ class LLM:
         if self.draft_path is not None:
             model = load_pair(self.draft_path, model, self._progress)
         self.backend, self.architecture = model.ops.name, model.architecture
+        self.default_spec = default_spec(model)
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab_size: int = model.config.vocab
@@ -249,7 +250,7 @@ class LLM:
         shared: int | None = None,
     ) -> Start:
         """Return a function that submits the reply to the owner thread: it puts pieces, then DONE or an exception."""
-        speculation_of(options, self.draft_path is not None)  # refused in the caller's thread
+        speculation_of(options, self.default_spec)  # refused in the caller's thread
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             def job() -> None:

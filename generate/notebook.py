@@ -31,6 +31,8 @@ def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reaso
     ]
     if stats.accepted is not None:
         figures.append(f"{stats.accepted.length:.2f} tokens per step")
+    if stats.wedlm is not None:
+        figures.append(f"{stats.wedlm.tokens_per_forward:.2f} tokens per forward")
     return "\n\n".join([*parts, f"<sub>{' · '.join(figures)}</sub>"])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from common.decode.run import WedlmStats
 from common.pieces import Stats
 from common.terminal import printable
 from generate.llm import LLM
@@ -112,6 +113,8 @@ def figures(stats: Stats) -> str:
         f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "
         f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
     )
+    if stats.wedlm is not None:
+        return f"{text}\n{window_figures(stats.wedlm)}"
     return text if stats.accepted is None else f"{text}\n{speculation_figures(stats)}"
 
 
@@ -127,4 +130,14 @@ def speculation_figures(stats: Stats) -> str:
         f"speculative decoding: {accepted.length:.2f} tokens per step of {accepted.rows / steps:.1f} rows{against}; "
         f"accepted by place: {places or 'none'}\n"
         f"ms per step: {phases}"
+    )
+
+
+def window_figures(wedlm: WedlmStats) -> str:
+    """Tokens and rows of a WeDLM model's forwards, and milliseconds per forward by phase."""
+    phases = ", ".join(f"{name} {1e3 * s / max(wedlm.forwards, 1):.2f}" for name, s in wedlm.seconds.items())
+    return (
+        f"wedlm: {wedlm.tokens_per_forward:.2f} tokens per forward, {wedlm.rows_per_token:.2f} rows per token, "
+        f"p_cache {wedlm.cache_share:.2f}\n"
+        f"ms per forward: {phases}"
     )

@@ -24,7 +24,7 @@ from common.step import MAX_DECODE_ROWS, Step
 from common.tokenizer import load_tokenizer
 from generate.__main__ import main
 
-SPECULATIVE = [name for name in DECODERS if name != "off"]
+SPECULATIVE = [row.name for row in DECODERS.values() if row.family == "speculative"]
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -208,8 +208,10 @@ def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
     model, tokenizer = load_model(folder, NumpyOps()), load_tokenizer(folder, {})
     session = Session(model, tokenizer, 128, fa_window=4)
     prompt = list(range(40, 70))
-    logits = session._prefill(prompt, len(prompt), None, None)
-    assert np.array_equal(logits[-1], Session(model, tokenizer, 128)._prefill(prompt, len(prompt), None, None)[-1])
+    logits = session._prefill(prompt, len(prompt), len(prompt), None, None)
+    assert np.array_equal(
+        logits[-1], Session(model, tokenizer, 128)._prefill(prompt, len(prompt), len(prompt), None, None)[-1]
+    )
     options, other = GenerationOptions(max_tokens=20), Session(model, tokenizer, 128)
     tokens = [t for p in session.stream(prompt, replace(options, spec="lookup")) for t in p.tokens]
     assert tokens == [t for p in session.stream(prompt, options) for t in p.tokens]

@@ -8,20 +8,24 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HIDDEN, LAYERS, HEADS, HEAD_DIM, FFN, CONTEXT = 32, 2, 4, 8, 48, 256
-END = "<|im_end|>"
+END, MASK = "<|im_end|>", "<|mask|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE) -> Path:
-    """A llama checkpoint of one-byte tokens with its tokenizer in `folder`."""
+def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE, masked: bool = False) -> Path:
+    """A llama checkpoint of one-byte tokens with its tokenizer in `folder`; with `masked` a WeDLM one."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate(["<|im_start|>", END, *alphabet])}
+    config: dict[str, str | int] = {"model_type": "llama"}
+    if masked:
+        config = {"model_type": "wedlm", "mask_token_id": len(vocabulary), "head_dim": HEAD_DIM}
+        vocabulary[MASK] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.add_special_tokens(["<|im_start|>", END])
+    tokenizer.add_special_tokens(["<|im_start|>", END, *([MASK] if masked else [])])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -30,7 +34,7 @@ def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE) -> Path:
     (folder / "config.json").write_text(
         json.dumps(
             {
-                "model_type": "llama",
+                **config,
                 "vocab_size": len(vocabulary),
                 "hidden_size": HIDDEN,
                 "num_hidden_layers": LAYERS,
@@ -65,6 +69,8 @@ def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE) -> Path:
             "input_layernorm": np.ones(HIDDEN, np.float32),
             "post_attention_layernorm": np.ones(HIDDEN, np.float32),
         }
+        if masked:
+            layer |= {f"self_attn.{name}_norm": np.ones(HEAD_DIM, np.float32) for name in "qk"}
         weights |= {f"model.layers.{i}.{name}.weight": value for name, value in layer.items()}
     save_file(weights, folder / "model.safetensors")
     return folder

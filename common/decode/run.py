@@ -12,6 +12,7 @@ from common.sampling import Sampler
 from common.step import State
 
 PHASES = ("plain", "draft", "tree", "verify", "commit", "host")
+WEDLM_PHASES = ("forward", "choice", "commit", "host")
 
 
 @dataclass
@@ -55,14 +56,57 @@ class DecodeStats:
 
 
 @dataclass
+class WedlmStats:
+    """Counts and times of one reply of a WeDLM model.
+
+    forwards   steps after the prefill
+    fills      steps that filled a slot
+    rows       rows of all steps, without those of the prompt
+    committed  tokens of the reply whose keys and values were kept
+    tokens     tokens of the reply
+    seconds    by phase. A backend that computes while the host goes on is waited for in "choice"
+    """
+
+    forwards: int = 0
+    fills: int = 0
+    rows: int = 0
+    committed: int = 0
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEDLM_PHASES, 0.0))
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of the reply per forward that filled at least one slot."""
+        return self.tokens / max(self.fills, 1)
+
+    @property
+    def rows_per_token(self) -> float:
+        return self.rows / max(self.tokens, 1)
+
+    @property
+    def cache_share(self) -> float:
+        """Tokens of the reply over rows computed (p_cache in the paper); 1 for plain decoding."""
+        return self.tokens / max(self.rows, 1)
+
+    def add(self, other: "WedlmStats") -> None:
+        """Count another reply too."""
+        for name in ("forwards", "fills", "rows", "committed", "tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for phase, seconds in other.seconds.items():
+            self.seconds[phase] += seconds
+
+
+@dataclass
 class Run:
     """One reply that is being decoded.
 
     tokens  the prompt
-    logits  (1, vocab), of the prompt's last row; `state` holds the prompt
+    logits  (1, vocab), of the prompt's last row, unless some of the prompt is unread
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
+    unread  last tokens of the prompt that `state` does not hold yet, which WeDLM's first step reads
 
-    Once a decoder's generator is closed, `state` holds all tokens but the newest.
+    Once a decoder's generator is closed, `state` holds a prefix of prompt and reply: all tokens but the newest, except
+    in WeDLM's windows, whose newest tokens are committed a step later.
     """
 
     model: Model
@@ -73,3 +117,5 @@ class Run:
     options: Speculation = field(default_factory=Speculation)
     tuner: Tuner | None = None
     stats: DecodeStats = field(default_factory=DecodeStats)
+    wedlm: WedlmStats = field(default_factory=WedlmStats)
+    unread: Sequence[int] = ()

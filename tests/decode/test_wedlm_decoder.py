@@ -11,7 +11,10 @@ import tiny
 from wedlm_simulator import qwen3, simulate, visible
 
 from common.decode.plain import plain
-from common.decode.wedlm import WedlmOptions, WedlmStats, choose, verified, wedlm
+from common.decode.registry import check, decode
+from common.decode.run import Run, WedlmStats
+from common.decode.wedlm import choose
+from common.decoders import Speculation, WedlmOptions
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.quants import dequantize
@@ -55,14 +58,16 @@ def read(model, prompt, capacity=tiny.CAPACITY):
 
 def decoded(model, prompt, count, options, sampling=None, unread=1, capacity=tiny.CAPACITY):
     """`count` tokens, the counts, and the state."""
-    state, _ = read(model, prompt[: len(prompt) - unread], capacity)
-    stats, sampler = WedlmStats(), Sampler(sampling or Sampling(), prompt)
-    with closing(wedlm(model, state, prompt[len(prompt) - unread :], sampler, options, stats)) as tokens:
+    unread = 0 if options.verify else unread
+    state, logits = read(model, prompt[: len(prompt) - unread], capacity)
+    rest, sampler = prompt[len(prompt) - unread :], Sampler(sampling or Sampling(), prompt)
+    run = Run(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options), unread=rest)
+    with closing(decode(run)) as tokens:
         out = [token for token, _ in islice(tokens, count)]
-    return out, stats, state
+    return out, run.wedlm, state
 
 
-SETTINGS = [(16, 0.4, 0.02), (6, 4.3, 0.05), (8, 4.4, 0.0), (4, None, 0.02), (1, 4.2, 0.0), (5, 100.0, 0.0)]
+SETTINGS = [(16, 0.4, 0.02), (6, 4.3, 0.05), (8, 4.4, 0.0), (4, 0.0, 0.02), (1, 4.2, 0.0), (5, 100.0, 0.0)]
 
 
 def test_rows_may_be_reordered(model, network):
@@ -139,7 +144,7 @@ def test_the_papers_order_counts_filled_slots(model):
 
 
 @pytest.mark.parametrize(
-    ("tau", "penalty", "chosen"), [(0.4, 0.02, [0, 2, 3, 4]), (0.39, 0.1, [0]), (None, 0.02, [3]), (0.05, 0.05, [0])]
+    ("tau", "penalty", "chosen"), [(0.4, 0.02, [0, 2, 3, 4]), (0.39, 0.1, [0]), (0.0, 0.02, [3]), (0.05, 0.05, [0])]
 )
 def test_choice(tau, penalty, chosen):
     entropies, slots = np.array([0.25, 0.45, 0.20, 0.10, 0.15]), np.array([0, 1, 2, 4, 5])
@@ -196,20 +201,15 @@ def test_the_state_may_fill_up(capacity, model):
     assert state.length <= capacity
 
 
-@pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (4, None), (8, 4.4), (16, 100.0)])
+@pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (4, 0.0), (8, 4.4), (16, 100.0)])
 def test_verified_text_is_plain_decodings(window, tau, model):
     for prompt in (PROMPT, [1], [7] * 12):
         state, logits = read(model, prompt)
         expected = [token for token, _ in islice(plain(model, state, logits, Sampler(Sampling())), 40)]
-        state, logits = read(model, prompt)
-        stats = WedlmStats()
-        options = WedlmOptions(window, tau, verify=True)
-        tokens = verified(model, state, logits, Sampler(Sampling()), options, stats)
-        out = [token for token, _ in islice(tokens, 40)]
-        tokens.close()
+        out, stats, state = decoded(model, prompt, 40, WedlmOptions(window, tau, verify=True))
         assert out == expected
         assert stats.forwards <= 40
-        assert [*prompt, *out][: state.length] == [*prompt, *expected][: state.length]
+        assert state.length == len(prompt) + 39  # all but the newest, wherever the caller stops
 
 
 def test_metrics():
@@ -229,7 +229,10 @@ def test_refusals(folder, tmp_path):
             WedlmOptions(**bad)
     model = tiny.load("qwen3", NumpyOps())
     with pytest.raises(UsageError, match="qwen3 has no mask token"):
-        next(wedlm(model, model.new_state(64), [1], Sampler(Sampling()), WedlmOptions(), WedlmStats()))
+        decoded(model, PROMPT, 1, WedlmOptions())
+    greedy = Speculation("wedlm", wedlm=WedlmOptions(verify=True))
+    with pytest.raises(UsageError, match="wedlm_verify gives the text of greedy decoding"):
+        check(greedy, load_model(folder, NumpyOps()), Sampler(Sampling(temperature=1.0)))
     shutil.copytree(folder, tmp_path / "bad")
     config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": 10**6}
     (tmp_path / "bad/config.json").write_text(json.dumps(config))
