@@ -12,7 +12,7 @@ from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing
 
 WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
 CALIBRATION = 512  # tokens whose keys calibrate the later ones
-SINKS, RECENT = 4, 128  # tokens that are read exactly beside keys of at most 3 bits
+SINKS, RECENT = 4, 128  # tokens that are read exactly beside keys below 8 bits: docs/kv-cache.md measures them
 BOUNDARY = "q8_0"  # the format of boundary layers where the chosen one is narrower
 SHORTHANDS = {"q8": ("q8_0", "q8_0"), "q4": ("lm4", "lm4"), "tq3": ("tq3_0", "tq3_0")}
 ALL_PAIRS = frozenset((keys, values) for keys in (NATIVE, *FORMATS) for values in (NATIVE, *FORMATS))
@@ -26,7 +26,7 @@ class CacheOptions:
     keys, values   names of FORMATS, or NATIVE: the backend's own float type
     rotate_keys    by default, keys below 8 bits are rotated
     rotate_values  by default, values in Lloyd-Max formats are rotated
-    sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 beside keys of 3 bits, else none
+    sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 below 8 bits, else none
     calibration    first tokens whose keys give each channel's mean and scale; 0: none; by default 512 below 8 bits
     boundary       first and last layers, counted among those with a cache, in at least 8 bits
     """
@@ -110,12 +110,11 @@ def _packed_spec(s: Any, options: CacheOptions) -> Any:
         return s
     keys, values = options.keys, options.values
     coded = bits_of(keys) < WHOLE
-    few = (coded and bits_of(keys) <= 3) or keys == "turboquant"
     packing = Packing(
         rotate_keys=keys != NATIVE and _rotates_keys(options, keys),
         rotate_values=values != NATIVE and _either(options.rotate_values, not FORMATS[values].group),
-        sinks=_either(options.sinks, SINKS if few else 0),
-        recent=_either(options.recent, RECENT if few else 0),
+        sinks=_either(options.sinks, SINKS if coded else 0),
+        recent=_either(options.recent, RECENT if coded else 0),
         calibration=_either(options.calibration, CALIBRATION if coded else 0),
     )
     return _within_window(replace(s, key_format=keys, value_format=_value_format(values), packing=packing))

@@ -165,10 +165,10 @@ class CacheChoice(Options):
         None, rules.FLAG, "rotate values before they are encoded; None: in tq3_0, lm2, lm3, lm4 and turboquant"
     )
     kv_sinks: int | None = option(
-        None, rules.whole(0), "first tokens that are read exactly; None: 4 with keys of 2 or 3 bits, else 0"
+        None, rules.whole(0), "first tokens that are read exactly; None: 4 where keys are below 8 bits, else 0"
     )
     kv_recent: int | None = option(
-        None, rules.whole(0), "latest tokens that are read exactly; None: 128 with keys of 2 or 3 bits, else 0"
+        None, rules.whole(0), "latest tokens that are read exactly; None: 128 where keys are below 8 bits, else 0"
     )
     kv_calibration: int | None = option(
         None,

@@ -79,7 +79,7 @@ def test_a_backend_without_kernels_refuses(demo):
         UsageError, match="bare backend has no cache of keys in lm4 and values in lm4; supported: q4_0 / q4_0; q8_0"
     ):
         with_cache(model, CacheChoice(kv="q4"), 100)
-    plain = CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0", kv_calibration=0)
+    plain = CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0", kv_calibration=0, kv_sinks=0, kv_recent=0)
     assert with_cache(model, plain, 100).cache.keys == "q4_0"
     with pytest.raises(UsageError, match="keys in q4_0 keep some exact; add --kv-calibration 0"):
         with_cache(model, CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0"), 100)
@@ -93,7 +93,7 @@ def test_fit_and_inspect_count_the_bytes(capsys):
     layers, vectors = 2, 2  # that attend; KV heads, of 64 numbers
     assert kv() == layers * vectors * 2 * 64 * 4 * 4096
     assert kv("--kv", "q8") == layers * vectors * 2 * 68 * 4096
-    exact, statistics = 512 * 2 * 64 * 4, 2 * 64 * 4
+    exact, statistics = (512 + 128) * 2 * 64 * 4, 2 * 64 * 4
     assert kv("--kv", "q4") == layers * vectors * (2 * 34 * 4096 + exact + statistics)
     assert main(["inspect", "demo", "-ctk", "q8_0", "-ctv", "lm4"]) == 0
     out = capsys.readouterr().out

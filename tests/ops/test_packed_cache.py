@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BimetalError, UsageError
-from common.kv_cache import CALIBRATION, CacheOptions, check_pairs, packed, with_window
+from common.kv_cache import CALIBRATION, RECENT, SINKS, CacheOptions, check_pairs, packed, with_window
 from common.kv_formats import FORMATS
 from common.step import PAST, Step
 from common.storage import NATIVE, ConvSpec, Kind, KVSpec, LatentSpec, Packing, state_bytes
@@ -231,9 +231,8 @@ def test_defaults_of_formats():
 
     assert packing("q8_0", "q8_0") == packing("f16", "q5_0") == Packing()
     assert packing("q8_0", "lm4") == Packing(rotate_values=True)
-    assert packing("q4_0", "q4_0") == Packing(rotate_keys=True, calibration=CALIBRATION)
-    assert packing("lm4", "lm4") == Packing(True, True, calibration=CALIBRATION)
-    assert packing("tq3_0", "tq3_0") == Packing(True, True, 4, 128, CALIBRATION)
+    assert packing("q4_0", "q4_0") == Packing(True, False, SINKS, RECENT, CALIBRATION)
+    assert packing("lm4", "lm4") == packing("tq3_0", "tq3_0") == Packing(True, True, SINKS, RECENT, CALIBRATION)
 
 
 def test_boundary_layers_are_counted_among_those_with_a_cache():
