@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from common.errors import BimetalError, UsageError
 from common.rules import ITEMS
-from common.template import SECONDS, run
+from common.template import run
+from common.template_limits import SECONDS
 from common.tools import schemas
 
 Message = Mapping[str, Any]

@@ -1,17 +1,17 @@
 """Chat templates are programs that came with a model: Jinja in a sandbox that bounds time, length and memory.
 
 A thread cannot be stopped from outside, so every step that could be long is checked where it begins: each iteration of
-a loop, operator, filter, call, literal and output looks at the clock, and refuses what would make a value larger than a
-limit derived from the conversation. What Python then does without a check takes time in proportion to that limit.
+a loop or generator, operator, comparison, test, filter, call, look-up, literal and output looks at the clock, and
+refuses what would make a value larger than a limit derived from the conversation. What Python then does without a check
+takes time in proportion to that limit.
 """
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from datetime import datetime
 from functools import lru_cache, wraps
+from itertools import islice
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes, pass_context
@@ -23,114 +23,18 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from common.errors import BimetalError
+from common.template_limits import SECONDS, LimitError, Run
 
-SECONDS = 2.0  # of one run
-SOURCE = 1 << 16  # characters of a template, which take up to 2 seconds to compile; published ones have up to 25,000
-LEAST, PER_CHARACTER = 1 << 18, 16  # the limit of a value: so many characters, and more per character of the input
-GROWTH = 64  # limits that one call may multiply arguments to, before its result is checked
-TOTAL = 256  # limits that all values of one run may have together
+SOURCE = 1 << 16  # characters of a template; published ones have up to 25,000
+TOKENS = 1 << 14  # of Jinja in a template, which take about a second to compile; published ones have up to 6,000
 
-# Filters and methods whose result grows with the product of their arguments, numbers taken by value.
-_GROWS = frozenset(
-    ("batch", "center", "format", "indent", "join", "ljust", "replace", "rjust", "round", "slice", "tojson", "truncate")
-) | {"zfill"}
 # What no chat template needs: filters for web pages, results that differ between runs, methods that can take long.
 _NO_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
-_NO_METHODS = frozenset(("decode", "encode", "expandtabs", "format_map", "from_bytes", "maketrans", "to_bytes"))
-_NO_METHODS |= {"translate"}
-_LISTS: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+_NO_METHODS = frozenset(("decode", "encode", "expandtabs", "format_map", "from_bytes", "fromkeys", "maketrans"))
+_NO_METHODS |= {"to_bytes", "translate"}
 
 
-class LimitError(Exception):
-    """A template passed a limit."""
-
-
-class _Run:
-    """The limits of one run, and what is left of them.
-
-    inputs  what the template reads; it cannot change these values, so that each is measured once
-    """
-
-    def __init__(self, inputs: Any, deadline: float):
-        self.now = datetime.now()
-        self.deadline = deadline
-        self.known: dict[int, int] = {}
-        self.limit = LEAST + PER_CHARACTER * self._measure(inputs)
-        self.left = TOTAL * self.limit
-
-    def _measure(self, value: Any) -> int:
-        if isinstance(value, Mapping):
-            size = 1 + sum(self._measure(key) + self._measure(item) for key, item in value.items())
-        elif isinstance(value, list | tuple):
-            size = 1 + sum(map(self._measure, value))
-        else:
-            return _characters(value)
-        self.known[id(value)] = size
-        return size
-
-    def size(self, value: Any) -> int:
-        """Characters of `value` with all that it holds, counted as often as it is held; above the limit, any number."""
-        if isinstance(value, str):
-            return len(value)
-        todo, size = [value], 0
-        while todo and size <= self.limit:
-            value = todo.pop()
-            if id(value) in self.known:
-                size += self.known[id(value)]
-            elif isinstance(value, Mapping):
-                todo += [*value.keys(), *value.values()]
-                size += 1
-            elif isinstance(value, _LISTS):
-                todo += value
-                size += 1
-            else:
-                size += _characters(value)
-        return size
-
-    def tick(self) -> None:
-        if time.monotonic() > self.deadline:
-            raise LimitError(f"takes longer than {SECONDS:g} seconds")
-
-    def check(self, value: Any) -> Any:
-        """`value`, which the template has just made."""
-        self.tick()
-        size = self.size(value)
-        self.left -= size
-        if size > self.limit or self.left < 0:
-            raise self.too_long()
-        return value
-
-    def check_growth(self, name: str, values: tuple[Any, ...], more: Mapping[str, Any]) -> None:
-        """Refuse a call of filter or method `name` that could make much of small arguments."""
-        self.tick()
-        if name not in _GROWS or not values:
-            return
-        if name == "format":
-            self.check_format(values[0])
-        rest = [*values[2 if name == "replace" else 1 :], *more.values()]
-        factor = 1 + sum(self.size(v) if name == "format" or not isinstance(v, int) else abs(v) for v in rest)
-        if max(1, self.size(values[0])) * factor > GROWTH * self.limit:
-            raise self.too_long()
-
-    def check_format(self, form: Any) -> None:
-        """Refuse a format with a large width, or one that takes widths from its arguments."""
-        text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
-        if sum(int(run[:9]) for run in re.findall("[0-9]+", text)) > GROWTH * self.limit:
-            raise self.too_long()
-        if re.search(r"\{[^{}]*\{|%[^a-zA-Z%]*\*", text.replace("{{", "")):
-            raise SecurityError("a format takes its width from an argument")
-
-    def too_long(self) -> LimitError:
-        return LimitError(f"makes more than the {self.limit} characters that this conversation may take")
-
-
-def _characters(value: Any) -> int:
-    if isinstance(value, str | bytes):
-        return 1 + len(value)
-    return 1 + value.bit_length() // 3 if isinstance(value, int) else 1
-
-
-_run: ContextVar[_Run] = ContextVar("run")
+_run: ContextVar[Run] = ContextVar("run")
 
 
 def run(template: str, inputs: Mapping[str, Any], deadline: float | None = None) -> str:
@@ -143,7 +47,7 @@ def run(template: str, inputs: Mapping[str, Any], deadline: float | None = None)
     """
     compiled = compile_template(template)
     try:
-        token = _run.set(_Run(inputs, time.monotonic() + SECONDS if deadline is None else deadline))
+        token = _run.set(Run(inputs, time.monotonic() + SECONDS if deadline is None else deadline))
         try:
             return compiled.render(inputs)
         finally:
@@ -160,7 +64,7 @@ def run(template: str, inputs: Mapping[str, Any], deadline: float | None = None)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self) -> None:
         # Constants are not computed at compile time, when no run has limits.
@@ -176,6 +80,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.filters["tojson"] = _tojson
         self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
+        self.tests = {name: _timed(test) for name, test in self.tests.items()}
         self.filters |= {"_steps": _Steps, "_made": lambda value: _run.get().check(value), "_concat": _concat}
         self.globals.update(namespace=_namespace, dict=_dict)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
@@ -188,14 +93,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _run.get().tick()
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _run.get().tick()
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         run = _run.get()
         run.tick()
         if operator == "%" and isinstance(left, str | bytes):
             run.check_growth("format", (left, right), {})
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * right > run.limit:
-                raise run.too_long()
+            run.check_bits(left.bit_length() * right)
         elif operator == "*" and isinstance(left, int) != isinstance(right, int):
             count, value = (left, right) if isinstance(left, int) else (right, left)
             if not isinstance(value, float) and isinstance(count, int) and run.size(value) * count > run.limit:
@@ -221,7 +133,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Guards(NodeTransformer):
-    """Puts a check around what neither an operator, a filter nor a call is: loops, `~`, literals and slices."""
+    """Puts a check around what neither an operator, a filter nor a call is: loops, comparisons, literals, `~`."""
 
     def _filter(self, node: nodes.Node, name: str, value: nodes.Node) -> nodes.Node:
         return nodes.Filter(value, name, [], [], None, None).set_lineno(node.lineno)
@@ -229,7 +141,17 @@ class _Guards(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (jinja2 names these)
         self.generic_visit(node)
         node.iter = self._filter(node, "_steps", node.iter)  # type: ignore[assignment]
+        if node.recursive:  # loop(...) goes over values of its own
+            tick = self._filter(node, "_made", nodes.Const(None))
+            node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
+            node.test = node.test and self._filter(node, "_made", node.test)  # type: ignore[assignment]
         return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        for operand in node.ops[:-1]:  # of a < b < c
+            operand.expr = self._filter(operand, "_made", operand.expr)  # type: ignore[assignment]
+        return self._filter(node, "_made", node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -273,9 +195,32 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         run = _run.get()
         run.check_growth(name, args[passed:], kwargs)
-        return run.check(function(*args, **kwargs))
+        if name == "sum":  # of lists makes one per step
+            args = (*args[:passed], _Steps(args[passed]), *args[passed + 1 :])
+        made = function(*args, **kwargs)
+        return _values(run, made) if isinstance(made, Iterator) else run.check(made)
 
     return guarded
+
+
+def _values(run: Run, values: Iterator[Any]) -> Iterator[Any]:
+    """`values`, which together may be as long as a list of them."""
+    size = 0
+    for value in values:
+        run.tick()
+        size += run.size(value)
+        if size > run.limit:
+            raise run.too_long()
+        yield value
+
+
+def _timed(test: Any) -> Callable[..., Any]:
+    @wraps(test)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        _run.get().tick()
+        return test(*args, **kwargs)
+
+    return timed
 
 
 @pass_context
@@ -311,7 +256,7 @@ class _Namespace(Namespace):
 
 
 def _namespace(*args: Any, **values: Any) -> _Namespace:
-    attributes = dict(*args, **values)
+    attributes = _dict(*args, **values)
     for name in attributes:
         _check_name(name)
     return _Namespace(attributes)
@@ -323,7 +268,8 @@ def _check_name(name: str) -> None:
 
 
 def _dict(*args: Any, **values: Any) -> dict:
-    return dict(*args, **values)  # a function, because the type itself has attributes
+    """A function, because the type itself has attributes. Keys of one hash take quadratic time."""
+    return dict(*(value if isinstance(value, Mapping) else _Steps(value) for value in args), **values)
 
 
 def _raise_exception(message: str) -> None:
@@ -351,8 +297,13 @@ def compile_template(template: str) -> Template:
     """The program of a Jinja source; raises BimetalError where that is none."""
     if len(template) > SOURCE:
         raise BimetalError(f"the chat template has {len(template)} characters; at most {SOURCE} are supported")
+    sandbox = _Sandbox()
     try:
-        return _Sandbox().from_string(template)
+        if any(islice(sandbox.lex(template), TOKENS, None)):
+            raise BimetalError(f"the chat template has more than {TOKENS} tokens of Jinja, which is the most supported")
+        return sandbox.from_string(template)
+    except BimetalError:
+        raise
     except TemplateSyntaxError as error:
         raise BimetalError(f"the chat template has an error in line {error.lineno}: {error.message}") from None
     except (RecursionError, SyntaxError, MemoryError) as error:  # limits of Python's own parser

@@ -177,9 +177,28 @@ def test_statements():
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% set x %}{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endset %}",
         "{% filter upper %}{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfilter %}",
-        "{% set r = range(99999) | list %}" + "{% set a = r[1:] %}" * 3000,
+        "{% set r = range(99999) | list %}" + "{% set a = r[1:] %}" * 1300,
+        "{% set l = range(38000) | list %}{{ l | select('in', l) | list | length }}",
+        "{% set l = range(38000) | list %}" + "{% if a in l %}{% endif %}" * 500,
+        "{% set l = range(38000) | list %}" + "{% if a is in l %}{% endif %}" * 500,
+        "{% set l = range(38000) | list %}{% set m = l + [] %}{{ l" + " == m == l" * 400 + " }}",
+        "{{ range(38000) | batch(1) | sum(start=[]) | length }}",
+        "{{ range(99999)" + " | select" * 900 + " | list | length }}",
+        *(
+            "{% set a = '0.' * 99999 ~ '0' %}{{ ('x' * 80000) | list | " + by + "(attribute=a) | length }}"
+            for by in ("sort", "min", "sum", "groupby")
+        ),
+        "{{ dict(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | batch(2)) | length }}",
+        "{{ {}.fromkeys(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1)) | length }}",
+        "{{ range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | unique | list | length }}",
+        "{{ ('\u0101' * 200000).strip('\u0102' * 200000 ~ '\u0101') }}",
+        "{{ ('a' * 200000).rfind('b' ~ 'a' * 60000) }}",
+        "{% set a = 2 ** 260000 %}{% set b = 3 ** 80000 %}" + "{% if a // b - b %}{% endif %}" * 300,
+        "{% for x in [1] if " + "a or " * 4000 + "true recursive %}{{ loop(range(99999)) }}{% endfor %}",
         "{{ " + "9" * 5000 + " }}",
         "x" * 70000,
+        "{{ a" + " < a" * 15000 + " }}",
+        "{{ [" + "a," * 30000 + "] }}",
     ],
 )
 def test_a_template_that_takes_too_much_is_stopped(bomb, monkeypatch):
