@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import BimetalError, UsageError
 from common.terminal import printable
+from generate.bench_options import BenchOptions, ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench
 from generate.cli import parse
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
             return inspect.run(args)
         case "bench":
-            return _bench(args)
+            return _bench(args.options)
         case "perplexity":
             from generate import perplexity
 
@@ -103,18 +104,21 @@ def run(args: argparse.Namespace) -> int:
     raise AssertionError(args.command)
 
 
-def _bench(args: argparse.Namespace) -> int:
-    from generate import bench, bench_log, bench_spec
+def _bench(options: BenchOptions) -> int:
+    from generate import bench, bench_log, bench_spec, bench_synthetic, bench_synthetic_spec
 
-    if args.log:
-        bench_log.check_log(Path(args.log))
-    run = {
-        "a model alone": bench.run,
-        "--spec": bench_spec.run,
-        "--synthetic": bench.run_synthetic,
-        "--synthetic with a draft": bench_spec.run_synthetic,
-    }
-    return run[args.bench](args)
+    if options.log:
+        bench_log.check_log(Path(options.log))
+    match options:
+        case ModelBench():
+            return bench.run(options)
+        case SpecBench():
+            return bench_spec.run(options)
+        case SyntheticBench():
+            return bench_synthetic.run(options)
+        case SyntheticSpecBench():
+            return bench_synthetic_spec.run(options)
+    raise AssertionError(options)
 
 
 def _fail(error: object, code: int) -> int:

@@ -1,6 +1,5 @@
 """The one place that picks a backend."""
 
-import argparse
 import gc
 import platform
 import sys
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
@@ -59,8 +59,8 @@ class Placement:
 ONE_GPU = Placement()
 
 
-def placement_of(args: argparse.Namespace) -> Placement:
-    """The placement that parsed flags ask for."""
+def placement_of(args: Any) -> Placement:
+    """The placement that parsed flags, or the options of a bench, ask for."""
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
     return Placement(args.devices or (), args.split or (), draft_device)

@@ -1,6 +1,5 @@
 """The log of bench rows that speed claims quote: its columns, and what each row states about the machine."""
 
-import argparse
 import csv
 import datetime
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from generate.backends import backend_package, placement_of
+from generate.bench_options import BenchOptions
 
 COLUMNS = (
     "date",
@@ -72,9 +72,9 @@ def environment(runner: str) -> dict[str, str]:
     }
 
 
-def note(args: argparse.Namespace) -> str:
-    """--note, behind the GPUs that were chosen."""
-    return "; ".join(filter(None, (str(placement_of(args)), args.note)))
+def note(options: BenchOptions) -> str:
+    """The GPUs that were chosen, and --note."""
+    return "; ".join(filter(None, (str(placement_of(options)), options.note)))
 
 
 def check_log(path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from common.decoders import DECODERS, ORDERS, PRESETS
@@ -17,6 +18,7 @@ from common.options import (
     LoadOptions,
 )
 from generate import __version__
+from generate.bench_options import JOBS, BenchOptions, ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench
 
 COMMANDS = {
     "list": "the downloaded models: name, files, size, last use",
@@ -64,7 +66,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The parsed arguments.
 
     command  a key of COMMANDS, or "prompt" or "chat"
-    options  of these two, what LLM.stream takes of the flags that were given, checked
+    options  of these two, what LLM.stream takes of the flags that were given, checked; of bench, a BenchOptions
     load     of these two, what generate.load takes
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
@@ -103,7 +105,7 @@ def _finish(args: argparse.Namespace) -> None:
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
         args.model = args.model or args.named
     if args.command == "bench":
-        _finish_bench(args)
+        args.options = _bench_options(args)
 
 
 def _parser() -> Parser:
@@ -243,40 +245,24 @@ def _named_model(p: Parser) -> None:
     p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")
 
 
-# What is benched, and the flags that go with it beside those for all, with their defaults.
-OF_MODEL: dict[str, Any] = dict(model="demo", ctx=None)
-OF_DRAFT: dict[str, Any] = dict(draft=None, draft_device=None, tree_topk=8)
-BENCHES = {
-    "a model alone": OF_MODEL | dict(contexts=[128, 512, 2048], new_tokens=64, runs=5, peer=None),
-    "--spec": OF_MODEL | OF_DRAFT | dict(spec=None, prompts=16, new_tokens=64, tree_budget=None, budgets=None),
-    "--synthetic": dict(
-        synthetic=None, contexts=[128, 512, 2048], rows=[1, 2, 4, 8, 16, 22, 32, 64], prefill=[512, 8192], runs=5
-    ),
-    "--synthetic with a draft": OF_DRAFT | dict(synthetic=None, contexts=[128], runs=5, budgets=[15, 22, 31, 63, 127]),
-}
-
-
-def _finish_bench(args: argparse.Namespace) -> None:
-    """Set `bench`, a key of BENCHES, and its defaults; refuse flags of another."""
+def _bench_options(args: argparse.Namespace) -> BenchOptions:
+    """The options of the job that the flags of `bench` name; refuses flags of another job."""
     if args.spec is not None and args.synthetic is not None:
         raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
-    what = "--spec" if args.spec is not None else "a model alone" if args.synthetic is None else "--synthetic"
-    if what == "--synthetic" and args.draft is not None:
-        what = "--synthetic with a draft"
-    for name in sorted({name for flags in BENCHES.values() for name in flags} - BENCHES[what].keys()):
-        if getattr(args, name) is not None:
-            places = " or ".join(place for place, flags in BENCHES.items() if name in flags)
-            raise UsageError(f"--{name.replace('_', '-')} goes with {places}, not with {what}")
-    for name, default in BENCHES[what].items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    if args.backend == "all" and (what != "a model alone" or args.peer):
-        raise UsageError(f"--backend all goes with a model alone, not with {(args.peer and '--peer') or what}")
-    args.bench = what
+    job: type[BenchOptions] = ModelBench if args.spec is None else SpecBench
+    if args.synthetic is not None:
+        job = SyntheticBench if args.draft is None else SyntheticSpecBench
+    takes = {each: {f.name for f in fields(each)} for each in JOBS}
+    known = set().union(*takes.values())
+    given = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    if other := next((name for name in sorted(given) if name not in takes[job]), None):
+        places = " or ".join(each.job for each in JOBS if other in takes[each])
+        raise UsageError(f"--{other.replace('_', '-')} goes with {places}, not with {job.job}")
+    return job(cache=CacheChoice(**{name: getattr(args, name) for name in CACHE}), **given)
 
 
 def _bench(p: Parser) -> None:
-    """Flags of BENCHES are None where they are not given."""
+    """Flags are None where they are not given; bench_options.py has the defaults of each job."""
     _model(p, (*BACKENDS, "all"))
     p.set_defaults(model=None)
     p.add_argument(
@@ -302,16 +288,16 @@ def _bench(p: Parser) -> None:
         metavar="N,N",
         help="with --synthetic: tokens of a prompt (default: 512,8192)",
     )
-    p.add_argument("--new-tokens", type=_count, metavar="N", help="decoded tokens of each run (default: 64)")
-    p.add_argument("--runs", type=_count, metavar="N", help="runs of each row; medians count (default: 5)")
+    p.add_argument("--new-tokens", type=_positive, metavar="N", help="decoded tokens of each run (default: 64)")
+    p.add_argument("--runs", type=_positive, metavar="N", help="runs of each row; medians count (default: 5)")
     _cache(p)
     _speculation_bench(p.add_argument_group("speculative decoding"))
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
     )
     p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
-    p.add_argument("--verdict", choices=("keep", "drop", "info"), default="info", help="what the logged rows decided")
-    p.add_argument("--note", default="", metavar="TEXT", help="why, for the log")
+    p.add_argument("--verdict", choices=("keep", "drop", "info"), help="what the logged rows decided")
+    p.add_argument("--note", metavar="TEXT", help="why, for the log")
 
 
 def _perplexity(p: Parser) -> None:

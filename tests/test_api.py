@@ -18,7 +18,7 @@ import pytest
 from tiny_chat import TEMPLATE, write
 
 import generate
-from common.decode.plain import plain
+from common.decode.registry import decode
 from common.errors import BimetalError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -157,7 +157,7 @@ def steps(llm, monkeypatch):
     left, after = threading.Event(), []
 
     def gated(*args):
-        for n, item in enumerate(plain(*args)):
+        for n, item in enumerate(decode(*args)):
             if n == 3:
                 left.wait(10)
             if left.is_set():
@@ -166,11 +166,11 @@ def steps(llm, monkeypatch):
 
     def leave():
         left.set()
-        monkeypatch.setattr("common.session.plain", plain)
+        monkeypatch.setattr("common.session.decode", decode)
         llm.generate("next", max_tokens=1)
         return len(after)
 
-    monkeypatch.setattr("common.session.plain", gated)
+    monkeypatch.setattr("common.session.decode", gated)
     return leave
 
 

@@ -1,6 +1,8 @@
 """Speculative decoding for users: flags, options, chats, statistics, and refusals."""
 
+import itertools
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import tiny_draft
 
 import generate
 from common.decode.lookup import Lookup
+from common.decode.run import PHASES
 from common.decode.speculative import Drafter
 from common.decoders import DECODERS
 from common.errors import BimetalError, UsageError
@@ -55,7 +58,18 @@ def test_the_reply_is_the_same(llm, spec):
     assert np.allclose([p.logprob for p in reply.logprobs], [p.logprob for p in plain.logprobs], atol=1e-4)
     assert plain.stats.accepted is None
     assert reply.stats.accepted.steps > 0
-    assert sum(reply.stats.accepted.seconds.values()) > 0
+
+
+def test_seconds_of_a_step_are_shared_by_its_phases(llm, monkeypatch):
+    """By a clock that moves at each reading, and by whole seconds: phases do not overlap, nor go beyond the reply."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    stats = llm.generate("hello", max_tokens=20, spec="tree", tree_budget=4).stats
+    seconds, steps = stats.accepted.seconds, stats.accepted.steps
+    assert steps > 0
+    assert seconds["plain"] == 0
+    assert all(seconds[phase] >= steps for phase in PHASES if phase != "plain")
+    assert sum(seconds.values()) <= stats.decode_seconds
 
 
 @pytest.fixture
@@ -239,7 +253,7 @@ def test_a_bounded_cache_sees_its_first_rows_and_its_last(name, ops):
 
 
 @pytest.mark.parametrize("option", [{"tree_budget": 5}, {"chain_seed": True}, {"tree_topk": 4}])
-def test_options_of_guessing_without_guessing(folder, option):
+def test_options_of_speculation_without_it(folder, option):
     refusal = pytest.raises(UsageError, match=f"{next(iter(option))} is for speculative decoding, which is off")
     with generate.load(str(folder), backend="numpy") as llm, refusal:
         llm.generate("hello", **option)

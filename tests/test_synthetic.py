@@ -7,14 +7,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from common.models import Model
 from common.reference import NumpyOps
 from common.step import State, Step
-from generate import bench
+from generate import bench_synthetic, timing
 from generate import synthetic as synthetic_module
 from generate.__main__ import main
 from generate.backends import Found
-from generate.bench import announced
 from generate.synthetic import METADATA, synthetic, synthetic_checkpoint
+from generate.timing import announced
 
 SMALL = {  # keys of a real shape, smaller
     "wedlm-8b": {"vocab_size": 96, "embedding_length": 256, "block_count": 2, "feed_forward_length": 256},
@@ -84,17 +85,26 @@ def test_bench(small, tmp_path, capsys):
 
 
 def test_bench_leaves_the_first_prefill_out(small, tmp_path, monkeypatch):
-    seconds = iter((9.0, 1.0, 4.0, 2.0))
-    prefill, table = bench._prefill, tmp_path / "rows.tsv"
-    monkeypatch.setattr(bench, "_prefill", lambda *args: next(seconds, 0) or prefill(*args))
+    """By a clock that only forward passes move: the first takes 9 s, the others 1, 4 and 2, whose median is 2."""
+    clock, seconds, forward, table = [0.0], iter((9.0, 1.0, 4.0, 2.0)), Model.forward, tmp_path / "rows.tsv"
+
+    def timed(*args):
+        clock[0] += next(seconds, 0.5)
+        return forward(*args)
+
+    monkeypatch.setattr(Model, "forward", timed)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(NumpyOps, "copy_bandwidth", lambda self: 1e9)
     argv = ["bench", "--synthetic", "wedlm-8b:q5_k_m", "--backend", "numpy", "--contexts", "3", "--rows", "1"]
     assert main([*argv, "--prefill", "8", "--runs", "3", "--log", str(table)]) == 0
-    assert next(csv.DictReader(table.open(), delimiter="\t"))["prefill_tps"] == "4.0"
+    prefill, step = csv.DictReader(table.open(), delimiter="\t")
+    assert prefill["prefill_tps"] == "4.0"
+    assert step["decode_tps_median"] == "2.0"
 
 
-def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
+def test_bench_commits_a_row_after_a_prompt(small, monkeypatch):
     """Without this commit a recurrent state would apply a short prompt again in every measured step."""
-    commits, found, commit, steps = [], [], State.commit, bench._steps
+    commits, found, commit, steps = [], [], State.commit, bench_synthetic._steps
 
     def committed(state, path):
         commits.append(len(path))
@@ -105,7 +115,7 @@ def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
         return steps(model, state, rows, runs)
 
     monkeypatch.setattr(State, "commit", committed)
-    monkeypatch.setattr(bench, "_steps", measured)
+    monkeypatch.setattr(bench_synthetic, "_steps", measured)
     argv = ["bench", "--synthetic", "wedlm-8b:q5_k_m", "--backend", "numpy", "--contexts", "8,1,8,9", "--rows", "1"]
     assert main([*argv, "--prefill", "4", "--runs", "1"]) == 0
     assert found == [(1, 1), (8, 1), (9, 1)]
@@ -118,7 +128,7 @@ def test_bench_commits_a_row_behind_a_prompt(small, monkeypatch):
         (["--synthetic", "wedlm-8b"], "synthetic model 'wedlm-8b' is unknown"),
         (["--synthetic", "wedlm-8b:q4_k_m", "--rows", "137"], "--rows takes steps of at most 136 rows"),
         (["--synthetic", "wedlm-8b:q4_k_m", "--contexts", "40960"], "contexts and prefill need 41096 tokens"),
-        (["--synthetic", "wedlm-8b:q4_k_m", "--runs", "0"], "--runs must be at least 1"),
+        (["--synthetic", "wedlm-8b:q4_k_m", "--runs", "0"], "--runs: '0' is not a whole number of at least 1"),
         (
             ["--synthetic", "wedlm-8b:q4_k_m", "--peer", "mlx-lm"],
             "--peer goes with a model alone, not with --synthetic",
@@ -146,7 +156,7 @@ def test_too_little_memory(monkeypatch, capsys):
 @pytest.mark.parametrize("flags", [[], ["--draft", "synthetic"]])
 def test_a_cpu_has_to_be_asked_for(flags, monkeypatch, capsys):
     """A bench on a CPU is refused before anything is made: it would load 5 GB and take hours."""
-    monkeypatch.setattr("generate.bench.choose", lambda name: Found("mlx", True, "CPU"))
+    monkeypatch.setattr("generate.bench_synthetic.choose", lambda name: Found("mlx", True, "CPU"))
     assert main(["bench", "--synthetic", "wedlm-8b:q4_k_m", *flags]) == 1
     said = capsys.readouterr().err
     assert "wedlm-8b:q4_k_m is 5.0 GB, this machine has no GPU" in said

@@ -112,7 +112,7 @@ def test_greedy_equals_plain(name, kind, ops, prophet):
         assert sum(length * count for length, count in accepted.lengths.items()) == NEW - 1
 
 
-def test_guesses_are_accepted(prophet):
+def test_right_draft_tokens_are_accepted(prophet):
     model = paired(tiny.load("llama", NumpyOps()))
     prompt = tiny.golden("llama")["ids"][:PROMPT].tolist()
     expected, _, _ = decode(model, prompt, NEW)

@@ -1,0 +1,120 @@
+"""What each job of `bench` takes, with its defaults. Imports nothing heavy: `--help` must answer at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from common.errors import UsageError
+from common.options import CacheChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What every job takes.
+
+    job      the job in words, for messages
+    log      a TSV file that rows are appended to
+    verdict  what the logged rows decided: "keep", "drop" or "info"
+    """
+
+    job: ClassVar[str]
+    backend: str | None = None
+    devices: Sequence[int] | None = None
+    split: Sequence[float] | None = None
+    cache: CacheChoice = field(default_factory=CacheChoice)
+    log: str | None = None
+    verdict: str = "info"
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(BenchOptions):
+    """What the jobs with a draft take."""
+
+    draft: str | None = None
+    draft_device: int | None = None
+    tree_topk: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBench(BenchOptions):
+    """Prefill and decode speed of a model; `backend` may be "all"."""
+
+    job = "a model alone"
+    model: str = "demo"
+    ctx: int | None = None
+    contexts: Sequence[int] = (128, 512, 2048)
+    new_tokens: int = 64
+    runs: int = 5
+    peer: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("--new-tokens", self.new_tokens, 2)
+        if self.backend == "all" and self.peer:
+            raise UsageError("--backend all goes with a model alone, not with --peer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecBench(DraftOptions):
+    """Speculative modes on the prompts of the file `spec`."""
+
+    job = "--spec"
+    spec: str
+    model: str = "demo"
+    ctx: int | None = None
+    prompts: int = 16
+    new_tokens: int = 64
+    tree_budget: int | None = None
+    budgets: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        _refuse_all(self)
+        _at_least("--new-tokens", self.new_tokens, 2)
+        if self.budgets and self.draft is None:
+            raise UsageError("--budgets needs --draft: it sweeps the tree of a draft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticBench(BenchOptions):
+    """Steps and prefill of a model of real shapes and random weights."""
+
+    job = "--synthetic"
+    synthetic: str
+    contexts: Sequence[int] = (128, 512, 2048)
+    rows: Sequence[int] = (1, 2, 4, 8, 16, 22, 32, 64)
+    prefill: Sequence[int] = (512, 8192)
+    runs: int = 5
+
+    def __post_init__(self) -> None:
+        _refuse_all(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticSpecBench(DraftOptions):
+    """Parts of a speculative step of a synthetic model and draft."""
+
+    job = "--synthetic with a draft"
+    synthetic: str
+    contexts: Sequence[int] = (128,)
+    runs: int = 5
+    budgets: Sequence[int] = (15, 22, 31, 63, 127)
+
+    def __post_init__(self) -> None:
+        _refuse_all(self)
+        if self.draft != "synthetic":
+            raise UsageError(f"--draft is {self.draft!r}; with --synthetic it is synthetic")
+        if len(self.contexts) > 1:
+            raise UsageError("a synthetic draft takes one of --contexts")
+
+
+JOBS: tuple[type[BenchOptions], ...] = (ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench)
+
+
+def _at_least(flag: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"{flag} is {value}; it must be at least {least}")
+
+
+def _refuse_all(options: BenchOptions) -> None:
+    if options.backend == "all":
+        raise UsageError(f"--backend all goes with a model alone, not with {options.job}")

@@ -1,0 +1,164 @@
+"""`python -m generate bench --synthetic SHAPE:RECIPE`: steps and prefill of real shapes with random weights."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import fit
+from common.errors import BimetalError, UsageError
+from common.models import Model, architecture
+from common.sampling import Sampler, Sampling
+from common.step import MAX_DECODE_ROWS, State, Step
+from common.storage import state_bytes
+from common.weights import Matrix
+from generate.backends import choose, open_backend, placement_of
+from generate.bench_log import environment, log, machine, note
+from generate.bench_options import SyntheticBench, SyntheticSpecBench
+from generate.caches import cached_spec, with_cache
+from generate.synthetic import synthetic, synthetic_checkpoint
+from generate.timing import Clock, announced
+
+REPEATS = 32  # steps between two readings of the clock, launched one after the other: only the first waits for the host
+
+
+def run(options: SyntheticBench) -> int:
+    """Print the speed of prefill, and of steps of several rows at several contexts."""
+    if max(options.rows) > MAX_DECODE_ROWS:
+        raise UsageError(
+            f"--rows takes steps of at most {MAX_DECODE_ROWS} rows, got {max(options.rows)}; more is --prefill"
+        )
+    model = open_synthetic(options, max(*options.contexts, *options.prefill) + MAX_DECODE_ROWS)
+    ops = model.ops
+    name, copy = ops.name, ops.copy_bandwidth()
+    print(f"{options.synthetic}, random weights, on {name}, {machine(name)}; copy bandwidth {copy / 1e9:.0f} GB/s")
+    common = environment(name) | {"model": options.synthetic, "runs": options.runs, "verdict": options.verdict}
+    rows = []
+    print(f"{'prefill':>10} {'ms':>9} {'tok/s':>9}")
+    for n in options.prefill:
+        with announced(f"prefill of {n} tokens, {options.runs + 1} times"):
+            times = [_prefill(model, model.new_state(n), n) for _ in range(options.runs + 1)]
+        seconds = statistics.median(times[1:])  # the first compiles
+        print(f"{n:10} {seconds * 1e3:9.2f} {n / seconds:9.1f}", flush=True)
+        rows.append(
+            common
+            | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": note(options)}
+        )
+    head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
+    print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
+    state = model.new_state(max(options.contexts) + MAX_DECODE_ROWS)
+    for context in sorted(set(options.contexts)):
+        with announced(f"reading {context} tokens"):
+            _prefill(model, state, context - state.length - 1)
+            _prefill(model, state, 1)  # as in decoding: no step finds more than a row that layers have still to apply
+        for n in options.rows:
+            with announced(f"steps of {n} rows at a context of {context} tokens, {3 + options.runs * REPEATS} of them"):
+                times, kernels = _steps(model, state, n, options.runs)
+            ms, low, high = (1e3 * f(times) for f in (statistics.median, min, max))
+            rate = read_bytes(model, n, context) / ms * 1e3
+            spread = f"{low:.3f}..{high:.3f}"
+            print(
+                f"{context:8} {n:5} {ms:9.3f} {spread:>17} {n / ms * 1e3:9.1f} {rate / 1e9:7.0f} {rate / copy:8.1%} "
+                f"{kernels or '-':>8} {ops.peak_bytes() / 1e9:8.2f}",
+                flush=True,
+            )
+            rows.append(
+                common
+                | {
+                    "weights": f"{read_bytes(model, n, 0) / 1e9:.3f} GB/step",
+                    "decoder": f"steps of {n}",
+                    "context": context,
+                    "new_tokens": REPEATS * n,
+                    "decode_tps_median": f"{n / ms * 1e3:.1f}",
+                    "decode_tps_min": f"{n / high * 1e3:.1f}",
+                    "decode_tps_max": f"{n / low * 1e3:.1f}",
+                    "gb_per_s": f"{rate / 1e9:.1f}",
+                    "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
+                    "note": f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; "
+                    + note(options),
+                }
+            )
+    if options.log:
+        log(Path(options.log), rows)
+    return 0
+
+
+def open_synthetic(options: SyntheticBench | SyntheticSpecBench, tokens: int) -> Model:
+    """The model of --synthetic, for `tokens` tokens; what this machine is not for is refused before it is made."""
+    checkpoint, found = synthetic_checkpoint(options.synthetic), choose(options.backend)
+    definition = architecture(checkpoint)[1]
+    config = definition.read_config(checkpoint)
+    if tokens > config.context:
+        raise UsageError(f"contexts and prefill need {tokens} tokens with the rows of a step, of {config.context}")
+    if options.backend is None and not found.is_gpu:
+        size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        raise BimetalError(
+            f"{options.synthetic} is {size / 1e9:.1f} GB, this machine has no GPU that we can use, and a CPU takes "
+            f"hours; --backend {found.name} runs it all the same"
+        )
+    ops = open_backend(found.name, checkpoint, placement_of(options), random=True)
+    needed = fit.predict_weights(checkpoint, definition.layout(config, checkpoint), ops)
+    spec = cached_spec(definition.state_spec(config), options.cache, ops)
+    needed += ops.held_state_bytes(spec, tokens, ops.prefill_rows)
+    free, reason = ops.free_bytes()
+    if needed > free:
+        raise BimetalError(
+            f"{options.synthetic} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({reason})"
+        )
+    with announced(f"making {options.synthetic}, {needed / 1e9:.1f} GB"):
+        return with_cache(synthetic(options.synthetic, ops, progress=True), options.cache, tokens)
+
+
+def _prefill(model: Model, state: State, tokens: int) -> float:
+    """Seconds to read as many random tokens."""
+    ids = np.random.default_rng(state.length).integers(0, model.config.vocab, tokens).astype(np.int32)
+    ops, greedy = model.ops, Sampler(Sampling())
+    with Clock() as clock:
+        for at in range(0, tokens, ops.prefill_rows):
+            chunk = ids[at : at + ops.prefill_rows]
+            logits = model.forward(state, Step.chain(chunk, state.length), slice(len(chunk) - 1, len(chunk)))
+            state.commit(np.arange(len(chunk)))
+        if tokens > 0:
+            ops.read(ops.sample(logits, greedy))
+    return clock.seconds
+
+
+def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float], int]:
+    """Seconds of a step of `rows` rows that samples greedily, and its kernels, 0 where the backend does not count."""
+    ops, greedy = model.ops, Sampler(Sampling())
+    tokens: Any = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
+
+    def after(tokens: Any) -> Any:
+        """What a step over `tokens` chooses: as in decoding, the next one waits for it."""
+        return ops.sample(model.forward(state, Step.chain(tokens, state.length)), greedy)
+
+    before = ops.launches
+    tokens = after(tokens)
+    kernels = ops.launches - before
+    for _ in range(2):  # captures a graph, and runs it
+        tokens = after(tokens)
+    ops.read(tokens)
+    times = []
+    for _ in range(runs):
+        with Clock() as clock:
+            for _ in range(REPEATS):
+                tokens = after(tokens)
+            ops.read(tokens)
+        times.append(clock.seconds / REPEATS)
+    return times, kernels
+
+
+def read_bytes(model: Model, rows: int, context: int) -> float:
+    """Bytes of weights and cached keys and values that a step of `rows` rows reads, experts chosen independently."""
+    total = state_bytes(model.state_spec, context, model.ops.item_bytes) if context else 0.0
+    for table, handles in zip(
+        (model.layout.top, *model.layout.layers), (model.weights, *model.weights.layers), strict=True
+    ):
+        for name, entry in table.items():
+            if isinstance(entry, Matrix) and not (name == "embed" and not model.config.tied):
+                share = 1.0
+                if name.startswith("experts_"):
+                    share -= (1 - model.config.experts.top_k / model.config.experts.count) ** rows
+                total += share * model.ops.weight_bytes(getattr(handles, name))
+    return total

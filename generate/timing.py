@@ -1,0 +1,30 @@
+"""A stopwatch, and a word on stderr about what takes long."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Measures the `seconds` that a `with` block took."""
+
+    def __enter__(self) -> "Clock":
+        self.started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.started
+
+
+@contextmanager
+def announced(what: str, after: float = 10.0) -> Iterator[None]:
+    """Name on stderr what is being done once it has taken `after` seconds, terminal or not."""
+    timer = threading.Timer(after, print, [f"{what}: not done after {after:.0f} s"], {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
