@@ -63,7 +63,7 @@ def test_a_refusal_says_what_the_template_says():
         ("{% for x in y %}", "error in line 1"),
         ("{{ x | no_such_filter }}", "error in line 1: No filter named 'no_such_filter'"),
         ("{% for x in y %}" * 30 + "{% endfor %}" * 30, "nested too deeply"),
-        ("{{ (" * 5000, "nested too deeply"),
+        ("{{ (" * 3000, "nested too deeply"),
         ("{{ messages[7].content }}", "no element 7"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ missing | tojson }}", "TypeError: Object of type Undefined"),
