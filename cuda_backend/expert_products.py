@@ -8,7 +8,7 @@ import numpy as np
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
-from cuda_backend.fuse import unscaled
+from cuda_backend.fuse import packed_for_product
 from cuda_backend.launch import kernel
 from cuda_backend.layout import expert_defines, expert_ring, packed_size, packing, parts_of, ring, single_defines
 from cuda_backend.lazy import Lazy, Target
@@ -60,7 +60,7 @@ def grouped_linear(
     for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
             how = packing(s.type, 1)
-            packed, squares = unscaled(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
+            packed, squares = packed_for_product(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
                 (min(ctas * card.sms, g.most * s.row_blocks * partials),),
@@ -110,7 +110,7 @@ def chosen_linear(context: Context, x: Lazy | Array, w: Weight, last: Weight | N
         if isinstance(x, Array):
             row, norm = Row(array=x, made=SWIGLU), NONE
         else:
-            packed, squares = unscaled(x, packing(s.type, 1))
+            packed, squares = packed_for_product(x, packing(s.type, 1))
             row, norm = Row(packed=packed), row_norm(squares, s, x)
         _single(context, (s, behind), choice, row, out_of(Target(dense=at), N), Products(n, N, partials), norm)
         at += 4 * s.rows

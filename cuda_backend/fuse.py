@@ -82,28 +82,28 @@ def _holds(consumer: str, producer: Lazy) -> bool:
     return False
 
 
-def unscaled(x: Lazy, packing: Packing) -> tuple[int, int]:
-    """Rows of x for a product that finishes a norm: int8 rows and their sums of squares, as `Op.unscaled` says.
+def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
+    """int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
 
     Squares at 0: x is no such norm, and these are the rows themselves.
     """
-    if packing not in x.forms.unscaled and x.op.unscaled and _holds("product", x):
+    if packing not in x.forms.deferred and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take
         packed, squares = take(packed_size(x.K, x.T, packing)), take(x.T * -(-x.K // 128) * 4)
-        x.op.unscaled(x, Target(packed=packed, packing=packing), squares)
-        x.forms.unscaled[packing] = packed, squares
-    return x.forms.unscaled.get(packing) or (x.as_packed(packing), 0)
+        x.op.emit_deferred(x, Target(packed=packed, packing=packing), squares)
+        x.forms.deferred[packing] = packed, squares
+    return x.forms.deferred.get(packing) or (x.as_packed(packing), 0)
 
 
-def unscaled_dense(x: Lazy) -> tuple[int, int]:
-    """As `unscaled`, in float32 for a router; the int8 rows that its experts read are written in the same launch."""
+def dense_for_product(x: Lazy) -> tuple[int, int]:
+    """As `packed_for_product`, in float32 for a router; the same launch writes the int8 rows that its experts read."""
     rows = Packing(1, False)  # of types of which whole numbers are summed; experts of others ask again
-    if not x.forms.unscaled_dense and x.op.unscaled and _holds("product", x):
+    if not x.forms.deferred_dense and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take
         packed = take(packed_size(x.K, x.T, rows))
         dense, squares = take(x.T * x.K * 4), take(x.T * -(-x.K // 128) * 4)
-        x.op.unscaled(x, Target(dense=dense, packed=packed, packing=rows), squares)
-        x.forms.unscaled_dense, x.forms.unscaled[rows] = dense, (packed, squares)
-    if x.forms.unscaled_dense:
-        return x.forms.unscaled_dense, x.forms.unscaled[rows][1]
+        x.op.emit_deferred(x, Target(dense=dense, packed=packed, packing=rows), squares)
+        x.forms.deferred_dense, x.forms.deferred[rows] = dense, (packed, squares)
+    if x.forms.deferred_dense:
+        return x.forms.deferred_dense, x.forms.deferred[rows][1]
     return x.as_dense(), 0

@@ -26,29 +26,32 @@ class Target(NamedTuple):
 class Op:
     """A row-wise op.
 
-    name      by which fuse.FUSIONS knows it
-    emit      launches the op, which writes the forms of a Target
-    unscaled  of a norm: launches it without the factor of each whole row, and writes to an address the sums of squares
-              of 128 columns each, (T, K / 128), from which the consumer finds that factor
+    name           by which fuse.FUSIONS knows it
+    emit           launches the op, which writes the forms of a Target
+    emit_deferred  of a norm: as `emit`, but leaves the factor of each whole row to the consumer, and writes to an
+                   address the sums of squares of 128 columns each, (T, K / 128), that give it
     """
 
     name: str
     emit: Callable[["Lazy", Target], None]
-    unscaled: Callable[["Lazy", Target, int], None] | None = None
+    emit_deferred: Callable[["Lazy", Target, int], None] | None = None
 
 
 @dataclass
 class Forms:
-    """Addresses of what has been computed of an op, 0 or none for what has not; unscaled: rows and sums of squares."""
+    """Addresses of what has been computed of an op, 0 or none for what has not.
+
+    deferred  rows of a norm whose factor is left to the product, and their sums of squares: Op.emit_deferred
+    """
 
     dense: int = 0
     bf16: int = 0
     packed: dict[Packing, int] = field(default_factory=dict)
-    unscaled_dense: int = 0
-    unscaled: dict[Packing, tuple[int, int]] = field(default_factory=dict)
+    deferred_dense: int = 0
+    deferred: dict[Packing, tuple[int, int]] = field(default_factory=dict)
 
     def copy(self) -> "Forms":
-        return replace(self, packed=dict(self.packed), unscaled=dict(self.unscaled))
+        return replace(self, packed=dict(self.packed), deferred=dict(self.deferred))
 
 
 @dataclass(frozen=True, eq=False)

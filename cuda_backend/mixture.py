@@ -11,7 +11,7 @@ from cuda_backend import rows
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
 from cuda_backend.expert_products import Groups, chosen_linear, grouped_linear, heads_of_one, joins
-from cuda_backend.fuse import unscaled_dense
+from cuda_backend.fuse import dense_for_product
 from cuda_backend.launch import kernel
 from cuda_backend.layout import PREFILL_COLS
 from cuda_backend.lazy import Lazy, Op, Target, lazy_of, moved
@@ -130,7 +130,7 @@ def _beside(
     main, side, branch = context.stream, context.side, context.branch()
     lazy = lazy_of(x)
     if lazy:
-        unscaled_dense(lazy)  # for both; another form is each one's own
+        dense_for_product(lazy)  # for both; another form is each one's own
     main.record(context.forked)
     side.wait(context.forked)
     y = moved(first(branch, moved(x, branch)), context)

@@ -9,7 +9,7 @@ import numpy as np
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
-from cuda_backend.fuse import unscaled, unscaled_dense
+from cuda_backend.fuse import dense_for_product, packed_for_product
 from cuda_backend.gemm import expand, gemm
 from cuda_backend.launch import kernel
 from cuda_backend.layout import (
@@ -31,7 +31,7 @@ from cuda_backend.weights import Segment, Weight
 
 
 class RowNorm(NamedTuple):
-    """How a product finishes the norm of its rows: fuse.unscaled.
+    """How a product finishes the norm of its rows: fuse.packed_for_product.
 
     squares  address of the rows' sums of squares of 128 columns each, `parts` of a row; 0: there is no norm to finish
     """
@@ -47,7 +47,7 @@ EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 
 
 
 def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
-    eps = x.parameters.eps if x.op.unscaled else 0.0
+    eps = x.parameters.eps if x.op.emit_deferred else 0.0
     return RowNorm(squares, s.columns // 128 if squares else 0, s.columns, eps)
 
 
@@ -80,12 +80,12 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
     at = {s: out.address + 4 * row for s, row in zip(w.segments, rows, strict=False)}
     for together in launches:
         how = packing(together[0].type, T)
-        packed, squares = unscaled(x, how) if is_packed(w) else (x.as_packed(how), 0)
+        packed, squares = packed_for_product(x, how) if is_packed(w) else (x.as_packed(how), 0)
         matrices = [(s, at[s], cuts[s][0]) for s in together]
         _quantized(context, matrices, packed, row_norm(squares, together[0], x), T, how, N, partials)
     for s in w.segments:
         if s not in cuts:
-            x_dense, squares = (x.as_dense(), 0) if cuts else unscaled_dense(x)
+            x_dense, squares = (x.as_dense(), 0) if cuts else dense_for_product(x)
             dense_product(context, s, x_dense, at[s], T, N, partials=partials, norm=row_norm(squares, s, x))
     return out
 

@@ -199,7 +199,7 @@ def _emit_norm(lazy: Lazy, to: Target) -> None:
     kernel("rows", "add_norm")((lazy.T,), (256,), args, stream=lazy.context.stream)
 
 
-def _emit_unscaled_norm(lazy: Lazy, to: Target, squares: int) -> None:
+def _emit_deferred_norm(lazy: Lazy, to: Target, squares: int) -> None:
     (x,), norm, context = lazy.inputs, lazy.parameters, lazy.context
     out = out_of(to, lazy.K)
     grid = (-(-int(out["groups"]) // 8), lazy.T)
@@ -220,7 +220,7 @@ def _emit_unscaled_norm(lazy: Lazy, to: Target, squares: int) -> None:
     kernel("light", "add_scale", defines)(grid, (64,), args, stream=context.stream)
 
 
-NORM = Op("norm", _emit_norm, _emit_unscaled_norm)
+NORM = Op("norm", _emit_norm, _emit_deferred_norm)
 
 # -- heads -------------------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ def test_draft(target, placement, one, tmp_path):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_real_widths(name, monkeypatch):
-    """Models whose products take a norm's rows unscaled, and whose norms add up a mixture before they scale it."""
+    """Models whose products finish the norm of their rows, and whose norms add up a mixture before they scale it."""
     narrow(name, monkeypatch)
     ids, logits = np.random.default_rng(1).integers(0, 512, 110).astype(np.int32), []
     for placement in (Placement(), Placement((1, 0), (1, 1))):
