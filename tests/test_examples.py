@@ -20,4 +20,4 @@ def test_notebook():
     assert any("Paris" in shown.get("text/markdown", "") for shown in data)
     assert any("SmolLM2" in shown.get("text/html", "") for shown in data)
     bars = [shown["text/plain"] for shown in data if "application/vnd.jupyter.widget-view+json" in shown]
-    assert [bar.partition(":")[0] for bar in bars] == ["loading"]
+    assert bars[0].partition(":")[0] == "loading"  # a slow machine shows bars of prefill as well

@@ -107,12 +107,14 @@ def test_two_models_in_two_threads():
     on_cpu("models/test_cuda_threads.py", "two_models")
 
 
+@pytest.mark.compile
 def test_memory():
     on_cpu("models/test_cuda_models.py", "memory_of and (closed or laguna or qwen35moe)")
     on_cpu("decode/test_cuda_speculation.py", "memory_of")
     on_cpu("models/test_cuda_work.py", "test_")
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "chosen",
     [
