@@ -172,7 +172,7 @@ class CacheChoice(Options):
     )
     kv_calibration: int | None = option(
         None,
-        rules.whole(0),
+        rules.none_or(64),  # of fewer, a channel's scale would be a matter of chance
         "first tokens whose keys, which stay exact, give each channel's mean and scale for those after them; 0: keys "
         "are encoded as they are. None: 512 where keys are below 8 bits",
     )

@@ -51,6 +51,15 @@ def whole(least: int, most: int | None = None) -> Rule:
     return Rule(f"a whole number {words}", convert)
 
 
+def none_or(least: int) -> Rule:
+    """Accept 0 and integers from `least`."""
+    some = whole(0)
+    return Rule(
+        f"0 or a whole number of at least {least}",
+        lambda value: _check(some.convert(value), lambda x: x == 0 or x >= least),
+    )
+
+
 def one_of(*names: str) -> Rule:
     """Accept one of some texts."""
     return Rule(f"one of {', '.join(names)}", lambda value: _check(_typed(value, str), lambda x: x in names))

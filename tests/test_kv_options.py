@@ -1,6 +1,7 @@
 """The choice of a cache's formats: by flag, by option and by memory; what is counted, refused and kept lossless."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,9 +103,9 @@ def test_fit_and_inspect_count_the_bytes(capsys):
 
 
 def test_load_and_generate(capsys):
-    with generate.load("demo", backend="numpy", kv="q4", kv_calibration=16) as llm:
+    with generate.load("demo", backend="numpy", kv="q4", kv_calibration=64) as llm:
         reply = llm.generate(CODE, max_tokens=8)
-        assert llm._session.model.cache == CacheOptions("lm4", "lm4", calibration=16)
+        assert llm._session.model.cache == CacheOptions("lm4", "lm4", calibration=64)
         specs = [s for s in all_specs(llm._session.model.state_spec) if getattr(s, "is_packed", False)]
         assert reply.stats.state_bytes >= sum(s.row_bytes(4) for s in specs)
     assert len(reply.tokens) == 8
@@ -115,8 +116,7 @@ def test_speculation_is_lossless_with_the_same_cache(demo, pair):
     """Greedy tokens of trees, chains and lookup are those of plain decoding, past the tokens that calibrate."""
     checkpoint = open_checkpoint(demo_path())
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-    choice = CacheChoice(cache_type_k=pair[0], cache_type_v=pair[1], kv_calibration=24, kv_recent=9)
-    model = with_cache(demo, choice, 200)
+    model = replace(demo, cache=CacheOptions(*pair, calibration=24, recent=9))
     drafted = load_pair(demo_path("draft"), model)
     ids = tokenizer.encode(CODE)
     assert len(ids) < 24
@@ -135,7 +135,7 @@ def test_perplexity_against_the_same_model(tmp_path, capsys):
     text = tmp_path / "text.py"
     text.write_text(CODE * 12)
     flags = ["--text", str(text), "--ctx-window", "128", "--backend", "numpy", "--json"]
-    assert main(["perplexity", "demo", *flags, "-ctk", "lm4", "-ctv", "lm4", "--kv-calibration", "32"]) == 0
+    assert main(["perplexity", "demo", *flags, "-ctk", "lm4", "-ctv", "lm4", "--kv-calibration", "64"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["cache"] == "keys lm4, values lm4"
     assert main(["perplexity", "demo", *flags, "--kv", "q8", "--reference", "demo"]) == 0

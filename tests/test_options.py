@@ -80,7 +80,7 @@ WRONG_LOADING = {
     "kv_rotate_v": (1,),
     "kv_sinks": (-1, 1.5),
     "kv_recent": ("all",),
-    "kv_calibration": (-1,),
+    "kv_calibration": (-1, 3, 63, 64.0),
     "kv_boundary": (-1, True),
 }
 
