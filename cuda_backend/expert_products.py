@@ -50,45 +50,24 @@ def grouped_linear(
 
     known: the kernel before this one did not make g, and began when g was there.
     """
-    card, stream = context.card, context.stream
-    N, parts = w.rows, packed_segments(w)
-    partials = _cuts(w, g.chosen, card) if g.chosen else 1
-    out = Array(
-        (g.pairs, N), context.arena.take(partials * g.pairs * N * 4), partials=partials, partial_stride=g.pairs * N
-    )
+    card, N, parts = context.card, w.rows, packed_segments(w)
+    partials, size = _cuts(w, g.chosen, card) if g.chosen else 1, g.pairs * N
+    out = Array((g.pairs, N), context.arena.take(partials * size * 4), partials=partials, partial_stride=size)
     at = out.address
     for s, behind in zip(w.segments, last.segments if last else w.segments, strict=True):
         if s in parts:
             how = packing(s.type, 1)
             packed, squares = packed_for_product(x, how) if x.T <= MAX_DECODE_ROWS else (x.as_packed(how), 0)
             ctas, _, shared = expert_ring(card, s.type, g.cols)
+            cut = s.rows, s.row_blocks, s.k_blocks, partials, inverse(s.row_blocks), inverse(partials)
+            stack = s.expert_bytes, s.experts, behind.memory.address
+            rows = share, known, packed_size(s.columns, 1, how), *row_norm(squares, s, x)
             kernel("experts", "experts", expert_defines(card, s.type, g.cols), shared)(
                 (min(ctas * card.sms, g.most * s.row_blocks * partials),),
                 (288,),
-                (
-                    s.memory.address,
-                    packed,
-                    at,
-                    s.rows,
-                    s.row_blocks,
-                    s.k_blocks,
-                    partials,
-                    inverse(s.row_blocks),
-                    inverse(partials),
-                    g.pairs * N,
-                    N,
-                    g.groups,
-                    g.order,
-                    s.expert_bytes,
-                    s.experts,
-                    behind.memory.address,
-                    share,
-                    known,
-                    packed_size(s.columns, 1, how),
-                    *row_norm(squares, s, x),
-                ),
+                (s.memory.address, packed, at, *cut, size, N, g.groups, g.order, *stack, *rows),
                 shared_mem=shared,
-                stream=stream,
+                stream=context.stream,
             )
         else:
             dense_product(context, s, x.as_dense(), at, g.pairs, N, pairs=(g.ids, share))
@@ -161,27 +140,13 @@ def _single(
     shared = ring(card, s.type, 1)[2]
     per = 1 if choice is None else -(-int(choice["E"]) // 32)
     chosen = f"CHOICE={int(choice is not None)}", f"MADE={x.made}", f"PACK={int(bool(out['packed']))}"
+    stack = s.memory.address, s.expert_bytes, behind.memory.address, np.zeros((), CHOICE) if choice is None else choice
+    row = x.packed, x.apart, view(x.array) if x.array else NOTHING
+    cut = s.rows, s.columns, s.k_blocks, parts, inverse(parts), matrices * row_stride, row_stride
     kernel("single", "single", (*single_defines(card, s.type), f"PER={per}", *chosen), shared)(
         (parts, s.row_blocks, matrices),
         (288,),
-        (
-            s.memory.address,
-            s.expert_bytes,
-            behind.memory.address,
-            np.zeros((), CHOICE) if choice is None else choice,
-            x.packed,
-            x.apart,
-            view(x.array) if x.array else NOTHING,
-            out,
-            s.rows,
-            s.columns,
-            s.k_blocks,
-            parts,
-            inverse(parts),
-            matrices * row_stride,
-            row_stride,
-            *norm,
-        ),
+        (*stack, *row, out, *cut, *norm),
         shared_mem=shared,
         stream=context.stream,
     )

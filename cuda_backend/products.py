@@ -162,24 +162,11 @@ def dense_product(
     """kernels/dense.cu; `pairs`: address of the matrix of each pair, or 0, and how many pairs take a row of x."""
     ids, share = pairs
     rows = 1 if ids or T == 1 else 2
+    result = T, row_stride, partials, T * row_stride
     kernel("dense", "dense", (s.type, f"ROWS={rows}", *(("EXPERTS",) if ids else ())))(
         (-(-T // rows), -(-s.rows // 8)),
         (256,),
-        (
-            s.memory.address,
-            x,
-            out,
-            s.rows,
-            s.columns,
-            T,
-            row_stride,
-            partials,
-            T * row_stride,
-            ids,
-            s.rows,
-            share,
-            *norm,
-        ),
+        (s.memory.address, x, out, s.rows, s.columns, *result, ids, s.rows, share, *norm),
         stream=context.stream,
     )
 
