@@ -7,7 +7,7 @@ import numpy as np
 
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
-from cuda_backend.caches.formats import format_defines, turn_back
+from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV
 from cuda_backend.caches.planes import Plane
 from cuda_backend.caches.window import rolled, unrolled
@@ -71,8 +71,7 @@ def attention(
         return out
     rows = 16 if T * (H // K) <= 16 else 32  # of a block
     formats = format_defines(keys, values)
-    packed = max(keys.row_bytes, values.row_bytes) if formats else 0
-    defines, shared, ctas = split_tiles(context.card, wide, rows, packed)
+    defines, shared, ctas = split_tiles(context.card, wide, rows, packed_bytes(keys, values))
     blocks = -(-T * (H // K) // rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)

@@ -8,6 +8,7 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
 from cuda_backend.arrays import Array
 from cuda_backend.attention import LOG2_E, Pieces, combine, combined, whole, windowed
+from cuda_backend.caches.formats import turn_back
 from cuda_backend.caches.latent import Latent
 from cuda_backend.caches.planes import TILE, Places, Plane, planes_at
 from cuda_backend.context import Context
@@ -27,10 +28,10 @@ def latent_attention(
 ) -> Array:
     T, H, R = q_latent.shape
     step, wide = context.step_of(step, kv.store), padded(R)
-    q16 = context.arena.take(T * H * kv.rows.width * 2)
-    _gather(context, (q_latent, q_rope), (latent, k_rope), kv, step, Queries(q16, wide, kv.rows.width))
+    q16 = context.arena.take(T * H * kv.width * 2)
+    _gather(context, (q_latent, q_rope), (latent, k_rope), kv, step, Queries(q16, wide, kv.width, kv.rows.rotated))
     rows, most = min(T, MAX_DECODE_ROWS), kv.store.past + T if step.prefill else kv.rows.places.capacity
-    blocks, (tile, _, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(context.card, kv.rows.width)
+    blocks, (tile, _, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(context.card, kv.width)
     shares = max(1, context.card.shared // (shared + 2048) * context.card.sms // blocks)
     trunk = piece_places(most, tile, 0, 0, shares)
     count = trunk + tail_places(tile, rows)
@@ -44,6 +45,7 @@ def latent_attention(
             (
                 q16,
                 kv.rows.record,
+                kv.roped.record,
                 H,
                 step.address,
                 step.positions.address,
@@ -58,7 +60,7 @@ def latent_attention(
             stream=context.stream,
         )
         cut = tile.bit_length() - 1, 0, 0, shares, trunk
-        pieces = Pieces(run_count(most, 0, 0), sums, stats, n, H, wide, first, *cut)
+        pieces = Pieces(run_count(most, 0, 0), sums, stats, n, H, wide, first, *cut, turn_back(kv.rows))
         if out:
             combine(context, pieces, R, step, out_of(Target(dense=out), H * R))
     return Array((T, H, R), out) if out else combined(context, pieces, (T, H, R), step)
@@ -89,23 +91,28 @@ def expanded_attention(
     size = 2 * heads.nbytes
     keys, values = planes_at(context.arena.take(size), (heads, heads))
     cupy.cuda.runtime.memsetAsync(keys.address, 0, size, context.stream.ptr)
-    gemm.expand_heads(k_up, False, kv.rows, n, keys, context.arena, context.stream)
-    gemm.expand_heads(v_up, True, kv.rows, n, values, context.arena, context.stream)
+    rows = _whole_rows(context, kv, n)
+    gemm.expand_heads(k_up, False, rows, n, keys, context.arena, context.stream)
+    gemm.expand_heads(v_up, True, rows, n, values, context.arena, context.stream)
     kernel("latent", "spread", _latent(context, kv))(
         (-(-n * (wide - N) // 256), H),
         (256,),
-        (kv.rows.record, n, N, P, wide, keys.record),
+        (rows.record, n, N, P, wide, keys.record),
         stream=context.stream,
     )
     return whole(context, q16, keys, values, (T, H, V), step, scale)
 
 
 class Queries(NamedTuple):
-    """Float16 queries: their address, the channel at which roped ones begin, and the channels of a row."""
+    """Float16 queries: their address, the channel at which roped ones begin, and the channels of a row.
+
+    rotated  are the channels before `at` rotated, as latents are?
+    """
 
     address: int
     at: int
     wide: int
+    rotated: bool = False
 
 
 def _gather(
@@ -117,14 +124,14 @@ def _gather(
     out: Queries,
 ) -> None:
     """Write queries (q, then roped q_rope) and the step's rows of the cache (latent, then roped k_rope) as float16."""
-    (q, q_rope), (latent, k_rope), (q16, at, wide) = queries, rows, out
+    (q, q_rope), (latent, k_rope), (q16, at, wide, rotated) = queries, rows, out
     T, H, main = q.shape
     (q_from, q_turn), (k_from, k_turn) = before_rope(q_rope), before_rope(k_rope)
     norm = fused("latent cache", latent)
     plain, weight, eps = (*norm.inputs, *norm.parameters) if norm else (latent, None, 0.0)
     kernel("latent", "gather", _latent(context, kv))(
         (T * (H + 1),),
-        (-(-max(wide, kv.rows.width) // 32) * 32,),
+        (-(-max(wide, kv.width) // 32) * 32,),
         (
             *(view(x) for x in (q, q_from, plain, k_from)),
             T,
@@ -141,13 +148,28 @@ def _gather(
             latent.shape[1],
             step.address,
             q16,
+            rotated,
             kv.rows.record,
+            kv.roped.record,
         ),
         stream=context.stream,
     )
 
 
+def _whole_rows(context: Context, kv: Latent, n: int) -> Plane:
+    """The first n rows of the cache, float16 in one plane and not rotated."""
+    if not kv.apart:
+        return kv.rows
+    rows = Plane(context.arena.take(2 * n * kv.width), 1, 2 * kv.width, kv.width, kv.rows.places)
+    jobs = n * -(-kv.rows.width // 128)
+    kernel("latent", "whole_rows", _latent(context, kv))(
+        (-(-jobs // 8),), (256,), (kv.rows.record, kv.roped.record, n, rows.address), stream=context.stream
+    )
+    return rows
+
+
 def _latent(context: Context, kv: Latent) -> tuple[str, ...]:
-    tile, buffers, _ = latent_tiles(context.card, kv.rows.width)
-    sizes = f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.rows.width}", f"TILE={tile}", f"BUFFERS={buffers}"
-    return *sizes, windowed(0)
+    tile, buffers, _ = latent_tiles(context.card, kv.width)
+    sizes = f"R={padded(kv.store.spec.latent_dim)}", f"W={kv.width}", f"TILE={tile}", f"BUFFERS={buffers}"
+    formats = ("APART=1", f"KEYS={kv.rows.format.upper()}", f"TURN_KEYS={int(kv.rows.rotated)}") if kv.apart else ()
+    return *sizes, windowed(0), *formats

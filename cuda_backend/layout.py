@@ -55,7 +55,7 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
         return _source_of_linear(second)
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
     parts += ["plane.cuh"] if stem in ("attention", "split", "latent", "keep", "heads_to_cache", "to_cache") else []
-    parts += ["formats.cuh"] if stem in ("attention", "split", "heads_to_cache", "pieces", "to_cache") else []
+    parts += ["formats.cuh"] if stem in ("attention", "latent", "split", "heads_to_cache", "pieces", "to_cache") else []
     parts += ["head.cuh"] if stem in ("rows", "heads_to_cache") else []
     parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
     parts += ["packed.cuh"] if stem == "single" else []

@@ -7,7 +7,8 @@ tests/models/test_cuda_work.py compares them with it.
 from collections.abc import Sequence
 
 from common.ops import LayerSize
-from common.storage import DeltaSpec, KVSpec, LatentSpec
+from common.storage import NATIVE, DeltaSpec, KVSpec, LatentSpec
+from cuda_backend.layout import padded
 from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
@@ -38,4 +39,6 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
                 values += 2 * s.key_heads * s.key_dim + 3 * s.heads * s.value_dim
             case LatentSpec():
                 past += layer.expanded  # keys and values of all heads in float16, made of float16
+                if s.latent_format != NATIVE:
+                    past += (padded(s.latent_dim) + padded(s.rope_dim)) // 2  # rows in float16
     return 4 * (rows * values + tokens * past)

@@ -15,8 +15,8 @@ from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
 from cuda_backend.caches.kv import KVStore, kv_bytes
-from cuda_backend.caches.latent import LatentStore, latent_plane
-from cuda_backend.caches.planes import check_capacity, copy, zeros
+from cuda_backend.caches.latent import LatentStore, latent_planes
+from cuda_backend.caches.planes import check_capacity, copy, planes_bytes, zeros
 from cuda_backend.caches.window import NOT_IN_PART, WindowStore, window_bytes
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
@@ -187,7 +187,7 @@ def _store_of(spec: RowSpec, layers: int, capacity: int, stream: Stream) -> KVSt
 def _layer_bytes(spec: Spec, capacity: int) -> int:
     match spec:
         case LatentSpec():
-            return latent_plane(spec, 1, capacity).nbytes
+            return planes_bytes(latent_planes(spec, 1, capacity))
         case KVSpec():
             return kv_bytes(spec, capacity) if spec.window is None else window_bytes(spec, capacity)
         case ConvSpec() | DeltaSpec():

@@ -1,23 +1,45 @@
-"""The rows of latent attention layers: a latent padded to 16 values, then a roped key padded to 16, float16."""
+"""The rows of latent attention layers: a latent padded to 16 values, then a roped key padded to 16, float16.
+
+In a format the latents lie in a plane of their own, and the roped keys, float16, in another.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from common.errors import BimetalError
 from common.storage import NATIVE, LatentSpec
-from cuda_backend.caches.planes import HALF, Plane, all_places, check_capacity, keep_path, zeros
+from cuda_backend.caches.planes import (
+    Plane,
+    Planes,
+    all_places,
+    check_capacity,
+    keep_path,
+    plane_of,
+    planes_at,
+    planes_bytes,
+    zeros,
+)
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Rows of one layer."""
+    """Rows of one layer; `roped` is `rows` where one plane holds both parts."""
 
     rows: Plane
+    roped: Plane
     store: "LatentStore"
+
+    @property
+    def apart(self) -> bool:
+        return self.rows is not self.roped
+
+    @property
+    def width(self) -> int:
+        """Channels of both parts, each padded."""
+        return self.rows.width + (self.roped.width if self.apart else 0)
 
 
 class LatentStore:
@@ -26,15 +48,16 @@ class LatentStore:
     def __init__(self, spec: LatentSpec, layers: int, capacity: int, stream: Stream):
         check_capacity(capacity)
         self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
-        shape = latent_plane(spec, layers, capacity)
-        self.memory = zeros(shape.nbytes, stream)
-        self.plane = shape.at(self.memory.address)
+        shape = latent_planes(spec, layers, capacity)
+        self.memory = zeros(planes_bytes(shape), stream)
+        self.planes = planes_at(self.memory.address, shape)
 
     def layer(self, i: int) -> Latent:
-        return Latent(self.plane.part(i, 1), self)
+        parts = [plane.part(i, 1) for plane in self.planes]
+        return Latent(parts[0], parts[-1], self)
 
     def commit(self, path: np.ndarray) -> None:
-        keep_path((self.plane,), self.past, path, self.stream)
+        keep_path(self.planes, self.past, path, self.stream)
         self.past += len(path)
 
     def snapshot(self) -> Any:
@@ -48,9 +71,10 @@ class LatentStore:
         return self.memory.nbytes
 
 
-def latent_plane(spec: LatentSpec, layers: int, capacity: int) -> Plane:
+def latent_planes(spec: LatentSpec, layers: int, capacity: int) -> Planes:
     """Rows of `layers` layers, not yet anywhere."""
-    if spec.latent_format not in (NATIVE, HALF):
-        raise BimetalError(f"the CUDA kernels have no latent cache in {spec.latent_format}; supported: {HALF}")
-    width = padded(spec.latent_dim) + padded(spec.rope_dim)
-    return Plane(0, layers, 2 * width, width, all_places(capacity))
+    places = all_places(capacity)
+    if spec.latent_format == NATIVE:
+        width = padded(spec.latent_dim) + padded(spec.rope_dim)
+        return (Plane(0, layers, 2 * width, width, places),)
+    return tuple(plane_of(plane, layers, places) for plane in spec.planes)

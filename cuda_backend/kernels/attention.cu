@@ -11,6 +11,7 @@
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE TILE_POSITIONS
+#define BLOCKS ((D + 31) / 32)  // of a row of the cache that is not float16
 #if D > 64
 #define AND_BLOCKS
 #else  // left to itself the compiler spills for one block more
@@ -22,8 +23,8 @@ __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {
     if constexpr (F != F16) {
         const u8* rows = plane.rows + (s64)place_of(plane, at) * row_bytes(F, D);
 #pragma unroll 1
-        for (int n = threadIdx.x; n < TILE * (D / 32); n += 128) {
-            const int row = n % TILE, block = (n / TILE + row) % (D / 32);
+        for (int n = threadIdx.x; n < TILE * BLOCKS; n += 128) {
+            const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
             unpack_32<F, D>(to + row * STRIDE + block * 32, rows + row * row_bytes(F, D), block);
         }
     } else {

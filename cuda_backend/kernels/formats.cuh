@@ -29,7 +29,7 @@ __device__ constexpr int code_bits(Format f) {
 __device__ constexpr int scale_bytes(Format f) { return f == F16 ? 0 : f == Q4_1 || f == Q5_1 ? 4 : 2; }
 __device__ constexpr int block_values(Format f, int WIDE) { return is_lloyd_max(f) ? wht_group(WIDE) : 32; }
 __device__ constexpr int block_bytes(Format f, int WIDE) { return scale_bytes(f) + block_values(f, WIDE) * code_bits(f) / 8; }
-__device__ constexpr int row_bytes(Format f, int WIDE) { return WIDE / block_values(f, WIDE) * block_bytes(f, WIDE); }
+__device__ constexpr int row_bytes(Format f, int WIDE) { return f == F16 ? 2 * WIDE : WIDE / block_values(f, WIDE) * block_bytes(f, WIDE); }
 
 // ---- Walsh-Hadamard rotation of a group, four values per lane
 

@@ -2,7 +2,7 @@
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/attention.py
 // In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
 //           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [place][T][H][R]
-// Build     R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
+// Build     APART: latents lie apart from roped keys, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
 //           WINDOWED, 0: flash.cuh
 // Work      split: 32 rows (t, head) per CTA of 8 warps, pieces of the past in shares of equal length. Of a tile's products with
 //           q, which stays in registers, a warp adds a quarter of the channels for half of the positions; eight lanes then share
@@ -28,6 +28,10 @@
 #define COLUMNS ((R / 8 + 15) / 16 * 16)  // of the latent per warp
 #define SCORES (TILE + 8)
 
+#ifndef APART
+#define APART 0
+#endif
+
 // A row of W by eight threads, a line of it at a time.
 __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
     const u32 to = shared_address(buffer + threadIdx.x / 8 * STRIDE + threadIdx.x % 8 * 8);
@@ -37,8 +41,24 @@ __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
         if (i + threadIdx.x % 8 * 8 < W) copy16(to + i * 2, from + i);
 }
 
+// The same of a position of the cache.
+__device__ __forceinline__ void load_place(u16* buffer, const Plane& cache, const Plane& roped, int place) {
+#if APART
+    const u8* row = row_at(cache, 0, place, row_bytes(KEYS, R));
+    const u16* from = (const u16*)roped.rows + (s64)place * (W - R) + threadIdx.x % 8 * 8;
+    u16* to = buffer + threadIdx.x / 8 * STRIDE;
+#pragma unroll 1
+    for (int block = threadIdx.x % 8; block < R / 32; block += 8) unpack_32<KEYS, R>(to + block * 32, row, block);
+#pragma unroll
+    for (int i = 0; i < W - R; i += 64)
+        if (i + threadIdx.x % 8 * 8 < W - R) copy16(shared_address(to + R + threadIdx.x % 8 * 8 + i), from + i);
+#else
+    load_row(buffer, (const u16*)cache.rows + (s64)place * W);
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(256, 1)
-split(const u16* q, Plane cache, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
+split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, const int* positions, int T, int first_t, float scale,
       int trunk, float* sums, float2* stats) {
     release_next();
     extern __shared__ __align__(16) u16 shared[];
@@ -72,7 +92,7 @@ split(const u16* q, Plane cache, int H, const StepState* step, const int* positi
         const int stop = job >= 0 ? begin + TILE : after > piece ? pieces.stop(after - 1) : begin;
         if (begin >= stop || first_row >= end_row || (tree && begin >= mask.past + seen)) continue;
         __syncthreads();
-        auto load = [&](int buffer, int place) { load_row(buffers + buffer * LOAD * STRIDE, (const u16*)cache.rows + (s64)place * W); };
+        auto load = [&](int buffer, int place) { load_place(buffers + buffer * LOAD * STRIDE, cache, roped, place); };
         if (job < 0)  // before this step's rows are there
 #pragma unroll 1
             for (int i = 0; i < BUFFERS - LOADS; i++)
@@ -237,7 +257,7 @@ struct Turn {  // a rope, as rows.cu has it
 // cache's. Rope's pairs are half-split, and turned before their channels are there.
 extern "C" __global__ void __launch_bounds__(1024)
 gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
-       const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, Plane cache) {
+       const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, int rotates, Plane cache, Plane roped) {
     release_next();
     __shared__ float squares_of[32];
     const int t = blockIdx.x / (H + 1), head = blockIdx.x % (H + 1), i = threadIdx.x, lane = i % 32;
@@ -270,7 +290,42 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         const float all = warp_sum(lane < blockDim.x / 32 ? squares_of[lane] : 0.0f);
         if (i < latent_dim) v = v * norm_factor(all, latent_dim, eps) * factor;
     }
+#if APART
+    __shared__ float4 latents[R / 4];
+    if (is_row || rotates) {  // by a warp per 128 channels
+        if (i < R) ((float*)latents)[i] = v;
+        __syncthreads();
+        if (i / 32 * 128 < R) {
+            const float4 four = i * 4 < R ? latents[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            u8* row = is_row ? row_at(cache, 0, past + t, row_bytes(KEYS, R)) : (u8*)(q_out + ((s64)t * H + head) * wide);
+            store_row<R>(!is_row, is_row, row, i / 32, lane, four);
+        }
+        if (i >= R && i < W) (is_row ? (u16*)roped.rows + (s64)(past + t) * (W - R) - R : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+        return;
+    }
+#endif
     if (i < (is_row ? W : wide)) (is_row ? (u16*)cache.rows + (s64)(past + t) * W : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+}
+
+// n rows of the cache as float16 [n][W], as they were before they were rotated; a warp per 128 channels.
+extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int n, u16* out) {
+#if APART
+    begin();
+    __shared__ uint4 unpacked[8][16];
+    constexpr int chunks = (R + 127) / 128;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, job = blockIdx.x * 8 + warp, row = job / chunks, chunk = job % chunks;
+    if (row >= n) return;
+    if (lane < 4 && chunk * 128 + lane * 32 < R)
+        unpack_32<KEYS, R>((u16*)unpacked[warp] + lane * 32, row_at(cache, 0, row, row_bytes(KEYS, R)), chunk * 4 + lane);
+    __syncwarp();
+    const int d = chunk * 128 + lane * 4;
+    const u32 first = ((const u32*)unpacked[warp])[lane * 2], second = ((const u32*)unpacked[warp])[lane * 2 + 1];
+    float4 v = make_float4(from_half((u16)first), from_half((u16)(first >> 16)), from_half((u16)second), from_half((u16)(second >> 16)));
+    if (TURN_KEYS) v = rotated_back<wht_group(R)>(v, lane);
+    u16* to = out + (s64)row * W;
+    if (d < R) *(uint2*)(to + d) = make_uint2(to_half2(v.x, v.y), to_half2(v.z, v.w));
+    for (int i = lane; chunk == 0 && i < W - R; i += 32) to[R + i] = ((const u16*)roped.rows)[(s64)row * (W - R) + i];
+#endif
 }
 
 // The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros behind them.

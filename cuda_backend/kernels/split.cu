@@ -43,14 +43,15 @@
 
 #define KEY_BYTES row_bytes(KEYS, D)
 #define VALUE_BYTES row_bytes(VALUES, D)
+#define BLOCKS ((D + 31) / 32)  // of a row
 #define STAGE (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // a tile as the cache has it
 
 // A tile of rows as float16.
 template <Format F>
 __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
 #pragma unroll 1
-    for (int n = threadIdx.x; n < TILE * (D / 32); n += CTA) {  // neighbours take other rows and other blocks, for the banks
-        const int row = n % TILE, block = (n / TILE + row) % (D / 32);
+    for (int n = threadIdx.x; n < TILE * BLOCKS; n += CTA) {  // neighbours take other rows and other blocks, for the banks
+        const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
         unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
     }
     __syncthreads();

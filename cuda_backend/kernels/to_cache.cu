@@ -98,7 +98,7 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
                            self.w * c.w + other.w * s.w);
     const int slot = place_of(keys, position);
     u16* q_to = q_out + ((s64)t * H + of) * D;
-    if constexpr (PACKED) {
+    if constexpr (PACKED || TURN_KEYS || TURN_VALUES) {
         u8* row = kind == 0   ? (u8*)q_to
                   : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
                               : row_at(values, of, slot, row_bytes(VALUES, D));

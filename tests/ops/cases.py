@@ -235,6 +235,7 @@ def attention_cases() -> Iterator[Case]:
     yield case(7, "chain", 7, 3, 3, 24, 8, None, "kv")
     yield case(7, "tree", 7, 8, 1, 64, 64, None, "kv")
     yield case(7, "chain", 140, 4, 2, 64, 64, None, "kv")
+    yield case(7, "chain", 140, 4, 2, 80, 80, None, "kv")
 
 
 def latent_cases() -> Iterator[Case]:

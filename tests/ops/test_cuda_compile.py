@@ -112,6 +112,10 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
     plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
+    coded = [(f, *widths) for f in ("Q8_0", "Q4_0", "LM4", "TQ3_0") for widths in ((128, 144), (512, 576))]
+    plain += [
+        ("latent", (*latent(card, *w), "APART=1", f"KEYS={f}", f"TURN_KEYS={int(f != 'Q8_0')}")) for f, *w in coded
+    ]
     plain += [
         ("prepare", prepare(d, 4, e))
         for d in (12, 64, 128, 256)

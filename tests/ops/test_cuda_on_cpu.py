@@ -58,6 +58,8 @@ def test_rows_of_trees():
     [
         "test_bytes and 64-3 or test_bytes and 128-3",
         "neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals",
+        "test_latents and lm4-128 or latents_do_not and lm4-50",
+        pytest.param("latents", marks=pytest.mark.slow),
         pytest.param("test_bytes or windows or norm_and or strided", marks=pytest.mark.slow),
         pytest.param("test_attention", marks=pytest.mark.slow),
         pytest.param("neighbours", marks=pytest.mark.slow),
