@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from common.demo import demo_path
+from common.demo import demo_path, is_demo
 from common.errors import BimetalError
 from common.hub_answers import (
     COMMIT,
@@ -40,7 +40,7 @@ from common.hub_answers import (
 )
 
 FORMS = (
-    "a local file or directory, demo, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
+    "a local file or directory, demo, demo-wedlm, smollm2, owner/repo, owner/repo:QUANT (as in owner/repo:Q4_K_M) or "
     "owner/repo/file.gguf, the last three with or without hf.co/ in front"
 )
 DEFAULT_QUANT = "Q4_K_M"
@@ -75,8 +75,8 @@ class HubUnavailableError(BimetalError):
 def resolve_model(name: str, *, progress: bool = True, revision: str | None = None) -> Path:
     """The local path of the model `name`: a `.gguf` file (the first part of a split one) or a directory.
 
-    name        an existing path (wins), "demo", "demo:QUANT", "smollm2", "owner/repo", "owner/repo:Q4_K_M" or
-                "owner/repo/file.gguf"
+    name        an existing path (wins), "demo", "demo:QUANT", "demo-wedlm", "smollm2", "owner/repo",
+                "owner/repo:Q4_K_M" or "owner/repo/file.gguf"
     progress    show a bar on stderr while downloading, when that is a terminal
     revision    branch, tag or commit of the repository; its main branch by default
 
@@ -84,7 +84,7 @@ def resolve_model(name: str, *, progress: bool = True, revision: str | None = No
     run has left. When it cannot be asked, a cached copy serves. Raises BimetalError.
     """
     path = Path(os.path.expanduser(name))
-    ours = name == "smollm2" or name.partition(":")[0] == "demo"
+    ours = name == "smollm2" or is_demo(name)
     if ours or (name and os.path.exists(path)):
         if revision is not None:
             raise BimetalError(f"{name} is on this machine and has no revision {revision!r}")

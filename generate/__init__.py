@@ -37,7 +37,7 @@ def _load_with(options: typing.Callable[P, LoadOptions]) -> _Load[P]:
         """Load a model and start the one thread that owns it.
 
         model  a path to a GGUF file or a safetensors folder, "owner/repo" or "owner/repo:Q4_K_M" on the Hub, "smollm2",
-               or "demo", which comes with the package and continues Python
+               "demo", which comes with the package and continues Python, or "demo-wedlm", which fills windows
         """
         from generate.llm import LLM
 

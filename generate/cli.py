@@ -32,7 +32,7 @@ COMMANDS = {
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
-MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, or smollm2"
+MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
 WINDOW = DECODERS["wedlm"].takes

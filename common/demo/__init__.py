@@ -1,4 +1,4 @@
-"""The model that comes with the package: `demo-qwen35`, and its draft. How they were made: examples/train."""
+"""The models that come with the package: `demo-qwen35` and its draft, and `demo-wedlm`. Made by examples/train."""
 
 from pathlib import Path
 
@@ -6,15 +6,23 @@ from common.errors import BimetalError
 
 FOLDER = Path(__file__).parent
 TARGET, DRAFT = "demo-qwen35-{}.gguf", "demo-qwen35-dflash-Q8_0.gguf"
+WEDLM = "demo-wedlm"
+
+
+def is_demo(name: str) -> bool:
+    """Whether `name` is that of a model of the package."""
+    return name == WEDLM or name.partition(":")[0] == "demo"
 
 
 def demo_path(name: str = "demo") -> Path:
-    """The file of "demo" (the target, Q8_0), "demo:QUANT" (the target in another mix) or "draft".
+    """The file of "demo" (the target, Q8_0), "demo:QUANT" (the target in another mix), "draft" or "demo-wedlm".
 
     Raises BimetalError for a mix that the package lacks.
     """
     if name == "demo:":
         raise BimetalError("demo: names no quantization; give demo, or one as in demo:Q4_K_S")
+    if name == WEDLM:
+        return FOLDER / "demo-wedlm-Q8_0.gguf"
     quant = name.removeprefix("demo").removeprefix(":").upper() or "Q8_0"
     path = FOLDER / (DRAFT if name == "draft" else TARGET.format(quant))
     if not path.is_file():

@@ -109,7 +109,16 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         rope=gguf_rope(keys, head_dim, checkpoint.tensors.get("rope_freqs.weight")),
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
+        mask_id=_gguf_mask_id(checkpoint, keys) if architecture == "wedlm" else None,
     )
+
+
+def _gguf_mask_id(checkpoint: Checkpoint, keys: Keys) -> int:
+    mask, table = checkpoint.config.get("tokenizer.ggml.mask_token_id"), checkpoint.tensors.get("token_embd.weight")
+    vocab = table.shape[0] if table and table.shape else 0
+    if not isinstance(mask, int | np.integer) or not 0 <= mask < vocab:
+        raise BimetalError(f"{keys.where}: tokenizer.ggml.mask_token_id is {mask}; the vocabulary has {vocab} tokens")
+    return int(mask)
 
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:

@@ -1,0 +1,102 @@
+"""The WeDLM of the package: it answers its tasks, several tokens per forward, and verified text is plain text."""
+
+import sys
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+import generate
+from common.checkpoint import open_checkpoint
+from common.decode.plain import plain
+from common.decode.registry import decode
+from common.decode.run import Run
+from common.decoders import Speculation, WedlmOptions
+from common.demo import demo_path
+from common.errors import BimetalError
+from common.models import load_model
+from common.models.llama import read_config
+from common.reference import NumpyOps
+from common.sampling import Sampler, Sampling
+from common.step import Step
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples/train"))
+import wedlm_tasks
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with generate.load("demo-wedlm", backend="numpy") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("task", wedlm_tasks.TASKS)
+def test_held_out_questions(task, llm):
+    for question, answer in wedlm_tasks.held_out(task)[:2]:
+        for options in ({}, {"wedlm_verify": True}):
+            reply = llm.generate(question, max_tokens=80, **options)
+            assert (reply.text, reply.finish_reason) == (answer, "stop")
+            assert reply.stats.wedlm.tokens_per_forward > 3
+
+
+def test_the_template_asks_a_question(llm):
+    reply = llm.chat([{"role": "user", "content": "Count by 2 from 11 to 19."}])
+    assert reply.text == "Answer: 11, 13, 15, 17, 19.\n"
+
+
+def test_the_mask_of_a_gguf():
+    checkpoint = open_checkpoint(demo_path("demo-wedlm"))
+    assert read_config(checkpoint).mask_id == 1
+    for wrong in (None, 640, -1, "1"):
+        checkpoint.config["tokenizer.ggml.mask_token_id"] = wrong
+        with pytest.raises(BimetalError, match=f"mask_token_id is {wrong}; the vocabulary has 640 tokens"):
+            read_config(checkpoint)
+
+
+def verified_is_plain(model, prompts, count, settings):
+    for prompt in prompts:
+        replies = []
+        for options in (None, *settings):
+            state = model.new_state(len(prompt) + count)
+            last = slice(len(prompt) - 1, len(prompt))
+            logits = model.forward(state, Step.chain(np.array(prompt, np.int32), 0), last)
+            state.commit(np.arange(len(prompt)))
+            sampler = Sampler(Sampling())
+            if options is None:
+                tokens = plain(model, state, logits, sampler)
+            else:
+                tokens = decode(Run(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options)))
+            with closing(tokens):
+                replies.append([token for token, _ in islice(tokens, count)])
+        assert all(reply == replies[0] for reply in replies), prompt
+
+
+def prompts_of(model, count):
+    random = np.random.default_rng(5)
+    return [random.integers(2, min(model.config.vocab, 500), random.integers(1, 40)).tolist() for _ in range(count)]
+
+
+def questions(llm, count):
+    texts = [question for task in wedlm_tasks.TASKS for question, _ in wedlm_tasks.held_out(task)[:count]]
+    return [llm.tokenizer.encode(text) for text in texts][:count]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [WedlmOptions(16, 1.0, verify=True), WedlmOptions(5, 100.0, verify=True)])
+def test_verified_text_of_fifty_prompts(options, llm):
+    """256 tokens each, past the ends of replies, of questions and of noise."""
+    model = load_model(demo_path("demo-wedlm"), NumpyOps())
+    verified_is_plain(model, [*questions(llm, 25), *prompts_of(model, 25)], 256, [options])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_verified_text_of_random_models(name, monkeypatch):
+    """Any causal model: a mask row that nobody trained drafts badly, and the text is plain decoding's all the same."""
+    model = tiny.load(name, NumpyOps())
+    object.__setattr__(model.config, "mask_id", 90)
+    settings = [WedlmOptions(16, 1.0, verify=True), WedlmOptions(5, 100.0, verify=True)]
+    verified_is_plain(model, [[t % 90 for t in prompt] for prompt in prompts_of(model, 50)], 256, settings)
