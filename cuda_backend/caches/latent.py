@@ -10,6 +10,7 @@ import numpy as np
 
 from common.storage import NATIVE, LatentSpec
 from cuda_backend.caches.planes import (
+    HALF,
     Plane,
     Planes,
     all_places,
@@ -74,7 +75,7 @@ class LatentStore:
 def latent_planes(spec: LatentSpec, layers: int, capacity: int) -> Planes:
     """Rows of `layers` layers, not yet anywhere."""
     places = all_places(capacity)
-    if spec.latent_format == NATIVE:
+    if spec.latent_format in (NATIVE, HALF) and not spec.rotate_latent:
         width = padded(spec.latent_dim) + padded(spec.rope_dim)
         return (Plane(0, layers, 2 * width, width, places),)
     return tuple(plane_of(plane, layers, places) for plane in spec.planes)

@@ -223,6 +223,15 @@ def test_latents(format_, R, ops):
         assert np.abs(out - expected).max() <= tolerance * np.abs(expected).max()
 
 
+def test_latents_in_float16_by_name(ops):
+    """A latent of 48, which no format but float16 stores, in one plane with its roped keys."""
+    made = Latents(48, "f16")
+    made.spec = [{"kv": LatentSpec(48, made.P, "f16")}]
+    rows, step = made.rows(3, 48), Step.chain(np.zeros(3, np.int32), 0)
+    out, expected = (made.latent(on, on.new_state(made.spec, 100), rows, step) for on in (ops, NumpyOps()))
+    assert np.abs(out - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("past", [0, 50, 64])
 @pytest.mark.parametrize("format_", ["q8_0", "lm4"])
 def test_rows_of_latents_do_not_see_their_neighbours(format_, past, ops):
