@@ -1,4 +1,4 @@
-"""Draw the figures and write the tables of docs/benchmarks.md and docs/speculative.md from BENCHMARKS.tsv.
+"""Draw the figures and write the tables of the documentation, from BENCHMARKS.tsv and docs/kv-cache.tsv.
 
 python docs/figures.py          rewrite them
 python docs/figures.py --check  exit with 1 if they are not what the log gives
@@ -61,6 +61,54 @@ def sweep() -> dict[str, tuple[float, float]]:
     return {r["decoder"]: (float(r["accept_len"]), float(r["decode_tps_median"])) for r in found}
 
 
+def losses() -> list[dict[str, str]]:
+    """What compressed KV caches lose, by text and pair: docs/kv-cache.tsv."""
+    with (DOCS / "kv-cache.tsv").open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def loss_table(model: str) -> str:
+    """The losses of one model, widest formats first."""
+    out = [
+        _row(
+            "keys, values",
+            "bits per value",
+            "bytes per token",
+            "read exactly",
+            "perplexity",
+            "mean KL, nats",
+            "same top",
+        ),
+        _row("---", *["---:"] * 2, "---", *["---:"] * 3),
+    ]
+    for r in losses():
+        if r["model"] == model:
+            apart = f" ({r['apart']})" if r["apart"] else ""
+            first, _, latest = r["exact"].partition("+")
+            exact = f"first {first}, latest {latest}" if latest else "none"
+            kl = f"{r['kl']} ± {r['kl_error']}"
+            cells = r["bits"], r["bytes"], exact, f"{r['perplexity']} ({r['rise']} %)", kl, f"{r['same_top']} %"
+            out.append(_row(f"`{r['keys']}`, `{r['values']}`{apart}", *cells))
+    return "\n".join(out)
+
+
+def loss_lines() -> list[Line]:
+    """KL of the demo model by bits per value: with rows that are read exactly, and from codes alone."""
+    lines = []
+    for name, exact in (("default", "512+128"), ("codes alone", "none")):
+        best: dict[float, float] = {}
+        for r in losses():
+            if (
+                r["model"] == "demo"
+                and not r["apart"]
+                and r["exact"] in (exact, "none" if r["keys"] == "q8_0" else exact)
+            ):
+                bits = float(r["bits"])
+                best[bits] = min(best.get(bits, math.inf), float(r["kl"]))
+        lines.append(Line(name, sorted(best), [best[bits] for bits in sorted(best)]))
+    return lines
+
+
 def tables() -> dict[Path, dict[str, str]]:
     """The text of each generated table, by page and name."""
     speed = [
@@ -72,7 +120,10 @@ def tables() -> dict[Path, dict[str, str]]:
         cells = [rate(model, 1, c) for c in CONTEXTS] + [prefill(model, n) for n in PREFILLS]
         speed.append(_row(name, *(f"{cell:,.0f}" for cell in cells)))
         steps.append(_row(name, *(f"{n / rate(model, n, 512) * 1e3:.2f}" for n in ROWS)))
-    return {DOCS / "benchmarks.md": {"speed": "\n".join(speed), "rows": "\n".join(steps)}}
+    return {
+        DOCS / "benchmarks.md": {"speed": "\n".join(speed), "rows": "\n".join(steps)},
+        DOCS / "kv-cache.md": {name: loss_table(name) for name in ("demo", "smollm2")},
+    }
 
 
 def figures() -> dict[Path, str]:
@@ -91,6 +142,10 @@ def figures() -> dict[Path, str]:
             f"One H200, Q4_K_M, random weights ({COMMIT})",
             ("context length, tokens", "decoded tokens per second", by_context),
             ("rows in a step, context of 512", "rows per second", by_rows),
+        ),
+        DOCS / "kv-cache.svg": draw(
+            "Demo model, code, against its own float32 cache",
+            ("bits per value, scales included", "mean KL, nats", loss_lines()),
         ),
         DOCS / "speculative.svg": draw(
             f"Demo pair on one H200, prompts of unseen packages ({SWEEP})",
@@ -125,7 +180,7 @@ def _panel(x_label: str, y_label: str, lines: Sequence[Line]) -> str:
         out.append(_text(LEFT - 5, y + 4, f"{most_y * tick / 4:g}", "end"))
         out.append(_text(x, bottom + 15, f"{most_x * tick / 4:g}", "middle"))
     ends: list[tuple[float, str, str]] = []
-    for line, colour in zip(lines, COLOURS, strict=True):
+    for line, colour in zip(lines, COLOURS, strict=False):
         points = [at(x, y) for x, y in zip(line.x, line.y, strict=True)]
         dash = ' stroke-dasharray="4 3"' if line.dashed else ""
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
