@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,40 @@ def decoded_bytes(layer: LayerSize, tokens: int) -> int:
     """Bytes of a compressed cache's rows where a step decodes them all: float32, beside what the decoding takes."""
     rows = [s for s in layer.states.values() if isinstance(s, RowSpec) and s.is_packed]
     return sum(3 * 4 * s.rows(tokens) * s.numbers for s in rows)
+
+
+class ExpertWeights(NamedTuple):
+    """A feed-forward network of E experts and a shared expert, which every row takes.
+
+    router          (E, hidden)
+    gate_up, down   (E, 2 F, hidden), gate rows first, and (E, hidden, F)
+    shared_gate_up  (2 F', hidden), of the shared expert, as shared_down (hidden, F')
+    shared_gate     (1, hidden): the sigmoid of its product scales the shared expert's output; None: nothing does
+    bias            (E,), added to the sigmoids by which experts are chosen; None: softmax chooses
+    """
+
+    router: Weight
+    gate_up: Weight
+    down: Weight
+    shared_gate_up: Weight
+    shared_down: Weight
+    shared_gate: Weight | None = None
+    bias: Array | None = None
+
+
+class DeltaWeights(NamedTuple):
+    """The vectors of a gated DeltaNet layer: of its convolution, its rule and its norm.
+
+    taps            (C, n), as in `short_conv`
+    decay, dt_bias  (Hv,), as in `gated_delta`
+    norm            (Dv,), of the gated norm, with eps
+    """
+
+    taps: Array
+    decay: Array
+    dt_bias: Array
+    norm: Array
+    eps: float
 
 
 class Ops(ABC):
@@ -338,33 +372,20 @@ class Ops(ABC):
         """rms_norm(x, weight) * silu(z), x and z (T, heads, D)"""
         return self.swiglu(z, self.rms_norm(x, weight, eps))
 
-    def moe_ffn(
-        self,
-        x: Array,
-        router: Weight,
-        bias: Array | None,
-        top_k: int,
-        scale: float,
-        gate_up: Weight,
-        down: Weight,
-        shared_gate_up: Weight,
-        shared_down: Weight,
-        shared_gate: Weight | None = None,
-    ) -> Array:
-        """The best experts of each row, plus one that every row takes: x (T, hidden) -> (T, hidden)
+    def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
+        """Add up the `top_k` best experts of each row and the shared expert: x (T, hidden) -> (T, hidden)
 
-        router (E, hidden), by softmax where there is no bias (E,); gate_up and down as in `moe`, the shared ones of one
-        expert; shared_gate (1, hidden): the sigmoid of its product scales what the shared expert returns.
+        scale  sum of the weights of a row's experts, where the router has a bias
         """
-        y = self.linear(x, shared_gate_up)
+        y = self.linear(x, w.shared_gate_up)
         F = y.shape[-1] // 2
-        y = self.linear(self.swiglu(y[:, :F], y[:, F:]), shared_down)
-        if shared_gate is not None:
-            y = self.mul_sigmoid(y, self.linear(x, shared_gate))
-        logits = self.linear(x, router)
-        softmax = bias is None
-        chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, bias, top_k, scale)
-        return self.add(self.moe(x, gate_up, down, *chosen), y)
+        y = self.linear(self.swiglu(y[:, :F], y[:, F:]), w.shared_down)
+        if w.shared_gate is not None:
+            y = self.mul_sigmoid(y, self.linear(x, w.shared_gate))
+        logits = self.linear(x, w.router)
+        softmax = w.bias is None
+        chosen = self.route_softmax(logits, top_k) if softmax else self.route_sigmoid(logits, w.bias, top_k, scale)
+        return self.add(self.moe(x, w.gate_up, w.down, *chosen), y)
 
     def delta_mixer(
         self,
@@ -372,11 +393,7 @@ class Ops(ABC):
         z: Array,
         a: Array,
         b: Array,
-        taps: Array,
-        decay: Array,
-        dt_bias: Array,
-        norm: Array,
-        eps: float,
+        w: DeltaWeights,
         key_heads: int,
         conv: Any,
         delta: Any,
@@ -388,8 +405,9 @@ class Ops(ABC):
         """
         T, Hv, Dv = z.shape
         keys = (qkv.shape[1] - Hv * Dv) // 2
-        qkv = self.short_conv(qkv, taps, conv, step)
+        qkv = self.short_conv(qkv, w.taps, conv, step)
         q = qkv[:, :keys].reshape(T, key_heads, -1)
         k = qkv[:, keys : 2 * keys].reshape(T, key_heads, -1)
         v = qkv[:, 2 * keys :].reshape(T, Hv, Dv)
-        return self.gated_rms_norm(self.gated_delta(q, k, v, a, b, decay, dt_bias, delta, step), norm, z, eps)
+        o = self.gated_delta(q, k, v, a, b, w.decay, w.dt_bias, delta, step)
+        return self.gated_rms_norm(o, w.norm, z, w.eps)

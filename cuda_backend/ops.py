@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import NotFiniteError
 from common.ops import Array as AnyArray
-from common.ops import LayerSize, Ops
+from common.ops import DeltaWeights, ExpertWeights, LayerSize, Ops
 from common.quants import dequantize
 from common.sampling import Sampler
 from common.step import MAX_DECODE_ROWS, State, Step
@@ -156,39 +156,22 @@ class CudaOps(Ops):
         z: Array,
         a: Array,
         b: Array,
-        taps: Array,
-        decay: Array,
-        dt_bias: Array,
-        norm: Array,
-        eps: float,
+        w: DeltaWeights,
         key_heads: int,
         conv: Any,
         delta: Any,
         step: Any,
     ) -> Array:
-        weights = taps, decay, dt_bias, norm, eps
         if not recurrent.mixes(conv):
-            return super().delta_mixer(qkv, z, a, b, *weights, key_heads, conv, delta, step)
-        return recurrent.delta_mixer(self.context, qkv, z, a, b, *weights, conv, delta, step)
+            return super().delta_mixer(qkv, z, a, b, w, key_heads, conv, delta, step)
+        return recurrent.delta_mixer(self.context, qkv, z, a, b, w, conv, delta, step)
 
-    def moe_ffn(
-        self,
-        x: Array,
-        router: Weight,
-        bias: Array | None,
-        top_k: int,
-        scale: float,
-        gate_up: Weight,
-        down: Weight,
-        shared_gate_up: Weight,
-        shared_down: Weight,
-        shared_gate: Weight | None = None,
-    ) -> Array:
-        matrices = gate_up, down, shared_gate_up, shared_down
+    def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
         if x.shape[0] > MAX_DECODE_ROWS:
-            return super().moe_ffn(x, router, bias, top_k, scale, *matrices, shared_gate)
-        how = mixture.Router(top_k, scale, bias.address if bias else 0)
-        return mixture.moe_ffn(self.context, x, router, how, mixture.Experts(*matrices), shared_gate)
+            return super().moe_ffn(x, w, top_k, scale)
+        how = mixture.Router(top_k, scale, w.bias.address if w.bias else 0)
+        experts = mixture.Experts(w.gate_up, w.down, w.shared_gate_up, w.shared_down)
+        return mixture.moe_ffn(self.context, x, w.router, how, experts, w.shared_gate)
 
     def sample(self, logits: Array, sampler: Sampler) -> Any:
         if not self.chooses(sampler):

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.ops import DeltaWeights
 from common.step import MAX_DECODE_ROWS, Step
 from cuda_backend import rows
 from cuda_backend.arrays import Array
@@ -87,11 +88,7 @@ def delta_mixer(
     z: Array,
     a: Array,
     b: Array,
-    taps: Array,
-    decay: Array,
-    dt_bias: Array,
-    norm: Array,
-    eps: float,
+    w: DeltaWeights,
     conv: Conv,
     delta: Delta,
     step: Any,
@@ -100,12 +97,12 @@ def delta_mixer(
     T, Hv, Dv = z.shape
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = view(_in_fours(context, qkv)), NOTHING, NOTHING, view(a), view(b)
-    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T, Taps(conv, taps.address))
+    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, Taps(conv, w.taps.address))
     if context.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not float4_aligned(z, flat=False):
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
         _delta(context, rule, out_of(Target(dense=o.address), Hv * Dv))
-        return rows.gated_rms_norm(context, o, norm, z, eps)
-    mixer = Mixer(rule, GatedNorm(view(z), norm.address, eps))
+        return rows.gated_rms_norm(context, o, w.norm, z, w.eps)
+    mixer = Mixer(rule, GatedNorm(view(z), w.norm.address, w.eps))
     lazy = Lazy(context, MIXER, T, Hv * Dv, (qkv, z, a, b), mixer)
     if context.replay.active:
         return Array((T, Hv, Dv), lazy=lazy)

@@ -9,7 +9,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.ops import Array, Ops, Rope
+from common.ops import Array, ExpertWeights, Ops, Rope
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
 from common.weights import Matrix, Names, Stored, Table, Vector
@@ -49,8 +49,8 @@ def ffn_weights(at: Names, hidden: int, ffn: int) -> Table:
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
     """The best experts of each row, plus the shared ones as they are: x (T, hidden) -> (T, hidden)"""
-    experts = w.experts_gate_up, w.experts_down
-    return ops.moe_ffn(x, w.router, w.router_bias, e.top_k, e.scale, *experts, w.gate_up, w.down)
+    matrices = w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down
+    return ops.moe_ffn(x, ExpertWeights(*matrices, bias=w.router_bias), e.top_k, e.scale)
 
 
 def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:

@@ -14,7 +14,7 @@ from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
-from common.ops import Array, Ops, Rope
+from common.ops import Array, DeltaWeights, ExpertWeights, Ops, Rope
 from common.step import State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
@@ -375,8 +375,8 @@ def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array
     channels = 2 * c.key_heads * c.key_dim + values
     qkv, z = y[:, :channels], y[:, channels : channels + values].reshape(T, Hv, Dv)
     b, a = y[:, channels + values : channels + values + Hv], y[:, channels + values + Hv :]
-    weights = w.taps, w.decay, w.dt_bias, w.delta_norm
-    o = ops.delta_mixer(qkv, z, a, b, *weights, c.eps, c.key_heads, state.conv, state.delta, step)
+    weights = DeltaWeights(w.taps, w.decay, w.dt_bias, w.delta_norm, c.eps)
+    o = ops.delta_mixer(qkv, z, a, b, weights, c.key_heads, state.conv, state.delta, step)
     return ops.linear(o.reshape(T, values), w.out)
 
 
@@ -387,5 +387,5 @@ def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
     """The best experts of each row, plus one shared expert behind a sigmoid gate."""
     assert c.experts
-    experts = w.experts_gate_up, w.experts_down
-    return ops.moe_ffn(x, w.router, None, c.experts.top_k, 1.0, *experts, w.gate_up, w.down, w.shared_gate)
+    experts = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down, w.shared_gate)
+    return ops.moe_ffn(x, experts, c.experts.top_k)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.ops import Array, Ops, Rope
+from common.ops import Array, DeltaWeights, Ops, Rope
 from common.step import Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec
 from common.tensors import Tensor
@@ -284,8 +284,8 @@ def recurrent_cases() -> Iterator[Case]:
             qkv, z = y[:, :C], y[:, C : C + V].reshape(len(step), Hv, Dv)
             a, b = y[:, C + V : C + V + Hv], y[:, C + V + Hv :]
             decay = i.ops.vector(dense("decay", -np.exp(i.draw(Hv))))
-            weights = i.vector(C, taps), decay, i.vector(Hv), i.vector(Dv)
-            return i.ops.delta_mixer(qkv, z, a, b, *weights, 1e-6, Hk, state.conv, state.delta, step)
+            weights = DeltaWeights(i.vector(C, taps), decay, i.vector(Hv), i.vector(Dv), 1e-6)
+            return i.ops.delta_mixer(qkv, z, a, b, weights, Hk, state.conv, state.delta, step)
 
         return call
 

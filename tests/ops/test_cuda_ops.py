@@ -8,7 +8,7 @@ import pytest
 from cases import CASES, TOLERANCE, Case, Inputs, stateful
 
 from common.errors import BimetalError, NotFiniteError
-from common.ops import Rope
+from common.ops import DeltaWeights, ExpertWeights, Rope
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.step import MAX_DECODE_ROWS, PAST, Step
@@ -335,7 +335,7 @@ def test_shared_expert(type_, gated, ops):
 
     def normed(T: int, one_by_one: bool) -> np.ndarray:
         ops.context.arena.reset()
-        y = ops.moe_ffn(rows_on(ops, x[:T]), weights[0], bias, 9, 2.5, *weights[1:])
+        y = ops.moe_ffn(rows_on(ops, x[:T]), ExpertWeights(*weights, bias=bias), 9, 2.5)
         total = ops.add(rows_on(ops, z[:T]), y)
         if one_by_one:
             assert np.isfinite(ops.read(total)).all()
@@ -346,7 +346,7 @@ def test_shared_expert(type_, gated, ops):
     assert np.array_equal(out[:1], normed(1, one_by_one=False))
     reference = NumpyOps()
     values = [dequantize(part) for part in stored]
-    total = z + reference.moe_ffn(x, values[0], np.zeros(20, np.float32), 9, 2.5, *values[1:])
+    total = z + reference.moe_ffn(x, ExpertWeights(*values, bias=np.zeros(20, np.float32)), 9, 2.5)
     want = reference.rms_norm(total, np.float32(0.7), 1e-6) @ dequantize(after).T
     assert np.abs(out - want).max() <= 5e-2 * np.abs(want).max()
 
@@ -370,7 +370,8 @@ def test_chosen_for_one_row(type_, F, ops, monkeypatch):
         for some in (slice(0, 9), slice(0, 1), slice(5, 6)):
             ops.context.arena.reset()
             rows = ops.add(rows_on(ops, x[some]), ops.linear(rows_on(ops, z[some]), before))
-            y = ops.moe_ffn(ops.rms_norm(rows, norm, 1e-6), router, bias, 3, scale, *experts, *shared)
+            mixture = ExpertWeights(router, *experts, *shared, bias=bias)
+            y = ops.moe_ffn(ops.rms_norm(rows, norm, 1e-6), mixture, 3, scale)
             outs.append(ops.read(ops.add(rows, y)))
         assert np.isfinite(outs[0]).all()
         assert np.array_equal(outs[0][[0, 5]], np.concatenate(outs[1:]))
@@ -550,7 +551,7 @@ def mixer_on(ops: CudaOps, T: int, D: int = 128):
         qkv, z = some[:, :C], some[:, C : C + V].reshape(n, Hv, D)
         a, b = some[:, C + V : C + V + Hv], some[:, C + V + Hv :]
         conv, delta = state[0].conv, state[0].delta
-        return ops.read(ops.delta_mixer(qkv, z, a, b, w, decay, bias, norm, 1e-6, Hk, conv, delta, step))
+        return ops.read(ops.delta_mixer(qkv, z, a, b, DeltaWeights(w, decay, bias, norm, 1e-6), Hk, conv, delta, step))
 
     return state, run
 

@@ -1,0 +1,66 @@
+"""The shape of the code: functions have few parameters, and no modules of a package import one another in a circle."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_arrows import PACKAGES, ROOT, circles, imports, is_within
+
+MOST_PARAMETERS = 9  # beside self, cls, and the context by which a function of the CUDA backend is a method of its ops
+RECEIVERS = ("self", "cls", "context")
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The files of a package by the names of their modules, without the package's own `__init__`."""
+    paths = {path: path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / package).rglob("*.py")}
+    named = {".".join(parts).removesuffix(".__init__"): path for path, parts in paths.items()}
+    return {name: path for name, path in named.items() if name != package}
+
+
+def long_functions(path: str, source: str) -> Iterator[str]:
+    """The functions with more than MOST_PARAMETERS parameters, a line each."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            a = node.args
+            names = [p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if p is not None]
+            count = len(names) - (names[:1] != [] and names[0] in RECEIVERS)
+            if count > MOST_PARAMETERS:
+                name = "lambda" if isinstance(node, ast.Lambda) else node.name
+                yield f"{path}:{node.lineno}: {name} has {count} parameters; at most {MOST_PARAMETERS}: take a struct"
+
+
+def test_functions_have_few_parameters() -> None:
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert len(paths) > 100
+    found = [line for p in paths for line in long_functions(p.relative_to(ROOT).as_posix(), p.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("def f(a, b, c, d, e, f, g, h, i): pass", 0),
+        ("def f(a, b, c, d, e, f, g, h, i, j): pass", 1),
+        ("def f(self, a, b, c, d, e, f, g, h, i): pass", 0),
+        ("class A:\n    async def f(cls, a, b, c, /, d, e, *f, g, h, i, **j): pass", 1),
+        ("def f():\n    return lambda a, b, c, d, e, f, g, h, i, j: 0", 1),
+        ("def f(*context): pass", 0),
+    ],
+)
+def test_functions_with_many_parameters_are_found(source: str, count: int) -> None:
+    assert len(list(long_functions("a.py", source))) == count
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package != "metal_kernels"])
+def test_no_circles(package: str) -> None:
+    """Under TYPE_CHECKING and inside functions too; the package itself opens what it needs on demand."""
+    found = modules(package)
+    imported = {}
+    for name, path in found.items():
+        parents = path.relative_to(ROOT).parts[:-1]
+        names = {n for statement in imports(ast.parse(path.read_text()), ".".join(parents)) for n in statement.names}
+        if path.name == "__init__.py":  # importing a module of a package runs the package: no edge back to it
+            names = {n for n in names if not is_within(n, name)}
+        imported[name] = names & found.keys()
+    assert circles(imported) == []
