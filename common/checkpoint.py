@@ -14,6 +14,7 @@ from common.tensors import Tensor
 
 SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 INDEX = "model.safetensors.index.json"
+UNFINISHED = "unfinished.json"  # the marker of a folder that a quantization run is still writing
 
 
 @dataclass
@@ -58,6 +59,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _open_directory(path: Path) -> Checkpoint:
+    if (path / UNFINISHED).exists():
+        raise BimetalError(f"{path} is unfinished: give the same quantize command again, or delete the folder")
     if (path / "model.safetensors").exists():
         return _open_safetensors([path / "model.safetensors"])
     if (path / INDEX).exists():

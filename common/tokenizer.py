@@ -59,6 +59,15 @@ _PRE = {
     "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),
 }
 
+
+def pre_tokenizer_name(patterns: Sequence[str], ignore_merges: bool) -> str | None:
+    """The `tokenizer.ggml.pre` name of a byte-level BPE that isolates these patterns in order, or None."""
+    same = (name for name, pre in _PRE.items() if (pre.patterns, pre.ignore_merges) == (tuple(patterns), ignore_merges))
+    return next(same, None)
+
+
+GPT2_PATTERN = _GPT2  # of a pre-tokenizer that leaves splitting to ByteLevel
+
 # Tokens that end a reply in the families we run; files often declare only one of theirs.
 _END_TOKENS = (
     *("<|im_end|>", "<|endoftext|>"),  # Qwen, SmolLM

@@ -51,11 +51,9 @@ class Names:
     prefix: str
     tensors: Mapping[str, Tensor]
 
-    def __call__(
-        self, hf: str, gguf: str, shape: tuple[int, ...], fix: Mapping[str, Fix] | None = None, mlx: str | None = None
-    ) -> Stored:
-        """The weight called `hf`, `gguf` or `mlx` (where it differs from `hf`), with `fix` of this dialect if any."""
-        name = {"hf": hf, "mlx": mlx or hf, "gguf": gguf}[self.dialect]
+    def __call__(self, hf: str, gguf: str, shape: tuple[int, ...], fix: Mapping[str, Fix] | None = None) -> Stored:
+        """The weight called `hf` (by mlx-lm too) or `gguf`, with `fix` of this dialect if any."""
+        name = gguf if self.dialect == "gguf" else hf
         return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect))
 
     def has(self, name: str) -> bool:
@@ -211,7 +209,7 @@ def _listed(names: list[str]) -> str:
 
 def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
     unseen = isinstance(entry, Matrix) and ops.checks_scales
-    parts = [_canonical(checkpoint, stored, unseen) for stored in entry.parts]
+    parts = [canonical(checkpoint, stored, unseen) for stored in entry.parts]
     if isinstance(entry, Vector) and not np.isfinite(dequantize(parts[0])).all():
         raise BimetalError(f"{parts[0].name} is not finite")  # as stored, or once fixed: exp of a large A_log
     handle = ops.weight(*parts) if isinstance(entry, Matrix) else ops.vector(parts[0])
@@ -221,7 +219,7 @@ def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
     return handle
 
 
-def _canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
+def canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
     """The weight as a backend takes it, of a checkpoint that `account` accepted.
 
     unseen  the backend checks scales itself, so that bytes which it receives as stored need no check here

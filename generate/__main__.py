@@ -97,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
             from generate import fit
 
             return fit.run(args)
+        case "quantize":
+            from generate import quantize
+
+            return quantize.run(args)
         case "selftest":
             from generate import selftest
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "prefill and decode speed at several context lengths, as a table",
     "perplexity": "how well a model predicts a text, and how far it is from a reference",
     "fit": "which of a model's files fit into memory, and with how much context",
+    "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
 BACKENDS = ("cuda", "mlx", "numpy")
@@ -99,6 +100,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _finish(args: argparse.Namespace) -> None:
     """Check what argparse cannot: a model named once, and flags of one bench."""
+    if args.command == "quantize":
+        _finish_quantize(args)
     if args.command in ("inspect", "perplexity", "fit", "pull", "rm"):
         if (args.model is None) == (args.named is None):
             many = "is named twice" if args.model else "is not named"
@@ -128,6 +131,7 @@ def _parser() -> Parser:
         "bench": _bench,
         "perplexity": _perplexity,
         "fit": _fit,
+        "quantize": _quantize,
         "selftest": _selftest,
     }
     for name, what in COMMANDS.items():
@@ -139,6 +143,8 @@ DESCRIPTIONS = {
     "list": "The models in the Hugging Face cache, whatever tool has downloaded them.",
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
     "rm": "Remove a model from the Hugging Face cache, which other tools use too. owner/repo is all of a repository.",
+    "quantize": "Write a model in fewer bits: OUT that ends in .gguf is a GGUF file, any other an MLX folder, which "
+    "mlx-lm reads too. A run that was stopped goes on when the same command is given again.",
     "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
     "state, the second half of each scored. Against a reference also KL divergence and agreement.",
     "fit": "What a model takes in memory, by file and context, while a prompt of the whole context is read. Of a "
@@ -327,6 +333,52 @@ def _fit(p: Parser) -> None:
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     _cache(p, CACHE_SHORTHANDS[:-1])
     p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _quantize(p: Parser) -> None:
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("out", nargs="?", metavar="OUT", help="a name that ends in .gguf, or that of a new MLX folder")
+    p.add_argument("--bits", type=_count, metavar="N", help="of an MLX folder: 2, 3, 4, 5, 6 or 8 (default: 4)")
+    p.add_argument("--group-size", type=_count, metavar="N", help="values with one scale: 32, 64 or 128 (default: 64)")
+    p.add_argument("--mode", metavar="MODE", help="of an MLX folder: affine, mxfp4 or nvfp4 (default: affine)")
+    p.add_argument("--type", metavar="TYPE", help="of a .gguf file: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: Q8_0)")
+    p.add_argument(
+        "--recipe",
+        choices=("careful", "uniform", "mixed"),  # common.recipe.RECIPES
+        default="careful",
+        help="8 bits for embedding and head (careful, the default), one format for all (uniform), or as careful with "
+        "more bits for half of the value and down projections (mixed)",
+    )
+    p.add_argument(
+        "--layers",
+        action="append",
+        metavar="PATTERN=FORMAT",
+        help="override the recipe for kinds or names: 'down_proj=6', 'model.layers.0.*=keep', 'head=8:32', "
+        "'attn_v=Q8_0'; repeatable, the last match counts",
+    )
+    p.add_argument("--requantize", action="store_true", help="decode and round again what is quantized already")
+    p.add_argument("--shard-size", type=_positive, metavar="BYTES", help="of an MLX folder (default: 5000000000)")
+    s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
+    s.add_argument("--sensitivity", action="store_true", help="print the divergence that each kind costs")
+    s.add_argument("--text", metavar="FILE", help="the text to measure it on, UTF-8")
+    s.add_argument("--ctx-window", type=_count, metavar="N", help="tokens of a window (default: 512)")
+    s.add_argument("--max-tokens", type=_count, metavar="N", help="read the first N tokens of the text (default: all)")
+    s.add_argument("--plot", metavar="FILE", help="also draw the table as an SVG file")
+    s.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+
+
+def _finish_quantize(args: argparse.Namespace) -> None:
+    """Refuse flags of writing with flags of measuring."""
+    if not args.sensitivity:
+        if given := next(
+            (n for n in ("text", "ctx_window", "max_tokens", "plot", "backend") if getattr(args, n)), None
+        ):
+            raise UsageError(f"--{given.replace('_', '-')} goes with --sensitivity")
+        if args.out is None:
+            raise UsageError("OUT is not named; give a name that ends in .gguf, or that of a new folder")
+        return
+    if args.out is not None or args.text is None:
+        raise UsageError("--sensitivity needs --text FILE and no OUT; it writes no model")
 
 
 def _selftest(p: Parser) -> None:

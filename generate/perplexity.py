@@ -31,7 +31,7 @@ from generate.caches import cache_of, with_cache
 
 
 def run(args: argparse.Namespace) -> int:
-    text = _read_text(Path(args.text))
+    text = read_text(Path(args.text))
     path, model, tokenizer = _load(args.model, args)
     model = with_cache(model, cache_of(args), args.ctx_window)
     if args.ctx_window > model.config.context:
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file; raises BimetalError where it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

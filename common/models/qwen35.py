@@ -290,10 +290,12 @@ def _moe_weights(c: Config, at: Names) -> Table:
     E, F, S = c.experts.count, c.experts.ffn, c.experts.shared_ffn
 
     def experts(hf: str, gguf: str, shape: tuple[int, ...]) -> Stored:
-        """One stacked tensor, or in newer Hugging Face files one tensor per expert."""
+        """One stacked tensor, or in newer Hugging Face files one tensor per expert; quantized stacks as mlx-lm's."""
+        if at.has(module := f"mlp.switch_mlp.{hf}.weight"):
+            return Stored((at.prefix + module,), shape)
         if at.dialect == "hf" and not at.has(f"mlp.experts.{hf}"):
             return Stored(tuple(f"{at.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape)
-        return at(f"mlp.experts.{hf}", gguf, shape, mlx=f"mlp.switch_mlp.{hf}.weight")
+        return at(f"mlp.experts.{hf}", gguf, shape)
 
     if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
         gate_up = Matrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden)))

@@ -1,0 +1,187 @@
+"""Writing a model as MLX stores it: a folder of safetensors shards that mlx-lm and our loader read.
+
+A quantized matrix is three tensors, `X.weight` (uint32 words), `X.scales` and, for affine groups, `X.biases`;
+config.json has the settings under "quantization", with an entry for every module that differs from the rest.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import INDEX, UNFINISHED, Checkpoint
+from common.errors import BimetalError
+from common.files import rewrite
+from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
+from common.quantize import Format, scale_type
+from common.recipe import Choice, Weight
+from common.safetensors import MODES
+from common.tensors import Tensor
+
+KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
+Advance = Callable[[int], object]
+Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
+
+
+def folder_outputs(checkpoint: Checkpoint, weights: dict[str, Weight], choices: dict[str, Choice]) -> list[Output]:
+    """Every tensor of a safetensors checkpoint as the folder will have it, in the order of the files."""
+    outputs = []
+    for name, tensor in checkpoint.tensors.items():
+        if name not in weights:
+            outputs.append(output_of(_mlx_name(checkpoint, name), tensor))
+            continue
+        kind, choice = weights[name].kind, choices[name]
+        for new_name, part in _as_modules(_mlx_name(checkpoint, name), tensor, choice.format):
+            outputs.append(output_of(new_name, part, kind, choice.format, choice.why))
+    return outputs
+
+
+def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
+    """The name under which mlx-lm has a tensor: Qwen3.5's text model is `language_model` there."""
+    if not str(checkpoint.config.get("model_type")).startswith("qwen3_5") or name.startswith("language_model."):
+        return name
+    if name.startswith("model.language_model."):
+        return "language_model.model." + name.removeprefix("model.language_model.")
+    if name.startswith(("model.visual.", "visual.", "vision_tower.")):
+        return name
+    return "language_model." + name
+
+
+def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[str, Tensor]]:
+    """A stack of experts that is no module of its own (`experts.gate_up_proj`), as the modules that mlx-lm has."""
+    stem, _, leaf = name.rpartition(".experts.")
+    if format is None or name.endswith(".weight") or not stem or len(tensor.shape) != 3:
+        return [(name, tensor)]
+    if leaf != "gate_up_proj":
+        return [(f"{stem}.switch_mlp.{leaf}.weight", tensor)]
+    half = tensor.shape[1] // 2
+    shape = (tensor.shape[0], half, tensor.shape[2])
+    halves = (tensor.data[:, :half], tensor.data[:, half:])
+    return [
+        (f"{stem}.switch_mlp.{part}_proj.weight", Tensor(tensor.name, tensor.type, shape, data))
+        for part, data in zip(("gate", "up"), halves, strict=True)
+    ]
+
+
+def write_folder(
+    part: Path, checkpoint: Checkpoint, outputs: Sequence[Output], default: Format, shard_bytes: int, advance: Advance
+) -> None:
+    """Write the whole folder into `part`, which keeps its marker; shards that are there already stay.
+
+    advance  is called with the number of bytes written, or found
+    """
+    shards = _shards(outputs, shard_bytes)
+    total = sum(sum(parts_of(output)) for output in outputs)
+    check_space(part, total)
+    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        if (part / name).exists():
+            advance(sum(sum(parts_of(output)) for output in shard))
+        else:
+            _write_shard(part / name, shard, advance)
+    weight_map = {
+        entry[0]: name for name, shard in zip(names, shards, strict=True) for o in shard for entry in _entries(o)
+    }
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        rewrite(part / INDEX, json.dumps(index, indent=1))
+    for file in sorted(checkpoint.path.iterdir()):
+        is_index = file.name.endswith(".index.json")
+        if file.suffix in KEPT_FILES and file.is_file() and file.name != "config.json" and not is_index:
+            shutil.copyfile(file, part / file.name)
+    if (templates := checkpoint.path / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, part / templates.name, dirs_exist_ok=True)
+    rewrite(part / "config.json", json.dumps(_config(checkpoint, outputs, default), indent=1))
+
+
+def finish_folder(part: Path, out: Path) -> None:
+    """Give the finished folder its name."""
+    (part / UNFINISHED).unlink()
+    part.rename(out)
+
+
+def _shards(outputs: Sequence[Output], most: int) -> list[list[Output]]:
+    shards: list[list[Output]] = [[]]
+    size = 0
+    for output in outputs:
+        nbytes = sum(parts_of(output))
+        if shards[-1] and size + nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += nbytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _entries(output: Output) -> list[Entry]:
+    """The tensors of one output as a header lists them."""
+    sizes = parts_of(output)
+    if output.format is None:
+        tensor = output.load()
+        if tensor.scales is None:
+            return [(output.name, tensor.type, tensor.shape, sizes[0])]
+        format, scales = Format(tensor.type, tensor.bits, tensor.group_size), tensor.scales.type
+    else:
+        format = output.format
+        scales = scale_type(output.type) if format.type == "affine" else "U8"
+    module, lead, width = output.name.removesuffix(".weight"), output.shape[:-1], output.shape[-1]
+    groups = (*lead, width // format.group_size)
+    entries = [
+        (f"{module}.weight", "U32", (*lead, width * format.bits // 32), sizes[0]),
+        (f"{module}.scales", scales, groups, sizes[1]),
+    ]
+    return [*entries, (f"{module}.biases", scales, groups, sizes[2])] if sizes[2] else entries
+
+
+def _write_shard(path: Path, outputs: Sequence[Output], advance: Advance) -> None:
+    """One safetensors file, written beside its place and renamed once the disk has it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    starts: list[list[int]] = []
+    for output in outputs:
+        starts.append([])
+        for name, dtype, shape, nbytes in _entries(output):
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + nbytes)}
+            starts[-1].append(end)
+            end += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_suffix(".tmp")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for output, places in zip(outputs, starts, strict=True):
+            places = [8 + len(text) + at for at in places]
+            for chunk in encoded_chunks(output):
+                for i, data in enumerate(data for data in chunk if data is not None):
+                    file.seek(places[i])
+                    places[i] += file.write(data.data)
+                    advance(data.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    if partial.stat().st_size != 8 + len(text) + end:
+        raise BimetalError(f"{partial} has {partial.stat().st_size} bytes instead of {8 + len(text) + end}")
+    partial.rename(path)
+
+
+def _config(checkpoint: Checkpoint, outputs: Sequence[Output], default: Format) -> dict[str, Any]:
+    """config.json with the table that mlx-lm reads: an entry says how a module differs, false that it is dense."""
+    table: dict[str, Any] = {"group_size": default.group_size, "bits": default.bits, "mode": default.type}
+    for output in outputs:
+        if not output.kind:
+            continue
+        format, module = output.format, output.name.removesuffix(".weight")
+        if format is None and output.type in MODES:
+            tensor = output.load()
+            format = Format(tensor.type, tensor.bits, tensor.group_size)
+        if format is None:
+            table[module] = False
+        elif format != default:
+            table[module] = {"group_size": format.group_size, "bits": format.bits, "mode": format.type}
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    return config | {"quantization": table, "quantization_config": table}

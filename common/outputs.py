@@ -1,0 +1,122 @@
+"""What a quantization run writes: tensors that are read, encoded and written a few rows at a time, and restarts.
+
+A run works in a folder beside its result. The folder holds a marker until the result is whole, so that nothing loads a
+part of a model, and the same command goes on where it was stopped.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import UNFINISHED, Checkpoint
+from common.errors import BimetalError, UsageError
+from common.files import rewrite
+from common.quantize import Encoded, Format, encode_rows, encoded_bytes, float_chunks, float_type
+from common.safetensors import read_json
+from common.tensors import Tensor, release
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor to write.
+
+    name    in the file that is written
+    kind    of the weight, or "" for what is no matrix
+    shape   logical
+    type    of the values that `load` returns
+    format  what they are encoded in, or None for a copy
+    why     a matrix is a copy
+    load    returns the tensor; only then is it read
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    type: str
+    format: Format | None
+    load: Callable[[], Tensor]
+    why: str = ""
+
+
+def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None = None, why: str = "") -> Output:
+    """A tensor of the checkpoint under another name or in another format."""
+    type_ = float_type(tensor) if format else tensor.type
+    return Output(name, kind, tensor.shape, type_, format, lambda: tensor, why)
+
+
+def encoded_chunks(output: Output) -> Iterator[Encoded]:
+    """The output's rows as they are written, in order."""
+    tensor = output.load()
+    if output.format is None:
+        parts = [part and part.data.reshape(-1) for part in (tensor, tensor.scales, tensor.biases)]
+        yield Encoded(*parts)  # type: ignore[arg-type]
+    else:
+        for rows, type_ in float_chunks(tensor):
+            yield encode_rows(rows, type_, output.format, output.name)
+    release(tensor)
+
+
+def parts_of(output: Output) -> tuple[int, int, int]:
+    """Bytes of the output's data, scales and biases."""
+    if output.format is not None:
+        return encoded_bytes(output.shape, output.type, output.format)
+    tensor = output.load()
+    data, scales, biases = (0 if part is None else part.data.nbytes for part in (tensor, tensor.scales, tensor.biases))
+    return data, scales, biases
+
+
+# -- the working folder ------------------------------------------------------------------------------------------------
+
+
+def begin(out: Path, source: Checkpoint, outputs: Sequence[Output], settings: dict[str, Any]) -> Path:
+    """The folder in which `out` is made: a new one, or that of a run with this source and this plan that was stopped.
+
+    Raises UsageError where `out` exists, lies in the source, or has a folder from another run beside it.
+    """
+    check_place(out, source.path)
+    part = out.with_name(out.name + ".part")
+    plan = {"source": _fingerprint(source), "plan": _digest(outputs), **settings}
+    if part.exists():
+        if not (part / UNFINISHED).is_file() or read_json(part / UNFINISHED) != plan:
+            raise UsageError(f"{part} holds an unfinished run of other settings or another source; delete it first")
+        return part
+    part.mkdir()
+    rewrite(part / UNFINISHED, json.dumps(plan, indent=1))
+    return part
+
+
+def check_place(out: Path, source: Path) -> None:
+    """Refuse an output that exists, whose folder is missing, or that lies inside the source."""
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out} exists; give the name of a new file or folder")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent} is not a folder; make it first")
+    folder = source.resolve()
+    if folder.is_dir() and folder in (out.parent.resolve(), *out.parent.resolve().parents):
+        raise UsageError(f"{out} lies inside the source {source}; give another place")
+
+
+def check_space(part: Path, needed: int) -> None:
+    """Refuse to begin what the disk cannot hold; bytes already in `part` count."""
+    held = sum(file.stat().st_size for file in part.iterdir())
+    free = shutil.disk_usage(part).free
+    if needed > held + free:
+        raise BimetalError(
+            f"the result takes {needed / 1e9:.2f} GB, and the disk of {part.parent} has {(held + free) / 1e9:.2f} GB "
+            "for it; free some, or choose a smaller format"
+        )
+
+
+def _fingerprint(source: Checkpoint) -> list[Any]:
+    """What tells a source that has changed: names, sizes and times of its files."""
+    files = [source.path] if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def _digest(outputs: Sequence[Output]) -> str:
+    text = json.dumps([[o.name, o.shape, o.type, o.format and str(o.format)] for o in outputs])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,208 @@
+"""Which matrix of a model is stored how: recipes, which map a weight to a format, and the plan for one checkpoint.
+
+A recipe is any function from a `Weight` to a `Format`, or to None for a weight that stays as it is. Kinds are the last
+part of a matrix's name (`q_proj`, `down_proj`, in GGUF files `attn_q`, `ffn_down`), with `experts.` before those of a
+mixture, and `embed`, `head` and `router` for these three.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.errors import BimetalError, UsageError
+from common.quantize import FLOAT_TYPES, MLX_MODES, Format, gguf_format, mlx_format
+from common.safetensors import MODES
+from common.tensors import Tensor
+from common.weights import Layout, Matrix, Stored
+
+FRAGILE = ("embed", "head", "in_proj_a", "in_proj_b", "ssm_alpha", "ssm_beta")  # cheap, and costly to quantize hard
+LARGEST_ERRORS = ("v_proj", "down_proj", "attn_v", "ffn_down", "experts.down_proj", "experts.ffn_down_exps")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One matrix, or a stack of experts, as the checkpoint stores it.
+
+    module  its name without ".weight"
+    layer   None outside the layers, else 0 to layers - 1
+    """
+
+    tensor: Tensor
+    module: str
+    kind: str
+    layer: int | None
+    layers: int
+    stored: Stored
+
+
+Recipe = Callable[[Weight], Format | None]
+
+
+def weights_of(layout: Layout) -> Iterator[tuple[str, str, int | None, Stored]]:
+    """(name of the entry, name of a tensor, layer, where it is stored) of every matrix that a model multiplies by."""
+    for layer, table in ((None, layout.top), *enumerate(layout.layers)):
+        for entry_name, entry in table.items():
+            if isinstance(entry, Matrix):
+                for stored in entry.parts:
+                    yield from ((entry_name, name, layer, stored) for name in stored.names)
+
+
+def find_weights(checkpoint: Checkpoint, layout: Layout) -> dict[str, Weight]:
+    """The matrices of a checkpoint by the name of their tensor."""
+    return {
+        name: Weight(
+            checkpoint.tensors[name],
+            name.removesuffix(".weight"),
+            _kind(entry, name),
+            layer,
+            len(layout.layers),
+            stored,
+        )
+        for entry, name, layer, stored in weights_of(layout)
+    }
+
+
+def _kind(entry: str, name: str) -> str:
+    if entry in ("embed", "head"):
+        return entry
+    if entry in ("router", "shared_gate"):
+        return "router"
+    leaf = name.removesuffix(".weight").rpartition(".")[2]
+    return f"experts.{leaf}" if entry.startswith("experts_") else leaf
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def uniform(format: Format) -> Recipe:
+    """Every matrix in one format, except routers, which choose experts and take few bytes."""
+    return lambda weight: None if weight.kind == "router" else format
+
+
+def careful(format: Format) -> Recipe:
+    """As `uniform`, with 8 bits for the embedding, the head and the small projections of decays."""
+    rest = uniform(format)
+    return lambda weight: at_8_bits(format) if weight.kind in FRAGILE else rest(weight)
+
+
+def mixed(format: Format) -> Recipe:
+    """As `careful`, with more bits for values and down projections of the first, the last and each third layer.
+
+    This is llama.cpp's choice of layers for Q4_K_M: an eighth at both ends, and every third between.
+    """
+    rest, more = careful(format), more_bits(format)
+
+    def recipe(weight: Weight) -> Format | None:
+        n, i = weight.layers, weight.layer
+        if weight.kind in LARGEST_ERRORS and i is not None and (i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2):
+            return more
+        return rest(weight)
+
+    return recipe
+
+
+RECIPES: dict[str, Callable[[Format], Recipe]] = {"careful": careful, "uniform": uniform, "mixed": mixed}
+
+
+def at_8_bits(format: Format) -> Format:
+    """8 bits in the same kind of file; a format of more bits stays."""
+    if format.type in FLOAT_TYPES:
+        return format
+    return mlx_format("affine", 8, max(32, format.group_size)) if format.type in MODES else Format("Q8_0")
+
+
+def more_bits(format: Format) -> Format:
+    """About two bits more in the same kind of file."""
+    if format.type in MODES:
+        bits = {2: 4, 3: 5, 4: 6}.get(format.bits, 8)
+        return mlx_format("affine", bits, max(32, format.group_size))
+    return {"Q4_0": Format("Q5_1"), "Q4_1": Format("Q5_1")}.get(format.type, at_8_bits(format))
+
+
+def with_rules(recipe: Recipe, rules: Sequence[tuple[str, Format | None]]) -> Recipe:
+    """`recipe`, overridden by (pattern, format): the last pattern that matches a kind or a module's name decides."""
+
+    def ruled(weight: Weight) -> Format | None:
+        for pattern, format in reversed(rules):
+            if fnmatchcase(weight.kind, pattern) or fnmatchcase(weight.module, pattern):
+                return format
+        return recipe(weight)
+
+    return ruled
+
+
+def parse_rule(text: str, is_gguf: bool) -> tuple[str, Format | None]:
+    """PATTERN=FORMAT; FORMAT is keep, a GGUF type, or for MLX folders BITS, BITS:GROUP, mxfp4 or nvfp4."""
+    pattern, equals, name = text.rpartition("=")
+    if not equals or not pattern:
+        raise UsageError(f"{text!r} is not PATTERN=FORMAT, such as down_proj=6")
+    if name == "keep":
+        return pattern, None
+    if is_gguf:
+        return pattern, gguf_format(name)
+    if name in MLX_MODES:
+        return pattern, mlx_format(name)
+    bits, colon, group = name.partition(":")
+    if not bits.isdecimal() or (colon and not group.isdecimal()):
+        raise UsageError(f"the format in {text!r} is {name!r}; supported: keep, BITS, BITS:GROUP, mxfp4, nvfp4")
+    return pattern, mlx_format("affine", int(bits), int(group) if colon else None)
+
+
+def check_rules(rules: Sequence[tuple[str, Format | None]], weights: dict[str, Weight]) -> None:
+    """Refuse a pattern that matches no weight."""
+    for pattern, _ in rules:
+        if not any(fnmatchcase(w.kind, pattern) or fnmatchcase(w.module, pattern) for w in weights.values()):
+            kinds = ", ".join(sorted({w.kind for w in weights.values()}))
+            raise UsageError(f"the pattern {pattern!r} matches no matrix; kinds are {kinds}")
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of a matrix: its format, or None and why it stays as it is."""
+
+    format: Format | None
+    why: str = ""
+
+
+def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> Choice:
+    """The format of a weight, or why it stays. Raises BimetalError for quantized weights without `requantize`."""
+    format, tensor = recipe(weight), weight.tensor
+    if format is None:
+        return Choice(None, "kept by the recipe")
+    if (tensor.type, tensor.bits, tensor.group_size) == (format.type, format.bits, format.group_size):
+        return Choice(None, f"is {format} already")
+    if tensor.type not in (*FLOAT_TYPES, "F64") and not requantize:
+        raise BimetalError(
+            f"tensor {tensor.name!r} is quantized already ({tensor.type}), and a second rounding adds its error to the "
+            "first; quantize the original, or give --requantize"
+        )
+    if tensor.shape[-1] % format.unit:
+        return Choice(None, f"rows of {tensor.shape[-1]} are no multiple of {format.unit}")
+    if not is_gguf and not _fix_takes(weight.stored, tensor, format):
+        return Choice(None, f"groups of {format.unit} straddle the heads that the loader reorders")
+    return Choice(format)
+
+
+def _fix_takes(stored: Stored, tensor: Tensor, format: Format) -> bool:
+    """Can the loader bring the weight into its own order once it is stored in `format`?"""
+    if stored.fix is None or len(stored.names) > 1:
+        return True
+    lead, width = tensor.shape[:-1], tensor.shape[-1]
+
+    def empty(columns: int, type_: str) -> Tensor:
+        return Tensor(tensor.name, type_, (*lead, columns), np.zeros((*lead, columns), np.uint8))
+
+    groups = empty(width // format.group_size, "U8")
+    data = np.zeros((*lead, width * format.bits // 8), np.uint8)
+    quantized = Tensor(tensor.name, format.type, tensor.shape, data, groups, groups, format.bits, format.group_size)
+    try:
+        stored.fix(replace(quantized, biases=None) if format.type != "affine" else quantized)
+    except BimetalError:
+        return False
+    return True

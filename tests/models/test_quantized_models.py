@@ -1,0 +1,481 @@
+"""`generate quantize`: what it writes is read back, by us and by mlx-lm, whatever stops it; and what it refuses."""
+
+import json
+import os
+import shutil
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import tiny_chat
+from folders import rewritten
+from gguf_files import write_gguf
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from common import outputs
+from common.checkpoint import open_checkpoint
+from common.models import architecture, load_model
+from common.quantize import Format, encode
+from common.quants import dequantize
+from common.recipe import find_weights
+from common.recommended import recommended_sampling
+from common.reference import NumpyOps
+from common.tokenizer import _QWEN2, load_tokenizer
+from common.weights import dense
+from generate.__main__ import main
+
+IDS = tiny.golden("qwen3")["ids"][:96]
+GGUF_MODELS = ["llama", "llama-untied", "qwen3", "qwen3-yarn", "qwen35", "qwen35moe"]
+
+
+def source(name):
+    return str(tiny.FOLDER / name)
+
+
+def quantize(*args):
+    assert main(["quantize", *map(str, args)]) == 0
+
+
+def divergence(path, name, ops=None):
+    """Mean KL in nats of a written model from the tiny model `name`, both in NumPy unless `ops` is given."""
+    expected, found = (
+        tiny.logits_of(load_model(where, how), IDS).astype(np.float64)
+        for where, how in ((tiny.FOLDER / name, NumpyOps()), (path, ops or NumpyOps()))
+    )
+    p, q = (
+        x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+        for x in (expected, found)
+    )
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def files_of(folder):
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def as_encoded(name, path):
+    """The tiny model `name` whose matrices have the values that `encode` gives them in the formats of `path`."""
+    checkpoint, written = open_checkpoint(tiny.FOLDER / name), open_checkpoint(path).tensors
+    definition = architecture(checkpoint)[1]
+    tensors = dict(checkpoint.tensors)
+    for key in find_weights(checkpoint, definition.layout(definition.read_config(checkpoint), checkpoint)):
+        stored = written[key if key in written else f"language_model.{key}"]
+        if stored.scales is not None:
+            values = dequantize(encode(tensors[key], Format(stored.type, stored.bits, stored.group_size)))
+            tensors[key] = dense(key, values)
+    return load_model(replace(checkpoint, tensors=tensors), NumpyOps())
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_a_folder_of_8_bits(ops, name, tmp_path):
+    """The loader reads what the encoder made, and 8 bits are near the source: its random weights exaggerate."""
+    quantize(source(name), tmp_path / "out", "--bits", 8, "--group-size", 32)
+    written = load_model(tmp_path / "out", NumpyOps())
+    expected = tiny.logits_of(as_encoded(name, tmp_path / "out"), IDS)
+    assert np.abs(tiny.logits_of(written, IDS) - expected).max() < 2e-3
+    assert divergence(tmp_path / "out", name, ops) < (0.1 if name in ("qwen35", "qwen35moe", "laguna", "glm") else 0.01)
+
+
+MOST = {"2": 3.0, "3": 1.0, "4": 0.3, "5": 0.06, "6": 0.02, "mxfp4": 1.0, "nvfp4": 0.6}  # nats; each format under half
+
+
+@pytest.mark.parametrize("format", MOST)
+def test_every_format_makes_a_folder(ops, format, tmp_path):
+    flags = ["--bits", format, "--group-size", 32] if format.isdecimal() else ["--mode", format]
+    quantize(source("qwen3"), tmp_path / "out", *flags)
+    written = tiny.logits_of(load_model(tmp_path / "out", NumpyOps()), IDS)
+    assert np.abs(written - tiny.logits_of(as_encoded("qwen3", tmp_path / "out"), IDS)).max() < 1e-4
+    assert divergence(tmp_path / "out", "qwen3", ops) < MOST[format]
+
+
+def test_stacked_experts_become_modules(tmp_path):
+    """Newer files keep gate and up projections of all experts in one tensor, which is no module of mlx-lm's."""
+
+    def stacked(tensors):
+        out = {name: array for name, array in tensors.items() if ".experts." not in name}
+        for prefix in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+            count = 1 + max(
+                int(n.split(".experts.")[1].split(".")[0]) for n in tensors if n.startswith(prefix + ".exp")
+            )
+            gate, up, down = (
+                np.stack([tensors[f"{prefix}.experts.{e}.{part}_proj.weight"] for e in range(count)])
+                for part in ("gate", "up", "down")
+            )
+            out[f"{prefix}.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+            out[f"{prefix}.experts.down_proj"] = down
+        return out
+
+    folder = rewritten(tiny.FOLDER / "qwen35moe", tmp_path / "in", stacked)
+    quantize(folder, tmp_path / "out", "--bits", 8, "--group-size", 32)
+    apart = rewritten(tiny.FOLDER / "qwen35moe", tmp_path / "in apart")
+    quantize(apart, tmp_path / "apart", "--bits", 8, "--group-size", 32)
+    names = open_checkpoint(tmp_path / "out").tensors
+    assert names["language_model.model.layers.0.mlp.switch_mlp.gate_proj.weight"].type == "affine"
+    one, other = (tiny.logits_of(load_model(tmp_path / out, NumpyOps()), IDS) for out in ("out", "apart"))
+    np.testing.assert_array_equal(one, other)
+    quantize(folder, tmp_path / "out.gguf", "--type", "F32")
+    assert divergence(tmp_path / "out.gguf", "qwen35moe") < 1e-9
+
+
+def test_the_table_of_settings(tmp_path):
+    quantize(
+        source("qwen3"),
+        tmp_path / "out",
+        "--group-size",
+        32,
+        "--layers",
+        "*.layers.1.*=keep",
+        "--layers",
+        "v_proj=6:32",
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    table = config["quantization"]
+    assert config["quantization_config"] == table
+    assert {key: table[key] for key in ("group_size", "bits", "mode")} == {
+        "group_size": 32,
+        "bits": 4,
+        "mode": "affine",
+    }
+    eight = {"group_size": 32, "bits": 8, "mode": "affine"}
+    assert table["model.embed_tokens"] == table["lm_head"] == eight
+    assert table["model.layers.1.self_attn.q_proj"] is False
+    assert table["model.layers.1.self_attn.v_proj"] == eight | {"bits": 6}  # the last rule that matches
+    assert table["model.layers.0.mlp.down_proj"] is False  # 48 columns
+    assert "model.layers.0.self_attn.q_proj" not in table
+    assert divergence(tmp_path / "out", "qwen3") < 0.3
+
+
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_a_gguf_file_is_what_a_converter_makes(name, tmp_path):
+    """Against tests/models/gguf_files.py, which follows convert_hf_to_gguf.py and shares nothing with this."""
+    quantize(source(name), tmp_path / "ours.gguf", "--type", "F32")
+    ours, theirs = (
+        open_checkpoint(p) for p in (tmp_path / "ours.gguf", write_gguf(tiny.FOLDER / name, tmp_path / "b.gguf"))
+    )
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key, tensor in theirs.tensors.items():
+        assert [n for n in ours.tensors[key].shape if n > 1] == [n for n in tensor.shape if n > 1], key
+        np.testing.assert_allclose(dequantize(ours.tensors[key]).ravel(), dequantize(tensor).ravel(), rtol=1e-6)
+    lacking = theirs.config.keys() - ours.config.keys()
+    assert not lacking
+    for key, value in theirs.config.items():
+        assert ours.config[key] == value, key
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "F16", "BF16"])
+def test_gguf_types(ops, type_, tmp_path):
+    quantize(source("qwen3"), tmp_path / "out.gguf", "--type", type_)
+    file = open_checkpoint(tmp_path / "out.gguf")
+    assert file.tensors["blk.0.attn_q.weight"].type == type_
+    assert file.tensors["token_embd.weight"].type == ("Q8_0" if type_.startswith("Q") else type_)
+    assert divergence(tmp_path / "out.gguf", "qwen3", ops) < (0.4 if type_.startswith("Q4") else 0.1)
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")  # an independent reader
+    theirs = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    for name, tensor in file.tensors.items():
+        np.testing.assert_array_equal(dequantize(tensor).ravel(), theirs[name].ravel())
+
+
+@pytest.mark.parametrize("name", GGUF_MODELS)
+def test_quantized_gguf_files_of_every_family(name, tmp_path):
+    quantize(source(name), tmp_path / "out.gguf")
+    assert divergence(tmp_path / "out.gguf", name) < (0.2 if name.startswith("qwen35") else 0.01)
+
+
+def test_a_gguf_file_from_a_gguf_file(tmp_path, capsys):
+    made = write_gguf(tiny.FOLDER / "qwen35", tmp_path / "in.gguf", mtp=True)
+    quantize(made, tmp_path / "out.gguf", "--type", "Q5_1", "--recipe", "uniform")
+    before, after = open_checkpoint(made), open_checkpoint(tmp_path / "out.gguf")
+    own = {"general.file_type": 9, "general.quantization_version": 2}
+    assert after.config == before.config | own
+    assert after.tensors["blk.0.attn_qkv.weight"].type == "Q5_1"
+    assert after.tensors["blk.8.nextn.eh_proj.weight"].type == "F32"  # not run, so copied
+    assert divergence(tmp_path / "out.gguf", "qwen35") < 1.5
+    capsys.readouterr()
+    assert main(["quantize", str(tmp_path / "out.gguf"), str(tmp_path / "again.gguf"), "--type", "Q4_0"]) == 1
+    assert "is quantized already (Q5_1)" in capsys.readouterr().err
+    quantize(tmp_path / "out.gguf", tmp_path / "again.gguf", "--type", "Q4_0", "--requantize")
+    quantize(tmp_path / "out.gguf", tmp_path / "same.gguf", "--type", "Q5_1", "--recipe", "uniform")
+    assert open_checkpoint(tmp_path / "same.gguf").tensors["output.weight"].data.tobytes() == (
+        after.tensors["output.weight"].data.tobytes()
+    )
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    """A chat model with Qwen's splitting, a template and recommended sampling."""
+    folder = tiny_chat.write(tmp_path / "chat")
+    old = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = old["model"]["vocab"]
+    merged = {"ab": len(vocabulary), "abc": len(vocabulary) + 1}
+    tokenizer = Tokenizer(models.BPE(vocabulary | merged, [("a", "b"), ("ab", "c")]))
+    tokenizer.add_special_tokens(["<|im_start|>", tiny_chat.END])
+    split = pre_tokenizers.Split(Regex(_QWEN2), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    config = json.loads((folder / "config.json").read_text())
+    size = len(vocabulary) + 8  # rows that no token has
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    tensors = {name: dequantize(t) for name, t in open_checkpoint(folder).tensors.items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.resize(tensors[name], (size, tensors[name].shape[1]))
+    os.remove(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+def test_tokenizer_template_and_sampling_go_along(chat_folder, out, tmp_path):
+    quantize(chat_folder, tmp_path / out)
+    before, after = open_checkpoint(chat_folder), open_checkpoint(tmp_path / out)
+    ours, theirs = load_tokenizer(after.path, after.config), load_tokenizer(before.path, before.config)
+    text = "<|im_start|>abc ab 12 cabc'll\n é<|im_end|>"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.token_to_id("abc") in ours.encode(text)
+    assert (ours.eos_id, ours.add_bos, ours.chat_template) == (theirs.eos_id, theirs.add_bos, theirs.chat_template)
+    assert recommended_sampling(after).options == {"temperature": pytest.approx(0.6), "top_k": 20}
+
+
+def test_a_tokenizer_that_gguf_has_no_name_for(tmp_path, capsys):
+    folder = tiny_chat.write(tmp_path / "chat")
+    assert main(["quantize", str(folder), str(tmp_path / "out.gguf")]) == 1
+    assert "has no name in GGUF files" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["chat"]
+
+
+def test_wedlm_keeps_its_mask_and_says_why(tmp_path, capsys):
+    folder = shutil.copytree(tiny.FOLDER / "qwen3", tmp_path / "in")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm", "mask_token_id": 90}))
+    for out in ("out", "out.gguf"):
+        quantize(folder, tmp_path / out, *(["--group-size", 32] if out == "out" else []))
+        assert "every mask position reads one row of the embedding" in capsys.readouterr().out
+        model = load_model(tmp_path / out, NumpyOps())
+        assert (model.architecture, model.config.mask_id) == ("wedlm", 90)
+
+
+# -- runs that are stopped ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+@pytest.mark.parametrize("after", [1, 9, 17])
+def test_a_killed_run_goes_on(monkeypatch, out, after, tmp_path, capsys):
+    flags = ["--bits", "8", "--group-size", "32", "--shard-size", "6000"] if out == "out" else []
+    (tmp_path / "whole").mkdir()
+    quantize(source("qwen3"), tmp_path / "whole" / out, *flags)
+    real, calls = outputs.encode_rows, []
+
+    def stops(*args):
+        calls.append(args)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    command = ["quantize", source("qwen3"), str(tmp_path / out), *flags]
+    monkeypatch.setattr(outputs, "encode_rows", stops)
+    assert main(command) == 130
+    assert not (tmp_path / out).exists()
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / f"{out}.part")]) == 1
+    message = capsys.readouterr().err
+    assert "is unfinished" in message
+    assert message.count("\n") == 1
+    assert main([*command, "--layers", "q_proj=keep"]) == 2  # another plan
+    assert "unfinished run of other settings" in capsys.readouterr().err
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / f"{out}.part").glob("*.safetensors")}
+    calls.clear()
+    monkeypatch.setattr(outputs, "encode_rows", lambda *args: calls.append(args) or real(*args))
+    assert main(command) == 0
+    if out == "out":
+        assert files_of(tmp_path / out) == files_of(tmp_path / "whole" / out)
+        assert {name: (tmp_path / out / name).stat().st_mtime_ns for name in before} == before
+        assert after == 1 or before
+    else:
+        assert (tmp_path / out).read_bytes() == (tmp_path / "whole" / out).read_bytes()
+        assert len(calls) == len(open_checkpoint(tmp_path / out).tensors) - after  # whole tensors stay
+    assert not (tmp_path / f"{out}.part").exists()
+    assert divergence(tmp_path / out, "qwen3") < 0.01
+
+
+def test_a_source_that_changed_is_another_run(monkeypatch, tmp_path, capsys):
+    folder = shutil.copytree(tiny.FOLDER / "qwen3", tmp_path / "in")
+    command = ["quantize", str(folder), str(tmp_path / "out.gguf")]
+    with monkeypatch.context() as patch:
+        patch.setattr(outputs, "encode_rows", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(command) == 130
+    os.utime(folder / "model.safetensors", (1, 1))
+    assert main(command) == 2
+    assert "another source" in capsys.readouterr().err
+
+
+def test_memory_is_bounded(tmp_path):
+    """A matrix of 64 MiB is read, encoded and written a part at a time."""
+    folder = tiny_chat.write(tmp_path / "in")
+    tensors = {name: dequantize(t) for name, t in open_checkpoint(folder).tensors.items()}
+    config = json.loads((folder / "config.json").read_text())
+    rows = 1 << 19
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.zeros((rows, tiny_chat.HIDDEN), np.float32)
+    os.remove(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
+    del tensors
+    for out, flags in (("out", ["--group-size", 32]), ("out.gguf", [])):
+        if out == "out.gguf":
+            os.remove(folder / "tokenizer.json")
+        tracemalloc.start()
+        quantize(folder, tmp_path / out, *flags)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 40 << 20
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["out", "--bits", "1"], 2, "bits is 1; affine supports 2, 3, 4, 5, 6, 8"),
+        (["out", "--bits", "7"], 2, "bits is 7"),
+        (["out", "--bits", "0"], 2, "bits is 0"),
+        (["out", "--group-size", "16"], 2, "group size is 16"),
+        (["out", "--mode", "mxfp4", "--bits", "8"], 2, "mxfp4 supports 4"),
+        (["out", "--mode", "fp4"], 2, "mode is 'fp4'"),
+        (["out.gguf", "--type", "Q4_K"], 2, "type is 'Q4_K'; supported: Q8_0"),
+        (["out.gguf", "--bits", "4"], 2, "--bits goes with an MLX folder"),
+        (["out", "--type", "Q8_0"], 2, "--type goes with a .gguf file"),
+        (["out", "--layers", "down_proj"], 2, "is not PATTERN=FORMAT"),
+        (["out", "--layers", "down_proj=Q8_0"], 2, "the format in 'down_proj=Q8_0' is 'Q8_0'"),
+        (["out", "--layers", "down_proj=7"], 2, "bits is 7"),
+        (["out", "--layers", "dwn_proj=8"], 2, "matches no matrix; kinds are down_proj"),
+        (["exists"], 2, "exists exists"),
+        (["missing/out"], 2, "is not a folder"),
+        ([], 2, "OUT is not named"),
+        (["out", "--text", "a"], 2, "--text goes with --sensitivity"),
+        (["--sensitivity"], 2, "--sensitivity needs --text FILE"),
+    ],
+)
+def test_refusals(flags, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exists").mkdir()
+    assert main(["quantize", source("qwen3"), *flags]) == code
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exists"]
+
+
+def test_an_output_inside_its_source(tmp_path, capsys):
+    folder = shutil.copytree(tiny.FOLDER / "qwen3", tmp_path / "in")
+    before = sorted(folder.iterdir())
+    for out in ("out", "out.gguf", "../in/out"):
+        assert main(["quantize", str(folder), str(folder / out)]) == 2
+        assert "lies inside the source" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+def test_a_full_disk_is_seen_first(out, tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert main(["quantize", source("qwen3"), str(tmp_path / out)]) == 1
+    assert "free some, or choose a smaller format" in capsys.readouterr().err
+    assert not (tmp_path / out).exists()
+
+
+def test_values_that_are_not_finite(tmp_path, capsys):
+    folder = shutil.copytree(tiny.FOLDER / "qwen3", tmp_path / "in")
+    tensors = {name: dequantize(t) for name, t in open_checkpoint(folder).tensors.items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = np.nan
+    os.remove(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--group-size", "32"]) == 1
+    assert "'model.layers.1.mlp.up_proj.weight' has a value that is not finite" in capsys.readouterr().err
+
+
+def test_families_without_a_gguf_writer(tmp_path, capsys):
+    assert main(["quantize", source("glm"), str(tmp_path / "out.gguf")]) == 1
+    assert "a GGUF file of glm4_moe_lite cannot be written; supported: llama" in capsys.readouterr().err
+
+
+def test_a_folder_from_a_gguf_file_is_refused(tmp_path, capsys):
+    made = write_gguf(tiny.FOLDER / "qwen3", tmp_path / "in.gguf")
+    assert main(["quantize", str(made), str(tmp_path / "out")]) == 2
+    assert "becomes a .gguf file" in capsys.readouterr().err
+
+
+# -- sensitivity -------------------------------------------------------------------------------------------------------
+
+
+def test_sensitivity(tmp_path, capsys):
+    folder = tiny_chat.write(tmp_path / "in")
+    (tmp_path / "text").write_text("some text to read, again and again; " * 8)
+    command = [
+        folder,
+        "--sensitivity",
+        "--text",
+        tmp_path / "text",
+        "--ctx-window",
+        64,
+        "--backend",
+        "numpy",
+    ]
+    quantize(*command, "--bits", 2, "--group-size", 32, "--plot", tmp_path / "plot.svg")
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("  ")[0].strip(): line for line in lines[3:-1]}
+    kinds = {
+        "embed",
+        "head",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+    }  # down_proj has 48 columns
+    assert {key for key in rows if key != "the recipe"} == kinds
+    values = [float(line.split(" ± ")[0].split()[-1]) for line in lines[3:-2]]
+    assert values == sorted(values, reverse=True)
+    assert values[-1] > 0
+    whole = float(rows["the recipe"].split(" ± ")[0].split()[-1])
+    assert whole > 0
+    svg = (tmp_path / "plot.svg").read_text()
+    assert svg.count("<rect") == 1 + len(kinds) + 1
+    assert "o_proj" in svg
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "plot.svg", "text"]
+
+
+# -- mlx-lm ------------------------------------------------------------------------------------------------------------
+
+
+def float32_copy(name, path):
+    """A tiny model in float32, so that mlx-lm computes in it, with the keys that mlx-lm reads."""
+    config = json.loads((tiny.FOLDER / name / "config.json").read_text())
+    if name == "qwen35":
+        return rewritten(tiny.FOLDER / name, path, model_type="qwen3_5", text_config=config)
+    return rewritten(tiny.FOLDER / name, path, rope_parameters=None, rope_theta=10000.0)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3", "qwen35"])
+@pytest.mark.parametrize("flags", [["--bits", "4"], ["--mode", "mxfp4"], ["--bits", "3", "--recipe", "mixed"]], ids=str)
+def test_mlx_lm_reads_it(name, flags, tmp_path):
+    """The logits of our NumPy reading of the folder, by mlx-lm's definition and MLX's products."""
+    utils = pytest.importorskip("mlx_lm.utils")
+    import mlx.core as mx
+
+    size = [] if "--mode" in flags else ["--group-size", "32"]
+    quantize(float32_copy(name, tmp_path / "in"), tmp_path / "out", *flags, *size)
+    model = utils.load_model(Path(tmp_path / "out"))[0]
+    theirs = np.array(model(mx.array(IDS)[None]).astype(mx.float32))[0]
+    ours = tiny.logits_of(load_model(tmp_path / "out", NumpyOps()), IDS)
+    assert np.abs(ours - theirs).max() < 2e-3
+    assert (ours.argmax(-1) == theirs.argmax(-1)).all()
