@@ -263,7 +263,8 @@ def split_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tup
         shared += buffers * SPLIT_TILE * packed
         return min(2 if rows == 32 else 4, card.shared // (shared + 2048)), buffers, shared
 
-    ctas, buffers, shared = max(fit(n) for n in ((4, 2) if rows == 32 and not packed else (2, 3, 4)))
+    choices = (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4)  # others spill registers
+    ctas, buffers, shared = max(fit(n) for n in choices)
     return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
 
 

@@ -106,6 +106,7 @@ class MultiGpuOps(Ops):
     runs_ahead = CudaOps.runs_ahead
     draws = CudaOps.draws
     tree_rows = CudaOps.tree_rows
+    cache_pairs = CudaOps.cache_pairs
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
 
