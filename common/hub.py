@@ -113,6 +113,7 @@ def _packaged(name: str) -> Path:
 
 
 def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool, revision: str | None) -> Path:
+    check_endpoint()
     from huggingface_hub import constants
 
     storage = Path(constants.HF_HUB_CACHE, "models--" + repo.replace("/", "--"))
@@ -207,13 +208,13 @@ def quant_label(name: str) -> str:
 
 
 def remote_listing(repo: str, revision: str | None) -> Listing:
+    check_endpoint()
     from huggingface_hub import HfApi, constants, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RevisionNotFoundError
 
     absent = f"{repo} is neither an existing path nor in the cache {constants.HF_HUB_CACHE}"
     if is_offline_mode():
         raise HubUnavailableError(f"{absent}, and HF_HUB_OFFLINE forbids to fetch it")
-    check_endpoint(constants.ENDPOINT)
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     for wait in (*WAITS, None):
         try:

@@ -1,5 +1,6 @@
 """What a hub's answers may hold: every value that becomes a path, a size or a wait is checked here."""
 
+import os
 import re
 import time
 from contextlib import suppress
@@ -56,8 +57,9 @@ def is_relative(path: str) -> bool:
     return path.isprintable() and not set(path) & set("\\:") and not set(parts) & {"", ".", ".."}
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Refuse an endpoint that is not the address of a web server."""
+def check_endpoint() -> None:
+    """Refuse a HF_ENDPOINT that is not the address of a web server, before huggingface_hub reads it when imported."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -14,6 +14,7 @@ from typing import Any
 from common.errors import BimetalError
 from common.files import is_held
 from common.hub import NAME, PART, is_aside, quant_label
+from common.hub_answers import check_endpoint
 
 PREFIX = "models--"  # of a repository's folder in the cache
 
@@ -41,6 +42,7 @@ class CachedModel:
 
 
 def cache_folder() -> Path:
+    check_endpoint()
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)

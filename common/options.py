@@ -110,7 +110,8 @@ class GenerationOptions(Sampling):
     )
 
 
-RESERVED = ("messages", "tools", "think", "parse_special", "template", "vocabulary")  # for other arguments of a chat
+# The other arguments of common.chat.chat_prompt and of a tokenizer's method over it.
+RESERVED = ("self", "vocabulary", "messages", "tools", "think", "parse_special", "context", "template")
 
 
 @dataclass(frozen=True, kw_only=True)

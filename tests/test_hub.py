@@ -500,8 +500,18 @@ def test_odd_values_in_a_listing(cache: Path, server: HubServer, changes: dict[s
 
 @pytest.mark.parametrize("endpoint", ["http://[::", "ftp://127.0.0.1", "huggingface.co", "http://", "http://x:99999"])
 def test_odd_endpoints(cache: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-    assert refusal("org/one") == (f"HF_ENDPOINT is {endpoint!r}; it must be an address such as https://huggingface.co")
+    says = f"HF_ENDPOINT is {endpoint!r}; it must be an address such as https://huggingface.co"
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert refusal("org/one") == says
+
+
+@pytest.mark.parametrize("command", [["inspect", "org/one"], ["fit", "org/one"], ["list"], ["rm", "org/one"]])
+def test_an_odd_endpoint_is_refused_before_huggingface_hub_reads_it(command: list[str]) -> None:
+    """In a process of its own: huggingface_hub reads its environment when it is imported."""
+    given = {**os.environ, "HF_ENDPOINT": "http://[::"}
+    done = subprocess.run([sys.executable, "-m", "generate", *command], capture_output=True, text=True, env=given)
+    assert done.stderr == "error: HF_ENDPOINT is 'http://[::'; it must be an address such as https://huggingface.co\n"
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize("revision", ["../main", "..", "/main", "a\\b", ""])

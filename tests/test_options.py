@@ -8,8 +8,9 @@ import pytest
 import tiny_chat
 
 import generate
+from common.chat import chat_prompt
 from common.errors import UsageError
-from common.options import ChatOptions, GenerationOptions, LoadOptions, Options, Sampling
+from common.options import RESERVED, ChatOptions, GenerationOptions, LoadOptions, Options, Sampling
 from generate.llm import LLM
 
 METHODS = {
@@ -61,7 +62,7 @@ WRONG = {
     "think": ("yes", 1),
     "parse_special": ("yes", 1),
     "tools": (5, "weather"),
-    "template": ([("a", 1)], "x", {1: 2}, {"tools": []}, {"messages": []}, {"template": "x"}),
+    "template": ([("a", 1)], "x", {1: 2}, {"tools": []}, {"messages": []}, {"template": "x"}, {"self": 1}),
 }
 WRONG_LOADING = {
     "backend": (5, b"numpy"),
@@ -88,6 +89,10 @@ WRONG_LOADING = {
 def test_every_option_has_a_wrong_value_here():
     assert set(WRONG) == set(ChatOptions.__dataclass_fields__)
     assert set(WRONG_LOADING) == set(LoadOptions.__dataclass_fields__)
+
+
+def test_a_templates_variables_are_no_arguments_of_the_prompt():
+    assert {*RESERVED} == {*inspect.signature(chat_prompt).parameters, "self"}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
