@@ -21,7 +21,7 @@ OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in which
 HEADERS = {  # what precedes a kernel file beside prelude.cuh
     **dict.fromkeys(("experts", "single", "repack", "expand"), "tile.cuh"),
     **dict.fromkeys(("attention", "split", "latent", "pieces"), "flash.cuh"),
-    **dict.fromkeys(("sample", "draw", "top_k"), "keys.cuh"),
+    **dict.fromkeys(("sample", "draw", "top_k", "entropy"), "keys.cuh"),
 }
 
 # columns of a unit, bytes of a tile of 16 rows: kernels/tile.cuh

@@ -184,6 +184,9 @@ class CudaOps(Ops):
             return super().top_k(logits, k)
         return sampling.top_k(self.context, logits, k)
 
+    def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
+        return sampling.argmax_entropy(self.context, logits, excluded)
+
     # -- what goes on and what comes out -------------------------------------------------------------------------------
 
     keep = of_context(rows.keep)
@@ -196,7 +199,7 @@ class CudaOps(Ops):
         return self.read_all(x)[0]
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
-        """Those of a `top_k`, which lie one behind the other, in one copy."""
+        """Those of a `top_k` or an `argmax_entropy`, which lie one behind the other, in one copy."""
         at = [getattr(x, "address", 0) for x in xs]
         if not all(at) or any(a + 4 * x.size != b for a, b, x in zip(at, at[1:], xs, strict=False)):
             return super().read_all(*xs)

@@ -67,6 +67,18 @@ def top_k(context: Context, logits: Array, k: int) -> tuple[Array, Array]:
     return out[0], out[1]
 
 
+def argmax_entropy(context: Context, logits: Array, excluded: int) -> tuple[Array, Array]:
+    """The likeliest token but `excluded` of each row, int32 (T,), and the entropy without it, float32 (T,)."""
+    (T, V), stream = logits.shape, context.stream
+    pieces = _pieces_of_best(V)
+    memory = Memory(T * (16 * pieces + 8), stream)
+    keys, sums, ids = (memory.address + n * T for n in (0, 8 * pieces, 16 * pieces))
+    out = [Array((T,), ids + 4 * i * T, owner=memory, dtype=t) for i, t in enumerate((np.int32, np.float32))]
+    kernel("entropy", "partial")((pieces, T), (256,), (logits.address, V, excluded, keys, sums), stream=stream)
+    kernel("entropy", "final")((T,), (32,), (keys, sums, pieces, out[0].address, out[1].address), stream=stream)
+    return out[0], out[1]
+
+
 def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampler, tokens: int) -> Memory:
     """Sampler.pick of each row, `best` its best keys by pieces. Returns memory that must last until it has run."""
     s, (T, V), stream = sampler.sampling, logits.shape, context.stream

@@ -195,8 +195,9 @@ def verified(run: Run) -> Generator[tuple[int, Array], None, None]:
         rows = model.forward(state, Step.chain(tokens, state.length))
         computed = time.perf_counter()
         head = 1 + len(draft)
-        best = ops.read(ops.sample(rows[:head], sampler))
-        predicted, entropies = ops.read_all(*ops.argmax_entropy(rows[head:], mask)) if masks else ((), np.empty(0))
+        sampled, found = ops.sample(rows[:head], sampler), ops.argmax_entropy(rows[head:], mask) if masks else ()
+        best = ops.read(sampled)
+        predicted, entropies = ops.read_all(*found) if found else ((), np.empty(0))
         chosen = time.perf_counter()
         kept = 0
         try:

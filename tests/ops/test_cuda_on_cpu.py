@@ -132,6 +132,11 @@ def test_several_gpus(chosen):
     on_cpu("models/test_cuda_multi_gpu.py", chosen, BIMETAL_GPUS="3")
 
 
+@pytest.mark.parametrize("chosen", ["reordered or no_row", pytest.param("test_", marks=pytest.mark.slow)])
+def test_windows(chosen):
+    on_cpu("decode/test_cuda_wedlm.py", chosen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k"])
 def test_speculation(chosen):

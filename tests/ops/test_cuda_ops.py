@@ -489,6 +489,28 @@ def test_argmax(ops):
         ops.read(ops.sample(rows_on(ops, logits), greedy))
 
 
+@pytest.mark.parametrize("vocab", [2, 33, 640, 5003])
+def test_argmax_and_entropy(vocab, ops):
+    """Ties, peaks and flat rows; without the excluded token, wherever it stands; the same bits in every run."""
+    from common.sampling import argmax_entropy
+
+    logits = hard_rows(vocab)
+    logits = logits[np.isfinite(logits.max(-1)) & (logits.max(-1) < 1e20)]
+    for excluded in (0, vocab // 2, vocab - 1, int(logits[0].argmax())):
+        rows = logits[np.isfinite(np.delete(logits, excluded, 1).max(-1))]
+        want_ids, want = argmax_entropy(rows, excluded)
+        ids, found = ops.read_all(*ops.argmax_entropy(rows_on(ops, rows), excluded))
+        assert ids.tolist() == want_ids.tolist()
+        assert np.abs(found - want).max() < 2e-5
+        again = ops.read_all(*ops.argmax_entropy(rows_on(ops, rows)[1:], excluded))
+        assert np.array_equal(again[0], ids[1:])
+        assert np.array_equal(again[1], found[1:])
+        rows = rows.copy()
+        rows[2, excluded] = np.nan
+        with pytest.raises(NotFiniteError):
+            ops.read_all(*ops.argmax_entropy(rows_on(ops, rows), excluded))
+
+
 @pytest.mark.parametrize("vocab", [4, 1028, 5000, 5003])
 def test_sampled_steps(vocab):
     """The best of a product's logits; and a step reads the tokens that it is given, whatever ran in between."""

@@ -1,0 +1,156 @@
+"""WeDLM's windows on the GPU: the order of rows, the cache, and tokens that are NumPy's."""
+
+import json
+import shutil
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+import pytest
+import tiny
+
+from common.decode.plain import plain
+from common.decode.registry import decode
+from common.decode.run import Run
+from common.decoders import Speculation, WedlmOptions
+from common.models import load_model
+from common.reference import NumpyOps
+from common.sampling import Sampler, Sampling
+from common.step import Step
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.ops import CudaOps  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+MASK, PROMPT = 90, [5, 17, 3, 60, 44, 2, 31]
+SETTINGS = [(16, 0.4, 0.02), (6, 4.3, 0.05), (4, 0.0, 0.02), (1, 4.2, 0.0), (5, 100.0, 0.0)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wedlm") / "model"
+    shutil.copytree(tiny.FOLDER / "qwen3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm", "mask_token_id": MASK}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder, CudaOps())
+
+
+@pytest.fixture(scope="module")
+def on_host(folder):
+    return load_model(folder, NumpyOps())
+
+
+def read(model, prompt, capacity=64):
+    state, logits = model.new_state(capacity), None
+    if prompt:
+        logits = model.forward(state, Step.chain(np.array(prompt, np.int32), 0), slice(len(prompt) - 1, len(prompt)))
+        state.commit(np.arange(len(prompt)))
+    return state, logits
+
+
+def decoded(model, prompt, count, options, unread=3, sampling=None):
+    unread = 0 if options.verify else unread
+    state, logits = read(model, prompt[: len(prompt) - unread])
+    run = Run(model, state, logits, Sampler(sampling or Sampling(), prompt), prompt)
+    run.options, run.unread = Speculation("wedlm", wedlm=options), prompt[len(prompt) - unread :]
+    out, rows = [], []
+    with closing(decode(run)) as tokens:
+        for token, row in islice(tokens, count):
+            out.append(token)
+            rows.append(row)
+    return out, [model.ops.read(row)[0] for row in rows], run.wedlm, state
+
+
+def test_rows_may_be_reordered(model, on_host):
+    """Known rows first and masks after them, each at its own position, with part of them in the cache or not."""
+    tokens = np.array([8, 9, 11, MASK, MASK, MASK], np.int32)
+    order = np.array([7, 8, 10, 9, 11, 12], np.int32)
+    step = Step(tokens, order, np.arange(-1, 5, dtype=np.int32), np.zeros(6, np.int32))
+    logits = {}
+    for each in (model, on_host):
+        state, _ = read(each, PROMPT)
+        whole = each.ops.read(each.forward(state, step))
+        state.commit([0, 1])
+        rest = Step(tokens[2:], order[2:], np.arange(-1, 3, dtype=np.int32), np.zeros(4, np.int32))
+        assert np.abs(each.ops.read(each.forward(state, rest)) - whole[2:]).max() < 5e-2
+        logits[each.ops.name] = whole
+    assert np.abs(logits["cuda"] - logits["numpy"]).max() < 5e-2
+    state, _ = read(model, PROMPT)
+    physical = model.ops.read(model.forward(state, Step.chain(tokens, 7)))  # control: positions by place in the step
+    assert np.abs(physical - logits["numpy"]).max() > 0.1
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+def test_tokens_are_numpys(window, tau, penalty, model, on_host):
+    """Where they differ, the entropy or the best logits were near a tie."""
+    options = WedlmOptions(window, tau, penalty)
+    ours, rows, counts, _ = decoded(model, PROMPT, 20, options)
+    theirs, expected, _, _ = decoded(on_host, PROMPT, 20, options)
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), 20)
+    assert same > 4
+    for row, other in zip(rows[: min(same, 4)], expected, strict=False):
+        assert np.abs(row - other).max() < 5e-2
+    assert counts.tokens == 20
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+def test_the_cache_is_a_prefills(window, tau, penalty, model):
+    """Committed keys and values are those of reading prompt and reply anew: the next logits are the same."""
+    out, _, _, state = decoded(model, PROMPT, 16, WedlmOptions(window, tau, penalty))
+    fresh, _ = read(model, [*PROMPT, *out][: state.length])
+    step = Step.chain(np.array([7], np.int32), state.length)
+    ours, theirs = (model.ops.read(model.forward(each, step)) for each in (state, fresh))
+    assert np.abs(ours - theirs).max() < 2e-2
+
+
+def test_a_window_of_one_is_a_loop(model):
+    """One mask after the text, its likeliest token in its place, and so on."""
+    out, _, counts, _ = decoded(model, PROMPT, 12, WedlmOptions(1, 4.2, 0.0))
+    text = list(PROMPT)
+    for token in out:
+        state, _ = read(model, text)
+        row = model.ops.read(model.forward(state, Step.chain(np.array([MASK], np.int32), len(text))))[0]
+        row[MASK] = -np.inf
+        assert row.max() - row[token] < 2e-2
+        text.append(token)
+    assert counts.fills == 12
+
+
+@pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (8, 4.4), (16, 100.0)])
+def test_verified_text_is_plain_decodings(window, tau, model):
+    for prompt in (PROMPT, [1], [7] * 12):
+        state, logits = read(model, prompt)
+        expected = [token for token, _ in islice(plain(model, state, logits, Sampler(Sampling())), 30)]
+        out, _, counts, state = decoded(model, prompt, 30, WedlmOptions(window, tau, verify=True))
+        assert out == expected
+        assert counts.forwards < 30
+        assert state.length == len(prompt) + 29
+
+
+def test_draws_by_seed(model):
+    options = WedlmOptions(6, 4.3)
+    texts = [decoded(model, PROMPT, 12, options, sampling=Sampling(temperature=1.0, seed=s))[0] for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    penalized = decoded(model, PROMPT, 12, options, sampling=Sampling(repetition_penalty=5.0))[0]
+    assert len(penalized) == 12
+
+
+def test_no_row_of_logits_is_copied(model, monkeypatch):
+    """Two small arrays per step cross to the host."""
+    options, read_all, sizes = WedlmOptions(6, 4.3), CudaOps.read_all, []
+    monkeypatch.setattr(CudaOps, "read", lambda self, x: pytest.fail("a row was read"))
+    monkeypatch.setattr(
+        CudaOps, "read_all", lambda self, *xs: (sizes.append(sum(x.size for x in xs)), read_all(self, *xs))[1]
+    )
+    state = model.new_state(64)
+    run = Run(model, state, None, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=options), unread=PROMPT)
+    with closing(decode(run)) as tokens:
+        assert len(list(islice(tokens, 12))) == 12
+    assert max(sizes) <= 12
