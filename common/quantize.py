@@ -7,7 +7,7 @@ input and stores affine scales in that type. Decoders are in `common/quants.py`.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,9 @@ MLX_MODES = ("affine", "mxfp4", "nvfp4")
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # that the gguf package encodes, beside floats and ternary types
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _SMALLEST_SCALE = np.float32(1e-7)
-_FP4_MIDDLES = (FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2
+_FP4_MIDDLES = (FP4_VALUES[1:8] + FP4_VALUES[:7]) / 2  # all of them quarters
+# the code by a size in quarters, rounded up: the middles below it, so that a tie takes the smaller value
+_FP4_CODES = (np.arange(25)[:, None] > 4 * _FP4_MIDDLES).sum(axis=1).astype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def encode(tensor: Tensor, format: Format) -> Tensor:
 
 def rows_at_once(width: int) -> int:
     """Rows of `width` values that are encoded together, so that temporaries stay small."""
-    return max(1, 4 * CHUNK // width)
+    return max(1, CHUNK // width)
 
 
 def encode_rows(data: np.ndarray, type_: str, format: Format, name: str) -> Encoded:
@@ -120,9 +122,17 @@ def encode_rows(data: np.ndarray, type_: str, format: Format, name: str) -> Enco
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """MLX's bit stream from the lowest bit up: uint8 (rows, n) → uint8 (rows, n · bits / 8); n is a multiple of 8."""
-    eights = codes.reshape(-1, 8).astype(np.uint64) << np.arange(0, 8 * bits, bits, dtype=np.uint64)
-    packed = np.bitwise_or.reduce(eights, axis=1).view(np.uint8).reshape(-1, 8)
-    return np.ascontiguousarray(packed[:, :bits]).reshape(len(codes), -1)
+    if bits == 8:
+        return codes
+    kind: Any = np.uint8 if 8 % bits == 0 else np.uint64
+    count = 8 // bits if 8 % bits == 0 else 8
+    runs = codes.reshape(-1, count)
+    packed = np.zeros(len(runs), kind)
+    for place in range(count):
+        packed |= runs[:, place].astype(kind) << kind(place * bits)
+    if kind is np.uint8:
+        return packed.reshape(len(codes), -1)
+    return np.ascontiguousarray(packed.view(np.uint8).reshape(-1, 8)[:, :bits]).reshape(len(codes), -1)
 
 
 def _affine(groups: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -136,12 +146,15 @@ def _affine(groups: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.n
     scale = np.maximum((high - low) / bins, _SMALLEST_SCALE)
     scale = np.where(below, scale, -scale)
     edge = np.where(below, low, high)
-    steps = np.rint(edge / scale)
-    exact = steps != 0
-    scale = np.where(exact, edge / np.where(exact, steps, 1), scale)
+    count = np.rint(edge / scale)
+    exact = count != 0
+    scale = np.where(exact, edge / np.where(exact, count, 1), scale)
     bias = np.where(exact, edge, np.float32(0))
-    codes = np.clip(np.rint((groups - bias) / scale), 0, bins).astype(np.uint8)
-    return codes, scale, bias
+    steps = groups - bias
+    steps /= scale
+    np.rint(steps, out=steps)
+    np.clip(steps, 0, bins, out=steps)
+    return steps.astype(np.uint8), scale, bias
 
 
 def _fp4(groups: np.ndarray, mode: str, type_: str) -> tuple[np.ndarray, np.ndarray]:
@@ -157,8 +170,8 @@ def _fp4(groups: np.ndarray, mode: str, type_: str) -> tuple[np.ndarray, np.ndar
             exponents = (powers.astype(np.int32) + 127).astype(np.uint8)
             scales = _rounded(np.exp2(powers), type_)
         sizes = np.abs(_rounded(groups / scales, type_))
-    codes = (sizes[:, :, None] > _FP4_MIDDLES).sum(axis=2, dtype=np.uint8)
-    codes[np.broadcast_to(scales == 0, codes.shape)] = 0
+    sizes[np.broadcast_to(scales == 0, sizes.shape)] = 0
+    codes = _FP4_CODES[np.minimum(np.ceil(4 * sizes), len(_FP4_CODES) - 1).astype(np.uint8)]
     return np.where((groups < 0) & (codes > 0), codes | np.uint8(8), codes), exponents
 
 
