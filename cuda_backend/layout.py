@@ -56,6 +56,8 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
     parts += ["plane.cuh"] if stem in ("attention", "split", "latent", "keep", "heads_to_cache", "to_cache") else []
     parts += ["formats.cuh"] if stem in ("attention", "latent", "split", "heads_to_cache", "pieces", "to_cache") else []
+    parts += ["encode.cuh"] if stem in ("latent", "heads_to_cache", "to_cache") else []
+    parts += ["decode.cuh"] if stem in ("attention", "latent", "split") else []
     parts += ["head.cuh"] if stem in ("rows", "heads_to_cache") else []
     parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
     parts += ["packed.cuh"] if stem == "single" else []

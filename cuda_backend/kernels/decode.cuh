@@ -1,0 +1,126 @@
+// decode: 32 values of a row of a cache as float16: codes by byte permutes of a table, or as whole numbers that 1024 was
+// added to, then times the scale of their block
+
+__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
+    u32 c;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+__device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
+    u32 c;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+__device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// N words from an even address.
+template <int N>
+__device__ __forceinline__ void load_words(u32 (&w)[N], const u8* from) {
+    const u32 shift = ((u64)from & 2) * 8;
+    const u32* at = (const u32*)((u64)from & ~(u64)3);
+    u32 a = at[0];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const u32 b = i + 1 < N || shift ? at[i + 1] : 0;
+        w[i] = __funnelshift_r(a, b, shift), a = b;
+    }
+}
+__device__ __forceinline__ u32 twice(u16 half) { return half | (u32)half << 16; }
+
+// Two and two bits, or a bit each, of eight codes, to nibbles.
+__device__ __forceinline__ u32 spread2(u32 x) {
+    x = (x | x << 8) & 0x00ff00ffu;
+    x = (x | x << 4) & 0x0f0f0f0fu;
+    return (x | x << 2) & 0x33333333u;
+}
+__device__ __forceinline__ u32 spread1(u32 x) {
+    x = (x | x << 12) & 0x000f000fu;
+    x = (x | x << 6) & 0x03030303u;
+    return (x | x << 3) & 0x11111111u;
+}
+
+// Eight codes, a nibble each, from a table of at most eight: out[i] holds values 2 i and 2 i + 1.
+template <Format F, int GROUP>
+__device__ __forceinline__ void look_up(u32 codes, u32 scale, u32* out) {
+    constexpr int first = F == LM4 ? 8 : 0, more = F == LM2 ? 0 : first + 4;  // of LM4 the magnitudes
+    constexpr u32 low0 = table_bytes<F, GROUP>(first, false), low1 = table_bytes<F, GROUP>(more, false);
+    constexpr u32 high0 = table_bytes<F, GROUP>(first, true), high1 = table_bytes<F, GROUP>(more, true);
+    u32 negative = 0;
+    if (F == LM4) negative = ~codes & 0x88888888u, codes = (codes ^ (negative - (negative >> 3))) & 0x77777777u;
+    u32 high[2] = {__byte_perm(high0, high1, codes), __byte_perm(high0, high1, codes >> 16)};
+    const u32 low[2] = {__byte_perm(low0, low1, codes), __byte_perm(low0, low1, codes >> 16)};
+    if (F == LM4) {
+        const u32 even = negative << 4 & 0x80808080u, odd = negative & 0x80808080u;
+        high[0] ^= __byte_perm(even, odd, 0x5140), high[1] ^= __byte_perm(even, odd, 0x7362);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        out[2 * i] = mul_half2(__byte_perm(low[i], high[i], 0x5140), scale);
+        out[2 * i + 1] = mul_half2(__byte_perm(low[i], high[i], 0x7362), scale);
+    }
+}
+
+// Values 32 * block to 32 * block + 31 of a row of `WIDE`.
+template <Format F, int WIDE>
+__device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]) {
+    constexpr int per = block_values(F, WIDE) / 32;
+    const u8* from = row + block / per * block_bytes(F, WIDE);
+    if constexpr (F == F16) {
+        load_words(out, from);
+    } else if constexpr (is_lloyd_max(F)) {
+        constexpr int group = wht_group(WIDE);
+        const int part = block % per;
+        const u32 scale = twice(*(const u16*)from);
+        if constexpr (F == LM4) {
+            u32 w[4];
+            load_words(w, from + 2 + part * 16);
+#pragma unroll
+            for (int i = 0; i < 4; i++) look_up<F, group>(w[i], scale, out + 4 * i);
+        } else {
+            u32 low[2], high[1] = {0};
+            load_words(low, from + 2 + part * 8);
+            if (F != LM2) load_words(high, from + 2 + group / 4 + part * 4);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 codes = spread2(low[i / 2] >> i % 2 * 16 & 0xffffu);
+                if (F != LM2) codes |= spread1(high[0] >> 8 * i & 255) << 2;
+                look_up<F, group>(codes, scale, out + 4 * i);
+            }
+        }
+    } else {
+        constexpr bool has_low = F == Q4_1 || F == Q5_1, five = F == Q5_0 || F == Q5_1;
+        // float16 of 1024 and a code, and what is to be taken from it
+        constexpr u32 offset = F == Q8_0 ? 0xe480e480u : F == Q4_0 ? 0xe408e408u : F == Q5_0 ? 0xe410e410u : 0xe400e400u;
+        const u32 scale = twice(*(const u16*)from), low = has_low ? twice(*(const u16*)(from + 2)) : 0;
+        u32 w[F == Q8_0 ? 8 : 4], fifth[1] = {0};
+        if (five) load_words(fifth, from + scale_bytes(F));
+        load_words(w, from + scale_bytes(F) + five * 4);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {  // four values
+            u32 codes;
+            if constexpr (F == Q8_0)
+                codes = w[i] ^ 0x80808080u;
+            else
+                codes = w[i % 4] >> i / 4 * 4 & 0x0f0f0f0fu;
+            if (five) codes |= ((fifth[0] >> 4 * i & 15) * 0x00204081u & 0x01010101u) << 4;
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const u32 whole = add_half2(__byte_perm(codes, 0x64646464u, j ? 0x4342 : 0x4140), offset);
+                out[2 * i + j] = has_low ? fma_half2(whole, scale, low) : mul_half2(whole, scale);
+            }
+        }
+    }
+}
+
+// 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes.
+template <Format F, int WIDE>
+__device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
+    u32 w[16];
+    read_32<F, WIDE>(row, block, w);
+#pragma unroll
+    for (int i = 0; i < 4; i++) ((uint4*)to)[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+}
