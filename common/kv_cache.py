@@ -145,6 +145,30 @@ def _either(chosen: Any, default: Any) -> Any:
     return default if chosen is None else chosen
 
 
+def described(spec: Sequence[LayerSpec]) -> list[str]:
+    """How the layers of a model store their caches, a line for each group of layers that do alike."""
+    lines: dict[str, list[int]] = {}
+    for i, layer in enumerate(spec):
+        for s in layer.values():
+            if isinstance(s, KVSpec | LatentSpec):
+                lines.setdefault(_described_spec(s), []).append(i)
+    return [f"layers {', '.join(map(str, layers))}: {line}" for line, layers in lines.items()]
+
+
+def _described_spec(s: KVSpec | LatentSpec) -> str:
+    names = ("keys", "values") if isinstance(s, KVSpec) else ("latent rows", "roped parts")
+    parts = [
+        f"{name} {plane.format}{' rotated' if plane.rotated else ''}"
+        for name, plane in zip(names, s.planes, strict=False)
+    ]
+    if isinstance(s, KVSpec) and s.packing.keeps_exact:
+        parts.append(f"first {s.packing.first} and latest {s.packing.recent} tokens exact")
+        parts.append("keys equalised" if s.packing.calibration else "keys as they are")
+    if s.window is not None:
+        parts.append(f"the first {s.keep} and the last {s.window} tokens alone")
+    return ", ".join(parts)
+
+
 def check_pairs(
     spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]], reads_exactly: bool = True
 ) -> None:

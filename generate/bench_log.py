@@ -11,6 +11,7 @@ from pathlib import Path
 from common.errors import UsageError
 from generate.backends import backend_package, placement_of
 from generate.bench_options import BenchOptions
+from generate.caches import named
 
 COLUMNS = (
     "date",
@@ -73,8 +74,8 @@ def environment(runner: str) -> dict[str, str]:
 
 
 def note(options: BenchOptions) -> str:
-    """The GPUs that were chosen, and --note."""
-    return "; ".join(filter(None, (str(placement_of(options)), options.note)))
+    """The GPUs and the formats of the KV cache that were chosen, and --note."""
+    return "; ".join(filter(None, (str(placement_of(options)), named(options.cache), options.note)))
 
 
 def check_log(path: Path) -> None:

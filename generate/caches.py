@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from common.errors import BimetalError, UsageError
@@ -19,6 +19,12 @@ def cache_of(args: argparse.Namespace) -> CacheChoice:
     """What the flags of a command chose."""
     given: dict[str, Any] = {name: getattr(args, name, None) for name in CacheChoice.__dataclass_fields__}
     return CacheChoice(**given)
+
+
+def named(choice: CacheChoice) -> str:
+    """What was chosen, in words; nothing where nothing was."""
+    given = [(f.name, getattr(choice, f.name)) for f in fields(CacheChoice) if getattr(choice, f.name) != f.default]
+    return ", ".join(f"{name} {value}" for name, value in given)
 
 
 def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:

@@ -9,7 +9,7 @@ from typing import Any
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.hub import resolve_model
-from common.kv_cache import CacheOptions, check_pairs, packed
+from common.kv_cache import CacheOptions, check_pairs, described, packed
 from common.kv_formats import FORMATS
 from common.models import architecture
 from common.ops import Ops, Rope
@@ -97,6 +97,8 @@ def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops
     print(f"\nmemory: weights {_mib(weights).strip()} as stored; state that {ops.name} allocates for a sequence")
     adds = [state_bytes(spec, n + 1, ops.item_bytes) - state_bytes(spec, n, ops.item_bytes) for n in (1, context)]
     later = f", {adds[1]} later" if adds[1] != adds[0] else ""
+    for line in described(spec):
+        print(f"  {line}")
     print(f"  a token adds {adds[0]} bytes{later}; buffers grow in larger steps")
     for tokens in sorted({n for n in CONTEXTS if n < context} | {context}):
         held = ops.held_state_bytes(spec, tokens, ops.prefill_rows)

@@ -21,7 +21,7 @@ from common.session import Session
 from common.storage import NATIVE, all_specs
 from common.tokenizer import load_tokenizer
 from generate.__main__ import main
-from generate.caches import with_cache
+from generate.caches import named, with_cache
 
 CODE = "def parse(lines):\n    result = {}\n    for line in lines:\n"
 
@@ -43,6 +43,11 @@ def test_an_axis_overrides_the_shorthand():
     assert options_of(CacheChoice(kv="q4", kv_sinks=0, kv_boundary=2)) == CacheOptions(
         "lm4", "lm4", sinks=0, boundary=2
     )
+
+
+def test_a_choice_in_words():
+    assert named(CacheChoice(kv="q4", kv_sinks=0)) == "kv q4, kv_sinks 0"
+    assert named(CacheChoice()) == ""
 
 
 def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
@@ -99,6 +104,10 @@ def test_fit_and_inspect_count_the_bytes(capsys):
     assert main(["inspect", "demo", "-ctk", "q8_0", "-ctv", "lm4"]) == 0
     out = capsys.readouterr().out
     assert f"a token adds {layers * vectors * (68 + 34)} bytes" in out
+    assert "keys q8_0, values lm4 rotated\n" in out
+    assert main(["inspect", "demo", "--kv", "q4", "--kv-recent", "7"]) == 0
+    line = "layers 3, 7: keys lm4 rotated, values lm4 rotated, first 512 and latest 7 tokens exact, keys equalised\n"
+    assert line in capsys.readouterr().out
     assert "  lm4             272 bytes\n" in out
 
 
