@@ -81,12 +81,29 @@ def forwarded(name: str) -> Any:
     """The op `name` on the GPU that its arguments choose."""
 
     def op(self: "MultiGpuOps", *args: Any, **options: Any) -> Any:
-        gpu = gpu_of(args)
-        args = tuple(self.relay.bring(x, gpu) if isinstance(x, Value) else x for x in args)
+        gpu = gpu_of(list(leaves(args)))
+        args = each(args, lambda x: self.relay.bring(x, gpu) if isinstance(x, Value) else x)
         with self.relay.on(gpu) as ops:
-            return self._values(getattr(ops, name)(*(self._local(x, gpu) for x in args), **options), gpu)
+            return self._values(getattr(ops, name)(*each(args, lambda x: self._local(x, gpu)), **options), gpu)
 
     return op
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """Whatever `x` holds, which may be a tuple of tuples."""
+    if isinstance(x, tuple):
+        for part in x:
+            yield from leaves(part)
+    else:
+        yield x
+
+
+def each(x: Any, change: Callable[[Any], Any]) -> Any:
+    """`x` with all of its leaves changed; a named tuple stays one of its kind."""
+    if not isinstance(x, tuple):
+        return change(x)
+    parts = [each(part, change) for part in x]
+    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
 
 
 def gpu_of(args: Sequence[Any]) -> Gpu:
