@@ -3,6 +3,10 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +306,22 @@ def test_a_killed_run_goes_on(monkeypatch, out, after, tmp_path, capsys):
         assert len(calls) == len(open_checkpoint(tmp_path / out).tensors) - after  # whole tensors stay
     assert not (tmp_path / f"{out}.part").exists()
     assert divergence(tmp_path / out, "qwen3") < 0.01
+
+
+def test_sigkill(tmp_path):
+    """A process that is killed in the middle of a tensor leaves a file that the next one completes."""
+    command = ["demo", str(tmp_path / "out.gguf"), "--type", "Q4_0", "--requantize"]
+    part = tmp_path / "out.gguf.part" / "model.gguf"
+    process = subprocess.Popen([sys.executable, "-m", "generate", "quantize", *command], stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (part.exists() and part.stat().st_size > 7_000_000):
+        time.sleep(0.0005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert part.exists()
+    quantize(*command)
+    command[1] = str(tmp_path / "whole.gguf")
+    quantize(*command)
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
 def test_a_source_that_changed_is_another_run(monkeypatch, tmp_path, capsys):
