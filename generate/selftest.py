@@ -1,7 +1,7 @@
 """`python -m generate selftest`: the conformance tests and a short bench on one backend, as one file to send us.
 
-pytest runs in a process of its own, so that a kernel which takes the process down is a line of the report. There this
-module is its plugin: the hooks at the end tell each outcome through a pipe.
+pytest runs in a process of its own, so that a kernel which takes the process down is a line of the report. There
+generate/selftest_plugin.py writes each outcome to a pipe.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -21,7 +22,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 from tqdm import tqdm
 
@@ -31,9 +31,9 @@ from common.files import rewrite
 from common.hub import resolve_model
 from generate.backends import Found, choose
 from generate.bench_log import environment, processor
+from generate.selftest_plugin import PIPE
 
 ROOT = Path(__file__).parents[1]
-PIPE = "BIMETAL_SELFTEST_PIPE"  # the file descriptor that pytest tells outcomes to
 PLAIN = ["-m", "not gpu and not model and not slow and not compile"]
 EXTRAS = {"mlx": ".[mlx,test]", "cuda": ".[cuda12,test]", "numpy": ".[test]"}
 MODELS = ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "tests/test_demo.py"]
@@ -158,7 +158,7 @@ def _run_suite(suite: Suite) -> None:
     """Run pytest and fill in `suite`. An interrupt ends pytest and is raised again."""
     began = time.perf_counter()
     reading, writing = os.pipe()
-    options = ["-p", "generate.selftest", "-o", "addopts=--strict-markers", "--continue-on-collection-errors"]
+    options = ["-p", "generate.selftest_plugin", "-o", "addopts=--strict-markers", "--continue-on-collection-errors"]
     with TemporaryFile("w+", errors="replace") as log, open(reading) as told:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *suite.arguments],
@@ -171,14 +171,16 @@ def _run_suite(suite: Suite) -> None:
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
         )
         os.close(writing)
+        reader = threading.Thread(target=_listen, args=(suite, told))  # Ctrl-C here loses no line there
+        reader.start()
         try:
-            _listen(suite, told)
+            reader.join()
             code = process.wait()
         except BaseException:
             _stop(process)
-            _listen(suite, told)  # what it had said by then
             raise
         finally:
+            reader.join()
             suite.seconds = time.perf_counter() - began
         log.seek(0)
         suite.error = _error(suite, code, log.read())
@@ -320,41 +322,3 @@ def _private(text: str) -> str:
         if folder != Path(folder.anchor):
             text = text.replace(str(folder), name)
     return text
-
-
-# -- hooks of pytest, in its own process -------------------------------------------------------------------------------
-
-
-def pytest_collection_finish(session: Any) -> None:
-    _tell(total=len(session.items))
-
-
-def pytest_collectreport(report: Any) -> None:
-    if not report.passed:
-        _tell(test=report.nodeid, outcome=report.outcome, why=_why(report))
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    _tell(begins=nodeid)
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    if report.when == "call" or not report.passed:
-        _tell(test=report.nodeid, outcome=report.outcome, why=_why(report))
-
-
-def pytest_runtest_logfinish(nodeid: str) -> None:
-    _tell(ends=nodeid)
-
-
-def _why(report: Any) -> str:
-    """The first lines of a failure and where it was; the reason of a skip."""
-    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-        return report.longrepr[2].removeprefix("Skipped: ").partition("\n")[0]
-    lines = [line.rstrip() for line in report.longreprtext.splitlines() if line.strip()]
-    errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
-    return "\n".join(line[:300] for line in [*(errors or lines)[:3], *lines[-1:]])
-
-
-def _tell(**event: Any) -> None:
-    os.write(int(os.environ[PIPE]), (json.dumps(event) + "\n").encode())
