@@ -4,6 +4,7 @@
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     formats.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
+//           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end
 // Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers
 // Numbers   float16 products, float32 sums; online softmax
 // Bound     the tensor cores

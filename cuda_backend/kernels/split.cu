@@ -9,7 +9,8 @@
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
 //           before this one have ended. A tree's row sees other rows than its neighbours: the tiles behind the committed
-//           ones are gathered for the group of each, its ancestors in the order of their positions
+//           ones are gathered for the group of each, its ancestors in the order of their positions. Rows that are not
+//           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products
 // Assumes   memory beyond the last row of the cache holds finite numbers
 // Numbers   float16 products, float32 sums; a tile is summed by itself and scaled by powers of 2, which is exact: what a
 //           row gets depends on the positions that it sees, not on how they are cut into pieces, on where the step's rows
