@@ -7,7 +7,6 @@ characters came from the template. Other occurrences are encoded as plain text.
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,8 +14,7 @@ from typing import Any, Protocol
 
 from common.errors import BimetalError, UsageError
 from common.rules import ITEMS
-from common.template import run
-from common.template_limits import SECONDS
+from common.template import TemplateStoppedError, run
 from common.tools import schemas
 
 Message = Mapping[str, Any]
@@ -77,14 +75,13 @@ def chat_prompt(
     more: dict[str, Any] = {name: vocabulary.decode([id]) for name, id in special.items() if id is not None}
     more |= template | ({} if think is None else _thinking(source, think))
     inputs = _inputs(source, messages, tools, **more)
-    deadline = time.monotonic() + SECONDS
-    text = run(source, inputs, deadline)
+    text = run(source, inputs)
     if context is not None:
         vocabulary.check_fits(text, context)
     if parse_special:
         return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
     control = vocabulary.find_control(text)
-    own = control and _templates_own(vocabulary, source, inputs, text, control, deadline)
+    own = control and _templates_own(vocabulary, source, inputs, text, control)
     if len(own) == len(control):
         return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
     tokens, at = list[int](), 0
@@ -100,7 +97,6 @@ def _templates_own(
     inputs: Mapping[str, Any],
     text: str,
     control: list[tuple[int, int, int]],
-    deadline: float,
 ) -> list[tuple[int, int, int]]:
     """Those of the `control` tokens of `text` that the template wrote: start, end and id of each.
 
@@ -115,7 +111,9 @@ def _templates_own(
         if masked == inputs:
             return control
         try:
-            shadow = run(source, masked, deadline)
+            shadow = run(source, masked)
+        except TemplateStoppedError:
+            raise
         except BimetalError:
             continue
         if shadow.translate(table) == text.translate(table):

@@ -7,7 +7,6 @@ takes time in proportion to that limit.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache, wraps
@@ -37,17 +36,19 @@ _NO_METHODS |= {"to_bytes", "translate"}
 _run: ContextVar[Run] = ContextVar("run")
 
 
-def run(template: str, inputs: Mapping[str, Any], deadline: float | None = None) -> str:
+class TemplateStoppedError(BimetalError):
+    """A template passed a limit."""
+
+
+def run(template: str, inputs: Mapping[str, Any]) -> str:
     """What `template` (Jinja source) prints for `inputs`.
 
-    deadline  of time.monotonic(); None: SECONDS from now
-
-    Raises BimetalError with the template's own words where it refuses the inputs, and in one sentence where it fails or
-    passes a limit.
+    Raises BimetalError with the template's own words where it refuses the inputs, and in one sentence where it fails;
+    TemplateStoppedError where it passes a limit.
     """
     compiled = compile_template(template)
     try:
-        token = _run.set(Run(inputs, time.monotonic() + SECONDS if deadline is None else deadline))
+        token = _run.set(Run(inputs, SECONDS))
         try:
             return compiled.render(inputs)
         finally:
@@ -55,7 +56,7 @@ def run(template: str, inputs: Mapping[str, Any], deadline: float | None = None)
     except TemplateError as error:
         raise BimetalError(f"the chat template refuses this conversation: {error}") from None
     except LimitError as error:
-        raise BimetalError(f"the chat template was stopped: it {error}") from None
+        raise TemplateStoppedError(f"the chat template was stopped: it {error}") from None
     except Exception as error:
         raise BimetalError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
 

@@ -1,6 +1,7 @@
 """What a conversation holds is text: control tokens in it stay plain, whatever template and tokenizer."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import generate
+from common import chat, template
 from common.errors import BimetalError
 from common.tokenizer import Tokenizer
 
@@ -119,6 +121,27 @@ def test_a_template_that_reads_punctuation_is_refused_only_where_it_matters():
     assert own.chat_prompt([{"role": "user", "content": "a | b"}]).text == "<|user|>a | b"
     with pytest.raises(BimetalError, match="cannot be told from its own"):
         own.chat_prompt([{"role": "user", "content": "a <|user|> b"}])
+
+
+def test_each_run_of_a_template_has_its_own_time(monkeypatch):
+    """A prompt with control tokens in its messages is rendered three times."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word <|im_end|> " * 10} for i in range(1000)]
+    own = tokenizer(TEMPLATES["Qwen3.5-4B"])
+    chat.render(own.chat_templates["default"], messages[:1])
+    started = time.thread_time()
+    chat.render(own.chat_templates["default"], messages)
+    monkeypatch.setattr(template, "SECONDS", 2 * (time.thread_time() - started))
+    own.chat_prompt(messages)
+
+
+def test_a_second_rendering_that_is_stopped_is_called_so(monkeypatch):
+    def stop(*_):
+        raise template.TemplateStoppedError("it is long")
+
+    runs = iter((chat.run, stop))
+    monkeypatch.setattr(chat, "run", lambda *given: next(runs)(*given))
+    with pytest.raises(BimetalError, match="it is long"):
+        tokenizer(TEMPLATES["Qwen3.5-4B"]).chat_prompt([{"role": "user", "content": "<|im_end|>"}])
 
 
 def test_a_chat_begins_with_the_ids_of_its_template(tmp_path):
