@@ -12,7 +12,7 @@ from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing
 
 WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
 CALIBRATION = 512  # tokens whose keys calibrate the later ones
-SINKS, RECENT = 4, 128  # tokens that are read exactly beside keys below 8 bits: docs/kv-cache.md measures them
+SINKS, RECENT = 4, 128  # tokens that are read exactly below 8 bits: docs/kv-cache.md measures them
 BOUNDARY = "q8_0"  # the format of boundary layers where the chosen one is narrower
 SHORTHANDS = {"q8": ("q8_0", "q8_0"), "q4": ("lm4", "lm4"), "tq3": ("tq3_0", "tq3_0")}
 ALL_PAIRS = frozenset((keys, values) for keys in (NATIVE, *FORMATS) for values in (NATIVE, *FORMATS))
@@ -26,7 +26,8 @@ class CacheOptions:
     keys, values   names of FORMATS, or NATIVE: the backend's own float type
     rotate_keys    by default, keys below 8 bits are rotated
     rotate_values  by default, values in Lloyd-Max formats are rotated
-    sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 below 8 bits, else none
+    sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 beside keys or values below
+                   8 bits, else none; a backend without exact rows keeps none beside keys of 8 bits
     calibration    first tokens whose keys give each channel's mean and scale; 0: none; by default 512 below 8 bits
     boundary       first and last layers, counted among those with a cache, in at least 8 bits
     """
@@ -75,18 +76,23 @@ def bits_of(format_: str) -> int:
     return 32 if format_ == NATIVE else FORMATS[format_].bits
 
 
-def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
+def packed(spec: Sequence[LayerSpec], options: CacheOptions, reads_exactly: bool = False) -> list[LayerSpec]:
     """The specs of a model's layers with their caches in the chosen formats.
 
     A windowed cache holds few rows: its keys are at least q8_0, and nothing is kept beside them. A latent row is key
     and value at once: its compressed part takes the format of the keys, its roped part stays in the backend's own type.
+
+    reads_exactly  whether the backend keeps exact rows, which are then the default beside values below 8 bits too
     """
     if not options.compresses:
         return list(spec)
     cached = [i for i, layer in enumerate(spec) if any(s.kind is not Kind.RECURS for s in layer.values())]
     outer = {*cached[: options.boundary], *cached[-options.boundary :]} if options.boundary else set()
     return [
-        {name: _packed_spec(s, _widened(options) if i in outer else options) for name, s in layer.items()}
+        {
+            name: _packed_spec(s, _widened(options) if i in outer else options, reads_exactly)
+            for name, s in layer.items()
+        }
         for i, layer in enumerate(spec)
     ]
 
@@ -97,7 +103,7 @@ def _widened(options: CacheOptions) -> CacheOptions:
     return replace(options, keys=keys, values=values)
 
 
-def _packed_spec(s: Any, options: CacheOptions) -> Any:
+def _packed_spec(s: Any, options: CacheOptions, reads_exactly: bool) -> Any:
     if isinstance(s, LatentSpec):
         if options.values not in (NATIVE, options.keys):
             raise UsageError(
@@ -110,11 +116,12 @@ def _packed_spec(s: Any, options: CacheOptions) -> Any:
         return s
     keys, values = options.keys, options.values
     coded = bits_of(keys) < WHOLE
+    keeps = coded or (reads_exactly and bits_of(values) < WHOLE)
     packing = Packing(
         rotate_keys=keys != NATIVE and _rotates_keys(options, keys),
         rotate_values=values != NATIVE and _either(options.rotate_values, not FORMATS[values].group),
-        sinks=_either(options.sinks, SINKS if coded else 0),
-        recent=_either(options.recent, RECENT if coded else 0),
+        sinks=_either(options.sinks, SINKS if keeps else 0),
+        recent=_either(options.recent, RECENT if keeps else 0),
         calibration=_either(options.calibration, CALIBRATION if coded else 0),
     )
     return _within_window(replace(s, key_format=keys, value_format=_value_format(values), packing=packing))

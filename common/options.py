@@ -166,10 +166,14 @@ class CacheChoice(Options):
         None, rules.FLAG, "rotate values before they are encoded; None: in tq3_0, lm2, lm3, lm4 and turboquant"
     )
     kv_sinks: int | None = option(
-        None, rules.whole(0), "first tokens that are read exactly; None: 4 where keys are below 8 bits, else 0"
+        None,
+        rules.whole(0),
+        "first tokens that are read exactly; None: 4 below 8 bits, else 0; on CUDA 0 with keys of 8 bits",
     )
     kv_recent: int | None = option(
-        None, rules.whole(0), "latest tokens that are read exactly; None: 128 where keys are below 8 bits, else 0"
+        None,
+        rules.whole(0),
+        "latest tokens that are read exactly; None: 128 below 8 bits, else 0; on CUDA 0 with keys of 8 bits",
     )
     kv_calibration: int | None = option(
         None,

@@ -103,8 +103,8 @@ def test_fit_and_inspect_count_the_bytes(capsys):
     assert kv("--kv", "q4") == layers * vectors * (2 * 34 * 4096 + exact + statistics)
     assert main(["inspect", "demo", "-ctk", "q8_0", "-ctv", "lm4"]) == 0
     out = capsys.readouterr().out
-    assert f"a token adds {layers * vectors * (68 + 34)} bytes" in out
-    assert "keys q8_0, values lm4 rotated\n" in out
+    assert f" bytes, {layers * vectors * (68 + 34)} later" in out
+    assert "keys q8_0, values lm4 rotated, first 4 and latest 128 tokens exact, keys as they are\n" in out
     assert main(["inspect", "demo", "--kv", "q4", "--kv-recent", "7"]) == 0
     line = "layers 3, 7: keys lm4 rotated, values lm4 rotated, first 512 and latest 7 tokens exact, keys equalised\n"
     assert line in capsys.readouterr().out

@@ -86,7 +86,7 @@ class Model:
     @cached_property
     def state_spec(self) -> list[LayerSpec]:
         """What each layer stores for a sequence; raises UsageError for cache formats that the backend has not."""
-        spec = packed(self.definition.state_spec(self.config), self.cache)
+        spec = packed(self.definition.state_spec(self.config), self.cache, self.ops.reads_exactly)
         check_pairs(spec, self.ops.name, self.ops.cache_pairs, self.ops.reads_exactly)
         return spec
 

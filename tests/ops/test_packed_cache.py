@@ -231,6 +231,8 @@ def test_defaults_of_formats():
 
     assert packing("q8_0", "q8_0") == packing("f16", "q5_0") == Packing()
     assert packing("q8_0", "lm4") == Packing(rotate_values=True)
+    (layer,) = packed([{"kv": KVSpec(1, 128, 128)}], CacheOptions("q8_0", "lm4"), reads_exactly=True)
+    assert layer["kv"].packing == Packing(rotate_values=True, sinks=SINKS, recent=RECENT)
     assert packing("q4_0", "q4_0") == Packing(True, False, SINKS, RECENT, CALIBRATION)
     assert packing("lm4", "lm4") == packing("tq3_0", "tq3_0") == Packing(True, True, SINKS, RECENT, CALIBRATION)
 
