@@ -1,24 +1,22 @@
-"""The command line's flags. Imports nothing heavy: `--help` must answer at once."""
+"""The commands of the command line, and what their flags must be together. Imports nothing heavy, for `--help`."""
 
 import argparse
 import os
 import sys
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
-from common.decoders import DECODERS, ORDERS, PRESETS
+from common.decoders import DECODERS
 from common.errors import UsageError
 from common.options import (
     CACHE_SHORTHANDS,
-    CACHE_TYPES,
-    MOST_DRAFTED,
-    MOST_TOKENS,
     CacheChoice,
     GenerationOptions,
     LoadOptions,
 )
-from generate import __version__
+from generate import __version__, flags, values
 from generate.bench_options import JOBS, BenchOptions, ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench
+from generate.flags import BACKENDS, MODEL_HELP, Parser
 
 COMMANDS = {
     "list": "the downloaded models: name, files, size, last use",
@@ -32,35 +30,12 @@ COMMANDS = {
     "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
-BACKENDS = ("cuda", "mlx", "numpy")
-MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
 WINDOW = DECODERS["wedlm"].takes
 CACHE = tuple(CacheChoice.__dataclass_fields__)
 LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device", *CACHE)  # of load
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
-
-
-class Once(argparse.Action):
-    """Stores a value, and refuses a second one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        given = namespace.__dict__.setdefault("_given", set())
-        if self.dest in given:
-            raise argparse.ArgumentError(self, "is given more than once")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
-
-
-class Parser(argparse.ArgumentParser):
-    def __init__(self, *args: Any, **options: Any):
-        options.setdefault("allow_abbrev", False)
-        super().__init__(*args, **options)
-        self.register("action", None, Once)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -124,7 +99,7 @@ def _parser() -> Parser:
     commands = p.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog=prog, parser_class=Parser)
     add = {
         "list": lambda p: None,
-        "pull": _named_model,
+        "pull": flags.named_model,
         "rm": _rm,
         "devices": lambda p: None,
         "inspect": _inspect,
@@ -156,42 +131,46 @@ DESCRIPTIONS = {
 
 def _text(p: Parser) -> None:
     what = p.add_argument_group("what to generate")
-    what.add_argument("-p", "--prompt", type=_words, metavar="TEXT", help="the prompt; without it, stdin is the prompt")
+    what.add_argument(
+        "-p", "--prompt", type=values.words, metavar="TEXT", help="the prompt; without it, stdin is the prompt"
+    )
     what.add_argument("--chat", action="store_true", help="talk in turns; /help lists the commands")
-    what.add_argument("--system", type=_words, metavar="TEXT", help="system prompt")
+    what.add_argument("--system", type=values.words, metavar="TEXT", help="system prompt")
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
     model = p.add_argument_group("model")
-    _model(model)
+    flags.model(model)
     model.add_argument(
         "--fa-window",
-        type=_positive,
+        type=values.positive,
         metavar="N",
         help="let decoding attend to the last N tokens alone: faster in long contexts, and LOSSY (default: to all)",
     )
     model.add_argument(
         "--max-kv-size",
-        type=_positive,
+        type=values.positive,
         metavar="N",
         help="hold keys and values of N tokens, the first 4 and the latest: bounds memory, and LOSSY (default: all)",
     )
-    _cache(p)
+    flags.cache(p)
     s = p.add_argument_group(
         "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
         "A flag that is left out takes the value that the model's files recommend, else the default given here.",
     )
-    s.add_argument("--temperature", "--temp", type=_number, metavar="X", help="0 is greedy (default)")
-    s.add_argument("--top-p", type=_number, metavar="X", help="share of probability kept (default: 1)")
-    s.add_argument("--top-k", type=_count, metavar="N", help="tokens kept; 0 keeps all (default)")
-    s.add_argument("--min-p", type=_number, metavar="X", help="least share of the best token's probability")
-    s.add_argument("--repetition-penalty", "--repeat-penalty", type=_number, metavar="X", help="1 is none (default)")
-    s.add_argument("--frequency-penalty", type=_number, metavar="X", help="per occurrence in the reply")
-    s.add_argument("--presence-penalty", type=_number, metavar="X", help="for any occurrence in the reply")
-    s.add_argument("--seed", type=_count, metavar="N", help="same seed, same text")
-    _speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
-    _window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
+    s.add_argument("--temperature", "--temp", type=values.number, metavar="X", help="0 is greedy (default)")
+    s.add_argument("--top-p", type=values.number, metavar="X", help="share of probability kept (default: 1)")
+    s.add_argument("--top-k", type=values.count, metavar="N", help="tokens kept; 0 keeps all (default)")
+    s.add_argument("--min-p", type=values.number, metavar="X", help="least share of the best token's probability")
+    s.add_argument(
+        "--repetition-penalty", "--repeat-penalty", type=values.number, metavar="X", help="1 is none (default)"
+    )
+    s.add_argument("--frequency-penalty", type=values.number, metavar="X", help="per occurrence in the reply")
+    s.add_argument("--presence-penalty", type=values.number, metavar="X", help="for any occurrence in the reply")
+    s.add_argument("--seed", type=values.count, metavar="N", help="same seed, same text")
+    flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
+    flags.window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
     r = p.add_argument_group("reply")
     r.add_argument(
-        "-n", "--max-tokens", type=_positive, metavar="N", help="most tokens of the reply (default: the context)"
+        "-n", "--max-tokens", type=values.positive, metavar="N", help="most tokens of the reply (default: the context)"
     )
     r.add_argument(
         "--think",
@@ -204,51 +183,20 @@ def _text(p: Parser) -> None:
         action="store_true",
         help="take control tokens spelled out in messages as such (default: as text; with --raw they always count)",
     )
-    r.add_argument("--stop", action="append", type=_stop, metavar="TEXT", help="end the reply before TEXT; repeatable")
+    r.add_argument(
+        "--stop", action="append", type=values.stop, metavar="TEXT", help="end the reply before TEXT; repeatable"
+    )
     r.add_argument("--stats", action="store_true", help="print speed, time to first token and peak memory to stderr")
 
 
-def _cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
-    g = p.add_argument_group("KV cache (smaller, LOSSY; docs/kv-cache.md has measured losses)")
-    types = f"{', '.join(CACHE_TYPES)} (default: the backend's own float type)"
-    g.add_argument("--cache-type-k", "-ctk", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help=f"keys: {types}")
-    g.add_argument(
-        "--cache-type-v", "-ctv", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help="values: as keys"
-    )
-    automatic = ", or auto: the widest with which the context fits into memory" if "auto" in shorthands else ""
-    g.add_argument(
-        "--kv", type=str.lower, choices=shorthands, help=f"both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
-    )
-    for axis, name in (("k", "keys"), ("v", "values")):
-        g.add_argument(
-            f"--kv-rotate-{axis}", action=argparse.BooleanOptionalAction, help=f"rotate {name} (default: by type)"
-        )
-    g.add_argument("--kv-sinks", type=_count, metavar="N", help="first tokens that are read exactly (default: by type)")
-    g.add_argument(
-        "--kv-recent", type=_count, metavar="N", help="latest tokens that are read exactly (default: by type)"
-    )
-    g.add_argument(
-        "--kv-calibration",
-        type=_count,
-        metavar="N",
-        help="tokens that calibrate keys, and are read exactly (default: 512 where keys are below 8 bits)",
-    )
-    g.add_argument("--kv-boundary", type=_count, metavar="N", help="first and last layers in q8_0 (default: 0)")
-
-
 def _rm(p: Parser) -> None:
-    _named_model(p)
+    flags.named_model(p)
     p.add_argument("--yes", "-y", action="store_true", help="remove without asking")
 
 
 def _inspect(p: Parser) -> None:
-    _named_model(p)
-    _cache(p, CACHE_SHORTHANDS[:-1])
-
-
-def _named_model(p: Parser) -> None:
-    p.add_argument("named", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")
+    flags.named_model(p)
+    flags.cache(p, CACHE_SHORTHANDS[:-1])
 
 
 def _bench_options(args: argparse.Namespace) -> BenchOptions:
@@ -269,11 +217,11 @@ def _bench_options(args: argparse.Namespace) -> BenchOptions:
 
 def _bench(p: Parser) -> None:
     """Flags are None where they are not given; bench_options.py has the defaults of each job."""
-    _model(p, (*BACKENDS, "all"))
+    flags.model(p, (*BACKENDS, "all"))
     p.set_defaults(model=None)
     p.add_argument(
         "--contexts",
-        type=_counts,
+        type=values.counts,
         metavar="N,N",
         help="prompt tokens of each row (default: 128,512,2048; with a synthetic draft 128)",
     )
@@ -284,19 +232,19 @@ def _bench(p: Parser) -> None:
     )
     p.add_argument(
         "--rows",
-        type=_counts,
+        type=values.counts,
         metavar="N,N",
         help="with --synthetic: rows of the steps (default: 1,2,4,8,16,22,32,64)",
     )
     p.add_argument(
         "--prefill",
-        type=_counts,
+        type=values.counts,
         metavar="N,N",
         help="with --synthetic: tokens of a prompt (default: 512,8192)",
     )
-    p.add_argument("--new-tokens", type=_positive, metavar="N", help="decoded tokens of each run (default: 64)")
-    p.add_argument("--runs", type=_positive, metavar="N", help="runs of each row; medians count (default: 5)")
-    _cache(p)
+    p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
+    p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")
+    flags.cache(p)
     _speculation_bench(p.add_argument_group("speculative decoding"))
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
@@ -307,10 +255,14 @@ def _bench(p: Parser) -> None:
 
 
 def _perplexity(p: Parser) -> None:
-    _named_model(p)
+    flags.named_model(p)
     p.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
-    p.add_argument("--ctx-window", type=_count, default=512, metavar="N", help="tokens of a window (default: 512)")
-    p.add_argument("--max-tokens", type=_count, metavar="N", help="read the first N tokens of the text (default: all)")
+    p.add_argument(
+        "--ctx-window", type=values.count, default=512, metavar="N", help="tokens of a window (default: 512)"
+    )
+    p.add_argument(
+        "--max-tokens", type=values.count, metavar="N", help="read the first N tokens of the text (default: all)"
+    )
     r = p.add_mutually_exclusive_group()
     r.add_argument("--reference", metavar="MODEL", help="compare with this model")
     r.add_argument("--reference-file", metavar="FILE", help="compare with what --save-reference left")
@@ -319,27 +271,29 @@ def _perplexity(p: Parser) -> None:
         metavar="FILE",
         help="keep the log-probabilities, two bytes per scored token and vocabulary entry",
     )
-    _backend(p)
-    _cache(p)
+    flags.backend(p)
+    flags.cache(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _fit(p: Parser) -> None:
-    _named_model(p)
+    flags.named_model(p)
     p.add_argument("--memory", metavar="SIZE", help="24GB (10^9 bytes each) or 24GiB (default: what is free here)")
     p.add_argument(
-        "-c", "--ctx", type=_tokens, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
+        "-c", "--ctx", type=values.tokens, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
     )
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
-    _cache(p, CACHE_SHORTHANDS[:-1])
+    flags.cache(p, CACHE_SHORTHANDS[:-1])
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _quantize(p: Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("out", nargs="?", metavar="OUT", help="a name that ends in .gguf, or that of a new MLX folder")
-    p.add_argument("--bits", type=_count, metavar="N", help="of an MLX folder: 2, 3, 4, 5, 6 or 8 (default: 4)")
-    p.add_argument("--group-size", type=_count, metavar="N", help="values with one scale: 32, 64 or 128 (default: 64)")
+    p.add_argument("--bits", type=values.count, metavar="N", help="of an MLX folder: 2, 3, 4, 5, 6 or 8 (default: 4)")
+    p.add_argument(
+        "--group-size", type=values.count, metavar="N", help="values with one scale: 32, 64 or 128 (default: 64)"
+    )
     p.add_argument("--mode", metavar="MODE", help="of an MLX folder: affine, mxfp4 or nvfp4 (default: affine)")
     p.add_argument("--type", metavar="TYPE", help="of a .gguf file: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: Q8_0)")
     p.add_argument(
@@ -357,12 +311,14 @@ def _quantize(p: Parser) -> None:
         "'attn_v=Q8_0'; repeatable, the last match counts",
     )
     p.add_argument("--requantize", action="store_true", help="decode and round again what is quantized already")
-    p.add_argument("--shard-size", type=_positive, metavar="BYTES", help="of an MLX folder (default: 5000000000)")
+    p.add_argument("--shard-size", type=values.positive, metavar="BYTES", help="of an MLX folder (default: 5000000000)")
     s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
     s.add_argument("--sensitivity", action="store_true", help="print the divergence that each kind costs")
     s.add_argument("--text", metavar="FILE", help="the text to measure it on, UTF-8")
-    s.add_argument("--ctx-window", type=_count, metavar="N", help="tokens of a window (default: 512)")
-    s.add_argument("--max-tokens", type=_count, metavar="N", help="read the first N tokens of the text (default: all)")
+    s.add_argument("--ctx-window", type=values.count, metavar="N", help="tokens of a window (default: 512)")
+    s.add_argument(
+        "--max-tokens", type=values.count, metavar="N", help="read the first N tokens of the text (default: all)"
+    )
     s.add_argument("--plot", metavar="FILE", help="also draw the table as an SVG file")
     s.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
 
@@ -387,156 +343,12 @@ def _selftest(p: Parser) -> None:
     p.add_argument("--out", metavar="FILE", help="default: bimetal-selftest-OS-CHIP-DATE.md in this folder")
 
 
-def _speculation(p: Any) -> None:
-    _draft(p, "a DFlash draft for the model, named as models are; or demo")
-    p.add_argument(
-        "--spec",
-        choices=tuple(DECODERS),
-        help="; ".join(f"{row.name}: {row.meaning}" for row in DECODERS.values())
-        + " (default: tree with a draft, wedlm with a WeDLM model, else off)",
-    )
-    p.add_argument(
-        "--tree-budget",
-        type=_budget,
-        metavar="N",
-        help=f"draft tokens per step, at most {MOST_DRAFTED}, or auto: as measured while decoding (default)",
-    )
-    p.add_argument(
-        "--tree-topk", type=_positive, metavar="N", help="tokens that a tree considers at each place (default: 8)"
-    )
-    p.add_argument(
-        "--chain-seed", action="store_true", default=None, help="begin trees with the draft's likeliest block"
-    )
-
-
-def _window(p: Any) -> None:
-    presets = "; ".join(f"{name}: {preset.words}" for name, preset in PRESETS.items())
-    p.add_argument(
-        "--wedlm-preset", choices=tuple(PRESETS), help=f"window, tau and lambda: {presets} (default: balanced)"
-    )
-    p.add_argument("--wedlm-window", type=_positive, metavar="N", help="masks per step (default: as the preset)")
-    p.add_argument(
-        "--wedlm-tau",
-        type=_number,
-        metavar="X",
-        help="entropy in nats below which masks are filled; 0: one mask per step (default: as the preset)",
-    )
-    p.add_argument(
-        "--wedlm-lambda",
-        type=_number,
-        metavar="X",
-        help="nats added per position after the first mask (default: as the preset)",
-    )
-    p.add_argument(
-        "--wedlm-verify", action="store_true", default=None, help="keep the text of greedy decoding without windows"
-    )
-    p.add_argument("--wedlm-order", choices=ORDERS, help="when masks are added (default: streaming)")
-
-
 def _speculation_bench(p: Any) -> None:
     p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
-    p.add_argument("--prompts", type=_positive, metavar="N", help="the first N of them (default: 16)")
-    _draft(p, "a draft for the model; or demo, or synthetic with --synthetic")
-    p.add_argument("--tree-budget", type=_budget, metavar="N", help="draft tokens per step (default: auto)")
-    p.add_argument("--tree-topk", type=_positive, metavar="N", help="tokens considered at each place (default: 8)")
-    p.add_argument("--budgets", type=_budgets, metavar="N,N", help="also trees of exactly N draft tokens")
-
-
-def _model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
-    p.add_argument("-m", "--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    p.add_argument("--prompts", type=values.positive, metavar="N", help="the first N of them (default: 16)")
+    flags.draft(p, "a draft for the model; or demo, or synthetic with --synthetic")
+    p.add_argument("--tree-budget", type=values.budget, metavar="N", help="draft tokens per step (default: auto)")
     p.add_argument(
-        "-c",
-        "--ctx",
-        type=_tokens,
-        metavar="N",
-        help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
+        "--tree-topk", type=values.positive, metavar="N", help="tokens considered at each place (default: 8)"
     )
-    _backend(p, backends)
-
-
-def _backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
-    p.add_argument("--backend", choices=backends, help="default: the fastest that this machine can run")
-    p.add_argument(
-        "--devices",
-        type=_indices,
-        metavar="N,N",
-        help="NVIDIA GPUs, by the numbers that `devices` prints, which share the layers in this order (default: 0)",
-    )
-    p.add_argument(
-        "--split",
-        type=_numbers,
-        metavar="X,X",
-        help="proportions of the model's bytes on each of --devices, such as 1,3 (default: as memory is free)",
-    )
-
-
-def _draft(p: Any, help: str) -> None:
-    p.add_argument("--draft", metavar="DRAFT", help=help)
-    p.add_argument(
-        "--draft-device", type=_count, metavar="N", help="the GPU of the draft (default: the last of --devices)"
-    )
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
-def _budget(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_DRAFTED:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number from 1 to {MOST_DRAFTED}")
-    return int(text)
-
-
-def _words(text: str) -> str:
-    """The text as typed: where the locale is not UTF-8, Python decodes the command line in another way."""
-    try:
-        return os.fsencode(text).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise argparse.ArgumentTypeError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def _stop(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("a stop string is empty; each must have at least one character")
-    return _words(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
-def _tokens(text: str) -> int:
-    if _positive(text) > MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text} tokens are more than the {MOST_TOKENS} that a context can have")
-    return int(text)
-
-
-def _budgets(text: str) -> list[int]:
-    if too_many := next((part for part in text.split(",") if part.isdecimal() and int(part) > MOST_DRAFTED), None):
-        raise argparse.ArgumentTypeError(f"{too_many!r} is not a whole number from 1 to {MOST_DRAFTED}")
-    return _counts(text)
-
-
-def _indices(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
-
-
-def _numbers(text: str) -> list[float]:
-    return [_number(part) for part in text.split(",")]
+    p.add_argument("--budgets", type=values.budgets, metavar="N,N", help="also trees of exactly N draft tokens")

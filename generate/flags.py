@@ -1,0 +1,149 @@
+"""Flags that several commands share. Imports nothing heavy: `--help` must answer at once."""
+
+import argparse
+from typing import Any, NoReturn
+
+from common.decoders import DECODERS, ORDERS, PRESETS
+from common.errors import UsageError
+from common.options import CACHE_SHORTHANDS, CACHE_TYPES, MOST_DRAFTED
+from generate import values
+
+BACKENDS = ("cuda", "mlx", "numpy")
+MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
+
+
+class Once(argparse.Action):
+    """Stores a value, and refuses a second one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = namespace.__dict__.setdefault("_given", set())
+        if self.dest in given:
+            raise argparse.ArgumentError(self, "is given more than once")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **options: Any):
+        options.setdefault("allow_abbrev", False)
+        super().__init__(*args, **options)
+        self.register("action", None, Once)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
+    g = p.add_argument_group("KV cache (smaller, LOSSY; docs/kv-cache.md has measured losses)")
+    types = f"{', '.join(CACHE_TYPES)} (default: the backend's own float type)"
+    g.add_argument("--cache-type-k", "-ctk", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help=f"keys: {types}")
+    g.add_argument(
+        "--cache-type-v", "-ctv", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help="values: as keys"
+    )
+    automatic = ", or auto: the widest with which the context fits into memory" if "auto" in shorthands else ""
+    g.add_argument(
+        "--kv", type=str.lower, choices=shorthands, help=f"both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
+    )
+    for axis, name in (("k", "keys"), ("v", "values")):
+        g.add_argument(
+            f"--kv-rotate-{axis}", action=argparse.BooleanOptionalAction, help=f"rotate {name} (default: by type)"
+        )
+    g.add_argument(
+        "--kv-sinks", type=values.count, metavar="N", help="first tokens that are read exactly (default: by type)"
+    )
+    g.add_argument(
+        "--kv-recent", type=values.count, metavar="N", help="latest tokens that are read exactly (default: by type)"
+    )
+    g.add_argument(
+        "--kv-calibration",
+        type=values.count,
+        metavar="N",
+        help="tokens that calibrate keys, and are read exactly (default: 512 where keys are below 8 bits)",
+    )
+    g.add_argument("--kv-boundary", type=values.count, metavar="N", help="first and last layers in q8_0 (default: 0)")
+
+
+def named_model(p: Parser) -> None:
+    p.add_argument("named", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")
+
+
+def speculation(p: Any) -> None:
+    draft(p, "a DFlash draft for the model, named as models are; or demo")
+    p.add_argument(
+        "--spec",
+        choices=tuple(DECODERS),
+        help="; ".join(f"{row.name}: {row.meaning}" for row in DECODERS.values())
+        + " (default: tree with a draft, wedlm with a WeDLM model, else off)",
+    )
+    p.add_argument(
+        "--tree-budget",
+        type=values.budget,
+        metavar="N",
+        help=f"draft tokens per step, at most {MOST_DRAFTED}, or auto: as measured while decoding (default)",
+    )
+    p.add_argument(
+        "--tree-topk", type=values.positive, metavar="N", help="tokens that a tree considers at each place (default: 8)"
+    )
+    p.add_argument(
+        "--chain-seed", action="store_true", default=None, help="begin trees with the draft's likeliest block"
+    )
+
+
+def window(p: Any) -> None:
+    presets = "; ".join(f"{name}: {preset.words}" for name, preset in PRESETS.items())
+    p.add_argument(
+        "--wedlm-preset", choices=tuple(PRESETS), help=f"window, tau and lambda: {presets} (default: balanced)"
+    )
+    p.add_argument("--wedlm-window", type=values.positive, metavar="N", help="masks per step (default: as the preset)")
+    p.add_argument(
+        "--wedlm-tau",
+        type=values.number,
+        metavar="X",
+        help="entropy in nats below which masks are filled; 0: one mask per step (default: as the preset)",
+    )
+    p.add_argument(
+        "--wedlm-lambda",
+        type=values.number,
+        metavar="X",
+        help="nats added per position after the first mask (default: as the preset)",
+    )
+    p.add_argument(
+        "--wedlm-verify", action="store_true", default=None, help="keep the text of greedy decoding without windows"
+    )
+    p.add_argument("--wedlm-order", choices=ORDERS, help="when masks are added (default: streaming)")
+
+
+def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
+    p.add_argument("-m", "--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    p.add_argument(
+        "-c",
+        "--ctx",
+        type=values.tokens,
+        metavar="N",
+        help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
+    )
+    backend(p, backends)
+
+
+def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
+    p.add_argument("--backend", choices=backends, help="default: the fastest that this machine can run")
+    p.add_argument(
+        "--devices",
+        type=values.indices,
+        metavar="N,N",
+        help="NVIDIA GPUs, by the numbers that `devices` prints, which share the layers in this order (default: 0)",
+    )
+    p.add_argument(
+        "--split",
+        type=values.numbers,
+        metavar="X,X",
+        help="proportions of the model's bytes on each of --devices, such as 1,3 (default: as memory is free)",
+    )
+
+
+def draft(p: Any, help: str) -> None:
+    p.add_argument("--draft", metavar="DRAFT", help=help)
+    p.add_argument(
+        "--draft-device", type=values.count, metavar="N", help="the GPU of the draft (default: the last of --devices)"
+    )

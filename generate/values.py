@@ -1,0 +1,71 @@
+"""The values of flags: each function reads a text as typed, or raises argparse.ArgumentTypeError in a sentence."""
+
+import argparse
+import os
+
+from common.options import MOST_DRAFTED, MOST_TOKENS
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def budget(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_DRAFTED:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number from 1 to {MOST_DRAFTED}")
+    return int(text)
+
+
+def words(text: str) -> str:
+    """The text as typed: where the locale is not UTF-8, Python decodes the command line in another way."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("a stop string is empty; each must have at least one character")
+    return words(text)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def tokens(text: str) -> int:
+    if positive(text) > MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text} tokens are more than the {MOST_TOKENS} that a context can have")
+    return int(text)
+
+
+def budgets(text: str) -> list[int]:
+    if too_many := next((part for part in text.split(",") if part.isdecimal() and int(part) > MOST_DRAFTED), None):
+        raise argparse.ArgumentTypeError(f"{too_many!r} is not a whole number from 1 to {MOST_DRAFTED}")
+    return counts(text)
+
+
+def indices(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
+
+
+def numbers(text: str) -> list[float]:
+    return [number(part) for part in text.split(",")]
