@@ -9,7 +9,14 @@ from pathlib import Path
 
 from common.errors import BimetalError, UsageError
 from common.terminal import printable
-from generate.bench_options import BenchOptions, ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench
+from generate.bench_options import (
+    BenchOptions,
+    ModelBench,
+    SpecBench,
+    SyntheticBench,
+    SyntheticSpecBench,
+    SyntheticWindowBench,
+)
 from generate.cli import parse
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -109,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bench(options: BenchOptions) -> int:
-    from generate import bench, bench_log, bench_spec, bench_synthetic, bench_synthetic_spec
+    from generate import bench, bench_log, bench_spec, bench_synthetic, bench_synthetic_spec, bench_wedlm
 
     if options.log:
         bench_log.check_log(Path(options.log))
@@ -122,6 +129,8 @@ def _bench(options: BenchOptions) -> int:
             return bench_synthetic.run(options)
         case SyntheticSpecBench():
             return bench_synthetic_spec.run(options)
+        case SyntheticWindowBench():
+            return bench_wedlm.run(options)
     raise AssertionError(options)
 
 

@@ -107,7 +107,27 @@ class SyntheticSpecBench(DraftOptions):
             raise UsageError("a synthetic draft takes one of --contexts")
 
 
-JOBS: tuple[type[BenchOptions], ...] = (ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench)
+@dataclass(frozen=True, kw_only=True)
+class SyntheticWindowBench(BenchOptions):
+    """Steps of a WeDLM window, of a model of real shapes and random weights."""
+
+    job = "--synthetic with --wedlm"
+    synthetic: str
+    wedlm: bool
+    contexts: Sequence[int] = (512,)
+    runs: int = 5
+
+    def __post_init__(self) -> None:
+        _refuse_all(self)
+
+
+JOBS: tuple[type[BenchOptions], ...] = (
+    ModelBench,
+    SpecBench,
+    SyntheticBench,
+    SyntheticSpecBench,
+    SyntheticWindowBench,
+)
 
 
 def _at_least(flag: str, value: int, least: int) -> None:

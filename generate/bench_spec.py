@@ -9,13 +9,13 @@ from typing import Any
 from tqdm import tqdm
 
 from common.checkpoint import open_checkpoint
-from common.decode.run import PHASES, DecodeStats
-from common.decoders import DECODERS, Speculation
+from common.decode.run import PHASES, WEDLM_PHASES, DecodeStats, WedlmStats
+from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.options import GenerationOptions
-from common.session import Session
+from common.session import Session, default_spec
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.bench_log import environment, log, machine, note
@@ -24,6 +24,8 @@ from generate.caches import with_cache
 from generate.llm import resolve_draft
 
 PLAIN = Speculation()
+WINDOWS = {f"wedlm {name}": Speculation("wedlm", wedlm=preset) for name, preset in PRESETS.items()}
+WINDOWS["wedlm verify"] = Speculation("wedlm", wedlm=WedlmOptions(16, 1.0, 0.0, verify=True))
 NEAR_TIE = 1e-3  # of logits: what rows of different steps may differ by where their number changes a sum's order
 
 
@@ -35,12 +37,22 @@ class Result:
     tokens: int = 0  # after the first of each reply
     seconds: float = 0.0
     accepted: DecodeStats = field(default_factory=DecodeStats)
+    wedlm: WedlmStats = field(default_factory=WedlmStats)
     different: int = 0  # texts that are not the plain one, not counting near-ties
     near_ties: int = 0
 
     @property
     def tps(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def steps(self) -> int:
+        return self.accepted.steps or self.wedlm.forwards
+
+    @property
+    def length(self) -> float:
+        """Tokens per step; of a WeDLM model those per forward that filled."""
+        return self.wedlm.tokens_per_forward if self.wedlm.forwards else self.accepted.length if self.steps else 1.0
 
 
 def run(options: SpecBench) -> int:
@@ -56,6 +68,8 @@ def run(options: SpecBench) -> int:
     ]
     sessions = {"off": Session(target, tokenizer, context)}
     ways = {"plain": PLAIN, "lookup": Speculation("lookup", options.tree_budget)}
+    if default_spec(target) == "wedlm":
+        ways |= WINDOWS
     if options.draft is not None:
         drafted = Session(load_pair(resolve_draft(options.draft, True), target, True), tokenizer, context)
         for kind in (row.name for row in DECODERS.values() if row.needs_draft):
@@ -97,12 +111,17 @@ def read_prompts(file: str, most: int) -> list[str]:
 def generation_options(speculation: Speculation, new_tokens: int) -> GenerationOptions:
     """Greedy decoding of `new_tokens` tokens in a speculative mode."""
     tree = "tree" in speculation.kind
+    window: dict[str, Any] = {}
+    if speculation.kind == "wedlm":
+        w = speculation.wedlm
+        window = {"window": w.window, "tau": w.tau, "lambda": w.penalty, "verify": w.verify, "order": w.order}
     return GenerationOptions(
         max_tokens=new_tokens,
         spec=speculation.kind,
         tree_budget=speculation.budget,
         tree_topk=speculation.top_k if tree else Speculation.top_k,
         chain_seed=tree and speculation.seed_chain,
+        **{f"wedlm_{name}": value for name, value in window.items()},
     )
 
 
@@ -130,6 +149,8 @@ def measure(
                 result.seconds += stats.decode_seconds
                 if stats.accepted:
                     _add(result.accepted, stats.accepted)
+                if stats.wedlm:
+                    result.wedlm.add(stats.wedlm)
                 if tokens != expected:
                     tie = is_near_tie(sessions["off"], prompt, expected, tokens)
                     result.near_ties += tie
@@ -160,16 +181,28 @@ def table(results: dict[str, Result]) -> None:
     form = "{:18} {:>11} {:>5} {:>28} {:>7} " + "{:>6} " * len(PHASES) + "{}"
     print(form.format("", "tokens/step", "rows", "tok/s (median, min..max)", "x plain", *PHASES, "ms; texts"))
     for way, r in results.items():
-        steps, spread = max(r.accepted.steps, 1), f"{min(r.rates):.1f}..{max(r.rates):.1f}"
+        steps, spread = max(r.steps, 1), f"{min(r.rates):.1f}..{max(r.rates):.1f}"
         same = "differ" if r.different else f"same but {r.near_ties} near-ties" if r.near_ties else "same"
-        figures = (f"{r.accepted.length:.2f}", f"{r.accepted.rows / steps:.1f}") if r.accepted.steps else ("1", "1")
+        figures = f"{r.length:.2f}", f"{(r.accepted.rows + r.wedlm.rows) / steps:.1f}" if r.steps else "1"
         times = [f"{1e3 * r.accepted.seconds[phase] / steps:.2f}" if r.accepted.steps else "" for phase in PHASES]
         speed = f"{statistics.median(r.rates):.1f} ({spread})", f"{r.tps / plain:.2f}"
         print(form.format(way, *figures, *speed, *times, same))
+    _windows({way: r.wedlm for way, r in results.items() if r.wedlm.forwards})
     print("accepted by place")
     for way, r in results.items():
         if r.accepted.steps:
             print(f"{way:18} " + (" ".join(f"{share:4.0%}" for share in r.accepted.by_position) or "none"))
+
+
+def _windows(of: dict[str, WedlmStats]) -> None:
+    """What forwards of a WeDLM model cost, in rows and by phase."""
+    if not of:
+        return
+    phases = " ".join(f"{phase:>8}" for phase in WEDLM_PHASES)
+    print(f"{'windows':18} {'rows/token':>11} {'p_cache':>8} {phases} ms/forward")
+    for way, w in of.items():
+        times = " ".join(f"{1e3 * w.seconds[phase] / w.forwards:8.2f}" for phase in WEDLM_PHASES)
+        print(f"{way:18} {w.rows_per_token:11.2f} {w.cache_share:8.2f} {times}")
 
 
 def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt: float) -> dict[str, Any]:
@@ -182,7 +215,7 @@ def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt:
         "decode_tps_median": f"{statistics.median(r.rates):.1f}",
         "decode_tps_min": f"{min(r.rates):.1f}",
         "decode_tps_max": f"{max(r.rates):.1f}",
-        "accept_len": f"{r.accepted.length:.3f}" if r.accepted.steps else "1",
+        "accept_len": f"{r.length:.3f}" if r.steps else "1",
         "parity": f"{r.different} of {len(r.rates)} texts differ from plain, {r.near_ties} at near-ties",
         "verdict": options.verdict,
         "note": f"{Path(options.spec).name}; {note(options)}",

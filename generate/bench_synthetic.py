@@ -15,7 +15,7 @@ from common.storage import state_bytes
 from common.weights import Matrix
 from generate.backends import choose, open_backend, placement_of
 from generate.bench_log import environment, log, machine, note
-from generate.bench_options import SyntheticBench, SyntheticSpecBench
+from generate.bench_options import SyntheticBench, SyntheticSpecBench, SyntheticWindowBench
 from generate.caches import cached_spec, with_cache
 from generate.synthetic import synthetic, synthetic_checkpoint
 from generate.timing import Clock, announced
@@ -38,7 +38,7 @@ def run(options: SyntheticBench) -> int:
     print(f"{'prefill':>10} {'ms':>9} {'tok/s':>9}")
     for n in options.prefill:
         with announced(f"prefill of {n} tokens, {options.runs + 1} times"):
-            times = [_prefill(model, model.new_state(n), n) for _ in range(options.runs + 1)]
+            times = [read_prompt(model, model.new_state(n), n) for _ in range(options.runs + 1)]
         seconds = statistics.median(times[1:])  # the first compiles
         print(f"{n:10} {seconds * 1e3:9.2f} {n / seconds:9.1f}", flush=True)
         rows.append(
@@ -50,8 +50,10 @@ def run(options: SyntheticBench) -> int:
     state = model.new_state(max(options.contexts) + MAX_DECODE_ROWS)
     for context in sorted(set(options.contexts)):
         with announced(f"reading {context} tokens"):
-            _prefill(model, state, context - state.length - 1)
-            _prefill(model, state, 1)  # as in decoding: no step finds more than a row that layers have still to apply
+            read_prompt(model, state, context - state.length - 1)
+            read_prompt(
+                model, state, 1
+            )  # as in decoding: no step finds more than a row that layers have still to apply
         for n in options.rows:
             with announced(f"steps of {n} rows at a context of {context} tokens, {3 + options.runs * REPEATS} of them"):
                 times, kernels = _steps(model, state, n, options.runs)
@@ -84,7 +86,7 @@ def run(options: SyntheticBench) -> int:
     return 0
 
 
-def open_synthetic(options: SyntheticBench | SyntheticSpecBench, tokens: int) -> Model:
+def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindowBench, tokens: int) -> Model:
     """The model of --synthetic, for `tokens` tokens; what this machine is not for is refused before it is made."""
     checkpoint, found = synthetic_checkpoint(options.synthetic), choose(options.backend)
     definition = architecture(checkpoint)[1]
@@ -110,7 +112,7 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench, tokens: int) ->
         return with_cache(synthetic(options.synthetic, ops, progress=True), options.cache, tokens)
 
 
-def _prefill(model: Model, state: State, tokens: int) -> float:
+def read_prompt(model: Model, state: State, tokens: int) -> float:
     """Seconds to read as many random tokens."""
     ids = np.random.default_rng(state.length).integers(0, model.config.vocab, tokens).astype(np.int32)
     ops, greedy = model.ops, Sampler(Sampling())

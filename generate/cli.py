@@ -15,7 +15,15 @@ from common.options import (
     LoadOptions,
 )
 from generate import __version__, flags, values
-from generate.bench_options import JOBS, BenchOptions, ModelBench, SpecBench, SyntheticBench, SyntheticSpecBench
+from generate.bench_options import (
+    JOBS,
+    BenchOptions,
+    ModelBench,
+    SpecBench,
+    SyntheticBench,
+    SyntheticSpecBench,
+    SyntheticWindowBench,
+)
 from generate.flags import BACKENDS, MODEL_HELP, Parser
 
 COMMANDS = {
@@ -206,6 +214,7 @@ def _bench_options(args: argparse.Namespace) -> BenchOptions:
     job: type[BenchOptions] = ModelBench if args.spec is None else SpecBench
     if args.synthetic is not None:
         job = SyntheticBench if args.draft is None else SyntheticSpecBench
+        job = SyntheticWindowBench if args.wedlm else job
     takes = {each: {f.name for f in fields(each)} for each in JOBS}
     known = set().union(*takes.values())
     given = {name: value for name, value in vars(args).items() if name in known and value is not None}
@@ -223,7 +232,7 @@ def _bench(p: Parser) -> None:
         "--contexts",
         type=values.counts,
         metavar="N,N",
-        help="prompt tokens of each row (default: 128,512,2048; with a synthetic draft 128)",
+        help="prompt tokens of each row (default: 128,512,2048; with a synthetic draft 128, with --wedlm 512)",
     )
     p.add_argument(
         "--synthetic",
@@ -241,6 +250,9 @@ def _bench(p: Parser) -> None:
         type=values.counts,
         metavar="N,N",
         help="with --synthetic: tokens of a prompt (default: 512,8192)",
+    )
+    p.add_argument(
+        "--wedlm", action="store_true", default=None, help="with --synthetic: steps of a WeDLM window and their choice"
     )
     p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
     p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")

@@ -49,6 +49,18 @@ def test_table_and_log(files, tmp_path, capsys):
     assert rows[0]["note"] == "prompts.jsonl; why"
 
 
+def test_windows(files, tmp_path, capsys):
+    """A WeDLM model is also measured at each preset, and verified, whose texts are the plain ones."""
+    log, target = tmp_path / "log.tsv", tiny_chat.write(tmp_path / "wedlm", masked=True)
+    assert bench((target, *files[1:]), "--prompts", "2", "--log", str(log)) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"wedlm verify .* same\n", out)
+    assert re.search(r"windows +rows/token +p_cache +forward +choice +commit +host ms/forward", out)
+    rows = {row["decoder"]: row for row in csv.DictReader(log.open(), delimiter="\t")}
+    assert {f"wedlm {name}" for name in ("quality", "balanced", "fast", "verify")} < rows.keys()
+    assert float(rows["wedlm verify"]["accept_len"]) >= 1
+
+
 def test_without_a_draft(files, capsys):
     assert bench(files, "--prompts", "1") == 0
     assert "lookup " in capsys.readouterr().out
@@ -60,7 +72,7 @@ def test_without_a_draft(files, capsys):
     ("flags", "message"),
     [
         (["--draft", "demo", "--budgets", "3,136"], "--budgets: '136' is not a whole number from 1 to 135"),
-        (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic with a draft, not with --spec"),
+        (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic with a draft or"),
     ],
 )
 def test_refused_before_anything_is_measured(flags, message, files, monkeypatch, capsys):

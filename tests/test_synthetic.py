@@ -1,6 +1,7 @@
 """Synthetic models: the shapes and types of real files, and the table that bench makes of them."""
 
 import csv
+import re
 import time
 from collections import Counter
 
@@ -10,7 +11,7 @@ import pytest
 from common.models import Model
 from common.reference import NumpyOps
 from common.step import State, Step
-from generate import bench_synthetic, timing
+from generate import bench_synthetic, bench_wedlm, timing
 from generate import synthetic as synthetic_module
 from generate.__main__ import main
 from generate.backends import Found
@@ -169,3 +170,18 @@ def test_what_takes_long_is_said(capsys):
     with announced("a blink", after=60):
         pass
     assert capsys.readouterr().err == "a nap: not done after 0 s\n"
+
+
+def test_bench_of_windows(small, tmp_path, monkeypatch, capsys):
+    """A step reads its choice; speed is of three tokens per forward."""
+    monkeypatch.setattr(bench_wedlm, "REPEATS", 1)
+    table = tmp_path / "log.tsv"
+    argv = ["bench", "--synthetic", "wedlm-8b:q5_k_m", "--wedlm", "--backend", "numpy", "--runs", "1"]
+    assert main([*argv, "--contexts", "4,8", "--log", str(table)]) == 0
+    first, second = csv.DictReader(table.open(), delimiter="\t")
+    assert (first["context"], second["context"]) == ("4", "8")
+    ms, speed = re.search(r"([\d.]+) ms: .* choice .*; (\d+) tok/s at 3 per forward", first["note"]).groups()
+    assert int(speed) == pytest.approx(3e3 / float(ms), rel=0.05, abs=0.6)
+    assert "forward   choice   commit    tok/s" in capsys.readouterr().out
+    assert main([*argv, "--rows", "4"]) == 2
+    assert "--rows goes with --synthetic, not with --synthetic with --wedlm" in capsys.readouterr().err
