@@ -16,10 +16,11 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
+from common.gguf_tokenizer import GPT2_PATTERN, pre_tokenizer_name
 from common.ops import Rope
 from common.recommended import GGUF_NAMES, recommended_sampling
 from common.tensors import Tensor
-from common.tokenizer import GPT2_PATTERN, load_tokenizer, pre_tokenizer_name
+from common.tokenizer import load_tokenizer
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 QUANTIZATION_VERSION = 2  # of ggml's block layouts

@@ -23,13 +23,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from common import outputs
 from common.checkpoint import open_checkpoint
+from common.gguf_tokenizer import _QWEN2
 from common.models import architecture, load_model
 from common.quantize import Format, encode
 from common.quants import dequantize
 from common.recipe import find_weights
 from common.recommended import recommended_sampling
 from common.reference import NumpyOps
-from common.tokenizer import _QWEN2, load_tokenizer
+from common.tokenizer import load_tokenizer
 from common.weights import dense
 from generate.__main__ import main
 

@@ -1,0 +1,183 @@
+"""The tokenizer that a GGUF file's metadata describe: vocabulary, merges, token types, the name of a pre-tokenizer."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from common.errors import BimetalError
+
+# Pre-tokenizer patterns, as published in the models' tokenizer.json files. Qwen's files also normalize to NFC, which
+# llama.cpp does not; a tokenizer rebuilt from a GGUF follows llama.cpp, whose format that is.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_NEWLINE_RUN = r"(?:\r?\n)+(?!\r?\n)"
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """What a `tokenizer.ggml.pre` name stands for: patterns applied in order, each isolating its matches."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a whole word that is in the vocabulary is one token, reachable by merges or not
+    add_bos: bool = False  # when the file does not say
+
+
+_PRE = {
+    "qwen2": _Pre((_QWEN2,)),
+    "qwen35": _Pre((_QWEN35,)),
+    "smollm": _Pre((r"\p{N}", _GPT2)),
+    "gpt-2": _Pre((_GPT2,)),
+    "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "llama-bpe": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "llama3": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "llama-v3": _Pre((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "glm4": _Pre((_LLAMA3,), ignore_merges=True),
+    "chatglm-bpe": _Pre((_LLAMA3,)),
+    "laguna": _Pre((_NEWLINE_RUN, _QWEN2)),
+}
+
+
+def pre_tokenizer_name(patterns: Sequence[str], ignore_merges: bool) -> str | None:
+    """The `tokenizer.ggml.pre` name of a byte-level BPE that isolates these patterns in order, or None."""
+    same = (name for name, pre in _PRE.items() if (pre.patterns, pre.ignore_merges) == (tuple(patterns), ignore_merges))
+    return next(same, None)
+
+
+GPT2_PATTERN = _GPT2  # of a pre-tokenizer that leaves splitting to ByteLevel
+_MAX_PIECE = 1024  # characters of a SentencePiece token; splitting one takes quadratic time
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+
+
+def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
+    """The package's tokenizer, and the other arguments of common.tokenizer.Tokenizer.
+
+    Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults where a key is absent: llama.cpp.
+    """
+
+    def get(key: str, kind: type, default: Any = ...) -> Any:
+        value = config.get(f"tokenizer.ggml.{key}", default)
+        if value is ...:
+            raise BimetalError(f"tokenizer.ggml.{key} is missing")
+        if value is not None and not isinstance(value, kind):
+            raise BimetalError(f"tokenizer.ggml.{key} is {value!r:.60}, not a {kind.__name__}")
+        return value
+
+    def get_list(key: str) -> list:
+        value = get(key, object)
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(value, list):
+            raise BimetalError(f"tokenizer.ggml.{key} is {value!r:.60}, not a list")
+        return value
+
+    def get_id(key: str) -> int | None:
+        id = get(f"{key}_token_id", int, None)
+        if id is not None and not 0 <= id < len(tokens):
+            raise BimetalError(f"tokenizer.ggml.{key}_token_id is {id}, but there are {len(tokens)} tokens")
+        return id
+
+    def around(name: str, id: int | None, default: bool) -> list[int]:
+        added = get(f"add_{name}_token", bool, None)
+        if added and id is None:
+            raise BimetalError(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
+        return [id] if id is not None and (default if added is None else added) else []
+
+    model = get("model", str)
+    tokens, types = get_list("tokens"), get_list("token_type")
+    if len(types) != len(tokens):
+        raise BimetalError(f"there are {len(tokens)} tokens but {len(types)} entries in tokenizer.ggml.token_type")
+    try:
+        if model == "gpt2":
+            name = get("pre", str)
+            if name not in _PRE:
+                raise BimetalError(f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(sorted(_PRE))}")
+            backend, add_bos = _byte_level_bpe(tokens, get_list("merges"), _PRE[name]), _PRE[name].add_bos
+        elif model == "llama":
+            prefix_space = get("add_space_prefix", bool, True)
+            backend, add_bos = _sentencepiece_bpe(tokens, get_list("scores"), types, prefix_space), True
+        else:
+            raise BimetalError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE), llama")
+        backend.add_tokens(
+            [
+                AddedToken(token, special=type != _USER_DEFINED, normalized=False)
+                for token, type in zip(tokens, types, strict=True)
+                if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+            ]
+        )
+    except BimetalError:
+        raise
+    except Exception as error:  # the package raises plain Exception, TypeError and ValueError
+        raise BimetalError(f"the vocabulary cannot be used: {error}") from None
+
+    bos, eos = get_id("bos"), get_id("eos")
+    templates = {}
+    for key, source in config.items():
+        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template."):
+            if not isinstance(source, str):
+                raise BimetalError(f"{key} is {source!r:.60}, not text")
+            templates[key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"] = source
+    return backend, dict(
+        prefix=around("bos", bos, add_bos),
+        suffix=around("eos", eos, False),
+        bos_id=bos,
+        eos_id=eos,
+        end_ids=[id for id in (get_id("eot"), get_id("eom")) if id is not None],
+        chat_templates=templates,
+    )
+
+
+def _vocabulary(tokens: list[str]) -> dict[str, int]:
+    vocabulary = {token or f"[EMPTY_{id}]": id for id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        id, token = next((id, token) for id, token in enumerate(tokens) if token and vocabulary[token] != id)
+        raise BimetalError(f"the token {token!r} has two ids, {id} and {vocabulary[token]}")
+    return vocabulary
+
+
+def _byte_level_bpe(tokens: list[str], merges: list[str], pre: _Pre) -> Backend:
+    # Python objects, because they load twice as fast as a tokenizer.json written for the package to parse.
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    backend = Backend(models.BPE(_vocabulary(tokens), pairs, ignore_merges=pre.ignore_merges))
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), "merged_with_next" if pattern is _NEWLINE_RUN else "isolated")
+        for pattern in pre.patterns
+    ]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(tokens: list[str], scores: list[float], types: list[int], prefix_space: bool) -> Backend:
+    """SentencePiece BPE: two neighbours merge if their text is a token, the best score first."""
+    if len(scores) != len(tokens):
+        raise BimetalError(f"there are {len(tokens)} tokens but {len(scores)} entries in tokenizer.ggml.scores")
+    if not all(math.isfinite(score) for score in scores):
+        raise BimetalError("tokenizer.ggml.scores has a score that is not a number")
+    if (longest := max(map(len, tokens), default=0)) > _MAX_PIECE:
+        raise BimetalError(f"a token has {longest} characters; at most {_MAX_PIECE} are supported")
+    vocabulary = _vocabulary(tokens)
+    ranked = []
+    for token, score, type in zip(tokens, scores, types, strict=True):
+        if type == _NORMAL:
+            for at in range(1, len(token)):
+                left, right = token[:at], token[at:]
+                if left in vocabulary and right in vocabulary:
+                    ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
+    ranked.sort()
+    unknown = next((token for token, type in zip(tokens, types, strict=True) if type == _UNKNOWN), None)
+    backend = Backend(
+        models.BPE(vocabulary, [merge[3:] for merge in ranked], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    replace = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix_space else replace
+    strip = [decoders.Strip(" ", 1, 0)] if prefix_space else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
