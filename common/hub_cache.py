@@ -13,8 +13,9 @@ from typing import Any
 
 from common.errors import BimetalError
 from common.files import is_held
-from common.hub import NAME, PART, is_aside, quant_label
+from common.hub import NAME
 from common.hub_answers import check_endpoint
+from common.hub_files import PART, is_aside, quant_label
 
 PREFIX = "models--"  # of a repository's folder in the cache
 

@@ -14,6 +14,7 @@ from common import hub
 from common.checkpoint import INDEX, Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import Need, fetch_headers, most_tokens, parse_size, predict_run, predict_weights
+from common.hub_files import choose_files, quant_label
 from common.models import architecture
 from common.ops import Ops
 from common.options import CacheChoice
@@ -94,11 +95,11 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
 def _choose(listing: hub.Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
     """The models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
-        files, entry = hub.choose_files(listing.sizes, repo, file, quant)
+        files, entry = choose_files(listing.sizes, repo, file, quant)
         return [entry], files
-    chosen = [hub.choose_files(listing.sizes, repo, file=path) for path in _models(listing.sizes)]
+    chosen = [choose_files(listing.sizes, repo, file=path) for path in _models(listing.sizes)]
     if not chosen or any(path.endswith(".safetensors") and "/" not in path for path in listing.sizes):
-        chosen.append(hub.choose_files(listing.sizes, repo))  # where there is neither, this says what there is
+        chosen.append(choose_files(listing.sizes, repo))  # where there is neither, this says what there is
     return [entry for _, entry in chosen], [path for paths, _ in chosen for path in paths]
 
 
@@ -122,7 +123,7 @@ def _labelled(entries: Iterable[str]) -> dict[str, str]:
     """Paths by quantization, or by themselves where two are of one; "" is "safetensors"."""
     labelled: dict[str, str] = {}
     for entry in entries:
-        label = hub.quant_label(entry) if entry.endswith(".gguf") else entry or "safetensors"
+        label = quant_label(entry) if entry.endswith(".gguf") else entry or "safetensors"
         labelled[entry if label in labelled else label] = entry
     return labelled
 

@@ -20,8 +20,9 @@ from hub_server import COMMIT, Fault, HubServer, Repo
 
 from common import hub
 from common.errors import BimetalError
-from common.hub import choose_files, resolve_model
+from common.hub import resolve_model
 from common.hub_answers import retry_after
+from common.hub_files import choose_files, quant_label
 
 ROOT = Path(hub.__file__).parents[1]
 BODY = bytes(range(256)) * 1200  # 300 KiB: several chunks of the server
@@ -259,7 +260,7 @@ def test_a_lone_gguf_needs_no_quantization(aside: str) -> None:
     ],
 )
 def test_the_quantization_in_a_file_name(path: str, label: str) -> None:
-    assert hub.quant_label(path) == label
+    assert quant_label(path) == label
 
 
 def test_an_absent_file_is_refused_with_those_that_are_there(cache: Path) -> None:
