@@ -3,14 +3,12 @@
 import argparse
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 from tqdm import tqdm
 
-from common.checkpoint import Checkpoint, open_checkpoint
+from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models import architecture
@@ -18,38 +16,15 @@ from common.outputs import Output, begin, check_place, parts_of
 from common.quantize import Format, gguf_format, mlx_format
 from common.recipe import (
     RECIPES,
-    Choice,
-    Recipe,
-    Weight,
     check_rules,
-    choose,
     find_weights,
     parse_rule,
     with_rules,
 )
-from common.weights import Layout, account
+from common.weights import account
+from generate.quantize_job import Job
 
 ONLY_GGUF, ONLY_MLX = ("type",), ("bits", "group_size", "mode", "shard_size")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checkpoint, what its model makes of it, and what is to become of each matrix."""
-
-    checkpoint: Checkpoint
-    family: str
-    definition: ModuleType
-    layout: Layout
-    weights: dict[str, Weight]
-    format: Format
-    recipe: Recipe
-    is_gguf: bool
-    requantize: bool
-
-    def choices(self) -> dict[str, Choice]:
-        return {
-            name: choose(weight, self.recipe, self.requantize, self.is_gguf) for name, weight in self.weights.items()
-        }
 
 
 def run(args: argparse.Namespace) -> int:

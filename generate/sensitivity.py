@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -23,9 +22,7 @@ from common.tokenizer import load_tokenizer
 from common.weights import dense
 from generate.backends import open_model
 from generate.perplexity import read_text
-
-if TYPE_CHECKING:
-    from generate.quantize import Job
+from generate.quantize_job import Job
 
 WINDOW = 512
 BAR, LABEL, ROW = 420, 200, 22  # pixels of the plot: longest bar, room for names, height of a row
@@ -49,7 +46,7 @@ class Cost:
     agreement: Agreement
 
 
-def run(args: argparse.Namespace, job: "Job") -> int:
+def run(args: argparse.Namespace, job: Job) -> int:
     text, checkpoint = read_text(Path(args.text)), job.checkpoint
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
@@ -72,7 +69,7 @@ def run(args: argparse.Namespace, job: "Job") -> int:
     return 0
 
 
-def _costs(args: argparse.Namespace, job: "Job", windows: np.ndarray, reference: Path) -> list[Cost]:
+def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: Path) -> list[Cost]:
     """The costs of every kind, the dearest first, and of the whole recipe at the end."""
     kinds: dict[str, list[Weight]] = defaultdict(list)
     for weight in job.weights.values():
@@ -80,7 +77,7 @@ def _costs(args: argparse.Namespace, job: "Job", windows: np.ndarray, reference:
     alone = replace(job, recipe=lambda weight: job.format)
     with tqdm(total=len(kinds) + 1, desc="measuring", unit="kind", leave=False, disable=None) as bar:
 
-        def cost(name: str, weights: Sequence[Weight], how: "Job") -> Cost | None:
+        def cost(name: str, weights: Sequence[Weight], how: Job) -> Cost | None:
             made = _cost(args, how, name, weights, windows, reference)
             bar.update()
             return made
@@ -91,7 +88,7 @@ def _costs(args: argparse.Namespace, job: "Job", windows: np.ndarray, reference:
 
 
 def _cost(
-    args: argparse.Namespace, job: "Job", kind: str, weights: Sequence[Weight], windows: np.ndarray, reference: Path
+    args: argparse.Namespace, job: Job, kind: str, weights: Sequence[Weight], windows: np.ndarray, reference: Path
 ) -> Cost | None:
     """The cost of quantizing `weights`; None where the format takes none of them, for their widths."""
     tensors, values, before, after = dict(job.checkpoint.tensors), 0, 0, 0
