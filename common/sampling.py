@@ -130,14 +130,16 @@ class Sampler:
 
     def _penalized(self, row: np.ndarray) -> np.ndarray:
         s, row = self.sampling, row.astype(np.float32)
-        if self.seen:
-            ids = np.fromiter(self.seen, np.int64)
-            row[ids] = np.where(row[ids] > 0, row[ids] / s.repetition_penalty, row[ids] * s.repetition_penalty)
-        if self.reply:
-            ids = np.fromiter(self.reply, np.int64)
-            counts = np.fromiter(self.reply.values(), np.float32)
-            row[ids] -= s.frequency_penalty * counts + s.presence_penalty
-        return row
+        with np.errstate(all="ignore"):  # a penalty may pass the range of float32
+            if self.seen:
+                ids = np.fromiter(self.seen, np.int64)
+                row[ids] = np.where(row[ids] > 0, row[ids] / s.repetition_penalty, row[ids] * s.repetition_penalty)
+            if self.reply:
+                ids = np.fromiter(self.reply, np.int64)
+                counts = np.fromiter(self.reply.values(), np.float32)
+                row[ids] -= s.frequency_penalty * counts + s.presence_penalty
+        largest = np.finfo(np.float32).max
+        return row.clip(-largest, largest)
 
 
 class Ahead(Sampler):

@@ -132,6 +132,18 @@ def test_frequency_and_presence_penalties_count_the_reply_only():
     assert sampler.pick(row) == 1  # 0.4 whatever the count
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0, 0.5])
+@pytest.mark.parametrize(
+    ("penalty", "token"),
+    [({"repetition_penalty": 1e-320}, 1), ({"frequency_penalty": 1e308}, 0), ({"presence_penalty": -1e308}, 1)],
+)
+def test_penalties_beyond_float32_decide_alone(penalty, token, temperature):
+    sampler = Sampler(Sampling(temperature=temperature, seed=1, **penalty), [1])
+    sampler.accept(1)
+    assert sampler.pick(np.array([1, 1], np.float32)) == token
+
+
 def test_ties_go_to_the_smaller_id_at_any_temperature():
     row = np.zeros(5, np.float32)
     assert Sampler(Sampling()).pick(row) == 0
