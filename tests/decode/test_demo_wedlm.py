@@ -47,6 +47,15 @@ def test_the_template_asks_a_question(llm):
     assert reply.text == "Answer: 11, 13, 15, 17, 19.\n"
 
 
+@pytest.mark.parametrize("cache", [{"kv": "q8"}, {"cache_type_k": "q4_0", "cache_type_v": "q4_0"}, {"max_kv_size": 32}])
+def test_caches_that_lose(cache):
+    """Committed rows alone are encoded or evicted: the verified text is plain decoding's over the same cache."""
+    question = wedlm_tasks.held_out("counting")[0][0]
+    with generate.load("demo-wedlm", backend="numpy", **cache) as llm:
+        plain = llm.generate(question, max_tokens=60, spec="off")
+        assert llm.generate(question, max_tokens=60, wedlm_verify=True).tokens == plain.tokens
+
+
 def test_the_mask_of_a_gguf():
     checkpoint = open_checkpoint(demo_path("demo-wedlm"))
     assert read_config(checkpoint).mask_id == 1
