@@ -59,9 +59,11 @@ class Tuner:
         self.settled = False
         if self.trial:
             return self.trial.popleft()
-        for size in (self.sizes[len(self.sizes) // 3], 0):
+        for size in (self.sizes[1], 0, self.sizes[len(self.sizes) // 3]):
             if not self.seconds[size].count:
                 return size
+            if size == 0 and self.rate(0) > self.rate(self.sizes[1]):
+                break  # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
         measured = [i for i, size in enumerate(self.sizes) if self.seconds[size].count]
         best = max(measured, key=lambda i: self.rate(self.sizes[i]))
         beside = [i for i in (best + 1, best - 1) if 0 <= i < len(self.sizes)]
