@@ -63,9 +63,9 @@ def test_it_costs_at_most_3_percent_where_drafts_do_not_pay(sizes, noise, base, 
 @pytest.mark.parametrize("sizes", [TREE_SIZES, CHAIN_SIZES])
 @pytest.mark.parametrize(("base", "per_row", "share"), [(1.9, 0.003, 0.8), (1.4, 0.05, 0.85)])
 def test_it_keeps_what_drafts_gain(sizes, base, per_row, share):
-    """Against the best size of the table from the first step on, as a mean of eight machines."""
+    """Against the best size of the table from the first step on, as a mean of twelve machines."""
     costs = []
-    for seed in range(8):
+    for seed in range(12):
         machine, tuner = Machine(base, per_row, 0.1, seed), Tuner(sizes)
         for _ in range(82):
             machine.reply(tuner, 128, share)
@@ -75,7 +75,7 @@ def test_it_keeps_what_drafts_gain(sizes, base, per_row, share):
         return sum(share**i for i in range(min(size, 15) + 1))
 
     best = min((base + per_row * size) / length(size) for size in sizes[1:])
-    assert np.mean(costs) < 1.05 * best
+    assert np.mean(costs) < 1.06 * best
 
 
 @pytest.mark.parametrize("sizes", [TREE_SIZES, CHAIN_SIZES])
