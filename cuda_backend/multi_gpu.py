@@ -248,6 +248,7 @@ class MultiGpuOps(Ops):
     keep = forwarded("keep")
     sample = forwarded("sample")
     top_k = forwarded("top_k")
+    argmax_entropy = forwarded("argmax_entropy")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
