@@ -97,15 +97,14 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         e[0] = make_float4(self.x * c.x + other.x * s.x, self.y * c.y + other.y * s.y, self.z * c.z + other.z * s.z,
                            self.w * c.w + other.w * s.w);
     const int slot = place_of(keys, position);
-    u16* q_to = q_out + ((s64)t * H + of) * D;
     if constexpr (PACKED || TURN_KEYS || TURN_VALUES) {
-        u8* row = kind == 0   ? (u8*)q_to
+        u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
                   : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
                               : row_at(values, of, slot, row_bytes(VALUES, D));
 #pragma unroll
         for (int n = 0; n < PARTS; n++) store_row<D>(kind == 0, kind == 1, row, n, threadIdx.x % 32, e[n]);
     } else {
-        u16* to = kind == 0 ? q_to : (u16*)row_at(kind == 1 ? keys : values, of, slot, 2 * D);
+        u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(kind == 1 ? keys : values, of, slot, 2 * D);
 #pragma unroll
         for (int n = 0; n < PARTS; n++)
             *(uint2*)(to + n * 128 + d) = make_uint2(to_half2(e[n].x, e[n].y), to_half2(e[n].z, e[n].w));
