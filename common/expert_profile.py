@@ -1,0 +1,136 @@
+"""Which experts a model's traffic has used: counts by layer, the file that keeps them, and the placement they suggest.
+
+The file is Spark's `<model>.spark.csv`: two comment lines, then one line of counts per layer. Counts place experts
+before the first request; which expert leaves for another is decided by recent use (`common/experts.py`).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.files import rewrite
+
+HEADER = re.compile(r"#\s*hotness table:\s*n_layer=(\d+)\s+n_expert=(\d+)\s+n_expert_used=(\d+)\s*")
+ASSUMED_USED = 8  # experts per token of a file without its first line, as in Spark
+MOST_BYTES = 1 << 26  # of a file: 1000 layers of 4096 experts take less
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How often traffic chose each expert.
+
+    counts  (layers, experts) int64; a layer without experts has zeros
+    used    experts per token
+    """
+
+    counts: np.ndarray
+    used: int
+
+    def ranked(self, layer: int) -> np.ndarray:
+        """The layer's experts, the most used first and the lower number first among equals: (experts,)."""
+        return np.argsort(-self.counts[layer], kind="stable")
+
+
+def uniform(layers: int, experts: int, used: int) -> Profile:
+    """Return the profile of a model of which nothing is known."""
+    return Profile(np.ones((layers, experts), np.int64), used)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write the counts to `path`, whole or not at all. Raises OSError."""
+    layers, experts = profile.counts.shape
+    lines = [
+        f"# hotness table: n_layer={layers} n_expert={experts} n_expert_used={profile.used}",
+        "# one row per layer: comma-separated activation counts of experts 0 to n_expert - 1",
+        *(",".join(map(str, row)) for row in profile.counts.tolist()),
+    ]
+    rewrite(path, "\n".join(lines) + "\n")
+
+
+def read_profile(path: Path) -> Profile:
+    """Read the counts from `path`; a file without comment lines is accepted. Raises BimetalError."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise BimetalError(f"{path} has {path.stat().st_size} bytes; a profile has at most {MOST_BYTES}")
+        lines = path.read_bytes().decode("ascii").splitlines()
+    except UnicodeDecodeError as error:
+        raise BimetalError(f"{path} is not a profile: byte {error.start} is not ASCII") from None
+    except OSError as error:
+        raise BimetalError(f"{path} cannot be read: {error.strerror}") from None
+    stated = next((found for line in lines if (found := HEADER.fullmatch(line.strip()))), None)
+    rows = [_counts(path, n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+    if not rows or {len(row) for row in rows} != {len(rows[0])}:
+        raise BimetalError(f"{path} is not a profile: it must hold one line of counts per layer, all of one length")
+    counts, used = np.array(rows, np.int64), ASSUMED_USED
+    if stated is not None:
+        used = int(stated[3])
+        if counts.shape != (int(stated[1]), int(stated[2])):
+            found = f"{counts.shape[0]} lines of {counts.shape[1]}"
+            raise BimetalError(f"{path} says n_layer={stated[1]} n_expert={stated[2]}, and has {found} counts")
+    return Profile(counts, used)
+
+
+def _counts(path: Path, number: int, line: str) -> list[int]:
+    cells = [cell.strip() for cell in line.split(",")]
+    bad = next((cell for cell in cells if not (cell.isdecimal() and len(cell) < 19)), None)
+    if bad is not None:
+        raise BimetalError(f"{path}, line {number}: {bad[:40]!r} is not a count; counts are whole numbers below 10^18")
+    return [int(cell) for cell in cells]
+
+
+def check_profile(path: Path, profile: Profile, sizes: Sequence[int], experts: int) -> None:
+    """Refuse the profile of another model, in which `sizes` has one entry per layer, 0 where there are no experts."""
+    if profile.counts.shape != (len(sizes), experts):
+        theirs, ours = "{} layers of {} experts".format(*profile.counts.shape), f"{len(sizes)} of {experts}"
+        raise BimetalError(f"{path} is the profile of another model: it has {theirs}, and the model has {ours}")
+    if stray := next((layer for layer, n in enumerate(sizes) if not n and profile.counts[layer].any()), None):
+        raise BimetalError(
+            f"{path} is the profile of another model: it counts experts in layer {stray}, which has none"
+        )
+
+
+def place(profile: Profile, sizes: Sequence[int], budget: int) -> list[np.ndarray]:
+    """Choose the experts that `budget` bytes hold, by layer, each layer's most used first.
+
+    Each layer first receives as many as a token uses; then the expert with the most uses per byte follows, among equals
+    the one with more uses. Experts of a size that has room for less than one layer fill that room all the same, because
+    `Residency` keeps it for them.
+
+    sizes   bytes of an expert in each layer, 0 where there are no experts
+    """
+    layers, experts = profile.counts.shape
+    room = {size: experts for size in sizes if size}  # slots that are paid for already
+    left = budget - least_bytes(sizes, experts)
+    chosen: list[list[int]] = [[] for _ in range(layers)]
+    ranks = [profile.ranked(layer) for layer in range(layers)]
+
+    def entry(layer: int) -> tuple[bool, float, int, int]:
+        n = len(chosen[layer])
+        uses = int(profile.counts[layer, ranks[layer][n]])
+        return n >= profile.used, -uses / sizes[layer], -uses, layer
+
+    heap = [entry(layer) for layer in range(layers) if sizes[layer]]
+    heapify(heap)
+    while heap:
+        layer = heappop(heap)[-1]
+        size = sizes[layer]
+        if room[size] > 0:
+            room[size] -= 1
+        elif left >= size:
+            left -= size
+        else:
+            continue  # nothing more of this layer fits
+        chosen[layer].append(int(ranks[layer][len(chosen[layer])]))
+        if len(chosen[layer]) < experts:
+            heappush(heap, entry(layer))
+    return [np.array(ids, np.int64) for ids in chosen]
+
+
+def least_bytes(sizes: Sequence[int], experts: int) -> int:
+    """Bytes of one whole layer's experts of each size: what prefill uses at once."""
+    return sum(experts * size for size in {size for size in sizes if size})
