@@ -70,8 +70,8 @@ def read_profile(path: Path) -> Profile:
     if stated is not None:
         used = int(stated[3])
         if counts.shape != (int(stated[1]), int(stated[2])):
-            found = f"{counts.shape[0]} lines of {counts.shape[1]}"
-            raise BimetalError(f"{path} says n_layer={stated[1]} n_expert={stated[2]}, and has {found} counts")
+            held = f"{counts.shape[0]} lines of {counts.shape[1]}"
+            raise BimetalError(f"{path} says n_layer={stated[1]} n_expert={stated[2]}, and has {held} counts")
     return Profile(counts, used)
 
 

@@ -105,10 +105,12 @@ class Residency:
                 f"({least} bytes), which one layer's {experts} experts take"
             )
         self.experts, self.sizes, self.used, self.budget = experts, tuple(sizes), used, budget
-        self.planned = place(profile or uniform(len(sizes), experts, used), sizes, budget)
+        profile = profile or uniform(len(sizes), experts, used)
+        planned = place(profile, sizes, budget)
+        self._planned = sorted((int(profile.counts[i, e]), i, e) for i, ids in enumerate(planned) for e in ids.tolist())
         self.pools: dict[int, _Pool] = {}
         for size in sorted({size for size in sizes if size}):
-            held = sum(len(ids) for ids, n in zip(self.planned, sizes, strict=True) if n == size)
+            held = sum(len(ids) for ids, n in zip(planned, sizes, strict=True) if n == size)
             slots = max(experts, held)
             self.pools[size] = _Pool(size, slots, list(range(slots - 1, -1, -1)))
         self.tables = [np.full(experts, -1, np.int32) for _ in sizes]
@@ -228,17 +230,16 @@ class Residency:
     # -- between requests ----------------------------------------------------------------------------------------------
 
     def preload(self) -> tuple[Load, ...]:
-        """Choose the loads of the placement by profile: the most used end up as the last to leave."""
+        """Choose the loads of the placement by profile, before the first step: the most used leave last."""
         loads = []
-        order = [(len(ids) - n, layer, int(e)) for layer, ids in enumerate(self.planned) for n, e in enumerate(ids)]
-        for rank, layer, expert in sorted(order):
+        for _, layer, expert in self._planned:
             pool, key = self._pool(layer), Key(layer, expert)
             if pool.find(key) is None and (load := self._allot(pool, key, None)) is not None:
                 loads.append(load)
-                if rank > (1 - PROTECTED) * len(self.planned[layer]):
-                    entry = pool.probation[key]
-                    entry.uses = 1
-                    self._touch(pool, key, entry)
+        for pool in self.pools.values():
+            for key in list(pool.probation)[-int(PROTECTED * pool.slots) :]:
+                pool.probation[key].uses = 1
+                self._touch(pool, key, pool.probation[key])
         return tuple(loads)
 
     def swap(self, counts: np.ndarray, most: int, least_gain: int = 1) -> tuple[Load, ...]:

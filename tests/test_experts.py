@@ -174,7 +174,7 @@ def test_preload_leaves_the_most_used_for_last():
     assert residency.resident(0).tolist() == [0, 2, 4, 5, 6, 7]
     assert residency.resident(1).tolist() == [5, 6]
     left = [load.replaces for load in residency.ensure(1, np.array([0, 1])).loads]
-    assert left == [Key(0, 5), Key(0, 7)]
+    assert left == [Key(0, 5), Key(0, 7)]  # used 3 and 4 times; 1 and 2 are cold
     check(residency)
 
 
