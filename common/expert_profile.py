@@ -88,18 +88,17 @@ def check_profile(path: Path, profile: Profile, sizes: Sequence[int], experts: i
     if profile.counts.shape != (len(sizes), experts):
         theirs, ours = "{} layers of {} experts".format(*profile.counts.shape), f"{len(sizes)} of {experts}"
         raise BimetalError(f"{path} is the profile of another model: it has {theirs}, and the model has {ours}")
-    if stray := next((layer for layer, n in enumerate(sizes) if not n and profile.counts[layer].any()), None):
-        raise BimetalError(
-            f"{path} is the profile of another model: it counts experts in layer {stray}, which has none"
-        )
+    stray = next((layer for layer, n in enumerate(sizes) if not n and profile.counts[layer].any()), None)
+    if stray is not None:
+        raise BimetalError(f"{path} is the profile of another model: it counts experts in layer {stray}, a dense one")
 
 
 def place(profile: Profile, sizes: Sequence[int], budget: int) -> list[np.ndarray]:
     """Choose the experts that `budget` bytes hold, by layer, each layer's most used first.
 
     Each layer first receives as many as a token uses; then the expert with the most uses per byte follows, among equals
-    the one with more uses. Experts of a size that has room for less than one layer fill that room all the same, because
-    `Residency` keeps it for them.
+    the one with more uses, then that of the layer that has fewer. `Residency` keeps room for one layer of each size,
+    which experts of this size fill in any case.
 
     sizes   bytes of an expert in each layer, 0 where there are no experts
     """
@@ -109,10 +108,10 @@ def place(profile: Profile, sizes: Sequence[int], budget: int) -> list[np.ndarra
     chosen: list[list[int]] = [[] for _ in range(layers)]
     ranks = [profile.ranked(layer) for layer in range(layers)]
 
-    def entry(layer: int) -> tuple[bool, float, int, int]:
+    def entry(layer: int) -> tuple[bool, float, int, int, int]:
         n = len(chosen[layer])
         uses = int(profile.counts[layer, ranks[layer][n]])
-        return n >= profile.used, -uses / sizes[layer], -uses, layer
+        return n >= profile.used, -uses / sizes[layer], -uses, n, layer
 
     heap = [entry(layer) for layer in range(layers) if sizes[layer]]
     heapify(heap)

@@ -186,7 +186,7 @@ def test_swap_takes_the_largest_gains():
     residency.release()
     counts = np.array([[5, 6, 7, 8, 9, 0, 0, 0], [1, 1, 1, 1, 3, 0, 0, 9]])
     assert [(load.replaces, load.key) for load in residency.swap(counts, 2)] == [
-        (Key(1, 0), Key(1, 7)),
+        (Key(1, 3), Key(1, 7)),
         (Key(0, 0), Key(0, 4)),
     ]
     assert residency.swap(counts, 9, least_gain=3) == ()
