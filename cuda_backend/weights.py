@@ -15,7 +15,7 @@ from common.quants import BLOCKS, check_scales, dequantize
 from common.tensors import Tensor
 from cuda_backend.launch import kernel
 from cuda_backend.layout import FLOATS, UNITS, tile_defines
-from cuda_backend.memory import Memory
+from cuda_backend.memory import Memory, upload
 from cuda_backend.upload import Uploader
 
 UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
@@ -23,13 +23,24 @@ UPLOAD = 64 << 20  # bytes of a file that are copied and repacked at a time
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one stored type; `columns` x `rows` per expert."""
+    """Rows of one stored type; `columns` x `rows` per expert.
+
+    places  of a stack, the address of each expert's matrix, on the device: what kernels read, so that an expert may lie
+            elsewhere than in `memory`
+    """
 
     type: str
     rows: int
     columns: int
     experts: int
     memory: Memory
+    places: Memory | None = None
+
+    @property
+    def table(self) -> int:
+        """Address of `places`."""
+        assert self.places
+        return self.places.address
 
     @property
     def row_blocks(self) -> int:
@@ -136,7 +147,15 @@ def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
             repack, grid = kernel("repack", "repack", tile_defines(first.type)), (-(-tiles * k_blocks // 8),)
             uploader.then(partial(repack, grid, (256,), args, stream=uploader.stream))
             to += tiles // 8 * unit_row
-    return Segment(first.type, rows, columns, experts, memory)
+    return Segment(first.type, rows, columns, experts, memory, _places(first, memory, uploader))
+
+
+def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
+    """The addresses of the experts of a stack that lie one behind the other."""
+    if len(stack.shape) < 3:
+        return None
+    experts = stack.shape[0]
+    return upload(memory.address + np.arange(experts, dtype=np.uint64) * (memory.nbytes // experts), uploader.stream)
 
 
 def _rows_of(arrays: list[np.ndarray], rows: slice) -> Iterator[np.ndarray]:
@@ -165,7 +184,7 @@ def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, u
                 chunk = _decoded(part, row, step).astype("<f2").view(np.uint8)
             uploader.copy(at, [chunk.reshape(-1, size)])
             at += chunk.nbytes
-    return Segment(type_, rows, columns, experts, memory)
+    return Segment(type_, rows, columns, experts, memory, _places(first, memory, uploader))
 
 
 def _decoded(part: Tensor, row: int, n: int) -> np.ndarray:

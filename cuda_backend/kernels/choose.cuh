@@ -1,4 +1,4 @@
-// choose: the experts that a row takes, by one warp
+// choose: the experts that a row takes and where their matrices lie, by one warp
 // Build     PER: experts of a lane
 // Numbers   float32; best first, ties to the smaller number, NaN last
 
@@ -29,6 +29,25 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
         const int e = i * 32 + threadIdx.x % 32;
         added[i] = of.bias && e < of.E ? of.bias[e] : 0.0f;
     }
+}
+
+// Where a lane's matrices of a stack of E lie.
+__device__ __forceinline__ void places(u64 (&at)[PER], const u64* table, int E) {
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = i * 32 + threadIdx.x % 32;
+        at[i] = e < E ? table[e] : 0;
+    }
+}
+
+// Where matrix `id` lies, which every lane asks for.
+__device__ __forceinline__ const u8* place_of(const u64 (&at)[PER], int id) {
+    u64 mine = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+        if (i * 32 + threadIdx.x % 32 == id) mine = at[i];
+    const u32 low = __shfl_sync(FULL, (u32)mine, id % 32), high = __shfl_sync(FULL, (u32)(mine >> 32), id % 32);
+    return (const u8*)((u64)high << 32 | low);
 }
 
 __device__ __forceinline__ float shared_weight(const Choice& of, int t) {

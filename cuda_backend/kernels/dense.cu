@@ -1,6 +1,6 @@
 // dense: y = x W' for a matrix stored as floats, any number of rows of x
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
-// In        w [N][K] (per expert with EXPERTS), x [T][K] float32, perhaps of a norm that is not finished: linear.cu `squares`
+// In        w [N][K], with EXPERTS the address of each expert's; x [T][K] float32, perhaps of a norm to finish: linear.cu `squares`
 // Out       out [T][N] float32, and zeros in further slots
 // Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
@@ -34,15 +34,15 @@ struct __align__(16) Eight {
 #endif
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-dense(const W* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride, const int* ids,
-      s64 expert_rows, int x_divisor, const float* squares, int parts, float columns, float eps) {
+dense(const void* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride,
+      const int* ids, int x_divisor, const float* squares, int parts, float columns, float eps) {
     release_next();
     const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
 #ifdef EXPERTS
     depend();  // even which weights to read comes from the kernel before
-    const W* weights = w + (ids[first] * expert_rows + row) * K;
+    const W* weights = (const W*)((const u64*)w)[ids[first]] + (s64)row * K;
 #else
-    const W* weights = w + (s64)row * K;
+    const W* weights = (const W*)w + (s64)row * K;
 #endif
     const int end = row < N && K % 8 == 0 ? K : 0;
     Eight ahead[AHEAD];

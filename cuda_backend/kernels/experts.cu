@@ -1,8 +1,8 @@
 // experts: y = x W' for rows that each chose a matrix of a stack: experts, or the heads of latent attention
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/products.py grouped_linear
-// In        w       units of tile.cuh, one matrix after the other
+// In        table   the address of each matrix, which is units of tile.cuh: in device memory, or in pinned memory of the host
 //           x       packed rows, each for itself (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu
-//           last    the matrix behind `matrices` of w, which lies elsewhere: a shared expert's
+//           last    the matrix behind the `matrices` of the table: a shared expert's
 //           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
 //                   pair p being row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
@@ -60,9 +60,9 @@ struct Item {
 };
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse,
-        u32 parts_inverse, s64 part_stride, s64 row_stride, const int4* groups, const int* order, s64 matrix_bytes,
-        int matrices, const u8* last, int x_divisor, int known, s64 x_bytes, const float* squares, int norm_parts,
+experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_blocks, int parts, u32 row_blocks_inverse,
+        u32 parts_inverse, s64 part_stride, s64 row_stride, const int4* groups, const int* order, int matrices,
+        const u8* last, int x_divisor, int known, s64 x_bytes, const float* squares, int norm_parts,
         float columns, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
@@ -77,6 +77,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
+    if (warp == 8 && lane * 16 < matrices) prefetch(table + lane * 16);  // 16 matrices to a line, of 512 at most
     if (!known) depend();  // even which weights to read comes from the kernel before
     release_next();        // not before: what comes next takes the groups for granted
     __syncthreads();
@@ -89,7 +90,7 @@ experts(const u8* w, const u8* x, float* out, int N, int row_blocks, int k_block
         bool late = known;  // are the rows still to come?
         for (; at < items; at += gridDim.x) {
             if (i) item = item_of(at);
-            const u8* unit = item.group.x < matrices ? w + item.group.x * matrix_bytes : last;
+            const u8* unit = item.group.x < matrices ? (const u8*)table[item.group.x] : last;
             unit += ((s64)item.row_block * k_blocks + item.first_k) * UNIT_BYTES;
             const int pair = lane < item.group.z ? __ldcg(order + item.group.y + lane) : 0;
             const u8* rows = x + (s64)item.first_k * XBYTES;

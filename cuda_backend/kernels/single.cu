@@ -1,6 +1,6 @@
 // single: y = x W' for a step of one row and matrices of a stack: those that it chooses, or one per head; experts.cu has more rows
 // Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/products.py
-// In        w, last  as experts.cu, matrix j of w without CHOICE; choice  choose.cuh
+// In        w        with CHOICE the table of experts.cu, which also has `last`; else matrices, matrix_bytes apart; choice  choose.cuh
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm that is not finished: linear.cu `squares`
 //           y        where rows are MADE here: floats, perhaps partial sums, row j for itself (SUM) or as gate and up (SWIGLU)
 // Out       out [part][j][N] float32, with PACK one packed row of all j; by the SWIGLU of a choice also its weights
@@ -9,6 +9,7 @@
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
 //           the kernel before ends, it requests weights meanwhile: of a head, of a shared expert, and where rows are made
 //           of what was chosen by the kernel before
+//           Addresses are read beside the biases, before the choice is known: one read behind the choice waits for memory
 // Numbers   bit by bit those of moe.cu and experts.cu
 // Bound     bytes of the matrices
 // Tried     variant against what was here then (one row, one H200).
@@ -22,7 +23,7 @@
 #define KNOWN (!CHOICE || MADE)
 
 extern "C" __global__ void __launch_bounds__(288, BLOCKS)
-single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
+single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x, s64 x_bytes, In y, Out out, int N, int K,
        int k_blocks, int parts, u32 parts_inverse, s64 part_stride, s64 row_stride, const float* squares, int norm_parts,
        float columns, float eps) {
 #if KNOWN
@@ -51,8 +52,10 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
         const int k = choice.k;
         [[maybe_unused]] const bool ahead = KNOWN || j == k, writes = MADE && part == 0 && row_block == 0 && j == 0;
         float added[PER];
+        u64 at[PER];
         [[maybe_unused]] float p = 0.0f, total = 0.0f;
         biases(added, choice);
+        places(at, (const u64*)w, j < k ? choice.E : 0);
         if (!ahead || !BULK) depend();
         int mine = 0;
         if (j < k || writes)
@@ -60,10 +63,10 @@ single(const u8* w, s64 matrix_bytes, const u8* last, Choice choice, const u8* x
                 if (i == j) mine = id;
                 if (i == lane) p = of;
             });
-        const u8* unit = j < k ? w + mine * matrix_bytes : last;
+        const u8* unit = j < k ? place_of(at, mine) : last;
 #else
         [[maybe_unused]] const bool ahead = true;
-        const u8* unit = w + j * matrix_bytes;
+        const u8* unit = (const u8*)w + j * matrix_bytes;
         if (!BULK) depend();
 #endif
         unit += ((s64)row_block * k_blocks + first_k) * UNIT_BYTES;

@@ -40,6 +40,10 @@ def test_row_ops():
     on_cpu("ops/test_cuda_ops.py", "quotient or test_op and (rms_norm or mul_ or swiglu)")
 
 
+def test_tables_of_experts():
+    on_cpu("ops/test_cuda_experts.py", "table")
+
+
 def test_draws():
     on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
 

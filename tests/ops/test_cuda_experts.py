@@ -1,0 +1,77 @@
+"""Experts that lie anywhere: the table of addresses that the kernels read, and what is copied where."""
+
+import numpy as np
+import pytest
+
+from common.ops import ExpertWeights
+from common.quants import BLOCKS
+from common.tensors import Tensor
+from common.weights import dense
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.arrays import Array  # noqa: E402
+from cuda_backend.memory import Memory, copy_in, upload  # noqa: E402
+from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.weights import Weight  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+E, HIDDEN, F = 12, 256, 256
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps()
+
+
+def stack(type_: str, rows: int, columns: int, seed: int) -> Tensor:
+    random = np.random.default_rng(seed)
+    shape = (E, rows, columns)
+    if type_ == "F16":
+        return Tensor("w", type_, shape, random.normal(scale=0.06, size=shape).astype("<f2").view(np.uint8))
+    block = BLOCKS[type_]
+    data = random.integers(0, 256, (E * rows * columns // block.elements, block.bytes), dtype=np.uint8)
+    for at in block.halves:
+        data[:, at : at + 2] = np.array([0.01], "<f2").view(np.uint8)
+    return Tensor("w", type_, shape, data.reshape(E, rows, -1))
+
+
+def move(ops: CudaOps, w: Weight) -> Memory:
+    """Move each expert of `w` to other memory, the last one first, and leave NaN where it was."""
+    (s,) = w.segments
+    runtime, stream = cupy.cuda.runtime, ops.context.stream
+    to = Memory(s.memory.nbytes)
+    places = to.address + np.arange(E, dtype=np.uint64)[::-1] * s.expert_bytes
+    for e, place in enumerate(places.tolist()):
+        source = s.memory.address + e * s.expert_bytes
+        runtime.memcpyAsync(place, source, s.expert_bytes, runtime.memcpyDeviceToDevice, stream.ptr)
+    runtime.memsetAsync(s.memory.address, 0xFF, s.memory.nbytes, stream.ptr)
+    copy_in(s.table, np.ascontiguousarray(places), stream)
+    return to
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "F16"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_table_says_where_experts_lie(type_, shared, ops):
+    gate_up, down = (ops.weight(stack(type_, *shape)) for shape in ((2 * F, HIDDEN, 1), (HIDDEN, F, 2)))
+    random = np.random.default_rng(3)
+    router = ops.weight(dense("r", random.normal(scale=HIDDEN**-0.5, size=(E, HIDDEN))))
+    beside = [ops.weight(dense("s", random.normal(scale=0.06, size=n))) for n in ((2 * F, HIDDEN), (HIDDEN, F))]
+    x = random.normal(size=(150, HIDDEN)).astype(np.float32)
+
+    def out(T: int) -> np.ndarray:
+        ops.context.arena.reset()
+        memory = upload(x[:T], ops.context.stream)
+        rows = Array((T, HIDDEN), memory.address, owner=memory)
+        if shared:
+            return ops.read(ops.moe_ffn(rows, ExpertWeights(router, gate_up, down, *beside), 3))
+        return ops.read(ops.moe(rows, gate_up, down, *ops.route_softmax(ops.linear(rows, router), 3)))
+
+    counts = 1, 7, 150
+    before = [out(T) for T in counts]
+    kept = [move(ops, w) for w in (gate_up, down)]
+    for T, expected in zip(counts, before, strict=True):
+        assert np.isfinite(expected).all()
+        assert np.array_equal(out(T), expected), f"{T} rows"
+    assert len(kept) == 2
