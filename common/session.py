@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from common.decode.registry import check, decode
+from common.decode.alone import run_alone
+from common.decode.registry import check
 from common.decode.run import DecodeStats, Run, WedlmStats
 from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
@@ -210,7 +211,7 @@ class Session:
         run.stats, run.wedlm = self.accepted, self.wedlm
         if speculation.drafts and speculation.budget is None:
             run.tuner = self.tuners.setdefault((speculation, sampler.is_argmax), new_tuner(speculation, self.model))
-        yield from decode(run)
+        yield from run_alone(run)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""

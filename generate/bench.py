@@ -11,7 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from common.checkpoint import Checkpoint, open_checkpoint
-from common.decode.plain import plain
+from common.decode.alone import run_alone
+from common.decode.run import Run
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models import Model
@@ -138,7 +139,7 @@ def ours(model: Model) -> Runner:
                 chunk = prompt[at : at + rows]
                 logits = model.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
                 state.commit(np.arange(len(chunk)))
-            tokens = plain(model, state, logits, Sampler(Sampling()))
+            tokens = run_alone(Run(model, state, logits, Sampler(Sampling())))
             next(tokens)
         with Clock() as decode:
             _take(tokens, new_tokens - 1)

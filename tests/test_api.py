@@ -18,7 +18,7 @@ import pytest
 from tiny_chat import TEMPLATE, write
 
 import generate
-from common.decode.registry import decode
+from common.decode.alone import run_alone
 from common.errors import BimetalError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -157,7 +157,7 @@ def steps(llm, monkeypatch):
     left, after = threading.Event(), []
 
     def gated(*args):
-        for n, item in enumerate(decode(*args)):
+        for n, item in enumerate(run_alone(*args)):
             if n == 3:
                 left.wait(10)
             if left.is_set():
@@ -166,11 +166,11 @@ def steps(llm, monkeypatch):
 
     def leave():
         left.set()
-        monkeypatch.setattr("common.session.decode", decode)
+        monkeypatch.setattr("common.session.run_alone", run_alone)
         llm.generate("next", max_tokens=1)
         return len(after)
 
-    monkeypatch.setattr("common.session.decode", gated)
+    monkeypatch.setattr("common.session.run_alone", gated)
     return leave
 
 

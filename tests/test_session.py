@@ -61,7 +61,7 @@ def test_a_character_that_the_end_cuts_is_not_shown(session, monkeypatch):
     """The reply ends after two of the three bytes of "€"."""
     euro = session.tokenizer.encode("a€", add_special_tokens=False)
     tokens = iter([(token, None) for token in euro])
-    monkeypatch.setattr("common.session.decode", lambda _: tokens)
+    monkeypatch.setattr("common.session.run_alone", lambda _: tokens)
     text, reply, reason, _ = generate(session, max_tokens=3)
     assert (text, reply, reason) == ("a", euro[:3], "length")
 

@@ -14,7 +14,6 @@ import tiny_draft
 import generate
 from common.decode.lookup import Lookup
 from common.decode.run import PHASES
-from common.decode.speculative import Drafter
 from common.decoders import DECODERS
 from common.errors import BimetalError, UsageError
 from common.models import load_model
@@ -81,11 +80,11 @@ def right(llm, monkeypatch):
         def ahead(at):
             return [*prompt, *reply.tokens, *[0] * 5][at : at + 4]
 
-        def draft(self, state, token, k):
+        def drafted(model, state, token, k):
             ids = np.array(ahead(state.length + 1), np.int32)
             return ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1))
 
-        monkeypatch.setattr(Drafter, "_draft", draft)
+        monkeypatch.setattr("common.decode.alone.drafted", drafted)
         monkeypatch.setattr(Lookup, "find", lambda self, count: (ahead(len(self.tokens))[:count], 4))
 
     return know

@@ -1,1 +1,1 @@
-"""Decoders: each a generator of tokens over a model and its state; `registry` lists them."""
+"""Decoders: each a generator of requests, which ends a step by a commit; `registry` lists them, `alone` runs one."""

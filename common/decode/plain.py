@@ -1,18 +1,19 @@
 """Plain autoregressive decoding: one row per step."""
 
 from collections.abc import Callable, Generator
+from typing import Any
 
+from common.decode.requests import Choose, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.models import Model
 from common.models.dflash import Pair
 from common.ops import Array
-from common.sampling import Sampler
-from common.step import State, Step
+from common.step import Step
 
 
-def decode(run: Run) -> Generator[tuple[int, Array], None, None]:
+def decode(run: Run) -> Generator[Request, Any, None]:
     """Decode without a draft; one that was loaded is left alone."""
-    return plain(target_of(run.model), run.state, run.logits, run.sampler)
+    return plain(run, run.logits)
 
 
 def target_of(model: Model) -> Model:
@@ -20,34 +21,30 @@ def target_of(model: Model) -> Model:
     return model.target if isinstance(model, Pair) else model
 
 
-def plain(
-    model: Model, state: State, logits: Array, sampler: Sampler, goes_on: Callable[[], bool] | None = None
-) -> Generator[tuple[int, Array], None, None]:
-    """Yield (token, the logits row (1, vocab) it was drawn from) until the state is full or the caller stops.
+def plain(run: Run, logits: Array, goes_on: Callable[[], bool] | None = None) -> Generator[Request, Any, None]:
+    """Emit a token per step until the state is full or the driver stops.
 
-    logits   of the last prompt row. The state then holds all tokens but the newest, so a caller may stop after any
-             yield and go on later from that token.
+    Where the backend runs ahead, a step is asked for before its token has been read: the device computes it while the
+    host reads and prints the token.
+
+    logits   of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
+             token and go on later from it.
     goes_on  called once per token, before it is read; False ends the generator after that token
     """
-    ops = model.ops
+    ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
-    token = ops.sample(logits, sampler)
+    token = yield Choose(logits, sampler)
     while True:
         ahead, is_last = None, goes_on is not None and not goes_on()
         if runs_ahead and not is_last and state.length < state.capacity:
-            ahead = _step(model, state, token)  # the device computes it while the host reads and prints the token
-            next_token = ops.sample(ahead, sampler)
-        value = int(ops.read(token)[0])
+            ahead = yield Rows(Step.chain(token, state.length), sampler, target_only=True)
+        (values,) = yield Read((token,))
+        value = int(values[0])
         sampler.accept(value)
-        yield value, logits
+        yield Emit(value, logits)
         if is_last or state.length >= state.capacity:
             return
         if ahead is None:
-            ahead = _step(model, state, token)
-            next_token = ops.sample(ahead, sampler)
+            ahead = yield Rows(Step.chain(values, state.length), sampler, target_only=True)
         state.commit([0])
-        logits, token = ahead, next_token
-
-
-def _step(model: Model, state: State, token: Array) -> Array:
-    return model.forward(state, Step.chain(token, state.length))
+        logits, token = ahead.logits, ahead.sampled

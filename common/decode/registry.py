@@ -1,15 +1,16 @@
 """From a row of common.decoders to the function that decodes."""
 
 from collections.abc import Callable, Generator
+from typing import Any
 
 from common.decode import plain, speculative, wedlm
+from common.decode.requests import Request
 from common.decode.run import Run
 from common.decoders import Speculation
 from common.models import Model
-from common.ops import Array
 from common.sampling import Sampler
 
-Decode = Callable[[Run], Generator[tuple[int, Array], None, None]]
+Decode = Callable[[Run], Generator[Request, Any, None]]
 
 FAMILIES: dict[str, Decode] = {"plain": plain.decode, "speculative": speculative.decode, "wedlm": wedlm.decode}
 
@@ -22,6 +23,6 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
         wedlm.check(options, plain.target_of(model), sampler)
 
 
-def decode(run: Run) -> Generator[tuple[int, Array], None, None]:
-    """Yield (token, the logits row (1, vocab) it was drawn from) until the state is full or the caller stops."""
+def decode(run: Run) -> Generator[Request, Any, None]:
+    """Ask for what decoding takes, and emit tokens until the state is full or the driver stops."""
     return FAMILIES[run.options.decoder.family](run)

@@ -105,8 +105,9 @@ class Run:
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
     unread  last tokens of the prompt that `state` does not hold yet, which WeDLM's first step reads
 
-    Once a decoder's generator is closed, `state` holds a prefix of prompt and reply: all tokens but the newest, except
-    in WeDLM's windows, whose newest tokens are committed a step later.
+    A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
+    holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are
+    committed a step later.
     """
 
     model: Model

@@ -6,12 +6,14 @@ plain decoding; a draft only decides how many of those choices one step yields.
 
 import time
 from collections.abc import Generator
+from typing import Any
 
 import numpy as np
 
 from common.decode.ddtree import Tree, grow
 from common.decode.lookup import Lookup
-from common.decode.plain import plain, target_of
+from common.decode.plain import plain
+from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.decode.tuner import STRETCH, Tuner
 from common.decoders import Speculation
@@ -51,7 +53,7 @@ class Drafter:
     """Grows the tree of each step, by lookup, by the draft model, or both."""
 
     def __init__(self, run: Run):
-        self.model, self.options, self.stats = run.model, run.options, run.stats
+        self.options, self.stats = run.options, run.stats
         self.lookup = Lookup(run.tokens) if "lookup" in run.options.kind else None
 
     def append(self, token: int) -> None:
@@ -59,7 +61,7 @@ class Drafter:
         if self.lookup:
             self.lookup.append(token)
 
-    def tree(self, state: State, token: int, budget: int) -> Tree:
+    def tree(self, state: State, token: int, budget: int) -> Generator[Request, Any, Tree]:
         """Continuations of `token`, the newest; `budget` nodes at most."""
         kind, tree = self.options.kind, Tree(token)
         room = state.capacity - state.length - 1  # a path may fill the state with its root and so many nodes
@@ -70,7 +72,7 @@ class Drafter:
         if room < 1 or budget < 1 or kind == "lookup" or (kind == "lookup+chain" and len(tree) > 1):
             self.stats.seconds["tree"] += time.perf_counter() - started
             return tree
-        ids, logp = self._draft(state, token, 1 if "chain" in kind else min(self.options.top_k, budget))
+        ids, logp = yield Draft(token, 1 if "chain" in kind else min(self.options.top_k, budget))
         drafted = time.perf_counter()
         ids, logp = ids[: min(room, budget)], logp[: min(room, budget)]
         if "chain" in kind or self.options.seed_chain:
@@ -81,14 +83,9 @@ class Drafter:
         self.stats.seconds["tree"] += time.perf_counter() - drafted
         return tree
 
-    def _draft(self, state: State, token: int, k: int) -> tuple[np.ndarray, ...]:
-        assert isinstance(self.model, Pair)
-        ids, logp = self.model.ops.top_k(self.model.propose(state, token), k)
-        return self.model.ops.read_all(ids, logp)
 
-
-def decode(run: Run) -> Generator[tuple[int, Array], None, None]:
-    """Yield (token, the logits row (1, vocab) it was drawn from), as `plain` does and with the same tokens.
+def decode(run: Run) -> Generator[Request, Any, None]:
+    """Emit the tokens that `plain` emits, with the logits rows (1, vocab) that they were drawn from.
 
     With a budget left open, the tuner chooses it before each step. Where it chooses none, plain decoding takes over, at
     its own speed and without the draft, until the tuner asks for a budget again.
@@ -112,9 +109,10 @@ def decode(run: Run) -> Generator[tuple[int, Array], None, None]:
         token = yield from _first(run, drafter)
     while run.state.length < run.state.capacity:
         if budget == 0:
-            logits = target_of(run.model).forward(run.state, Step.chain(np.array([token], np.int32), run.state.length))
+            step = Step.chain(np.array([token], np.int32), run.state.length)
+            done = yield Rows(step, target_only=True)
             run.state.commit([0])
-            token, budget = yield from _plain(run, drafter, tuner, logits)
+            token, budget = yield from _plain(run, drafter, tuner, done.logits)
         else:
             started = time.perf_counter()
             token, path = yield from _step(run, drafter, token, budget)
@@ -122,19 +120,19 @@ def decode(run: Run) -> Generator[tuple[int, Array], None, None]:
             budget = tuner.choose()
 
 
-def _first(run: Run, drafter: Drafter) -> Generator[tuple[int, Array], None, int]:
-    """Yield the token after the prompt, and return it."""
-    token = int(run.model.ops.read(run.model.ops.sample(run.logits, run.sampler))[0])
+def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
+    """Emit the token after the prompt, and return it."""
+    chosen = yield Choose(run.logits, run.sampler)
+    (values,) = yield Read((chosen,))
+    token = int(values[0])
     run.sampler.accept(token)
     drafter.append(token)
-    yield token, run.logits
+    yield Emit(token, run.logits)
     return token
 
 
-def _plain(
-    run: Run, drafter: Drafter, tuner: Tuner, logits: Array
-) -> Generator[tuple[int, Array], None, tuple[int, int]]:
-    """Yield tokens of plain decoding from `logits` on until the tuner chooses a budget; return the newest and that.
+def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator[Request, Any, tuple[int, int]]:
+    """Emit tokens of plain decoding from `logits` on until the tuner chooses a budget; return the newest and that.
 
     The tuner chooses, and learns what steps took, once per stretch: a step may be as short as the host's work for it.
     """
@@ -151,12 +149,18 @@ def _plain(
         return budget == 0
 
     steps, switched, started = 0, True, time.perf_counter()
+    decoder, answer = plain(run, logits, goes_on), None
     try:
-        for token, row in plain(target_of(run.model), run.state, logits, run.sampler, goes_on):
+        while (request := _sent(decoder, answer)) is not None:
+            answer = None
+            if type(request) is not Emit:
+                answer = yield request
+                continue
+            token = request.token
             drafter.append(token)
-            of_prompt = row is run.logits
+            of_prompt = request.row is run.logits
             steps += not of_prompt
-            yield token, row
+            yield request
             if of_prompt:
                 switched, started = False, time.perf_counter()
             elif switched or steps >= STRETCH or tuner.plain_steps() == 1:
@@ -169,31 +173,41 @@ def _plain(
     return token, budget
 
 
-def _step(
-    run: Run, drafter: Drafter, token: int, budget: int
-) -> Generator[tuple[int, Array], None, tuple[int, list[int]]]:
-    """Yield the tokens that one step verifies after `token`; return the newest and the path of accepted nodes."""
-    model, state, ops, sampler = run.model, run.state, run.model.ops, run.sampler
-    tree = drafter.tree(state, token, budget)
+def _sent(decoder: Generator[Request, Any, None], answer: Any) -> Request | None:
+    """The decoder's next request, or None where it has ended."""
+    try:
+        return decoder.send(answer)
+    except StopIteration:
+        return None
+
+
+def _step(run: Run, drafter: Drafter, token: int, budget: int) -> Generator[Request, Any, tuple[int, list[int]]]:
+    """Emit the tokens that one step verifies after `token`; return the newest and the path of accepted nodes."""
+    state, sampler = run.state, run.sampler
+    tree = yield from drafter.tree(state, token, budget)
     drafted = time.perf_counter()
     step = Step.tree(np.array(tree.tokens, np.int32), tree.parents, state.length)
-    rows = model.forward(state, step)
-    chooser = sampler if sampler.is_argmax else Ahead(sampler, step.positions - state.length)
-    best = ops.read(ops.sample(rows, chooser)) if ops.chooses(sampler) else None
-    path, verified = [0], time.perf_counter()
+    best = None
+    if run.model.ops.chooses(sampler):
+        done = yield Rows(step, sampler if sampler.is_argmax else Ahead(sampler, step.positions - state.length))
+        (best,) = yield Read((done.sampled,))
+    else:
+        done = yield Rows(step)
+    rows, path, verified = done.logits, [0], time.perf_counter()
     try:
         while True:
             node = path[-1]
             row = rows[node : node + 1]
             if best is None:
-                token = sampler.pick(ops.read(row)[0])
+                (values,) = yield Read((row,))
+                token = sampler.pick(values[0])
             else:
                 token = int(best[node])
                 if not sampler.is_argmax:
                     sampler.numbers(1)  # which it was drawn with
             sampler.accept(token)
             drafter.append(token)
-            yield token, row
+            yield Emit(token, row)
             child = tree.children[node].get(token)
             if child is None:
                 break

@@ -13,10 +13,11 @@ Source: Liu et al. 2025, arXiv 2512.22737; streaming order and defaults as in th
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from common.decode.plain import target_of
+from common.decode.requests import Choose, Computed, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.decoders import Speculation, WedlmOptions
 from common.errors import UsageError
@@ -52,9 +53,8 @@ def most_unread(options: WedlmOptions) -> int:
     return 0 if options.verify else MAX_DECODE_ROWS - options.window
 
 
-def decode(run: Run) -> Generator[tuple[int, Array], None, None]:
-    """Yield (token, the logits row (1, vocab) it was drawn from); the draft of a pair is left alone."""
-    run.model = target_of(run.model)
+def decode(run: Run) -> Generator[Request, Any, None]:
+    """Emit tokens and the logits rows (1, vocab) that they were chosen from; the draft of a pair is left alone."""
     check(run.options, run.model, run.sampler)
     if run.options.wedlm.verify:
         return verified(run)
@@ -110,14 +110,13 @@ class _Window:
         return Step(tokens, self.base + order, parents, np.zeros(len(order), np.int32)), masks
 
 
-def windows(run: Run) -> Generator[tuple[int, Array], None, None]:
-    """Yield (token, the logits row (1, vocab) that it was chosen from) until the state is full or the caller stops.
+def windows(run: Run) -> Generator[Request, Any, None]:
+    """Emit tokens until the state is full or the driver stops.
 
-    The first step reads the prompt's unread tokens with the first masks. A token is yielded once it and all before it
+    The first step reads the prompt's unread tokens with the first masks. A token is emitted once it and all before it
     are filled. When the generator is closed, the state holds a prefix of prompt and reply.
     """
-    model, state, options, stats = run.model, run.state, run.options.wedlm, run.wedlm
-    mask = mask_id(model)
+    state, options, stats, mask = run.state, run.options.wedlm, run.wedlm, mask_id(run.model)
     unread = len(run.unread)
     window = _Window(state.length, list(run.unread), [True] * unread)
     yielded = first = state.length + unread  # positions of the reply
@@ -128,12 +127,12 @@ def windows(run: Run) -> Generator[tuple[int, Array], None, None]:
         for _ in range(min(full, state.capacity - window.base) - len(window)):
             window.add(mask, False)
         step, masks = window.step()
-        logits = model.forward(state, step)
+        done, ahead = yield from _computed(run, window, step, masks, yielded)
         computed = time.perf_counter()
         state.commit(np.arange(leading))
         committed = time.perf_counter()
         if masks:
-            _fill(run, window, masks, logits[len(step) - len(masks) :], mask, yielded)
+            yield from _fill(run, window, masks, done, ahead)
             stats.fills += 1
         chosen = time.perf_counter()
         prompt = unread if window.base < first else 0
@@ -150,41 +149,57 @@ def windows(run: Run) -> Generator[tuple[int, Array], None, None]:
                 run.sampler.accept(token)
                 stats.tokens += 1
                 yielded += 1
-                yield token, window.logits.pop(position)
+                yield Emit(token, window.logits.pop(position))
         finally:
             stats.seconds["host"] += time.perf_counter() - chosen
 
 
-def _fill(run: Run, window: _Window, masks: Sequence[int], rows: Array, mask: int, yielded: int) -> None:
-    """Fill the masks that the options choose from their logits `rows` (masks, vocab)."""
-    ops, sampler = run.model.ops, run.sampler
-    slots = np.asarray(masks)
-    best, entropies = ops.read_all(*ops.argmax_entropy(rows, mask))
+def _computed(
+    run: Run, window: _Window, step: Step, masks: Sequence[int], yielded: int
+) -> Generator[Request, Any, tuple[Computed, Ahead | None]]:
+    """Compute a window's step; by what its masks draw, where they draw by chance."""
+    rows = slice(len(step) - len(masks), len(step))
+    if not masks:
+        return (yield Rows(step, target_only=True)), None
+    mask, sampler = mask_id(run.model), run.sampler
+    if sampler.is_argmax:
+        return (yield Rows(step, mask=mask, masked=rows, target_only=True)), None
+    ahead = Ahead(sampler, window.base + np.asarray(masks) - yielded)  # a position draws with its own number always
+    chooser = ahead if run.model.ops.chooses(sampler) else None
+    return (yield Rows(step, chooser, rows, mask, rows, target_only=True)), ahead
+
+
+def _fill(
+    run: Run, window: _Window, masks: Sequence[int], done: Computed, ahead: Ahead | None
+) -> Generator[Request, Any, None]:
+    """Fill the masks that the options choose; `masks` are slots, and the last rows of the step."""
+    slots, rows = np.asarray(masks), done.logits[len(done.logits) - len(masks) :]
+    best, entropies = yield Read(done.masked)
     chosen = choose(entropies, slots - slots[0], run.options.wedlm)
-    if not sampler.is_argmax:
-        at = Ahead(sampler, window.base + slots - yielded)  # a position draws with its own number in every step
-        if ops.chooses(sampler):
-            best = ops.read(ops.sample(rows, at))
-        else:
-            host = ops.read(rows)
-            best = np.array([at.pick(row) for row in host])
+    if ahead is not None and done.sampled is not None:
+        (best,) = yield Read((done.sampled,))
+    elif ahead is not None:
+        (host,) = yield Read((rows,))
+        best = np.array([ahead.pick(row) for row in host])
     for j in chosen.tolist():
         window.fill(int(slots[j]), int(best[j]), rows[j : j + 1])
 
 
-def verified(run: Run) -> Generator[tuple[int, Array], None, None]:
-    """Yield (token, its logits row) of plain greedy decoding, with the model's own masks as the draft.
+def verified(run: Run) -> Generator[Request, Any, None]:
+    """Emit the tokens of plain greedy decoding, with the model's own masks as the draft.
 
     Rows of a step: the newest token, the draft, and masks after it. The next-token logits of the newest token and of
     each confirmed draft token confirm the next one or correct it, which gives a further token; what the masks predict
     up to the first entropy of tau is the next draft.
     """
-    model, state, sampler, options, stats = run.model, run.state, run.sampler, run.options.wedlm, run.wedlm
-    ops, mask = model.ops, mask_id(model)
-    token = int(ops.read(ops.sample(run.logits, sampler))[0])
+    state, sampler, options, stats = run.state, run.sampler, run.options.wedlm, run.wedlm
+    mask = mask_id(run.model)
+    first = yield Choose(run.logits, sampler)
+    (values,) = yield Read((first,))
+    token = int(values[0])
     sampler.accept(token)
     stats.tokens += 1
-    yield token, run.logits
+    yield Emit(token, run.logits)
     draft: list[int] = []
     while state.length < state.capacity:
         began = time.perf_counter()
@@ -192,12 +207,12 @@ def verified(run: Run) -> Generator[tuple[int, Array], None, None]:
         draft = draft[:room]
         masks = min(options.window, room - len(draft))
         tokens = np.array([token, *draft, *[mask] * masks], np.int32)
-        rows = model.forward(state, Step.chain(tokens, state.length))
-        computed = time.perf_counter()
-        head = 1 + len(draft)
-        sampled, found = ops.sample(rows[:head], sampler), ops.argmax_entropy(rows[head:], mask) if masks else ()
-        best = ops.read(sampled)
-        predicted, entropies = ops.read_all(*found) if found else ((), np.empty(0))
+        head, step = 1 + len(draft), Step.chain(tokens, state.length)
+        at = slice(head, len(tokens))
+        done = yield Rows(step, sampler, slice(0, head), mask if masks else None, at, target_only=True)
+        rows, computed = done.logits, time.perf_counter()
+        (best,) = yield Read((done.sampled,))
+        predicted, entropies = (yield Read(done.masked)) if masks else ((), np.empty(0))
         chosen = time.perf_counter()
         kept = 0
         try:
@@ -206,7 +221,7 @@ def verified(run: Run) -> Generator[tuple[int, Array], None, None]:
                 kept += 1
                 sampler.accept(token)
                 stats.tokens += 1
-                yield token, rows[kept - 1 : kept]
+                yield Emit(token, rows[kept - 1 : kept])
                 if kept > len(draft) or draft[kept - 1] != token:
                     break
         finally:

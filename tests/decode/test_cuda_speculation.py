@@ -9,9 +9,9 @@ import tiny
 import tiny_draft
 from test_plain import prefilled
 
-from common.decode.plain import plain
+from common.decode.alone import run_alone
 from common.decode.run import DecodeStats, Run
-from common.decode.speculative import check, decode
+from common.decode.speculative import check
 from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, NotFiniteError, UsageError
 from common.models import load_model
@@ -65,7 +65,7 @@ def test_memory_of_a_state(pair):
 
     def used() -> int:
         state, logits = prefilled(pair, TEXT[:12].tolist())
-        tokens = decode(Run(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7)))
+        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7)))
         for _ in range(12):
             next(tokens)
         tokens.close()
@@ -79,7 +79,7 @@ def test_memory_of_a_state(pair):
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind != "off"])
+@pytest.mark.parametrize("kind", [row.name for row in DECODERS.values() if row.family == "speculative"])
 def test_greedy_equals_plain(pair, kind):
     assert_plain(pair, TEXT[:20].tolist(), 40, Speculation(kind, 12))
 
@@ -98,7 +98,7 @@ def test_sampled_text(pair, sampling):
     asked, prompt = Sampling(temperature=0.9, seed=6, **sampling), TEXT[:20].tolist()
     assert_plain(pair, prompt, 30, Speculation("lookup+tree", 12), asked)
     state, logits = prefilled(pair, prompt)
-    tokens, sampler = plain(pair, state, logits, Sampler(asked)), Sampler(asked)
+    tokens, sampler = run_alone(Run(pair, state, logits, Sampler(asked))), Sampler(asked)
     for token, row in itertools.islice(tokens, 30):
         assert token == sampler.pick(pair.ops.read(row)[0])
         sampler.accept(token)
@@ -118,11 +118,11 @@ def test_every_family_is_a_target(name, kind, tmp_path):
 def assert_plain(pair, prompt, new, speculation, sampling=None):
     sampling = sampling or Sampling()
     state, logits = prefilled(pair, prompt)
-    tokens = plain(pair, state, logits, Sampler(sampling))
+    tokens = run_alone(Run(pair, state, logits, Sampler(sampling)))
     expected = [next(tokens)[0] for _ in range(new)]
     state, logits = prefilled(pair, prompt)
     accepted = DecodeStats()
-    tokens = decode(Run(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted))
+    tokens = run_alone(Run(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted))
     assert [next(tokens)[0] for _ in range(new)] == expected
     tokens.close()
     assert state.length == len(prompt) + new - 1

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from common.decode.plain import plain
-from common.decode.registry import decode
+from common.decode.alone import run_alone
 from common.decode.run import Run
 from common.decoders import Speculation, WedlmOptions
 from common.models import load_model
@@ -61,7 +60,7 @@ def decoded(model, prompt, count, options, unread=3, sampling=None):
     run = Run(model, state, logits, Sampler(sampling or Sampling(), prompt), prompt)
     run.options, run.unread = Speculation("wedlm", wedlm=options), prompt[len(prompt) - unread :]
     out, rows = [], []
-    with closing(decode(run)) as tokens:
+    with closing(run_alone(run)) as tokens:
         for token, row in islice(tokens, count):
             out.append(token)
             rows.append(row)
@@ -127,7 +126,7 @@ def test_a_window_of_one_is_a_loop(model):
 def test_verified_text_is_plain_decodings(window, tau, model):
     for prompt in (PROMPT, [1], [7] * 12):
         state, logits = read(model, prompt)
-        expected = [token for token, _ in islice(plain(model, state, logits, Sampler(Sampling())), 30)]
+        expected = [token for token, _ in islice(run_alone(Run(model, state, logits, Sampler(Sampling()))), 30)]
         out, _, counts, state = decoded(model, prompt, 30, WedlmOptions(window, tau, verify=True))
         assert out == expected
         assert counts.forwards < 30
@@ -151,6 +150,6 @@ def test_no_row_of_logits_is_copied(model, monkeypatch):
     )
     state = model.new_state(64)
     run = Run(model, state, None, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=options), unread=PROMPT)
-    with closing(decode(run)) as tokens:
+    with closing(run_alone(run)) as tokens:
         assert len(list(islice(tokens, 12))) == 12
     assert max(sizes) <= 12

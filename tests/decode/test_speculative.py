@@ -9,10 +9,10 @@ import tiny
 import tiny_draft
 from test_plain import prefilled
 
+from common.decode import alone as driver
 from common.decode import speculative
-from common.decode.plain import plain
+from common.decode.alone import run_alone
 from common.decode.run import DecodeStats, Run
-from common.decode.speculative import Drafter
 from common.decode.tuner import Tuner
 from common.decoders import DECODERS, Speculation
 from common.errors import UsageError
@@ -23,11 +23,11 @@ from common.sampling import Sampler, Sampling
 
 PROMPT, NEW = 20, 40
 NEAR_TIE = 1e-3  # two float32 ways to the same logits, as in tests/test_state.py
-KINDS = [name for name in DECODERS if name != "off"]
+KINDS = [row.name for row in DECODERS.values() if row.family == "speculative"]
 
 
 def speculate(model, state, logits, sampler, tokens, options, stats=None):
-    return speculative.decode(Run(model, state, logits, sampler, tokens, options, stats=stats or DecodeStats()))
+    return run_alone(Run(model, state, logits, sampler, tokens, options, stats=stats or DecodeStats()))
 
 
 def decode(model, prompt, count, speculation=None, capacity=tiny.CAPACITY, accepted=None, **sampling):
@@ -35,7 +35,7 @@ def decode(model, prompt, count, speculation=None, capacity=tiny.CAPACITY, accep
     state, logits = prefilled(model, prompt, capacity)
     sampler = Sampler(Sampling(**sampling), prompt)
     if speculation is None:
-        tokens = plain(model, state, logits, sampler)
+        tokens = run_alone(Run(model, state, logits, sampler))
     else:
         tokens = speculate(model, state, logits, sampler, list(prompt), speculation, accepted)
     out, margins = [], []
@@ -67,7 +67,7 @@ def prophet(monkeypatch):
     def know(prompt, tokens, vocab, depth=4):
         text = [*prompt, *tokens, *[0] * 20]
 
-        def draft(self, state, token, k):
+        def draft(model, state, token, k):
             at = state.length + 1
             ids = np.stack([random.permutation(vocab)[: max(k, 2)] for _ in range(depth)])
             for place, true in enumerate(text[at : at + depth]):
@@ -75,7 +75,7 @@ def prophet(monkeypatch):
                     ids[place, random.integers(min(k, 2))] = true
             return ids[:, :k].astype(np.int32), np.sort(random.uniform(-3, 0, (depth, k)))[:, ::-1]
 
-        monkeypatch.setattr(Drafter, "_draft", draft)
+        monkeypatch.setattr(driver, "drafted", draft)
 
     return know
 
@@ -193,7 +193,7 @@ def test_plain_stretches_leave_the_draft_alone(name, sampling, stretch, ops, tmp
         tuner = Script([*first, *[0] * stretch, *[7] * 60])
         sampler = Sampler(Sampling(**sampling), prompt)
         run = Run(pair, state, logits, sampler, prompt, Speculation("chain"), tuner)
-        tokens = [token for (token, _), _ in zip(speculative.decode(run), range(new), strict=False)]
+        tokens = [token for (token, _), _ in zip(run_alone(run), range(new), strict=False)]
         assert_same(tokens, expected, margins, ops)
         assert len(reads) == sum(size > 0 for size, _ in tuner.recorded) + 1 > 2
         assert run.stats.budgets[0] >= stretch
@@ -244,9 +244,9 @@ def test_chi_square(kind, monkeypatch):
     monkeypatch.setattr(speculative, "check", lambda *_: None)
     random = np.random.default_rng(0)
     monkeypatch.setattr(
-        Drafter,
-        "_draft",
-        lambda self, state, token, k: (
+        driver,
+        "drafted",
+        lambda model, state, token, k: (
             np.stack([random.permutation(5)[:k] for _ in range(3)]),
             np.sort(random.uniform(-3, 0, (3, k)))[:, ::-1],
         ),
@@ -349,7 +349,7 @@ def test_speed_of_a_budget_that_is_learnt(kind, row, draft, least, monkeypatch):
             token = int(Markov.table[token].argmax())
             yield token if random.random() < 0.75 else (token + 1) % 5
 
-    def propose(self, state, token, k):
+    def propose(model, state, token, k):
         clock.now += draft * 1e-3
         ids = np.stack([np.roll(np.arange(5), -token)[:k] for token in drafts(token)])
         return ids, np.tile(-np.arange(k, dtype=np.float32) - 0.3, (15, 1))
@@ -360,7 +360,7 @@ def test_speed_of_a_budget_that_is_learnt(kind, row, draft, least, monkeypatch):
     monkeypatch.setattr(speculative, "check", lambda *_: None)
     monkeypatch.setattr(speculative, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(Markov, "forward", forward)
-    monkeypatch.setattr(Drafter, "_draft", propose)
+    monkeypatch.setattr(driver, "drafted", propose)
     monkeypatch.setattr(speculative.Lookup, "find", find)
     model, accepted = Markov(), DecodeStats()
     state, speculation = model.new_state(2000), Speculation(kind)

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from wedlm_simulator import qwen3, simulate, visible
 
-from common.decode.plain import plain
-from common.decode.registry import check, decode
+from common.decode.alone import run_alone
+from common.decode.registry import check
 from common.decode.run import Run, WedlmStats
 from common.decode.wedlm import choose
 from common.decoders import Speculation, WedlmOptions
@@ -62,7 +62,7 @@ def decoded(model, prompt, count, options, sampling=None, unread=1, capacity=tin
     state, logits = read(model, prompt[: len(prompt) - unread], capacity)
     rest, sampler = prompt[len(prompt) - unread :], Sampler(sampling or Sampling(), prompt)
     run = Run(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options), unread=rest)
-    with closing(decode(run)) as tokens:
+    with closing(run_alone(run)) as tokens:
         out = [token for token, _ in islice(tokens, count)]
     return out, run.wedlm, state
 
@@ -205,7 +205,7 @@ def test_the_state_may_fill_up(capacity, model):
 def test_verified_text_is_plain_decodings(window, tau, model):
     for prompt in (PROMPT, [1], [7] * 12):
         state, logits = read(model, prompt)
-        expected = [token for token, _ in islice(plain(model, state, logits, Sampler(Sampling())), 40)]
+        expected = [token for token, _ in islice(run_alone(Run(model, state, logits, Sampler(Sampling()))), 40)]
         out, stats, state = decoded(model, prompt, 40, WedlmOptions(window, tau, verify=True))
         assert out == expected
         assert stats.forwards <= 40

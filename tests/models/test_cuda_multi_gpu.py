@@ -11,8 +11,8 @@ import tiny_draft
 from narrow import WIDE, narrow
 
 import generate
+from common.decode.alone import run_alone
 from common.decode.run import Run
-from common.decode.speculative import decode
 from common.decoders import Speculation
 from common.errors import BimetalError, UsageError
 from common.fit import SPARE, context_that_fits, predict_layers
@@ -173,7 +173,7 @@ def test_draft(target, placement, one, tmp_path):
             state.commit(range(12))
             out.append(pair.ops.read(pair.propose(state, int(ids[12]))))
             text, how = ids[:12].tolist(), Speculation(kind, 5)
-            tokens = decode(Run(pair, state, logits, Sampler(Sampling()), text, how))
+            tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), text, how))
             for token, row in (next(tokens) for _ in range(5)):
                 out += [np.array([token]), pair.ops.read(row)]
         outputs.append(out)

@@ -1,0 +1,66 @@
+"""Run one decoder over one state: each request is answered as it comes."""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from common.decode.plain import target_of
+from common.decode.registry import decode
+from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Request, Rows
+from common.decode.run import Run
+from common.models import Model
+from common.models.dflash import Pair
+from common.ops import Array, Ops
+from common.step import State
+
+
+def run_alone(run: Run) -> Generator[tuple[int, Array], None, None]:
+    """Yield (token, the logits row (1, vocab) it was chosen from) until the state is full or the caller stops."""
+    decoder = decode(run)
+    answer: Any = None
+    try:
+        while True:
+            request = decoder.send(answer)
+            if type(request) is Emit:
+                yield request
+                answer = None
+            else:
+                answer = answered(run.model, run.state, request)
+    except StopIteration:
+        return
+    finally:
+        decoder.close()
+
+
+def answered(model: Model, state: State, request: Request) -> Any:
+    """The answer to a request of one decoder that is not an Emit."""
+    ops = model.ops
+    match request:
+        case Rows():
+            runs = target_of(model) if request.target_only else model
+            return computed(ops, runs.forward(state, request.step), request)
+        case Read(of):
+            return ops.read_all(*of)
+        case Choose(logits, sampler):
+            return ops.sample(logits, sampler)
+        case Draft(token, k):
+            return drafted(model, state, token, k)
+    raise TypeError(f"a decoder asked for {request!r}")
+
+
+def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
+    """Choose from the logits (T, vocab) of a step what `rows` asks for."""
+    sampled: Array = None
+    masked: tuple[Array, ...] = ()
+    if rows.sampler is not None:
+        sampled = ops.sample(logits if rows.sampled == EVERY else logits[rows.sampled], rows.sampler)
+    if rows.mask is not None:
+        masked = ops.argmax_entropy(logits[rows.masked], rows.mask)
+    return Computed(logits, sampled, masked)
+
+
+def drafted(model: Model, state: State, token: int, k: int) -> tuple[np.ndarray, ...]:
+    """The `k` likeliest tokens of each position after `token`, and their log-probabilities, (depth, k) each."""
+    assert isinstance(model, Pair)
+    return model.ops.read_all(*model.ops.top_k(model.propose(state, token), k))
