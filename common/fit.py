@@ -18,7 +18,7 @@ from common.gguf import read_gguf
 from common.ops import LayerSize, Ops
 from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
-from common.weights import Layout, Matrix, Stored, Table, account
+from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -76,7 +76,8 @@ def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[int
     for layer, name, entry in places:
         if isinstance(entry, Matrix):
             parts = [_shaped(checkpoint, part, (name, i), kinds) for i, part in enumerate(entry.parts)]
-            sizes[layer] += ops.held_bytes(*parts)
+            held = ops.held_expert_bytes if isinstance(entry, ExpertMatrix) else ops.held_bytes
+            sizes[layer] += held(*parts)
         elif entry is not None:
             sizes[layer] += VECTOR_ITEM * math.prod(entry.stored.shape)
     return sizes

@@ -117,6 +117,10 @@ class Ops(ABC):
     def weight(self, *parts: Tensor) -> Weight:
         """A matrix (rows, columns) or experts (E, rows, columns), quantized as stored; parts are stacked by rows."""
 
+    def expert_weight(self, *parts: Tensor) -> Weight:
+        """The experts (E, rows, columns) of a mixture, as `weight`; a backend may hold some of them elsewhere."""
+        return self.weight(*parts)
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Weights that are made within can be used behind it, and their tensors must last as long.
@@ -150,6 +154,10 @@ class Ops(ABC):
     def held_bytes(self, *parts: Tensor) -> int:
         """Bytes that `weight(*parts)` will occupy; looks at types and shapes, not at data."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
+
+    def held_expert_bytes(self, *parts: Tensor) -> int:
+        """Bytes that `expert_weight(*parts)` will occupy."""
+        return self.held_bytes(*parts)
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         """Bytes that a state of `spec` occupies once `tokens` tokens have been read in steps of `rows`."""

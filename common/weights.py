@@ -70,6 +70,10 @@ class Matrix:
         object.__setattr__(self, "parts", parts)
 
 
+class ExpertMatrix(Matrix):
+    """The matrices (experts, rows, columns) of a mixture's experts, of which `moe` takes those that rows choose."""
+
+
 @dataclass(frozen=True)
 class Vector:
     """A small dense weight: norms, conv taps, decays."""
@@ -212,11 +216,18 @@ def _handle(checkpoint: Checkpoint, entry: "Matrix | Vector", ops: Ops) -> Any:
     parts = [canonical(checkpoint, stored, unseen) for stored in entry.parts]
     if isinstance(entry, Vector) and not np.isfinite(dequantize(parts[0])).all():
         raise BimetalError(f"{parts[0].name} is not finite")  # as stored, or once fixed: exp of a large A_log
-    handle = ops.weight(*parts) if isinstance(entry, Matrix) else ops.vector(parts[0])
+    handle = to_backend(entry, parts, ops)
     for stored in entry.parts:
         for name in stored.names:
             checkpoint.release(checkpoint.tensors[name])
     return handle
+
+
+def to_backend(entry: "Matrix | Vector", parts: Sequence[Tensor], ops: Ops) -> Any:
+    """The handle of a weight, of the canonical tensors of its parts."""
+    if isinstance(entry, Vector):
+        return ops.vector(parts[0])
+    return ops.expert_weight(*parts) if isinstance(entry, ExpertMatrix) else ops.weight(*parts)
 
 
 def canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:

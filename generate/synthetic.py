@@ -17,7 +17,7 @@ from common.models import ARCHITECTURES, Model
 from common.ops import Ops
 from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
-from common.weights import Matrix, Stored, Vector, dense, make_weights
+from common.weights import Matrix, Stored, Vector, dense, make_weights, to_backend
 
 METADATA: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": {
@@ -116,7 +116,7 @@ def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
 
     def made(entry: Matrix | Vector) -> Any:
         tensors = [checkpoint.tensors[s.names[0]] for s in entry.parts]  # as canonical as they need to be
-        return ops.weight(*tensors) if isinstance(entry, Matrix) else ops.vector(tensors[0])
+        return to_backend(entry, tensors, ops)
 
     weights = make_weights(layout, ops, made, "making", progress)
     return Model(architecture, definition, config, layout, weights, ops)

@@ -12,7 +12,7 @@ from common.errors import BimetalError
 from common.ops import Array, ExpertWeights, Ops, Rope
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
-from common.weights import Matrix, Names, Stored, Table, Vector
+from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:
 
     E, F, S = e.count, e.ffn, e.shared_ffn
     if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
-        gate_up = Matrix(at("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden)))
+        gate_up = ExpertMatrix(at("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden)))
     else:
-        gate_up = Matrix(
+        gate_up = ExpertMatrix(
             experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden)),
             experts("up_proj", "ffn_up_exps.weight", (E, F, hidden)),
         )
@@ -78,7 +78,7 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:
         "router": Matrix(at(first("mlp.gate.weight", "mlp.gate.proj.weight"), "ffn_gate_inp.weight", (E, hidden))),
         "router_bias": Vector(at(bias, "exp_probs_b.bias", (E,))),
         "experts_gate_up": gate_up,
-        "experts_down": Matrix(experts("down_proj", "ffn_down_exps.weight", (E, hidden, F))),
+        "experts_down": ExpertMatrix(experts("down_proj", "ffn_down_exps.weight", (E, hidden, F))),
         "gate_up": Matrix(
             at(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden)),
             at(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden)),

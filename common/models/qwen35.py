@@ -17,7 +17,7 @@ from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_f
 from common.ops import Array, DeltaWeights, ExpertWeights, Ops, Rope
 from common.step import State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
-from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
+from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
 
 
 @dataclass(frozen=True)
@@ -298,16 +298,16 @@ def _moe_weights(c: Config, at: Names) -> Table:
         return at(f"mlp.experts.{hf}", gguf, shape)
 
     if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
-        gate_up = Matrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden)))
+        gate_up = ExpertMatrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden)))
     else:
-        gate_up = Matrix(
+        gate_up = ExpertMatrix(
             experts("gate_proj", "ffn_gate_exps.weight", (E, F, c.hidden)),
             experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden)),
         )
     return {
         "router": Matrix(at("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
         "experts_gate_up": gate_up,
-        "experts_down": Matrix(experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F))),
+        "experts_down": ExpertMatrix(experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F))),
         "gate_up": Matrix(
             at("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden)),
             at("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden)),
