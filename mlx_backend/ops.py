@@ -22,7 +22,7 @@ from common.step import State, Step
 from common.storage import LayerSpec, Packing
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
-from mlx_backend import quantized, recurrent
+from mlx_backend import host, quantized, recurrent
 from mlx_backend.kernels import on_metal
 from mlx_backend.kv_formats import rotate
 from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
@@ -30,13 +30,12 @@ from mlx_backend.logits import MOST, best_of_rows
 from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import Blocks
 from mlx_backend.rows import MlxRows
-from mlx_backend.sizes import HOST_VALUES, work_bytes
+from mlx_backend.sizes import work_bytes
 from mlx_backend.states import MlxDelta, new_state, state_bytes
 from mlx_backend.weights import GGUF_MAPPING, MODES, Packed, Part, held_bytes, load_matrix, nbytes
 
 COPIED = 2**26  # float32 numbers that are copied to measure bandwidth: far more than a cache holds
 SORT_ROWS = 64  # rows of experts from which sorting them by expert pays
-HOST_ROWS = 8  # on the CPU, rows from which NumPy's BLAS repays decoding the weights: MLX's own product is a plain loop
 
 
 def _fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -138,8 +137,8 @@ class MlxOps(Ops):
         return mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=self.dtype)
 
     def linear(self, x: Array, w: Weight) -> Array:
-        on_host = len(x) >= HOST_ROWS and self.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu
-        out = [(_host_matmul if on_host else _matmul)(x, part) for part in w]
+        multiply = host.matmul if host.serves(x) else _matmul
+        out = [multiply(x, part) for part in w]
         return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 
     def head_linear(self, x: Array, w: Weight) -> Array:
@@ -467,24 +466,6 @@ def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
             x, *part[:3], transpose=transpose, group_size=part.group_size, bits=part.bits, mode=part.mode
         )
     return x @ (part.swapaxes(-1, -2) if transpose else part)
-
-
-def _host_matmul(x: mx.array, part: Part) -> mx.array:
-    """Multiply in float32 through NumPy, on MLX's memory, decoding a block of the weight's rows at a time."""
-    assert not isinstance(part, Blocks), "Metal only"
-    N = part.codes.shape[0] if isinstance(part, Packed) else part.shape[0]
-    out = mx.zeros((len(x), N), mx.float32)
-    rows, sums = np.array(x, copy=False), np.array(out, copy=False)
-    if not isinstance(part, Packed):
-        np.matmul(rows, np.array(part, copy=False).T, out=sums)
-        return out
-    step = max(1, HOST_VALUES // x.shape[-1])
-    for at in range(0, N, step):
-        codes, scales = part.codes[at : at + step], part.scales[at : at + step]
-        biases = None if part.biases is None else part.biases[at : at + step]
-        block = mx.dequantize(codes, scales, biases, part.group_size, part.bits, part.mode, dtype=mx.float32)
-        np.matmul(rows, np.array(block, copy=False).T, out=sums[:, at : at + step])
-    return out
 
 
 def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:

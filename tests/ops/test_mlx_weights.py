@@ -10,7 +10,7 @@ from common.weights import dense
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
-from mlx_backend import quantized  # noqa: E402
+from mlx_backend import host, quantized  # noqa: E402
 from mlx_backend.ops import MlxOps  # noqa: E402
 from mlx_backend.quantized import Blocks  # noqa: E402
 from mlx_backend.weights import GGUF_MAPPING, Packed, load_matrix, nbytes, pack_codes, stored_dtype  # noqa: E402
@@ -72,6 +72,20 @@ def test_gguf_type(type_):
     x = np.random.default_rng(0).normal(size=(3, 1024)).astype(np.float32)
     product = np.array(MlxOps().linear(mx.array(x), weight))
     assert np.abs(product - x @ values(weight).T).max() < 2e-6 * np.abs(product).max() * 32
+
+
+@pytest.mark.parametrize("rows", [2, 16, 33])
+@pytest.mark.parametrize(("mode", "bits"), [("affine", 3), ("affine", 4), ("affine", 8), ("mxfp4", 4)])
+def test_products_of_several_rows(mode, bits, rows, monkeypatch):
+    """On the CPU, BLAS multiplies decoded blocks; those of a short step are too small for threads."""
+    stored = mx.quantize(mx.random.normal((301, 768)), group_size=32, bits=bits, mode=mode)
+    most, product = [], np.matmul
+    weight = (Packed(*stored, *[None] * (3 - len(stored)), 32, bits, mode),)
+    x = np.random.default_rng(0).normal(size=(rows, 768)).astype(np.float32)
+    monkeypatch.setattr(np, "matmul", lambda a, b, out: (most.append(len(a) * b.size), product(a, b, out=out))[1])
+    got = np.array(MlxOps().linear(mx.array(x), weight))
+    assert np.abs(got - x @ values(weight).T).max() < 1e-6 * 768
+    assert rows > host.FEW or max(most, default=0) <= host.ONE_THREAD
 
 
 def test_every_block_type_has_a_target():
