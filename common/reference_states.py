@@ -6,7 +6,7 @@ import numpy as np
 
 from common.hadamard import rotate, unrotate
 from common.kv_formats import FORMATS
-from common.step import LayerState, Step
+from common.step import LayerState, Shape, Step
 from common.storage import NATIVE, ConvSpec, DeltaSpec, KVSpec, Plane, RowSpec, Spec
 
 
@@ -73,6 +73,21 @@ class NumpyRows:
 
     def restore(self, snapshot: Any) -> None:
         self.past = snapshot
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return [((held.shape[1], tokens, held.shape[2]), held.dtype) for held in self.planes]
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return []
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return [held[first:last].swapaxes(0, 1).copy() for held in self.planes]
+
+    def save_point(self) -> list[np.ndarray]:
+        return []
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.planes, self.past = [saved.swapaxes(0, 1).copy() for saved in rows], length
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +169,22 @@ class NumpyWindow(NumpyRows):
 
     def restore(self, snapshot: Any) -> None:
         self.planes, self.past = snapshot
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return super().row_shapes(self.spec.rows(length))
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        return super().save_rows(0, len(self.planes[0]))
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        super().load(length, point, [])
+        self.rows = [held[:0] for held in self.planes]
 
 
 class Calibration(NamedTuple):
@@ -242,6 +273,26 @@ class NumpyPacked:
         self.codes.restore(codes)
         self.exact.restore(exact)
 
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return self.codes.row_shapes(tokens)
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        plane, n = self.spec.exact.planes[0], self.spec.packing.calibration
+        statistics: list[Shape] = [((plane.heads, plane.dim), np.dtype(np.float32))] * (2 if 0 < n <= length else 0)
+        return [*self.exact.point_shapes(length), *statistics]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return self.codes.save_rows(first, last)
+
+    def save_point(self) -> list[np.ndarray]:
+        return [*self.exact.save_point(), *(part.copy() for part in self.calibration or ())]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.codes.load(length, rows, [])
+        n = len(self.spec.exact.planes)
+        self.exact.load(length, [], point[:n])
+        self.calibration = Calibration(*(part.copy() for part in point[n:])) if point[n:] else None
+
     @property
     def nbytes(self) -> int:
         calibration = sum(part.nbytes for part in self.calibration or ())
@@ -265,6 +316,22 @@ class NumpyConv:
 
     def restore(self, snapshot: Any) -> None:
         self.tail = snapshot.copy()
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [(self.tail.shape, self.tail.dtype)]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        return [self.tail.copy()]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.tail = point[0].copy()
+        self.rows = self.tail[:0]
 
     @property
     def nbytes(self) -> int:
@@ -292,6 +359,21 @@ class NumpyDelta:
 
     def restore(self, snapshot: Any) -> None:
         self.matrix = snapshot.copy()
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [(self.matrix.shape, self.matrix.dtype)]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        return [self.matrix.copy()]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.matrix, self.rows, self.after = point[0].copy(), (), {}
 
     @property
     def nbytes(self) -> int:

@@ -91,10 +91,18 @@ class Step:
         return int(self.slots[0]) if len(self) else 0
 
 
+Shape = tuple[tuple[int, ...], Any]  # of an array on the host, and its NumPy dtype
+
+
 class LayerState(Protocol):
     """One state of one layer. Its op writes the rows of a step beside the committed past; `commit` keeps some.
 
     A state that only appends may snapshot its length alone: `State.restore` refuses a snapshot whose rows are gone.
+
+    What is committed can be saved as arrays on the host, in the state's own stored format, and loaded into any state of
+    the same spec, which then computes the same bits. Rows that only append, (heads, tokens, width), are saved for a
+    range of tokens; all else (windows in the order of positions, convolution tails, delta matrices, calibration) is a
+    point, saved as of now.
     """
 
     def commit(self, path: np.ndarray) -> None: ...
@@ -102,6 +110,22 @@ class LayerState(Protocol):
     def snapshot(self) -> Any: ...
 
     def restore(self, snapshot: Any) -> None: ...
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        """What `save_rows` of so many tokens gives."""
+        ...
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        """What `save_point` gives once `length` tokens are committed."""
+        ...
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]: ...
+
+    def save_point(self) -> list[np.ndarray]: ...
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        """Hold what was saved at `length` tokens, and nothing else; `rows` are of all of them."""
+        ...
 
     @property
     def nbytes(self) -> int: ...
@@ -118,6 +142,8 @@ class Snapshot:
 
 class State:
     """One sequence's memory over all layers: `state[i].kv`, `state[i].conv`, ... as the model's spec names them."""
+
+    can_save = True
 
     def __init__(self, layers: Sequence[Mapping[str, LayerState]], capacity: int):
         self.layers = [SimpleNamespace(**layer) for layer in layers]
@@ -157,3 +183,62 @@ class State:
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self._all())
+
+    # -- saved on the host ---------------------------------------------------------------------------------------------
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return [shape for state in self._all() for shape in state.row_shapes(tokens)]
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [shape for state in self._all() for shape in state.point_shapes(length)]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        """Copies of the appended rows of committed tokens first to last - 1, (heads, tokens, width) each."""
+        if not 0 <= first <= last <= self.length:
+            raise ValueError(f"rows {first} to {last} of a state of {self.length} tokens")
+        return [array for state in self._all() for array in state.save_rows(first, last)]
+
+    def save_point(self) -> list[np.ndarray]:
+        """Copies of what the state holds now beside appended rows; empty where every layer only appends."""
+        return [array for state in self._all() for array in state.save_point()]
+
+    def save(self) -> dict[str, np.ndarray]:
+        """All that is committed, for `load`."""
+        return {
+            **{f"rows.{i}": array for i, array in enumerate(self.save_rows(0, self.length))},
+            **{f"point.{i}": array for i, array in enumerate(self.save_point())},
+        }
+
+    def load(self, arrays: Mapping[str, np.ndarray], length: int) -> None:
+        """Become the state that saved `arrays` at `length` tokens; every later step has the same bits.
+
+        Raises BimetalError, and changes nothing, for arrays of another number, shape or dtype.
+        """
+        if not 0 <= length <= self.capacity:
+            raise BimetalError(f"a saved state has {length} tokens; this one holds 0 to {self.capacity}")
+        shapes = {
+            **{f"rows.{i}": shape for i, shape in enumerate(self.row_shapes(length))},
+            **{f"point.{i}": shape for i, shape in enumerate(self.point_shapes(length))},
+        }
+        if arrays.keys() != shapes.keys():
+            raise BimetalError(f"a saved state has {len(arrays)} arrays; this one takes {len(shapes)}, by other names")
+        for name, (shape, dtype) in shapes.items():
+            if (arrays[name].shape, arrays[name].dtype) != (shape, np.dtype(dtype)):
+                raise BimetalError(
+                    f"array {name} of a saved state is {arrays[name].dtype} {arrays[name].shape}; "
+                    f"this one takes {np.dtype(dtype)} {shape}"
+                )
+        self.load_parts(
+            length,
+            [arrays[name] for name in shapes if name.startswith("rows.")],
+            [arrays[name] for name in shapes if name.startswith("point.")],
+        )
+
+    def load_parts(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        """`load` of arrays that are known to fit."""
+        for state in self._all():
+            own, beside = len(state.row_shapes(length)), len(state.point_shapes(length))
+            state.load(length, rows[:own], point[:beside])
+            rows, point = rows[own:], point[beside:]
+        self.length = length
+        self._rewound_to.append(0)  # the rows of earlier snapshots are gone

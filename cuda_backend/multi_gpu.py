@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import BimetalError, UsageError
 from common.ops import LayerSize, Ops
-from common.step import State, Step
+from common.step import Shape, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import rows
@@ -45,6 +45,24 @@ class Share:
     def restore(self, snapshot: Any) -> None:
         with self.gpu.device:
             self.state.restore(snapshot)
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return list(self.state.row_shapes(tokens))
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return list(self.state.point_shapes(length))
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        with self.gpu.device:
+            return list(self.state.save_rows(first, last))
+
+    def save_point(self) -> list[np.ndarray]:
+        with self.gpu.device:
+            return list(self.state.save_point())
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        with self.gpu.device:
+            self.state.load_parts(length, rows, point)
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, State, Step
+from common.step import MAX_DECODE_ROWS, Shape, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
 from cuda_backend.caches.kv import KVStore, kv_bytes
 from cuda_backend.caches.latent import LatentStore, latent_planes
@@ -20,7 +20,7 @@ from cuda_backend.caches.planes import check_capacity, copy, planes_bytes, zeros
 from cuda_backend.caches.window import NOT_IN_PART, WindowStore, window_bytes
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
-from cuda_backend.memory import Memory
+from cuda_backend.memory import Memory, copy_in, copy_out
 from cuda_backend.replay import graphs
 
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
@@ -109,6 +109,24 @@ class Recurrent:
 
     def restore(self, snapshot: Any) -> None:
         self._copy(self.memory.address + self.current * self.flip * 4, snapshot.address)
+        self.path, self.step_rows = np.empty(0, np.int32), None
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [((self.flip,), np.dtype(np.float32))]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        """The states of all layers as they lie on the device, with the path applied."""
+        held = self.snapshot()
+        return [copy_out(held.address, held.nbytes, self.stream).view(np.float32)]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        copy_in(self.memory.address + self.current * self.flip * 4, np.ascontiguousarray(point[0]), self.stream)
         self.path, self.step_rows = np.empty(0, np.int32), None
 
     def _copy(self, to: int, source: int) -> None:

@@ -67,6 +67,8 @@ class FallbackModel:
 class FallbackState(State):
     """mlx-lm's caches of one sequence; they hold a step's rows as soon as it has run."""
 
+    can_save = False
+
     def __init__(self, caches: list[Any], capacity: int):
         super().__init__([], capacity)
         self.caches = caches

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from common.step import Step
+from common.step import Shape, Step
 from common.storage import KVSpec
 from mlx_backend.kv_formats import rotate
 from mlx_backend.kv_kernels import CODES, EXACT, CachePart, encode, encodes
 from mlx_backend.rows import MlxRows
+from mlx_backend.saved import from_host, to_host
 
 
 class Held(NamedTuple):
@@ -141,6 +142,28 @@ class MlxPacked:
         codes, exact, self.calibration = snapshot
         self.codes.restore(codes)
         self.exact.restore(exact)
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return self.codes.row_shapes(tokens)
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        plane, n = self.spec.exact.planes[0], self.spec.packing.calibration
+        shape = (1, plane.heads, 1, plane.dim)
+        statistics: list[Shape] = [(shape, np.dtype(np.float32))] * (2 if 0 < n <= length else 0)
+        return [*self.exact.point_shapes(length), *statistics]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return self.codes.save_rows(first, last)
+
+    def save_point(self) -> list[np.ndarray]:
+        return [*self.exact.save_point(), *(to_host(part) for part in self.calibration or ())]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.codes.load(length, rows, [])
+        n = len(self.spec.exact.planes)
+        self.exact.load(length, [], point[:n])
+        statistics = [from_host(part, mx.float32) for part in point[n:]]
+        self.calibration = Calibration(*statistics) if statistics else None
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -7,8 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from common.step import Shape
 from common.storage import RowSpec
 from mlx_backend.kv_formats import Coder
+from mlx_backend.saved import from_host, shape_of, to_host
 
 ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
 
@@ -93,6 +95,29 @@ class MlxRows:
             self.past, kept, self.first = snapshot
             self.buffers = list(kept)  # full, so that the next write copies them
             self.start, self.end = 0, kept[0].shape[2]
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return self._shapes(tokens) if self.window is None else []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [] if self.window is None else self._shapes(self.spec.rows(length))
+
+    def _shapes(self, rows: int) -> list[Shape]:
+        return [((b.shape[1], rows, b.shape[3]), shape_of(b)[1]) for b in self.buffers]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return [to_host(b[0, :, first:last]) for b in self.buffers] if self.window is None else []
+
+    def save_point(self) -> list[np.ndarray]:
+        return [] if self.window is None else [to_host(held[0]) for held in self.committed()]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        saved = rows if self.window is None else point
+        held = [from_host(array[None], b.dtype) for array, b in zip(saved, self.buffers, strict=True)]
+        early = min(self.keep, length)
+        self.first = [array[:, :, :early] for array in held if self.keep]
+        self.buffers = [array[:, :, early:] for array in held]  # full, so that the next write copies them
+        self.start, self.end, self.past = 0, self.buffers[0].shape[2], length
 
     @property
     def arrays(self) -> list[mx.array]:

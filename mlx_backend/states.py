@@ -6,11 +6,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from common.step import LayerState, State
+from common.step import LayerState, Shape, State
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec, RowSpec, Spec, all_specs
 from mlx_backend.packed import MlxPacked
 from mlx_backend.recurrent import Rows, replay
 from mlx_backend.rows import MlxRows, rows_held
+from mlx_backend.saved import from_host, shape_of, to_host
 
 PREFILL = 32  # rows of a commit from which it is a prompt's
 
@@ -35,6 +36,21 @@ class MlxConv:
 
     def restore(self, snapshot: Any) -> None:
         self.tail = self.stream = snapshot
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [shape_of(self.tail)]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        return [to_host(self.tail)]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.tail = self.stream = from_host(point[0], self.tail.dtype)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -65,6 +81,21 @@ class MlxDelta:
     def restore(self, snapshot: Any) -> None:
         self.matrix = snapshot
         self.rows = self.after = None
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [shape_of(self.matrix)]
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        return [to_host(self.matrix)]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        self.matrix, self.rows, self.after = from_host(point[0], mx.float32), None, None
 
     @property
     def arrays(self) -> list[mx.array]:

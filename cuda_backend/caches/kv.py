@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import Step
+from common.step import Shape, Step
 from common.storage import KVSpec
 from cuda_backend.caches.planes import (
     Places,
@@ -18,7 +18,10 @@ from cuda_backend.caches.planes import (
     plane_of,
     planes_at,
     planes_bytes,
+    read_rows,
     rows_held,
+    shapes_of,
+    write_rows,
     zeros,
 )
 from cuda_backend.launch import Stream
@@ -71,6 +74,22 @@ class KVStore:
 
     def restore(self, snapshot: Any) -> None:
         self.past = snapshot
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return shapes_of(self.planes, tokens)
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return []
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return read_rows(self.planes, first, last, self.stream)
+
+    def save_point(self) -> list[np.ndarray]:
+        return []
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        write_rows(self.planes, 0, rows, self.stream)
+        self.past = length
 
     @property
     def nbytes(self) -> int:

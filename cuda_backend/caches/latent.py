@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common.step import Shape
 from common.storage import NATIVE, LatentSpec
 from cuda_backend.caches.planes import (
     HALF,
@@ -19,6 +20,9 @@ from cuda_backend.caches.planes import (
     plane_of,
     planes_at,
     planes_bytes,
+    read_rows,
+    shapes_of,
+    write_rows,
     zeros,
 )
 from cuda_backend.launch import Stream
@@ -66,6 +70,22 @@ class LatentStore:
 
     def restore(self, snapshot: Any) -> None:
         self.past = snapshot
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return shapes_of(self.planes, tokens)
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return []
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return read_rows(self.planes, first, last, self.stream)
+
+    def save_point(self) -> list[np.ndarray]:
+        return []
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        write_rows(self.planes, 0, rows, self.stream)
+        self.past = length
 
     @property
     def nbytes(self) -> int:

@@ -9,10 +9,10 @@ import numpy as np
 from common import storage
 from common.errors import BimetalError
 from common.kv_formats import FORMATS
-from common.step import MAX_DECODE_ROWS
+from common.step import MAX_DECODE_ROWS, Shape
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import group_count, padded, tail_places
-from cuda_backend.memory import Memory
+from cuda_backend.memory import Memory, copy_in, copy_out
 from cuda_backend.prototypes import PLANE
 
 HALF = "f16"  # the format of the backend's own rows
@@ -161,3 +161,37 @@ def zeros(nbytes: int, stream: Stream) -> Memory:
 def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
     runtime = cupy.cuda.runtime
     runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, stream.ptr)
+
+
+# -- rows on the host --------------------------------------------------------------------------------------------------
+
+
+def shapes_of(planes: Planes, rows: int) -> list[Shape]:
+    """What `read_rows` of so many positions gives."""
+    return [((plane.heads, rows, plane.row_bytes), np.dtype(np.uint8)) for plane in planes]
+
+
+def read_rows(planes: Planes, first: int, last: int, stream: Stream) -> list[np.ndarray]:
+    """Copies of positions first to last - 1 of every plane, (heads, positions, bytes of a row)."""
+    n = last - first
+    if n == 0:
+        return [np.empty(shape, dtype) for shape, dtype in shapes_of(planes, 0)]
+    dense = planes_at(0, planes, Places(n - 1, 1))
+    aside = Memory(planes_bytes(dense), stream)
+    move(planes, first, planes_at(aside.address, dense), 0, n, stream)
+    flat = copy_out(aside.address, aside.nbytes, stream)
+    ends = np.cumsum([plane.nbytes for plane in dense])[:-1]
+    return [part.reshape(plane.heads, n, -1) for plane, part in zip(dense, np.split(flat, ends), strict=True)]
+
+
+def write_rows(planes: Planes, first: int, rows: list[np.ndarray], stream: Stream) -> None:
+    """Put what `read_rows` gave at positions from `first` on."""
+    n = rows[0].shape[1]
+    if n == 0:
+        return
+    dense = planes_at(0, planes, Places(n - 1, 1))
+    aside = Memory(planes_bytes(dense), stream)
+    dense = planes_at(aside.address, dense)
+    for plane, array in zip(dense, rows, strict=True):
+        copy_in(plane.address, np.ascontiguousarray(array), stream)
+    move(dense, 0, planes, first, n, stream)

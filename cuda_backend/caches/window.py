@@ -9,7 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from common.step import MAX_DECODE_ROWS, Step
+from common.step import MAX_DECODE_ROWS, Shape, Step
 from common.storage import KVSpec
 from cuda_backend.caches.kv import KV, KVStore, kv_planes
 from cuda_backend.caches.planes import (
@@ -21,7 +21,10 @@ from cuda_backend.caches.planes import (
     move,
     planes_at,
     planes_bytes,
+    read_rows,
     rows_held,
+    shapes_of,
+    write_rows,
     zeros,
 )
 from cuda_backend.launch import Stream
@@ -74,6 +77,33 @@ class WindowStore(KVStore):
         self.past, held = snapshot
         if held:
             copy(self.memory.address, held.address, held.nbytes, self.stream)
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return shapes_of(self.planes, self.spec.rows(length))
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self) -> list[np.ndarray]:
+        """The first positions and those of the window, in order, wherever the ring has them."""
+        parts = [read_rows(self.planes, first, last, self.stream) for first, last in self._seen(self.past)]
+        return [np.concatenate(pair, axis=1) for pair in zip(*parts, strict=True)]
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        at = 0
+        for first, last in self._seen(length):
+            write_rows(self.planes, first, [array[:, at : at + last - first] for array in point], self.stream)
+            at += last - first
+        self.past, self.step_rows = length, 0
+
+    def _seen(self, past: int) -> list[tuple[int, int]]:
+        """The stretches of positions that later rows may see."""
+        window, keep = self.window
+        early = min(keep, past)
+        return [(0, early), (max(early, past - window), past)]
 
     @property
     def nbytes(self) -> int:

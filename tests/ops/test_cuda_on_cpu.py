@@ -141,6 +141,17 @@ def test_windows(chosen):
     on_cpu("decode/test_cuda_wedlm.py", chosen)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "families and (qwen35 or laguna) and 5",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("families", "not fam")),
+    ],
+)
+def test_saved_states(chosen):
+    on_cpu("models/test_cuda_saved_states.py", chosen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k"])
 def test_speculation(chosen):

@@ -264,3 +264,31 @@ def test_refusals():
         )
     with pytest.raises(UsageError, match="takes one format"):
         packed([{"kv": LatentSpec(128, 16)}], CacheOptions("q8_0", "lm4"))
+
+
+# -- saved on the host -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "pair"),
+    [*(("exact", pair) for pair in PAIRS), *((kind, pair) for kind in ("coded", "window") for pair in FEW_PAIRS)],
+)
+def test_saved_and_loaded(ops, pair, kind):
+    """Codes, exact rows and calibration come back to the bit, also where a window has wrapped and wraps elsewhere."""
+    spec = spec_of(pair)
+    if kind == "coded":
+        spec = replace(spec, packing=replace(spec.packing, sinks=0, recent=0, calibration=0))
+    elif kind == "window":
+        spec = with_window(spec, 8, 4)
+    how = {"window": 8} if kind == "window" else {}
+    for length in (5, 40):  # before and after the calibration
+        state, other = new(ops, spec), new(ops, spec)
+        read(ops, state, np.arange(length), [1, 2, 9], **how)
+        read(ops, other, np.arange(50, 73), [4], **how)
+        saved = state.save()
+        other.load(saved, length)
+        more = np.arange(100, 130)
+        expected = read(ops, state, more, [1, 1, 11], **how)
+        assert np.array_equal(read(ops, other, more, [1, 1, 11], **how), expected)
+        one, two = state.save(), other.save()
+        assert all(np.array_equal(one[name], two[name]) for name in one)

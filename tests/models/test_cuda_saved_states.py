@@ -1,0 +1,74 @@
+"""Saving a state of the GPU on the host and loading it: each later step has the same bits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+from narrow import narrow
+
+from common.kv_cache import CacheOptions
+from common.step import PAST, Step
+from generate.synthetic import synthetic
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.random_weights import RandomOps  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps()
+
+
+def forward(model, state, step):
+    return np.array(model.ops.read(model.forward(state, step)))
+
+
+def after(model, state, ids):
+    tree = forward(model, state, Step.tree(ids[:8], TREE, state.length))
+    state.commit([0, 1, 3, 7])
+    return np.concatenate([tree, tiny.run(model, state, ids[8:16], [1, 5])])
+
+
+def check(model, ids, length, capacity):
+    """Save after a prompt and a tree whose path is not applied yet; load into states at other places of their rings."""
+    state = model.new_state(capacity)
+    tiny.run(model, state, ids[:length])
+    forward(model, state, Step.tree(ids[20:28], TREE, length))
+    state.commit([0, 4, 5])
+    saved, length = state.save(), state.length
+    expected = after(model, state, ids)
+    other = model.new_state(capacity)
+    tiny.run(model, other, ids[30:60], [7])
+    for loaded in (model.new_state(capacity), other, state):
+        loaded.load(saved, length)
+        again = loaded.save()
+        assert all(np.array_equal(again[name], saved[name]) for name in saved)
+        assert np.array_equal(after(model, loaded, ids), expected)
+
+
+@pytest.mark.parametrize("length", [5, 140])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "laguna", "glm"])
+def test_families(ops, name, length):
+    check(tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32), length, tiny.CAPACITY)
+
+
+def test_a_window_that_has_wrapped(monkeypatch):
+    """140 tokens in one step, whose ring was rolled, then more of them one after another."""
+    narrow("laguna-xs.2", monkeypatch)
+    model = synthetic("laguna-xs.2:q4_k_m", RandomOps())
+    check(model, np.random.default_rng(1).integers(0, 512, 300).astype(np.int32), 280, 320)
+
+
+@pytest.mark.parametrize("pair", [("q8_0", "lm4"), ("lm4", "lm4"), ("tq3_0", "q5_1")], ids="/".join)
+def test_formats(pair, monkeypatch):
+    narrow("wedlm-8b", monkeypatch)
+    coded = CacheOptions(*pair, sinks=0, recent=0, calibration=0)
+    model = replace(synthetic("wedlm-8b:q4_k_m", RandomOps()), cache=coded)
+    check(model, np.random.default_rng(1).integers(0, 512, 100).astype(np.int32), 37, 120)
