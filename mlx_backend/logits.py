@@ -5,6 +5,7 @@ import mlx.core as mx
 from mlx_backend import kernels
 
 SLICE = 512  # logits that one SIMD group holds, in top_k.metal
+NOT_A_TOKEN = -1  # the token of NaN logits; the host refuses it
 MOST = 128  # best of a slice: a row shrinks to a quarter with every pass
 
 
@@ -39,6 +40,47 @@ def _pass(logits: mx.array, ids: mx.array | None, k: int) -> tuple[mx.array, mx.
         output_dtypes=[mx.float32, mx.int32, mx.float32],
     )
     return best, best_ids, sums
+
+
+def best_and_entropy(logits: mx.array, excluded: int) -> tuple[mx.array, mx.array]:
+    """Find the likeliest token but `excluded` of each row of logits (T, vocab), and the entropy in nats without it.
+
+    -> ids (T,) int32, NOT_A_TOKEN where a logit is NaN; entropies (T,) float32
+    """
+    return _reduced(logits, excluded) if kernels.on_metal() else _composed(logits, excluded)
+
+
+def _reduced(logits: mx.array, excluded: int) -> tuple[mx.array, mx.array]:
+    T, empty = len(logits), mx.zeros(1)
+    best, ids, totals, offs = logits, mx.zeros(1, mx.int32), empty, empty
+    while True:
+        slices = -(-best.shape[1] // SLICE)
+        kernel = kernels.make_kernel(
+            "entropy",
+            inputs=("logits", "ids", "sums", "moments", "excluded"),
+            outputs=("best", "best_ids", "totals", "offs"),
+        )
+        first, last = best is logits, slices == 1
+        best, ids, totals, offs = kernel(
+            inputs=[best, ids, totals, offs, mx.array([excluded], mx.int32)],
+            template=[("T", best.dtype), ("GIVEN", not first), ("LAST", last)],
+            grid=(32, slices, T),
+            threadgroup=(32, min(slices, 4), 1),
+            output_shapes=[(T, slices)] * 4,
+            output_dtypes=[mx.float32, mx.int32, mx.float32, mx.float32],
+        )
+        if last:
+            return ids.squeeze(1), offs.squeeze(1)
+
+
+def _composed(logits: mx.array, excluded: int) -> tuple[mx.array, mx.array]:
+    hidden = (mx.arange(logits.shape[-1]) == excluded) & ~mx.isnan(logits)
+    x = mx.where(hidden, -mx.inf, logits.astype(mx.float32))
+    shifted = x - x.max(axis=-1, keepdims=True)
+    weights = mx.exp(shifted)
+    total = weights.sum(axis=-1)
+    entropy = mx.log(total) - (weights * mx.where(weights > 0, shifted, 0)).sum(axis=-1) / total
+    return mx.where(mx.isnan(total), NOT_A_TOKEN, x.argmax(axis=-1).astype(mx.int32)), entropy
 
 
 def _sorted(logits: mx.array, k: int) -> tuple[mx.array, mx.array, mx.array]:

@@ -26,7 +26,7 @@ from mlx_backend import host, quantized, recurrent
 from mlx_backend.kernels import on_metal
 from mlx_backend.kv_formats import rotate
 from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
-from mlx_backend.logits import MOST, best_of_rows
+from mlx_backend.logits import MOST, NOT_A_TOKEN, best_and_entropy, best_of_rows
 from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import Blocks
 from mlx_backend.rows import MlxRows
@@ -412,12 +412,7 @@ class MlxOps(Ops):
         return mx.where(mx.isnan(total), NOT_A_TOKEN, ids), logs
 
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
-        x = mx.where(mx.arange(logits.shape[-1]) == excluded, -mx.inf, logits.astype(mx.float32))
-        shifted = x - x.max(axis=-1, keepdims=True)
-        weights = mx.exp(shifted)
-        total = weights.sum(axis=-1)
-        entropy = mx.log(total) - (weights * mx.where(weights > 0, shifted, 0)).sum(axis=-1) / total
-        return mx.where(mx.isnan(total), NOT_A_TOKEN, x.argmax(axis=-1).astype(mx.int32)), entropy
+        return best_and_entropy(logits, excluded)
 
     def read(self, x: Array) -> np.ndarray:
         if mx.issubdtype(x.dtype, mx.floating):
@@ -451,9 +446,6 @@ def _latent_rows(kv: MlxRows, latent: mx.array, k_rope: mx.array) -> mx.array:
     if len(kv.buffers) == 1:
         return kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])[0]
     return mx.concatenate(kv.write(latent[None, None], k_rope[None, None]), axis=-1)
-
-
-NOT_A_TOKEN = -1  # the token of NaN logits; the host refuses it
 
 
 def _matmul(x: mx.array, part: Part, transpose: bool = True) -> mx.array:
