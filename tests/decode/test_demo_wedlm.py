@@ -92,11 +92,31 @@ def questions(llm, count):
     return [llm.tokenizer.encode(text) for text in texts][:count]
 
 
+VERIFIED = [WedlmOptions(16, 1.0, verify=True), WedlmOptions(5, 100.0, verify=True)]
+OTHERS = [WedlmOptions(1, 1.0, verify=True), WedlmOptions(68, 0.3, verify=True), WedlmOptions(8, 0.0, verify=True)]
+
+
+def test_verified_text_at_every_setting(llm):
+    """The smallest and the largest window; drafts that hold nothing, and all that the masks predict."""
+    model = load_model(demo_path("demo-wedlm"), NumpyOps())
+    verified_is_plain(model, [questions(llm, 2)[1], *prompts_of(model, 1)], 24, [*VERIFIED, *OTHERS])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [WedlmOptions(16, 1.0, verify=True), WedlmOptions(5, 100.0, verify=True)])
+@pytest.mark.parametrize("options", VERIFIED)
 def test_verified_text_of_fifty_prompts(options, llm):
     """256 tokens each, past the ends of replies, of questions and of noise."""
     model = load_model(demo_path("demo-wedlm"), NumpyOps())
+    verified_is_plain(model, [*questions(llm, 25), *prompts_of(model, 25)], 256, [options])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [*VERIFIED, *OTHERS])
+def test_verified_text_of_fifty_prompts_on_cuda(options, llm):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuda_backend.ops import CudaOps
+
+    model = load_model(demo_path("demo-wedlm"), CudaOps())
     verified_is_plain(model, [*questions(llm, 25), *prompts_of(model, 25)], 256, [options])
 
 
