@@ -9,6 +9,18 @@ class UsageError(BimetalError):
     """A flag or an argument that cannot be used as given. The command line prints it and exits with 2."""
 
 
+class PromptTooLongError(BimetalError):
+    """A prompt of more tokens than the context holds.
+
+    tokens   of the prompt, or a number that it certainly reaches
+    context  most tokens of prompt and reply
+    """
+
+    def __init__(self, message: str, tokens: int, context: int):
+        super().__init__(message)
+        self.tokens, self.context = tokens, context
+
+
 class NotFiniteError(BimetalError):
     """Logits that are not numbers: damaged weights, or activations beyond the range of their type."""
 

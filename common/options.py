@@ -50,6 +50,9 @@ class Sampling(Options):
     )
     frequency_penalty: float = option(0.0, rules.FINITE, "subtracted from a token's logit per occurrence in the reply")
     presence_penalty: float = option(0.0, rules.FINITE, "subtracted once from the logits of tokens in the reply")
+    logit_bias: Mapping[int, float] | None = option(
+        None, rules.BIAS, "added to the logits of tokens, by token id, after the penalties"
+    )
     seed: int | None = option(None, rules.whole(0), "the same seed gives the same text; None draws a new one")
 
 

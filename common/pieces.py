@@ -69,12 +69,18 @@ class Piece(Parts):
 
     finish_reason  "stop": an end token or a stop string; "tool_calls": as "stop", after calls; "length": max_tokens or
                    the context; "cancelled"
+    stop           the stop string that ended the reply
+    end            of the end token that ended the reply, if log-probabilities were asked for
+    thought        tokens of the reasoning
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     stats: Stats | None = None
+    stop: str | None = None
+    end: Logprob | None = None
+    thought: int = 0
 
 
 def parse_pieces(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
@@ -83,11 +89,13 @@ def parse_pieces(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece
     for piece in pieces:
         out.tokens += piece.tokens
         out.logprobs += piece.logprobs
+        out.thought += len(piece.tokens) if parser.in_reasoning else 0
         parser.push(piece.text, out)
         if piece.finish_reason:
             parser.finish(out)
             called = parser.calls and piece.finish_reason == "stop"
             out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
+            out.stop, out.end = piece.stop, piece.end
         if out.text or out.reasoning or out.tool_calls or out.finish_reason:
             yield out
             out = Piece()

@@ -48,6 +48,11 @@ class ReplyParser:
         self._after_call = False
         self.calls = 0
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what was read so far ends in the reasoning."""
+        return self._state == self._reasoning
+
     def push(self, text: str, parts: Parts) -> None:
         """Read more of the reply and add what is now certain to `parts`."""
         self._held += text

@@ -116,6 +116,11 @@ def _call(value: Any) -> Any:
     return _check(value, callable)
 
 
+def _bias(value: Any) -> Mapping[int, float]:
+    token = whole(0)
+    return {token.convert(key): FINITE.convert(bias) for key, bias in _typed(value, Mapping).items()}
+
+
 FLAG = Rule("True or False", lambda value: _typed(value, bool))
 PATH = Rule("a name or a path", _path)
 CALLBACK = Rule("a function", _call)
@@ -125,4 +130,5 @@ NOT_NEGATIVE = number("a number of at least 0", lambda x: x >= 0)
 POSITIVE = number("a finite number above 0", lambda x: 0 < x < math.inf)
 FINITE = number("a finite number", math.isfinite)
 SHARE = number("a number above 0 and at most 1", lambda x: 0 < x <= 1)
+BIAS = Rule("a dict of finite numbers by token id", _bias)
 LEAST_SHARE = number("a number of at least 0 and below 1", lambda x: 0 <= x < 1)

@@ -1,8 +1,8 @@
 """Draw a token from a row of logits, on the host: the definition of every sampling parameter.
 
-Order: penalties, temperature, top-k, top-p, min-p, then one draw. A draw consumes one uniform number per token, so a
-seed gives the same text with every decoder that draws in the order of the text. The weights of a draw are whole
-numbers: sums of whole numbers do not depend on their order, and devices add in other orders.
+Order: penalties, logit bias, temperature, top-k, top-p, min-p, then one draw. A draw consumes one uniform number per
+token, so a seed gives the same text with every decoder that draws in the order of the text. The weights of a draw are
+whole numbers: sums of whole numbers do not depend on their order, and devices add in other orders.
 """
 
 import copy
@@ -97,8 +97,9 @@ class Sampler:
 
     @property
     def penalizes(self) -> bool:
+        """Does the host change logits before the choice, by penalties or a bias?"""
         s = self.sampling
-        return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
+        return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0 or bool(s.logit_bias)
 
     @property
     def is_argmax(self) -> bool:
@@ -130,7 +131,7 @@ class Sampler:
 
     def _penalized(self, row: np.ndarray) -> np.ndarray:
         s, row = self.sampling, row.astype(np.float32)
-        with np.errstate(all="ignore"):  # a penalty may pass the range of float32
+        with np.errstate(all="ignore"):  # what is added may pass the range of float32
             if self.seen:
                 ids = np.fromiter(self.seen, np.int64)
                 row[ids] = np.where(row[ids] > 0, row[ids] / s.repetition_penalty, row[ids] * s.repetition_penalty)
@@ -138,6 +139,9 @@ class Sampler:
                 ids = np.fromiter(self.reply, np.int64)
                 counts = np.fromiter(self.reply.values(), np.float32)
                 row[ids] -= s.frequency_penalty * counts + s.presence_penalty
+            if s.logit_bias:
+                ids = np.fromiter(s.logit_bias, np.int64)
+                row[ids] += np.fromiter(s.logit_bias.values(), np.float32)
         largest = np.finfo(np.float32).max
         return row.clip(-largest, largest)
 

@@ -19,7 +19,7 @@ from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
 from common.decode.wedlm import most_unread
 from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
-from common.errors import BimetalError, UsageError
+from common.errors import PromptTooLongError, UsageError
 from common.models import Model
 from common.models.dflash import Pair
 from common.models.window import windowed
@@ -51,6 +51,17 @@ def check_tokens(tokens: Any, vocab: int) -> list[int]:
         if not 0 <= token < vocab:
             raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")
     return [int(token) for token in tokens]
+
+
+def check_fits(tokens: int, context: int, trained: int) -> None:
+    """Refuse a prompt of more `tokens` than the context holds, of a model that was trained for `trained`."""
+    if tokens > context:
+        raise PromptTooLongError(
+            f"the prompt has {tokens} tokens and the context holds {context}; shorten it or raise ctx "
+            f"(the model was trained for {trained})",
+            tokens,
+            context,
+        )
 
 
 def default_spec(model: Any) -> str:
@@ -167,6 +178,8 @@ class Session:
                     break
                 if token in self.tokenizer.end_ids:
                     reason = "stop"
+                    if options.logprobs is not None:
+                        pending.end = Logprob.of(self.model.ops.read(row)[-1], token, options.logprobs)
                     break
                 pending.tokens.append(token)
                 if options.logprobs is not None:
@@ -184,6 +197,7 @@ class Session:
         if not text.stopped:
             pending.text += text.flush()  # a character that the end cuts in half is not shown
         pending.finish_reason = "stop" if text.stopped else reason
+        pending.stop = text.stopped_by
         tuner = self.tuners.get((speculation, sampler.is_argmax))
         pending.stats = Stats(
             prompt_tokens=len(ids),
@@ -215,15 +229,30 @@ class Session:
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
+        return np.concatenate(list(self._rows(tokens)))
+
+    def score(self, tokens: Sequence[int], top: int, cancel: threading.Event | None = None) -> list[Logprob]:
+        """Score each of `tokens` but the first, after those before it, with the `top` best alternatives.
+
+        cancel  ends the scores at the next step
+        """
+        scores: list[Logprob] = []
+        for rows in self._rows(tokens):
+            if cancel is not None and cancel.is_set():
+                break
+            following = tokens[len(scores) + 1 : len(scores) + 1 + len(rows)]
+            scores += [Logprob.of(row, token, top) for row, token in zip(rows, following, strict=False)]
+        return scores
+
+    def _rows(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yield the logits after each of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
         ids = check_tokens(tokens, self.model.config.vocab)
-        self._check_fits(len(ids))
+        check_fits(len(ids), self.context, self.model.config.context)
         state = self.model.new_state(self.context)
-        out = []
         for at in range(0, len(ids), PREFILL_ROWS):
             chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
-            out.append(self.model.ops.read(self.model.forward(state, Step.chain(chunk, at))))
+            yield self.model.ops.read(self.model.forward(state, Step.chain(chunk, at)))
             state.commit(np.arange(len(chunk)))
-        return np.concatenate(out)
 
     def _rewind(self, prompt: list[int]) -> int:
         """Bring the state to a prefix of `prompt`, and return its length.
@@ -296,12 +325,7 @@ class Session:
         tokens = check_tokens(prompt, vocab)
         if options.logprobs is not None and options.logprobs > vocab:
             raise UsageError(f"logprobs is {options.logprobs}; it must be at most the vocabulary of {vocab}")
-        self._check_fits(len(tokens))
+        if (most := max(options.logit_bias or (), default=0)) >= vocab:
+            raise UsageError(f"logit_bias has the token id {most}; the vocabulary has {vocab}")
+        check_fits(len(tokens), self.context, self.model.config.context)
         return tokens
-
-    def _check_fits(self, tokens: int) -> None:
-        if tokens > self.context:
-            raise BimetalError(
-                f"the prompt has {tokens} tokens and the context holds {self.context}; shorten it or raise ctx "
-                f"(the model was trained for {self.model.config.context})"
-            )

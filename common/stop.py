@@ -11,17 +11,21 @@ class StopText:
     def __init__(self, stop: Sequence[str]):
         self.stop = tuple(stop)
         self.held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def push(self, text: str) -> str:
         """Add text, and return what is now certain to lie before any stop string."""
         if not self.stop:
             return text
         self.held += text
-        ends = [at for s in self.stop if (at := self.held.find(s)) >= 0]
+        ends = [(at, s) for s in self.stop if (at := self.held.find(s)) >= 0]
         if ends:
-            self.stopped = True
-            out, self.held = self.held[: min(ends)], ""
+            end, self.stopped_by = min(ends)
+            out, self.held = self.held[:end], ""
             return out
         held = max(overlap(self.held, s) for s in self.stop)
         out, self.held = self.held[: len(self.held) - held], self.held[len(self.held) - held :]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
-from common.errors import BimetalError
+from common.errors import BimetalError, PromptTooLongError
 from common.folder_tokenizer import from_folder
 from common.gguf_tokenizer import from_gguf
 
@@ -163,10 +163,14 @@ class Tokenizer:
         return prompt.tokens if tokenize else prompt.text
 
     def check_fits(self, text: str, context: int) -> None:
-        """Refuse a text that has more than `context` tokens where that is certain without encoding it: BimetalError."""
+        """Refuse a text that has more than `context` tokens where that is certain without encoding it:
+        PromptTooLongError.
+        """
         if len(text) > context and (least := self.least_tokens(text)) > context:
-            raise BimetalError(
-                f"the prompt has at least {least} tokens and the context holds {context}; shorten it or raise ctx"
+            raise PromptTooLongError(
+                f"the prompt has at least {least} tokens and the context holds {context}; shorten it or raise ctx",
+                least,
+                context,
             )
 
     def least_tokens(self, text: str) -> int:

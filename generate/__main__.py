@@ -108,11 +108,25 @@ def run(args: argparse.Namespace) -> int:
             from generate import quantize
 
             return quantize.run(args)
+        case "serve":
+            return _serve(args)
         case "selftest":
             from generate import selftest
 
             return selftest.run(args)
     raise AssertionError(args.command)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from generate.server import serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise BimetalError(
+            f"{error.name} is not installed; the server needs it: pip install 'bimetal[server]'"
+        ) from None
+    return serve.run(args)
 
 
 def _bench(options: BenchOptions) -> int:

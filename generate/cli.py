@@ -36,6 +36,7 @@ COMMANDS = {
     "perplexity": "how well a model predicts a text, and how far it is from a reference",
     "fit": "which of a model's files fit into memory, and with how much context",
     "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
+    "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -77,8 +78,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
     args.options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     GenerationOptions(**args.options)  # refuses values that no model takes
-    args.load = LoadOptions(progress=True, **{name: getattr(args, name) for name in LOAD})
+    args.load = _load_options(args)
     return args
+
+
+def _load_options(args: argparse.Namespace) -> LoadOptions:
+    """The options of loading among the flags of a command that has some or all of them."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in LOAD if hasattr(args, name)}
+    return LoadOptions(progress=True, **given)
 
 
 def _finish(args: argparse.Namespace) -> None:
@@ -90,6 +97,8 @@ def _finish(args: argparse.Namespace) -> None:
             many = "is named twice" if args.model else "is not named"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
         args.model = args.model or args.named
+    if args.command == "serve":
+        args.load = _load_options(args)
     if args.command == "bench":
         args.options = _bench_options(args)
 
@@ -115,6 +124,7 @@ def _parser() -> Parser:
         "perplexity": _perplexity,
         "fit": _fit,
         "quantize": _quantize,
+        "serve": _serve,
         "selftest": _selftest,
     }
     for name, what in COMMANDS.items():
@@ -126,6 +136,7 @@ DESCRIPTIONS = {
     "list": "The models in the Hugging Face cache, whatever tool has downloaded them.",
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
     "rm": "Remove a model from the Hugging Face cache, which other tools use too. owner/repo is all of a repository.",
+    "serve": "Serve a model on this machine. Logs hold neither prompts nor keys.",
     "quantize": "Write a model in fewer bits: OUT that ends in .gguf is a GGUF file, any other an MLX folder, which "
     "mlx-lm reads too. A run that was stopped goes on when the same command is given again.",
     "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
@@ -347,6 +358,33 @@ def _finish_quantize(args: argparse.Namespace) -> None:
         return
     if args.out is not None or args.text is None:
         raise UsageError("--sensitivity needs --text FILE and no OUT; it writes no model")
+
+
+def _serve(p: Parser) -> None:
+    flags.model(p)
+    flags.draft(p, "a DFlash draft for the model, named as models are; or demo")
+    flags.cache(p)
+    s = p.add_argument_group("server")
+    s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
+    s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")
+    s.add_argument("--api-key", action="append", type=values.key, metavar="KEY", help="required of clients; repeatable")
+    s.add_argument("--api-key-file", metavar="FILE", help="keys, one per line; BIMETAL_API_KEY holds one too")
+    s.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
+    s.add_argument("--allow-host", action="append", metavar="NAME", help="serve this host name too; repeatable")
+    s.add_argument(
+        "--cors-origin", action="append", metavar="URL", help="let pages of this origin call, * any; repeatable"
+    )
+    s.add_argument(
+        "--max-queue",
+        type=values.positive,
+        default=256,
+        metavar="N",
+        help="requests that run or wait; more are refused (default: 256)",
+    )
+    s.add_argument(
+        "--grace", type=values.count, default=30, metavar="SECONDS", help="for running replies at the end (default: 30)"
+    )
+    s.add_argument("--log-json", action="store_true", help="log JSON objects")
 
 
 def _selftest(p: Parser) -> None:

@@ -5,7 +5,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
@@ -21,11 +22,11 @@ from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
-from common.pieces import parse_pieces
+from common.pieces import Logprob, parse_pieces
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
-from common.session import Session, check_tokens, default_spec, speculation_of
+from common.session import Session, check_fits, check_tokens, default_spec, speculation_of
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import Placement, check_draft, leave_thread, open_model
 from generate.caches import with_cache
@@ -49,6 +50,20 @@ def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
 def resolve_draft(name: str, progress: bool) -> Path:
     """The local path of a draft: "demo", or as `resolve_model` takes it."""
     return demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt that `LLM.astream_prepared` reads, once or several times.
+
+    tokens  of the prompt
+    parser  makes what parses one reply; None: the reply is plain text
+    shared  tokens of the prompt that the next one will begin with, whatever the reply; None: all
+    """
+
+    tokens: list[int]
+    parser: Callable[[], ReplyParser] | None = None
+    shared: int | None = None
 
 
 class LLM:
@@ -136,12 +151,12 @@ class LLM:
     @takes_options(GenerationOptions)
     def stream(self, prompt: Prompt, options: GenerationOptions) -> Stream:
         """Generate a reply to `prompt` (text or token ids), piece by piece."""
-        return Stream(self._owner, self._starter(self._ids(prompt), options))
+        return Stream(self._owner, self._starter(self.prepare(prompt), options))
 
     @takes_options(GenerationOptions)
     def generate(self, prompt: Prompt, options: GenerationOptions) -> Reply:
         """Generate the whole reply to `prompt` (text or token ids)."""
-        with Stream(self._owner, self._starter(self._ids(prompt), options)) as stream:
+        with Stream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
             return stream.reply()
 
     @takes_options(ChatOptions)
@@ -150,7 +165,7 @@ class LLM:
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
-        return Stream(self._owner, self._chat_starter(messages, options))
+        return Stream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
     @takes_options(ChatOptions)
     def chat(self, messages: Sequence[Message], options: ChatOptions) -> Reply:
@@ -158,30 +173,46 @@ class LLM:
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
-        with Stream(self._owner, self._chat_starter(messages, options)) as stream:
+        with Stream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return stream.reply()
 
     @takes_options(GenerationOptions)
     def astream(self, prompt: Prompt, options: GenerationOptions) -> AsyncStream:
         """Generate a reply to `prompt` (text or token ids), for `async for`."""
-        return AsyncStream(self._owner, self._starter(self._ids(prompt), options))
+        return AsyncStream(self._owner, self._starter(self.prepare(prompt), options))
 
     @takes_options(GenerationOptions)
     async def agenerate(self, prompt: Prompt, options: GenerationOptions) -> Reply:
         """Generate the whole reply to `prompt` (text or token ids), awaited."""
-        async with AsyncStream(self._owner, self._starter(self._ids(prompt), options)) as stream:
+        async with AsyncStream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
             return await stream.reply()
 
     @takes_options(ChatOptions)
     def astream_chat(self, messages: Sequence[Message], options: ChatOptions) -> AsyncStream:
         """Generate the assistant's reply to `messages`, for `async for`."""
-        return AsyncStream(self._owner, self._chat_starter(messages, options))
+        return AsyncStream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
     @takes_options(ChatOptions)
     async def achat(self, messages: Sequence[Message], options: ChatOptions) -> Reply:
         """Generate the assistant's whole reply to `messages`, awaited."""
-        async with AsyncStream(self._owner, self._chat_starter(messages, options)) as stream:
+        async with AsyncStream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return await stream.reply()
+
+    def prepare(self, prompt: Prompt) -> Prepared:
+        """Encode and check `prompt` (text or token ids); raises PromptTooLongError beyond the context."""
+        ids = self._ids(prompt)
+        check_fits(len(ids), self.context, self.trained_context)
+        return Prepared(ids)
+
+    @takes_options(ChatOptions)
+    def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
+        """Render and encode `messages`; raises PromptTooLongError beyond the context."""
+        return self._prepare_chat(messages, options)
+
+    @takes_options(GenerationOptions)
+    def astream_prepared(self, prompt: Prepared, options: GenerationOptions) -> AsyncStream:
+        """Generate a reply to a prompt that was prepared before, for `async for`."""
+        return AsyncStream(self._owner, self._starter(prompt, options))
 
     def render(self, messages: Sequence[Message], tools: Any = None, think: bool | None = None, **template: Any) -> str:
         """`messages` as the model's chat template writes them, up to where the assistant's reply begins."""
@@ -198,6 +229,18 @@ class LLM:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
         ids = self._ids(prompt)
         return await asyncio.wrap_future(self._submit(lambda: self._session.logits(ids)))
+
+    async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
+        """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
+
+        Cancelling the task that waits ends the work at the next step.
+        """
+        ids, cancel = self._ids(prompt), threading.Event()
+        self._running.add(cancel)
+        try:
+            return await asyncio.wrap_future(self._submit(lambda: self._session.score(ids, top, cancel)))
+        finally:
+            cancel.set()
 
     # -- the owner thread ----------------------------------------------------------------------------------------------
 
@@ -226,38 +269,35 @@ class LLM:
             prompt = self.tokenizer.encode(prompt)
         return check_tokens(prompt, self.vocab_size)
 
-    def _chat_starter(self, messages: Sequence[Message], options: ChatOptions) -> Start:
-        """`_starter` of the prompt that the chat template writes. The next turn's prompt may begin with less than this
-        prompt: templates leave out what an assistant thought before."""
+    def _prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
+        """The prompt that the chat template writes. The next turn's prompt may begin with less than this prompt:
+        templates leave out what an assistant thought before."""
         how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
         prompt = self.tokenizer.chat_prompt(messages, options.tools, context=self.context, **how)
-        parser = ReplyParser(prompt.template, prompt.text, options.tools)
+        check_fits(len(prompt.tokens), self.context, self.trained_context)
+        parser = partial(ReplyParser, prompt.template, prompt.text, options.tools)
         try:
             turn = {"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}
             later = self.tokenizer.chat_prompt([*messages, *turn], options.tools, **how)
         except BimetalError:  # nobody asked for that turn
-            return self._starter(prompt.tokens, options, parser)
+            return Prepared(prompt.tokens, parser)
         pairs = zip(prompt.tokens, later.tokens, strict=False)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         shared = 0 if later.text.startswith(prompt.text) else shared
-        return self._starter(prompt.tokens, options, parser, shared or len(prompt.tokens))
+        return Prepared(prompt.tokens, parser, shared or len(prompt.tokens))
 
-    def _starter(
-        self,
-        ids: list[int],
-        options: GenerationOptions,
-        parser: ReplyParser | None = None,
-        shared: int | None = None,
-    ) -> Start:
+    def _starter(self, prompt: Prepared, options: GenerationOptions) -> Start:
         """Return a function that submits the reply to the owner thread: it puts pieces, then DONE or an exception."""
         speculation_of(options, self.default_spec)  # refused in the caller's thread
+        parser = prompt.parser and prompt.parser()
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             def job() -> None:
                 try:
                     with PrefillBar() as bar:
                         on_prefill = options.on_prefill or (bar.update if self._progress else None)
-                        pieces = self._session.stream(ids, replace(options, on_prefill=on_prefill), cancel, shared)
+                        chosen = replace(options, on_prefill=on_prefill)
+                        pieces = self._session.stream(prompt.tokens, chosen, cancel, prompt.shared)
                         for piece in pieces if parser is None else parse_pieces(pieces, parser):
                             self.peak_bytes = piece.stats.peak_bytes if piece.stats else self.peak_bytes
                             put(piece)

@@ -69,3 +69,15 @@ def indices(text: str) -> list[int]:
 
 def numbers(text: str) -> list[float]:
     return [number(part) for part in text.split(",")]
+
+
+def port(text: str) -> int:
+    if count(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port from 0 to 65535; 0 takes a free one")
+    return int(text)
+
+
+def key(text: str) -> str:
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError("a key has characters other than printable ASCII without spaces, or is empty")
+    return text

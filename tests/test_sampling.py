@@ -118,6 +118,14 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert sampler.pick(np.array([-1.0, -1.5, -1.9], np.float32)) == 2  # -2, -3, -1.9
 
 
+def test_a_bias_is_added_after_the_penalties():
+    """A repeated token's logit 4 is 2 after the penalty, and the bias decides between 2 and 3."""
+    row = np.array([4.0, 3.0], np.float32)
+    for bias, token in ((0.5, 1), (1.5, 0)):
+        sampler = Sampler(Sampling(repetition_penalty=2.0, logit_bias={0: bias}), [0])
+        assert (sampler.pick(row), sampler.is_argmax) == (token, False)
+
+
 def test_frequency_and_presence_penalties_count_the_reply_only():
     row = np.array([1.0, 0.5, 0.0], np.float32)
     sampler = Sampler(Sampling(frequency_penalty=0.3), prompt=[0, 0, 0])

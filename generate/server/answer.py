@@ -1,0 +1,124 @@
+"""Answer a request for text: parse, prepare, then write the reply whole or as a stream, while the client is there."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from generate.llm import Prepared
+from generate.server.body import read_json
+from generate.server.errors import ApiError
+from generate.server.events import Finish, Usage, total
+from generate.server.facts import Facts
+from generate.server.fields import Fields
+from generate.server.service import Service
+from generate.server.task import events, prepare, whole
+from generate.server.wire import Parsed, dumps
+
+HEARTBEAT = 5.0  # seconds after which a silent stream gets a sign of life
+STALLED = 60.0  # seconds after which a client that reads nothing counts as gone
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ClientGoneError(Exception):
+    """The client left before its reply was whole."""
+
+
+class Generate:
+    """An endpoint, as an ASGI application, of one dialect's requests for text."""
+
+    def __init__(self, service: Service, parse: Callable[[Fields, Facts], Parsed]):
+        self.service, self.parse = service, parse
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request; raises ApiError before the reply has begun, and ClientGoneError."""
+        facts = self.service.facts
+        fields = Fields(await read_json(Request(scope, receive)))
+        await while_connected(receive, self._answer(fields, facts, scope, send))
+
+    async def _answer(self, fields: Fields, facts: Facts, scope: Message, send: Send) -> None:
+        parsed = await run_in_threadpool(self.parse, fields, facts)
+        with self.service.admitted():
+            llm = self.service.llm
+            prompts = await run_in_threadpool(prepare, llm, parsed.task)
+            if parsed.task.stream:
+                await self._stream(parsed, prompts, scope, send)
+                return
+            replies = await whole(llm, prompts, parsed.task)
+            note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, parsed.task.n))
+            response = Response(dumps(parsed.whole(replies)), media_type="application/json")
+            await response(scope, _no_receive, send)
+
+    async def _stream(self, parsed: Parsed, prompts: list[Prepared], scope: Message, send: Send) -> None:
+        writer, sent = parsed.writer(), time.monotonic()
+
+        async def write(data: bytes) -> None:
+            nonlocal sent
+            sent = time.monotonic()
+            async with asyncio.timeout(STALLED):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(HEARTBEAT)
+                if time.monotonic() - sent >= HEARTBEAT and writer.ping:
+                    await write(writer.ping)
+
+        headers = [(b"content-type", f"{parsed.media}; charset=utf-8".encode()), *STREAM_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        usages: dict[int, Usage] = {}
+        beating = asyncio.ensure_future(beat())
+        try:
+            await write(b"".join(writer.begin()))
+            async with aclosing(events(self.service.llm, prompts, parsed.task)) as found:
+                async for index, event in found:
+                    if isinstance(event, Finish):
+                        usages[index] = event.usage
+                    if data := b"".join(writer.push(index, event)):
+                        await write(data)
+            await write(b"".join(writer.end()))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            raise ClientGoneError from None
+        finally:
+            beating.cancel()
+            if usages:
+                note(scope, total(usages, parsed.task.n))
+
+
+async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
+    """Await `work`, and cancel it when the client leaves; raises ClientGoneError then."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        left = not working.done()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    if left:
+        raise ClientGoneError
+    working.result()
+
+
+def note(scope: Message, usage: Usage) -> None:
+    """Leave a reply's figures for the log."""
+    scope.setdefault("bimetal", {})["usage"] = usage
+
+
+async def _no_receive() -> Message:
+    raise ApiError(500, "a whole reply reads nothing")

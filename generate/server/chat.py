@@ -1,0 +1,184 @@
+"""OpenAI Chat Completions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.pieces import Stats
+from common.rules import number, whole
+from generate.server.conversation import arrange, messages_of, tools_of
+from generate.server.errors import ApiError, envelope
+from generate.server.events import (
+    CallArguments,
+    CallBegin,
+    Event,
+    Failed,
+    Finish,
+    Reasoning,
+    Text,
+    Usage,
+    Whole,
+    total,
+)
+from generate.server.facts import Facts
+from generate.server.fields import Fields, sampling, stops
+from generate.server.task import Chat, Task
+from generate.server.thinking import effort_options, template_options
+from generate.server.wire import Parsed, chat_logprobs, new_id, now, openai_usage, sse, timings
+
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all chunks of a reply share."""
+
+    id: str
+    created: int
+    facts: Facts
+    usage: bool
+    logprobs: bool
+    choices: int
+
+
+def parse(fields: Fields, facts: Facts) -> Parsed:
+    """Read a request; raises ApiError."""
+    fields.text("model")
+    options = sampling(fields) | stops(fields, "stop") | bias(fields, facts)
+    fields.option(options, "max_tokens", "max_completion_tokens", "max_tokens")
+    logprobs = fields.flag("logprobs", False)
+    top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS))
+    if top is not None and not logprobs:
+        raise fields.refuse("top_logprobs", "it needs logprobs to be true")
+    if logprobs:
+        options["logprobs"] = top or 0
+    _refuse_unsupported(fields)
+    tools = tools_of(fields)
+    choice = tool_choice(fields, tools)
+    rendering = effort_options(fields.text("reasoning_effort"), facts)
+    rendering |= template_options(fields.object("chat_template_kwargs"), facts)
+    if tools and choice != "none":
+        rendering["tools"] = tools
+    stream = fields.flag("stream", False)
+    streaming = fields.object("stream_options")
+    n = fields.take("n", whole(1, MOST_CHOICES), 1)
+    task = Task(
+        prompts=[Chat(arrange(messages_of(fields), facts), rendering)],
+        options=options,
+        n=n,
+        stream=stream,
+        first_call_only=not fields.flag("parallel_tool_calls", True),
+    )
+    usage = bool(streaming and streaming.flag("include_usage", False))
+    head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n)
+    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
+    """The `logit_bias` of a request: token ids, as text, to numbers from -100 to 100."""
+    given = fields.object("logit_bias")
+    if given is None or not given.values:
+        return {}
+    rule = number("a number from -100 to 100", lambda x: -100 <= x <= 100)
+    found = {}
+    for key in given.values:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < facts.vocab):
+            raise ApiError(400, f"logit_bias has the key {key!r:.80}; it must be a token id below {facts.vocab}")
+        found[int(key)] = given.take(key, rule, 0.0)
+    return {"logit_bias": found}
+
+
+def tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> str:
+    """Return "none" or "auto"; raises ApiError for a choice that is not supported."""
+    choice = fields.values.get("tool_choice")
+    if choice is None or choice in ("auto", "none"):
+        return choice or "auto"
+    raise fields.refuse("tool_choice", "it must be auto or none")
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would be wrong to ignore."""
+    if form := fields.object("response_format"):
+        form.choice("type", "text")
+    if fields.has("audio") or (fields.has("modalities") and fields.values["modalities"] != ["text"]):
+        raise fields.refuse("modalities", "only text is supported")
+
+
+class Writer:
+    """Writes chunks: the role first, then what comes, one finish_reason per choice, and the usage if asked for."""
+
+    ping = b": waiting\n\n"
+
+    def __init__(self, head: Head):
+        self.head = head
+        self.usages: dict[int, Usage] = {}
+        self.stats: Stats | None = None
+        self.failed = False
+        self.none = {"usage": None} if head.usage else {}
+        self.base = {
+            "id": head.id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.facts.name,
+        }
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return sse(self.base | {"choices": [choice]} | self.none)
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(self.head.choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def push(self, index: int, event: Event) -> Iterator[bytes]:
+        match event:
+            case Text(text, logprobs):
+                found = None
+                if self.head.logprobs:
+                    found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
+                yield self._chunk(index, {"content": text}, logprobs=found)
+            case Reasoning(text):
+                yield self._chunk(index, {"reasoning_content": text, "reasoning": text})
+            case CallBegin(at, id, name):
+                call = {"index": at, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                yield self._chunk(index, {"tool_calls": [call]})
+            case CallArguments(at, text):
+                yield self._chunk(index, {"tool_calls": [{"index": at, "function": {"arguments": text}}]})
+            case Finish(reason, usage):
+                self.usages[index], self.stats = usage, event.stats
+                yield self._chunk(index, {}, reason)
+            case Failed(error):
+                self.failed = True
+                yield sse(envelope(error, "openai", ""))
+
+    def end(self) -> Iterator[bytes]:
+        if self.head.usage and not self.failed:
+            usage = total(self.usages, self.head.choices)
+            figures = {"timings": timings(self.stats, usage)} if self.stats else {}
+            yield sse(self.base | {"choices": [], "usage": openai_usage(usage)} | figures)
+        yield b"data: [DONE]\n\n"
+
+
+def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
+    """The body of a reply that is not streamed."""
+    choices = []
+    usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.choices)
+    for index, reply in enumerate(replies):
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.reasoning:
+            message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+        if reply.calls:
+            message["content"] = reply.text or None
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in reply.calls
+            ]
+        logprobs = None
+        if head.logprobs:
+            logprobs = {"content": chat_logprobs(head.facts.tokenizer, reply.logprobs), "refusal": None}
+        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish.reason})
+    body = {"id": head.id, "object": "chat.completion", "created": head.created, "model": head.facts.name}
+    body |= {"choices": choices, "usage": openai_usage(usage)}
+    stats = replies[-1].finish.stats
+    return body | ({"timings": timings(stats, usage)} if stats else {})

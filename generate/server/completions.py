@@ -1,0 +1,173 @@
+"""OpenAI's legacy Completions, with what evaluation harnesses read: `echo`, `logprobs`, and prompts of token ids."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.pieces import Logprob
+from common.rules import whole
+from common.tokenizer import Tokenizer
+from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias
+from generate.server.errors import ApiError, envelope
+from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
+from generate.server.facts import Facts
+from generate.server.fields import Fields, sampling, stops
+from generate.server.task import Task
+from generate.server.wire import Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
+
+MOST_PROMPTS = 128
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all chunks of a reply share."""
+
+    id: str
+    created: int
+    facts: Facts
+    usage: bool
+    logprobs: bool
+    n: int
+
+
+def parse(fields: Fields, facts: Facts) -> Parsed:
+    """Read a request; raises ApiError."""
+    fields.text("model")
+    prompts = _prompts(fields)
+    options = sampling(fields) | stops(fields, "stop") | bias(fields, facts)
+    tokens = fields.take("max_tokens", whole(0))
+    logprobs = fields.take("logprobs", whole(0, MOST_LOGPROBS))
+    if logprobs is not None:
+        options["logprobs"] = logprobs
+    if tokens:
+        options["max_tokens"] = tokens
+    if fields.text("suffix"):
+        raise fields.refuse("suffix", "text in the middle is not supported")
+    n, echo = fields.take("n", whole(1, MOST_CHOICES), 1), fields.flag("echo", False)
+    if fields.take("best_of", whole(1), n) != n:
+        raise fields.refuse("best_of", f"it must be n, which is {n}")
+    if tokens == 0 and not echo:
+        raise fields.refuse("max_tokens", "it must be at least 1 without echo")
+    if echo and n > 1:
+        raise fields.refuse("n", "it must be 1 with echo")
+    if len(prompts) * n > MOST_CHOICES:
+        raise fields.refuse("n", f"prompts and n together ask for more than {MOST_CHOICES} replies")
+    streaming = fields.object("stream_options")
+    usage = bool(streaming and streaming.flag("include_usage", False))
+    stream = fields.flag("stream", False)
+    task = Task(prompts, options, n, stream, echo=echo, generates=tokens != 0)
+    head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n)
+    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def _prompts(fields: Fields) -> list[Any]:
+    """The prompts: one or several texts or lists of token ids."""
+    prompt = fields.values.get("prompt")
+    words = "it must be text, a list of token ids, or a list of either"
+    if not isinstance(prompt, str | list) or not prompt:
+        raise fields.refuse("prompt", words)
+    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    if len(several) > MOST_PROMPTS:
+        raise ApiError(400, f"prompt has {len(several)} entries; at most {MOST_PROMPTS} are supported", param="prompt")
+    for one in several:
+        ids = isinstance(one, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in one)
+        if not one or not (ids or isinstance(one, str)):
+            raise fields.refuse("prompt", words)
+    return several
+
+
+class Tokens:
+    """Lists log-probabilities as Completions has them, and where in the text each token begins."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.decoder, self.at = tokenizer, tokenizer.decoder(), 0
+
+    def of(self, logprobs: Sequence[Logprob | int]) -> dict[str, list[Any]]:
+        """A list per column; a bare token id is the first of a prompt, which has no log-probability."""
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in logprobs:
+            token = one if isinstance(one, int) else one.token
+            columns["tokens"].append(token_text(self.tokenizer, token)[0])
+            columns["token_logprobs"].append(None if isinstance(one, int) else finite(one.logprob))
+            columns["top_logprobs"].append(None if isinstance(one, int) else self._top(one))
+            columns["text_offset"].append(self.at)
+            self.at += len(self.decoder.push(token)) if token < self.tokenizer.vocab_size else 0
+        return columns
+
+    def _top(self, one: Logprob) -> dict[str, float]:
+        """The best alternatives, and the token itself; of tokens with one text the likeliest."""
+        found = {token_text(self.tokenizer, one.token)[0]: finite(one.logprob)}
+        for token, value in one.top:
+            text = token_text(self.tokenizer, token)[0]
+            found[text] = max(found.get(text, finite(value)), finite(value))
+        return found
+
+
+def echoed(echo: Echo) -> list[Logprob | int]:
+    """The entries of a prompt: its first token, and the scores of the others."""
+    return [echo.tokens[0], *(echo.scores or ())]
+
+
+class Writer:
+    """Writes chunks of text."""
+
+    ping = b": waiting\n\n"
+
+    def __init__(self, head: Head):
+        self.head, self.failed = head, False
+        self.usages: dict[int, Usage] = {}
+        self.columns: dict[int, Tokens] = {}
+        self.stats: Any = None
+        self.base = {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.facts.name,
+        }
+        self.none = {"usage": None} if head.usage else {}
+
+    def begin(self) -> Iterator[bytes]:
+        return iter(())
+
+    def _chunk(self, index: int, text: str, finish: str | None, entries: Sequence[Logprob | int]) -> bytes:
+        logprobs = None
+        if self.head.logprobs:
+            logprobs = self.columns.setdefault(index, Tokens(self.head.facts.tokenizer)).of(entries)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return sse(self.base | {"choices": [choice]} | self.none)
+
+    def push(self, index: int, event: Event) -> Iterator[bytes]:
+        match event:
+            case Echo():
+                yield self._chunk(index, event.text, None, echoed(event))
+            case Text(text, logprobs):
+                yield self._chunk(index, text, None, logprobs)
+            case Finish(reason, usage):
+                self.usages[index], self.stats = usage, event.stats
+                yield self._chunk(index, "", reason, [event.end] if event.end else [])
+            case Failed(error):
+                self.failed = True
+                yield sse(envelope(error, "openai", ""))
+
+    def end(self) -> Iterator[bytes]:
+        if self.head.usage and not self.failed:
+            usage = total(self.usages, self.head.n)
+            figures = {"timings": timings(self.stats, usage)} if self.stats else {}
+            yield sse(self.base | {"choices": [], "usage": openai_usage(usage)} | figures)
+        yield b"data: [DONE]\n\n"
+
+
+def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
+    """The body of a reply that is not streamed."""
+    choices = []
+    usage = total({index: reply.finish.usage for index, reply in enumerate(replies)}, head.n)
+    for index, reply in enumerate(replies):
+        entries = [*(echoed(reply.echo) if reply.echo else ()), *reply.logprobs]
+        entries += [reply.finish.end] if reply.finish.end else []
+        logprobs = Tokens(head.facts.tokenizer).of(entries) if head.logprobs else None
+        text = (reply.echo.text if reply.echo else "") + reply.text
+        choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reply.finish.reason})
+    body = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.facts.name}
+    body |= {"choices": choices, "usage": openai_usage(usage)}
+    stats = replies[-1].finish.stats
+    return body | ({"timings": timings(stats, usage)} if stats else {})

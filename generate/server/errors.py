@@ -1,0 +1,88 @@
+"""Errors of the API: one exception, written in each dialect's own envelope."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import BimetalError, PromptTooLongError
+
+OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+@dataclass
+class ApiError(Exception):
+    """What a request is refused with.
+
+    status   HTTP status
+    code     OpenAI's `code`, such as "model_not_found"
+    param    the field that is at fault
+    more     further entries of the error object
+    retry    seconds after which the client may try again
+    """
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    retry: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry is None else {"retry-after": str(self.retry)}
+
+
+def dialect_of(path: str) -> str:
+    """The dialect that answers under a path: "openai", "anthropic" or "ollama"."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return "anthropic"
+    return "ollama" if path.startswith("/api/") else "openai"
+
+
+def envelope(error: ApiError, dialect: str, request_id: str) -> dict[str, Any]:
+    """The body of a refusal, or the payload of an error inside a stream."""
+    if dialect == "anthropic":
+        kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    if dialect == "ollama":
+        return {"error": error.message}
+    kind = OPENAI_TYPES.get(error.status, "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code, **error.more}}
+
+
+def refusal(error: Exception) -> ApiError | None:
+    """What the client did wrong where `error` was raised while its request was read; None for a fault of ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
+        return ApiError(400, str(error), "context_length_exceeded", "messages", numbers)
+    return ApiError(400, str(error)) if isinstance(error, BimetalError) else None
+
+
+def failure(error: Exception) -> ApiError:
+    """What a reply that has begun ends with."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        return refusal(error) or ApiError(400, str(error))
+    return ApiError(500, str(error) if isinstance(error, BimetalError) else "the server failed to write this reply")

@@ -1,0 +1,189 @@
+"""The events of a reply, which every dialect writes in its own form, and a reply as the sum of its events."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+
+from common.pieces import Logprob, Piece, Stats
+from generate.server.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one reply.
+
+    reasoning  of `completion`
+    accepted   draft tokens that became part of the reply; rejected: the others that were verified
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+
+def total(usages: Mapping[int, Usage], n: int) -> Usage:
+    """The usage of several replies by index, of which `n` after another share a prompt, which counts once."""
+    each = (replace(u, prompt=0, cached=0) if index % n else u for index, u in usages.items())
+    return Usage(*(sum(column) for column in zip(*(astuple(u) for u in each), strict=True)))
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt, which comes before its reply where it is asked for.
+
+    scores  of each token but the first; None where no log-probabilities are asked for
+    """
+
+    text: str
+    tokens: Sequence[int]
+    scores: Sequence[Logprob] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A part of a call's arguments, which are JSON text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnd:
+    index: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of a reply.
+
+    reason  "stop", "tool_calls" or "length"
+    stop    the stop string that ended it
+    end     of the end token, where log-probabilities were asked for
+    """
+
+    reason: str
+    usage: Usage
+    stop: str | None = None
+    end: Logprob | None = None
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The reply ends here because of an error."""
+
+    error: ApiError
+
+
+Event = Echo | Text | Reasoning | CallBegin | CallArguments | CallEnd | Finish | Failed
+
+
+class Events:
+    """Turns the pieces of one reply into events.
+
+    first_call_only  a reply ends with its first call
+    """
+
+    def __init__(self, first_call_only: bool = False):
+        self._first_call_only = first_call_only
+        self._thought = 0
+        self._held: list[Logprob] = []
+        self.is_over = False  # nothing of the reply is read any further, except its figures
+
+    def of(self, piece: Piece) -> Iterator[Event]:
+        """Yield what `piece` adds."""
+        self._thought += piece.thought
+        self._held += piece.logprobs
+        if not self.is_over:
+            yield from self._content(piece)
+        if piece.finish_reason:
+            stats = piece.stats
+            assert stats is not None
+            if piece.finish_reason == "cancelled" and not self.is_over:
+                yield Failed(ApiError(503, "the server ended this reply, because it shuts down", retry=5))
+                return
+            reason = "tool_calls" if self.is_over else piece.finish_reason
+            yield Finish(reason, usage_of(stats, self._thought), piece.stop, piece.end, stats)
+
+    def _content(self, piece: Piece) -> Iterator[Event]:
+        if piece.reasoning:
+            yield Reasoning(piece.reasoning)
+        if piece.text or (piece.finish_reason and self._held):
+            logprobs, self._held = tuple(self._held), []
+            yield Text(piece.text, logprobs)
+        for call in piece.tool_calls:
+            yield CallBegin(call["index"], call["id"], call["function"]["name"])
+            yield CallArguments(call["index"], call["function"]["arguments"])
+            yield CallEnd(call["index"])
+            if self._first_call_only:
+                self.is_over = True
+                return
+
+
+def usage_of(stats: Stats, reasoning: int) -> Usage:
+    """The figures of a reply as APIs count them."""
+    accepted = rejected = 0
+    if stats.accepted is not None:
+        accepted = sum((length - 1) * count for length, count in stats.accepted.lengths.items())
+        rejected = max(0, stats.accepted.rows - stats.accepted.steps - accepted)
+    return Usage(stats.prompt_tokens, stats.cached_tokens, stats.new_tokens, reasoning, accepted, rejected)
+
+
+@dataclass
+class Call:
+    """A whole tool call; arguments are JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Whole:
+    """All of a reply."""
+
+    echo: Echo | None = None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish: Finish = field(default_factory=lambda: Finish("stop", Usage()))
+
+    def add(self, event: Event) -> None:
+        """Add an event; raises the error of one that failed."""
+        match event:
+            case Echo():
+                self.echo = event
+            case Text(text, logprobs):
+                self.text += text
+                self.logprobs += logprobs
+            case Reasoning(text):
+                self.reasoning += text
+            case CallBegin(_, id, name):
+                self.calls.append(Call(id, name))
+            case CallArguments(_, text):
+                self.calls[-1].arguments += text
+            case Finish():
+                self.finish = event
+            case Failed(error):
+                raise error

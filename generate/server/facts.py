@@ -1,0 +1,72 @@
+"""What the server knows of the model that it serves; found once, when the model is loaded."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import BimetalError
+from common.tokenizer import Tokenizer
+from generate.llm import LLM
+
+# Variables that OpenAI's and Anthropic's effort sets where a template reads them.
+EFFORT = "reasoning_effort"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A served model.
+
+    name          what clients call it; other names mean it too
+    template      source of its chat template, "" without one
+    late_system   whether the template takes a system message after others
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    context: int
+    trained_context: int
+    vocab: int
+    architecture: str
+    template: str
+    late_system: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def switches_thinking(self) -> bool:
+        """Whether the template turns thinking on and off."""
+        return "enable_thinking" in self.template
+
+    @property
+    def thinks(self) -> bool:
+        return "<think>" in self.template
+
+    @property
+    def takes_tools(self) -> bool:
+        return "tools" in self.template or "tool_use" in self.tokenizer.chat_templates
+
+
+def facts_of(llm: LLM, name: str) -> Facts:
+    """Find the facts of a loaded model that was named `name`."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    late = [{"role": "system", "content": "a"}, *turns, turns[0], {"role": "system", "content": "b"}]
+    path = Path(name)
+    return Facts(
+        name=path.stem if path.exists() else name,
+        tokenizer=llm.tokenizer,
+        context=llm.context,
+        trained_context=llm.trained_context,
+        vocab=llm.vocab_size,
+        architecture=llm.architecture,
+        template=llm.tokenizer.chat_template or "",
+        late_system=_renders(llm, late),
+    )
+
+
+def _renders(llm: LLM, messages: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        llm.render(messages)
+    except BimetalError:
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""Read the fields of a request: each is accepted by a rule, or refused by its name."""
+
+from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from typing import Any
+
+from common import rules
+from common.errors import UsageError
+from common.options import ChatOptions
+from common.rules import Rule
+from generate.server.errors import ApiError
+
+OPTION_RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields_of(ChatOptions)}
+MOST_STOPS, MOST_STOP_LENGTH = 64, 4096
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError
+    return value
+
+
+TEXT, OBJECT, LIST = Rule("text", _text), Rule("an object", _object), Rule("a list", _list)
+WHOLE = rules.whole(-(2**63), 2**64 - 1)
+
+
+class Fields:
+    """The entries of an object in a request; null counts as absent.
+
+    where  the object's own name, for messages: "response_format"
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = ""):
+        self.values, self.where = values, where
+
+    def name(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
+
+    def refuse(self, key: str, words: str) -> ApiError:
+        """An error that names the entry and its value: "KEY is VALUE; WORDS"."""
+        name = self.name(key)
+        return ApiError(400, f"{name} is {self.values.get(key)!r:.80}; {words}", param=name)
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def take(self, key: str, rule: Rule, default: Any = None) -> Any:
+        """Return an entry in plain types, `default` where it is absent; raises ApiError."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        try:
+            return rule.accept(self.name(key), value)
+        except UsageError as error:
+            raise ApiError(400, str(error), param=self.name(key)) from None
+
+    def need(self, key: str, rule: Rule) -> Any:
+        """Return an entry that has to be given."""
+        if not self.has(key):
+            raise ApiError(400, f"{self.name(key)} is missing; it must be {rule.words}", param=self.name(key))
+        return self.take(key, rule)
+
+    def text(self, key: str, default: Any = None) -> Any:
+        return self.take(key, TEXT, default)
+
+    def flag(self, key: str, default: bool | None = None) -> Any:
+        return self.take(key, rules.FLAG, default)
+
+    def choice(self, key: str, *names: str, default: Any = None) -> Any:
+        return self.take(key, rules.one_of(*names), default)
+
+    def object(self, key: str) -> "Fields | None":
+        value = self.take(key, OBJECT)
+        return None if value is None else Fields(value, self.name(key))
+
+    def objects(self, key: str, most: int) -> list["Fields"]:
+        """Return a list of objects, none where it is absent."""
+        found = self.take(key, LIST, [])
+        if len(found) > most:
+            raise ApiError(400, f"{self.name(key)} has {len(found)} entries; at most {most} are supported", param=key)
+        return [self.item(key, at, item) for at, item in enumerate(found)]
+
+    def item(self, key: str, at: int, value: Any) -> "Fields":
+        name = f"{self.name(key)}[{at}]"
+        if not isinstance(value, dict):
+            raise ApiError(400, f"{name} is {value!r:.80}; it must be an object", param=name)
+        return Fields(value, name)
+
+    def option(self, into: dict[str, Any], option: str, *keys: str) -> None:
+        """Put the first given of the entries `keys` into options of generation, under the option's own name."""
+        for key in keys or (option,):
+            value = self.take(key, OPTION_RULES[option])
+            if value is not None:
+                into[option] = value
+                return
+
+
+def sampling(fields: Fields) -> dict[str, Any]:
+    """The sampling options of a request, under any of the names that clients give them."""
+    found: dict[str, Any] = {}
+    for option in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"):
+        fields.option(found, option)
+    fields.option(found, "repetition_penalty", "repetition_penalty", "repeat_penalty")
+    if (top_k := fields.take("top_k", rules.whole(-1))) is not None:
+        found["top_k"] = max(top_k, 0)  # -1 keeps all, as in vLLM
+    if (seed := fields.take("seed", WHOLE)) is not None:
+        found["seed"] = seed % 2**64
+    return found
+
+
+def stops(fields: Fields, key: str) -> dict[str, Any]:
+    """The stop strings of a request."""
+    found = fields.take(key, OPTION_RULES["stop"], ())
+    if len(found) > MOST_STOPS or any(len(text) > MOST_STOP_LENGTH for text in found):
+        most = f"at most {MOST_STOPS} strings of {MOST_STOP_LENGTH} characters are supported"
+        raise ApiError(400, f"{fields.name(key)} has {len(found)} strings; {most}", param=fields.name(key))
+    return {"stop": found} if found else {}

@@ -1,0 +1,179 @@
+"""What stands before every route: the Host and Origin of a request, keys, CORS, request ids, errors and the log."""
+
+import hashlib
+import hmac
+import ipaddress
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from common.errors import BimetalError
+from generate.server.answer import ClientGoneError, Message, Receive, Send
+from generate.server.errors import ApiError, dialect_of, envelope, refusal
+from generate.server.log import Log
+from generate.server.wire import dumps, new_id
+
+OPEN = {"/", "/health", "/v1/health", "/favicon.ico"}  # answered without a key
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Who may call.
+
+    keys     digests of the keys, one of which is required; empty: none is
+    hosts    further host names beside localhost and addresses
+    origins  web pages that may call from a browser, "*" for all
+    """
+
+    keys: Sequence[bytes] = ()
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = field(default=())
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raise ApiError for a request that may not pass."""
+        host = headers.get("host", "")
+        if not self.allows_host(host):
+            message = f"the host {host!r:.80} is not served here; --allow-host admits further names"
+            raise ApiError(403, message, "host_not_allowed")
+        origin = headers.get("origin")
+        if origin is not None and not self.allows_origin(origin, host):
+            message = f"the origin {origin!r:.80} may not call this server; --cors-origin admits further ones"
+            raise ApiError(403, message, "origin_not_allowed")
+        if self.keys and path not in OPEN and not self.has_key(headers):
+            raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
+
+    def allows_host(self, host: str) -> bool:
+        """Whether a Host header names this machine: a page that rebinds its own name to our address does not."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost" or name.endswith(".localhost") or name in self.hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def allows_origin(self, origin: str, host: str) -> bool:
+        """Whether a browser's page may call: one that this server sent, or one that was allowed."""
+        if "*" in self.origins or origin in self.origins:
+            return True
+        scheme, _, rest = origin.partition("://")
+        return scheme in ("http", "https") and rest == host
+
+    def has_key(self, headers: Headers) -> bool:
+        """Whether a request brings a key, in the header of either API; takes the same time for every wrong key."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        found = digest(given)
+        return any([hmac.compare_digest(found, key) for key in self.keys])
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+class Guard:
+    """The outermost ASGI application."""
+
+    def __init__(self, app: Any, policy: Policy, log: Log):
+        self.app, self.policy, self.log = app, policy, log
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status, headers = time.perf_counter(), 0, Headers(scope=scope)
+        dialect, id = dialect_of(scope["path"]), new_id("req_")
+        origin = headers.get("origin")
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                sent = MutableHeaders(scope=message)
+                sent["request-id" if dialect == "anthropic" else "x-request-id"] = id
+                sent["x-content-type-options"] = "nosniff"
+                if origin is not None and self.policy.allows_origin(origin, headers.get("host", "")):
+                    sent["access-control-allow-origin"] = origin
+                    sent.append("vary", "origin")
+            await send(message)
+
+        async def refuse(error: ApiError) -> None:
+            body = dumps(envelope(error, dialect, id))
+            await Response(body, error.status, error.headers, "application/json")(scope, receive, answer)
+
+        note: dict[str, Any] = {}
+        try:
+            self.policy.check("/health" if scope["method"] == "OPTIONS" else scope["path"], headers)
+            if scope["method"] == "OPTIONS":
+                await preflight(headers)(scope, receive, answer)
+            else:
+                scope["app"] = self.app  # unknown routes are then raised
+                await self.app(scope, receive, answer)
+        except (ClientGoneError, ClientDisconnect):
+            note["left"] = True
+        except Exception as error:
+            refused = no_route(scope, error) if isinstance(error, HTTPException) else refusal(error)
+            note["error"] = (refused and (refused.code or refused.param)) or type(error).__name__
+            if refused is None:
+                note["at"] = place(error)
+            if not status:  # a reply that has begun breaks off here
+                await refuse(refused or ApiError(500, "the server failed to answer this request"))
+        finally:
+            code = CLIENT_GONE if "left" in note else status
+            seconds = time.perf_counter() - started
+            self.log.request(scope, id, code, seconds, note | scope.get("bimetal", {}))
+
+
+def no_route(scope: Message, error: HTTPException) -> ApiError:
+    """The refusal of an unknown path or method."""
+    allowed = (error.headers or {}).get("Allow", "")
+    known = f"; it takes {allowed}" if allowed else ""
+    return ApiError(error.status_code, f"{scope['method'][:20]} {scope['path'][:100]} is not a route here{known}")
+
+
+def preflight(headers: Headers) -> Response:
+    """The answer to a browser's question whether a page of an allowed origin may call."""
+    found = {
+        "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
+        "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type"),
+        "access-control-max-age": "600",
+    }
+    return Response(status_code=204, headers=found)
+
+
+def place(error: BaseException) -> str:
+    """Where an error was raised, without its message, which may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return f"{type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))
+
+
+def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> list[bytes]:
+    """Digests of the keys from the command line, a file with one per line, and the environment."""
+    found = [*given, *([environment] if environment else [])]
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise BimetalError(f"{file} is not UTF-8; it must hold one API key per line") from None
+        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not keys:
+            raise BimetalError(f"{file} holds no API key; it must hold one per line")
+        found += keys
+    return [digest(key) for key in found]

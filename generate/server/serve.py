@@ -1,0 +1,118 @@
+"""`python -m generate serve`: a server over one model, from its flags to its end."""
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from common.errors import BimetalError, UsageError
+from generate.llm import LLM
+from generate.server.app import build
+from generate.server.guard import Policy, keys_of
+from generate.server.log import Log
+from generate.server.service import Service
+
+KEY = "BIMETAL_API_KEY"
+CLOSING = 5  # seconds for connections after the grace time
+BACKLOG = 2048
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
+    policy = policy_of(args)
+    log, service = Log(args.log_json), Service(args.max_queue)
+    config = uvicorn.Config(
+        build(service, policy, log),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=args.grace + CLOSING,
+    )
+    server = Server(config, service, log, args.grace)
+    errors: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        errors.append(error)
+        server.should_exit = True
+
+    def load() -> LLM:
+        began = time.perf_counter()
+        llm = LLM(args.model, args.load)
+        log.line("ready", model=args.model, context=llm.context, seconds=round(time.perf_counter() - began, 1))
+        return llm
+
+    listening = listen(args.host, args.port)
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    log.line("listening", url=url_of(listening), model=args.model)
+    service.load(args.model, load, failed)
+    try:
+        server.run([listening])
+    finally:
+        service.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if errors:
+        raise errors[0]
+    return 0
+
+
+def policy_of(args: argparse.Namespace) -> Policy:
+    """Who may call; refuses to listen beyond this machine without a key."""
+    keys = keys_of(args.api_key or [], args.api_key_file, os.environ.get(KEY))
+    if not keys and not args.insecure and not is_loopback(args.host):
+        raise UsageError(
+            f"--host {args.host} is reached from other machines: give --api-key-file FILE, set {KEY}, or choose "
+            "--insecure to serve anybody"
+        )
+    return Policy(keys, args.allow_host or (), args.cors_origin or ())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the socket to listen on; raises BimetalError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BimetalError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port") from None
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen on."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose end begins with a grace time: running replies go on, and new requests are refused."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, log: Log, grace: float):
+        super().__init__(config)
+        self._service, self._log, self._grace = service, log, grace
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin the end on the first signal; end at once on the second."""
+        super().handle_exit(sig, frame)
+        self._captured_signals.clear()  # a signal that was obeyed is not raised again
+        if not self._service.draining:
+            self._service.draining = True
+            self._log.line("draining", running=self._service.running, seconds=self._grace)
+            end = threading.Timer(self._grace, partial(self._service.close))
+            end.daemon = True
+            end.start()

@@ -1,0 +1,120 @@
+"""What a request asks for, whatever dialect it came in, and how it runs on a model."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from generate.llm import LLM, Prepared
+from generate.server.errors import failure
+from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, in the form of OpenAI's API.
+
+    options  of rendering: tools, think, template
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request.
+
+    prompts          conversations, texts or token ids; each is replied to `n` times
+    options          of generation, as keywords of GenerationOptions
+    stream           the reply is sent while it is written
+    first_call_only  a reply ends with its first tool call
+    echo             the prompt comes before the reply, with log-probabilities if the options ask for them
+    generates        whether there is a reply at all, or only an echo
+    """
+
+    prompts: Sequence[Chat | str | list[int]]
+    options: Mapping[str, Any]
+    n: int = 1
+    stream: bool = False
+    first_call_only: bool = False
+    echo: bool = False
+    generates: bool = True
+
+
+def prepare(llm: LLM, task: Task) -> list[Prepared]:
+    """Render and encode the prompts. Takes up to seconds; raises BimetalError."""
+    return [
+        llm.prepare_chat(prompt.messages, **prompt.options) if isinstance(prompt, Chat) else llm.prepare(prompt)
+        for prompt in task.prompts
+    ]
+
+
+async def events(llm: LLM, prompts: Sequence[Prepared], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
+    """Yield the events of all replies, each with the reply's index: of prompt p and repetition i, p * n + i.
+
+    Leaving the loop, or cancelling the task that runs it, ends the replies at their next step.
+    """
+    if len(prompts) * task.n == 1:
+        async with aclosing(one(llm, prompts[0], task, 0)) as found:
+            async for event in found:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    async def write(index: int) -> None:
+        async with aclosing(one(llm, prompts[index // task.n], task, index)) as found:
+            async for event in found:
+                queue.put_nowait((index, event))
+
+    writers = [asyncio.ensure_future(write(index)) for index in range(len(prompts) * task.n)]
+    left = len(writers)
+    try:
+        while left:
+            index, event = await queue.get()
+            left -= isinstance(event, Finish | Failed)
+            yield index, event
+    finally:
+        for writer in writers:
+            writer.cancel()
+        await asyncio.gather(*writers, return_exceptions=True)
+
+
+async def one(llm: LLM, prompt: Prepared, task: Task, index: int) -> AsyncGenerator[Event, None]:
+    """Yield the events of reply number `index`; the last one is Finish or Failed."""
+    options = dict(task.options)
+    if index % task.n and "seed" in options:
+        options["seed"] = (options["seed"] + index % task.n) % 2**64
+    try:
+        if task.echo:
+            yield await echo(llm, task, prompt, index // task.n)
+        if not task.generates:
+            yield Finish("length", Usage(len(prompt.tokens)))
+            return
+        made = Events(task.first_call_only)
+        async with llm.astream_prepared(prompt, **options) as stream:
+            async for piece in stream:
+                for event in made.of(piece):
+                    yield event
+                if made.is_over:
+                    stream.cancel()
+    except Exception as error:
+        yield Failed(failure(error))
+
+
+async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
+    """The echo of prompt number `at`."""
+    given = task.prompts[at]
+    text = given if isinstance(given, str) else llm.tokenizer.decode(prompt.tokens)
+    top = task.options.get("logprobs")
+    return Echo(text, prompt.tokens, None if top is None else await llm.ascore(prompt.tokens, top))
+
+
+async def whole(llm: LLM, prompts: Sequence[Prepared], task: Task) -> list[Whole]:
+    """Return all replies when they are finished; raises the error of one that failed."""
+    replies = [Whole() for _ in range(len(prompts) * task.n)]
+    async with aclosing(events(llm, prompts, task)) as found:
+        async for index, event in found:
+            replies[index].add(event)
+    return replies

@@ -1,0 +1,36 @@
+"""Reasoning: which of a chat template's variables a request sets."""
+
+from typing import Any
+
+from common.options import RESERVED
+from generate.server.facts import EFFORT, Facts
+from generate.server.fields import Fields
+
+OWN = {"enable_thinking", "documents", "add_generation_prompt", "bos_token", "eos_token", *RESERVED}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def effort_options(effort: str | None, facts: Facts) -> dict[str, Any]:
+    """The options of rendering for an effort, as far as the template knows any; an unknown effort is "medium"."""
+    if effort is None:
+        return {}
+    found: dict[str, Any] = {}
+    if facts.switches_thinking:
+        found["think"] = effort != "none"
+    if EFFORT in facts.template:
+        found["template"] = {EFFORT: effort if effort in EFFORTS else "medium"}
+    return found
+
+
+def switch_options(on: bool | None, facts: Facts) -> dict[str, Any]:
+    """The options of rendering that turn thinking on or off, where the template can."""
+    return {} if on is None or not facts.switches_thinking else {"think": on}
+
+
+def template_options(fields: Fields | None, facts: Facts) -> dict[str, Any]:
+    """The options of rendering for `chat_template_kwargs`: those that the template reads."""
+    if fields is None:
+        return {}
+    found = switch_options(fields.flag("enable_thinking"), facts)
+    read = {k: v for k, v in fields.values.items() if k.isidentifier() and k in facts.template and k not in OWN}
+    return found | ({"template": read} if read else {})

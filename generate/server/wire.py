@@ -1,0 +1,120 @@
+"""How events become bytes: JSON, server-sent events, lines of JSON, and figures that several dialects send."""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.pieces import Logprob, Stats
+from common.tokenizer import Tokenizer
+from generate.server.events import Event, Usage, Whole
+from generate.server.task import Task
+
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
+
+
+class StreamWriter(Protocol):
+    """Writes the events of a reply as they come; `push` is called with the index of the reply.
+
+    ping  what keeps the connection open while nothing else is sent; empty where the form has nothing for that
+    """
+
+    ping: bytes
+
+    def begin(self) -> Iterable[bytes]: ...
+
+    def push(self, index: int, event: Event) -> Iterable[bytes]: ...
+
+    def end(self) -> Iterable[bytes]: ...
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A request of any dialect: what to do, and how the reply is written.
+
+    writer  makes the writer of a stream
+    whole   makes the body of a reply that is sent whole
+    media   of a stream
+    """
+
+    task: Task
+    writer: Callable[[], StreamWriter]
+    whole: Callable[[Sequence[Whole]], dict[str, Any]]
+    media: str = "text/event-stream"
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def sse(value: Any) -> bytes:
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def named_sse(name: str, value: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + dumps(value) + b"\n\n"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def openai_usage(usage: Usage) -> dict[str, Any]:
+    """The usage object of Chat Completions and Completions."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning,
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.rejected,
+        },
+    }
+
+
+def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
+    """What a reply took, under llama.cpp's names."""
+    read = stats.prompt_tokens - stats.cached_tokens
+    found: dict[str, Any] = {
+        "cache_n": stats.cached_tokens,
+        "prompt_n": read,
+        "prompt_ms": round(1000 * stats.prefill_seconds, 3),
+        "prompt_per_second": round(stats.prefill_tps, 3),
+        "predicted_n": stats.new_tokens,
+        "predicted_ms": round(1000 * stats.decode_seconds, 3),
+        "predicted_per_second": round(stats.decode_tps, 3),
+    }
+    if stats.accepted is not None:
+        found |= {"draft_n": usage.accepted + usage.rejected, "draft_n_accepted": usage.accepted}
+    return found
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
+    """The text of one token, in which half a character is U+FFFD, and its bytes; padding ids have none."""
+    data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+    return data.decode(errors="replace"), data
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[Logprob]) -> list[dict[str, Any]]:
+    """Log-probabilities as Chat Completions and Responses list them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, data = token_text(tokenizer, token)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+
+    return [
+        entry(one.token, one.logprob) | {"top_logprobs": [entry(token, value) for token, value in one.top]}
+        for one in logprobs
+    ]

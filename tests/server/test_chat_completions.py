@@ -1,0 +1,236 @@
+"""Chat Completions: fields, bodies, the order of a stream, and what the official SDK makes of it."""
+
+import json
+
+import pytest
+from wires import sse
+
+URL = "/v1/chat/completions"
+USER = [{"role": "user", "content": "def add(a, b):"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def ask(client, **fields):
+    return client.post(URL, json={"messages": USER, "temperature": 0, **fields})
+
+
+def test_a_reply_is_that_of_the_python_api(client, demo):
+    body = ask(client, max_tokens=16).json()
+    expected = demo.chat(USER, temperature=0, max_tokens=16)
+    [choice] = body["choices"]
+    assert choice["message"]["content"] == expected.text
+    assert (choice["finish_reason"], body["object"], body["model"]) == ("length", "chat.completion", "demo")
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 16 == expected.stats.prompt_tokens + 16
+    assert body["timings"]["predicted_n"] == 16
+
+
+def test_a_stream_has_the_text_of_a_whole_reply(client):
+    whole = ask(client, max_tokens=16).json()["choices"][0]["message"]["content"]
+    chunks = sse(ask(client, max_tokens=16, stream=True))
+    assert list(chunks[0]["choices"][0]["delta"]) == ["role", "content"]
+    assert all("role" not in c["choices"][0]["delta"] for c in chunks[1:])
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == whole
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    assert all("usage" not in c for c in chunks)
+
+
+def test_usage_comes_last_where_it_is_asked_for(client):
+    chunks = sse(ask(client, max_tokens=4, stream=True, stream_options={"include_usage": True}))
+    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+def test_logprobs_in_both_modes(client, demo):
+    whole = ask(client, max_tokens=6, logprobs=True, top_logprobs=2).json()["choices"][0]
+    chunks = sse(ask(client, max_tokens=6, logprobs=True, top_logprobs=2, stream=True))
+    streamed = [one for c in chunks if (found := c["choices"][0]["logprobs"]) for one in found["content"]]
+    assert streamed == whole["logprobs"]["content"]
+    expected = demo.chat(USER, temperature=0, max_tokens=6, logprobs=2).logprobs
+    assert [one["logprob"] for one in streamed] == [one.logprob for one in expected]
+    assert [len(one["top_logprobs"]) for one in streamed] == [2] * 6
+    assert b"".join(bytes(one["bytes"]) for one in streamed).decode() == whole["message"]["content"]
+
+
+def test_choices_of_one_seed_differ_and_repeat(client):
+    fields = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 8}
+    first, second = (ask(client, **fields).json() for _ in range(2))
+    texts = [c["message"]["content"] for c in first["choices"]]
+    assert texts == [c["message"]["content"] for c in second["choices"]]
+    assert len(set(texts)) == 3
+    assert [c["index"] for c in first["choices"]] == [0, 1, 2]
+    assert first["usage"]["completion_tokens"] == 24
+    assert first["usage"]["prompt_tokens"] == ask(client, max_tokens=1).json()["usage"]["prompt_tokens"]
+    chunks = sse(ask(client, stream=True, **fields))
+    for index, text in enumerate(texts):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(c["delta"].get("content", "") for c in mine) == text
+        assert [c["finish_reason"] for c in mine].count("length") == 1
+
+
+def test_logit_bias_forbids_and_forces(client, demo):
+    plain = ask(client, max_tokens=1).json()["choices"][0]["message"]["content"]
+    [token] = demo.tokenizer.encode(plain, add_special_tokens=False)
+    other = ask(client, max_tokens=1, logit_bias={str(token): -100}).json()["choices"][0]["message"]["content"]
+    assert other != plain
+    [forced] = demo.tokenizer.encode(" return", add_special_tokens=False)
+    bias = {str(forced): 100}
+    assert ask(client, max_tokens=1, logit_bias=bias).json()["choices"][0]["message"]["content"] == " return"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_a_reply(scripted, stream):
+    """The model's own pieces stop in its session; here the option arrives."""
+    ask(scripted, stop=["\n", "END"], stream=stream)
+    assert scripted.llm.options[-1]["stop"] == ("\n", "END")
+
+
+def test_tool_calls(scripted):
+    scripted.llm.text = f"Adding.{CALL}{CALL}"
+    body = ask(scripted, tools=[TOOL]).json()
+    message = body["choices"][0]["message"]
+    assert message["content"] == "Adding."
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    chunks = sse(ask(scripted, tools=[TOOL], stream=True))
+    deltas = [d for c in chunks for d in c["choices"][0]["delta"].get("tool_calls", [])]
+    assert [d["index"] for d in deltas] == [0, 0, 1, 1]
+    assert [d["function"]["arguments"] for d in deltas] == ["", '{"a": 1}'] * 2
+    assert len({d["id"] for d in deltas if "id" in d}) == 2
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_parallel_calls_can_be_turned_off(scripted):
+    scripted.llm.text = f"{CALL}{CALL}and more"
+    message = ask(scripted, tools=[TOOL], parallel_tool_calls=False).json()["choices"][0]["message"]
+    assert (len(message["tool_calls"]), message["content"]) == (1, None)
+
+
+def test_tools_are_left_out_where_none_may_be_called(scripted):
+    scripted.llm.text = CALL
+    message = ask(scripted, tools=[TOOL], tool_choice="none").json()["choices"][0]["message"]
+    assert (message["content"], "tool_calls" in message) == (CALL, False)
+    assert "name arguments" not in scripted.llm.prompts[-1]
+
+
+def test_reasoning_has_both_names(scripted):
+    scripted.llm.text = "Let me see.\n</think>\n\nYes."
+    fields = {"chat_template_kwargs": {"enable_thinking": True}}
+    body = ask(scripted, **fields).json()
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Let me see.",) * 2 + ("Yes.",)
+    assert 10 <= body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 20
+    chunks = sse(ask(scripted, stream=True, **fields))
+    deltas = [c["choices"][0]["delta"] for c in chunks]
+    assert "".join(d.get("reasoning", "") for d in deltas) == "Let me see."
+    assert "".join(d.get("content", "") for d in deltas) == "Yes."
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True), ("unheard of", True)])
+def test_effort_turns_thinking_on_and_off(scripted, effort, thinks):
+    ask(scripted, reasoning_effort=effort)
+    assert ("<think>" in scripted.llm.prompts[-1]) == thinks
+
+
+def test_messages_of_every_kind_are_rendered(scripted):
+    arguments = {"name": "add", "arguments": '{"a": 1}'}
+    ask(
+        scripted,
+        messages=[
+            {"role": "developer", "content": "One"},
+            {"role": "system", "content": [{"type": "text", "text": "Two"}]},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": arguments}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ],
+    )
+    assert scripted.llm.prompts[-1] == (
+        "<|im_start|>system\nOne\n\nTwo<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n<|im_start|>tool\n2<|im_end|>\n'
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "nobody", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"-1": 1}}, None),
+        ({"logit_bias": {"99999999": 1}}, None),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"stream": "yes"}, "stream"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"tool_choice": "any"}, "tool_choice"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(scripted, fields, param):
+    response = ask(scripted, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"]
+
+
+def test_unknown_fields_and_models_are_taken(scripted):
+    fields = {"model": "gpt-9", "user": "me", "metadata": {"a": 1}, "prompt_cache_key": "k", "store": True, "new": [1]}
+    assert ask(scripted, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_context_is_refused_before_a_stream_begins(scripted, stream):
+    response = ask(scripted, messages=[{"role": "user", "content": "a b" * 4096}], stream=stream)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert error["n_ctx"] == 4096 < error["n_prompt_tokens"]
+
+
+def test_an_error_within_a_stream_is_an_event(scripted):
+    scripted.llm.error = RuntimeError("secret")
+    chunks = sse(ask(scripted, stream=True))
+    assert chunks[-1]["error"]["type"] == "server_error"
+    assert "secret" not in json.dumps(chunks)
+    response = ask(scripted)
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_the_sdk_reads_replies_and_streams(scripted):
+    openai = pytest.importorskip("openai")
+    scripted.llm.text = f"Adding.{CALL}{CALL}"
+    sdk = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=scripted, max_retries=0)
+    fields = {"model": "any", "messages": USER, "tools": [TOOL]}
+    whole = sdk.chat.completions.create(**fields)
+    with sdk.chat.completions.stream(**fields) as stream:
+        final = stream.get_final_completion()
+    for reply in (whole, final):
+        message = reply.choices[0].message
+        assert (message.role, message.content, len(message.tool_calls)) == ("assistant", "Adding.", 2)
+        assert json.loads(message.tool_calls[1].function.arguments) == {"a": 1}
+        assert reply.choices[0].finish_reason == "tool_calls"
+    assert [model.id for model in sdk.models.list()] == ["scripted"]
+    assert sdk.models.retrieve("owner/repo").id == "scripted"
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        sdk.chat.completions.create(**fields, temperature=-1)
