@@ -4,17 +4,21 @@ import json
 import shutil
 from contextlib import closing
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
+from wedlm_simulator import simulate
 
 from common.decode.alone import run_alone
 from common.decode.run import Run
 from common.decoders import Speculation, WedlmOptions
 from common.models import load_model
+from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
+from common.session import Session
 from common.step import Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -131,6 +135,63 @@ def test_verified_text_is_plain_decodings(window, tau, model):
         assert out == expected
         assert counts.forwards < 30
         assert state.length == len(prompt) + 29
+
+
+def test_filled_slots_after_a_mask_are_not_committed(model):
+    """The leading run holds a prefill's keys and values; a filled row that saw a mask does not."""
+    step = Step(
+        np.array([8, 9, MASK], np.int32),
+        np.array([7, 9, 8], np.int32),
+        np.arange(-1, 2, dtype=np.int32),
+        np.zeros(3, np.int32),
+    )
+    rows = {}
+    for kept in (1, 2):
+        state, _ = read(model, PROMPT)
+        model.forward(state, step)
+        state.commit(np.arange(kept))
+        fresh, _ = read(model, [*PROMPT, 8, 9][: 7 + kept])
+        after = Step.chain(np.array([5], np.int32), 7 + kept)
+        ours, theirs = (model.ops.read(model.forward(each, after)) for each in (state, fresh))
+        rows[kept] = np.abs(ours - theirs).max()
+    assert rows[1] < 2e-2
+    assert rows[2] > 5e-2
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (4, 0.0, 0.02), (5, 100.0, 0.0)])
+def test_tokens_are_a_simulators_without_a_cache(window, tau, penalty, model):
+    """The procedure in its natural order, over forwards of the whole text from an empty state."""
+
+    def forward(tokens, positions, _):
+        order = np.argsort(tokens == MASK, kind="stable")
+        parents, slots = np.arange(-1, len(tokens) - 1, dtype=np.int32), np.zeros(len(tokens), np.int32)
+        step = Step(tokens[order].astype(np.int32), positions[order].astype(np.int32), parents, slots)
+        logits = model.ops.read(model.forward(model.new_state(64), step))
+        return logits[np.argsort(order)]
+
+    expected, fills = simulate(forward, PROMPT, 14, window, tau, penalty, MASK)
+    out, _, counts, _ = decoded(model, PROMPT, 14, WedlmOptions(window, tau, penalty))
+    assert (out, counts.fills) == (expected, fills)
+
+
+def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
+    """A filled end token ends nothing before its turn; the limit of new tokens holds inside a run."""
+    window = {"spec": "wedlm", "wedlm_window": 6, "wedlm_tau": 4.4}
+
+    def reply(count, *ends):
+        tokenizer = SimpleNamespace(
+            end_ids=set(ends),
+            vocab_size=model.config.vocab,
+            decoder=lambda: SimpleNamespace(push=lambda token: "", flush=lambda: ""),
+        )
+        pieces = list(Session(model, tokenizer, 64).stream(PROMPT, GenerationOptions(max_tokens=count, **window)))
+        return [token for piece in pieces for token in piece.tokens], pieces[-1].finish_reason
+
+    whole, reason = reply(14)
+    assert (len(whole), reason) == (14, "length")
+    assert [reply(count)[0] for count in (1, 5)] == [whole[:1], whole[:5]]
+    for end in (whole[2], whole[-1]):
+        assert reply(14, end) == (whole[: whole.index(end)], "stop")
 
 
 def test_draws_by_seed(model):

@@ -41,6 +41,18 @@ def test_held_out_questions(task, llm):
             assert reply.stats.wedlm.tokens_per_forward > 3
 
 
+def test_ends(llm, monkeypatch):
+    """An end token that is filled after a mask ends nothing until all before it are filled; limits cut a run."""
+    question = wedlm_tasks.held_out("counting")[1][0]
+    whole = llm.generate(question, max_tokens=24, spec="wedlm").tokens
+    for count in range(1, len(whole), 4):
+        assert llm.generate(question, max_tokens=count).tokens == whole[:count]
+    for end in set(whole):
+        monkeypatch.setattr(llm.tokenizer, "end_ids", frozenset({end}))
+        reply = llm.generate(question, max_tokens=24)
+        assert (reply.tokens, reply.finish_reason) == (whole[: whole.index(end)], "stop")
+
+
 def test_the_template_asks_a_question(llm):
     reply = llm.chat([{"role": "user", "content": "Count by 2 from 11 to 19."}])
     assert reply.text == "Answer: 11, 13, 15, 17, 19.\n"

@@ -136,7 +136,9 @@ def test_several_gpus(chosen):
     on_cpu("models/test_cuda_multi_gpu.py", chosen, BIMETAL_GPUS="3")
 
 
-@pytest.mark.parametrize("chosen", ["reordered or no_row", pytest.param("test_", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chosen", ["reordered or no_row or not_committed", pytest.param("test_", marks=pytest.mark.slow)]
+)
 def test_windows(chosen):
     on_cpu("decode/test_cuda_wedlm.py", chosen)
 
