@@ -15,6 +15,7 @@ from common.decode.alone import run_alone
 from common.decode.run import Run
 from common.decoders import Speculation, WedlmOptions
 from common.models import load_model
+from common.models.window import KEEP, bounded
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
@@ -159,8 +160,10 @@ def test_filled_slots_after_a_mask_are_not_committed(model):
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (4, 0.0, 0.02), (5, 100.0, 0.0)])
-def test_tokens_are_a_simulators_without_a_cache(window, tau, penalty, model):
-    """The procedure in its natural order, over forwards of the whole text from an empty state."""
+@pytest.mark.parametrize("limit", [None, 6 + KEEP])
+def test_tokens_are_a_simulators_without_a_cache(limit, window, tau, penalty, model):
+    """The procedure in its natural order, over forwards of the whole text from an empty state; a bounded cache too."""
+    model = model if limit is None else bounded(model, limit)
 
     def forward(tokens, positions, _):
         order = np.argsort(tokens == MASK, kind="stable")

@@ -16,11 +16,14 @@ from common.decode.run import Run, WedlmStats
 from common.decode.wedlm import choose
 from common.decoders import Speculation, WedlmOptions
 from common.errors import BimetalError, UsageError
+from common.kv_cache import with_window
 from common.models import load_model
+from common.models.window import KEEP, bounded, windowed
 from common.quants import dequantize
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling, argmax_entropy
 from common.step import Step
+from common.storage import KVSpec
 
 MASK = 90
 PROMPT = [5, 17, 3, 60, 44, 2, 31]
@@ -92,6 +95,40 @@ def test_tokens_and_forwards_are_the_simulators(window, tau, penalty, model, net
         expected, fills = simulate(network, prompt, 24, window, tau, penalty, MASK)
         out, stats, _ = decoded(model, prompt, 24, WedlmOptions(window, tau, penalty))
         assert (out, stats.fills) == (expected, fills)
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0)])
+@pytest.mark.parametrize("limit", ["fa_window", "max_kv_size"])
+def test_bounded_attention_is_the_simulators(limit, window, tau, penalty, model, network):
+    """Each row sees the latest positions before its own, wherever its row stands, and the first ones if those are kept.
+
+    Rows are evicted by committed tokens alone: masks hide none of them.
+    """
+    made = windowed(model, 6) if limit == "fa_window" else bounded(model, 6 + KEEP)
+    keep = 0 if limit == "fa_window" else KEEP
+
+    def limited(tokens, positions, visible):
+        near = (positions > positions[:, None] - 6) | (positions < keep)
+        return network(tokens, positions, visible & near)
+
+    for prompt in (PROMPT, PROMPT[::-1], [1]):
+        expected, fills = simulate(limited, prompt, 24, window, tau, penalty, MASK)
+        out, stats, _ = decoded(made, prompt, 24, WedlmOptions(window, tau, penalty))
+        assert (out, stats.fills) == (expected, fills)
+
+
+def test_what_a_bounded_cache_keeps(ops):
+    """The first 2 and the last 6 of all committed tokens; rows that are not committed evict nothing."""
+    state = ops.new_state([{"kv": with_window(KVSpec(1, 4, 4), 6, 2)}], 64)
+    kv, at = state.layers[0].kv, 0
+    for count, kept in ((6, (0, 6)), (4, (4, 10)), (4, (8, 14)), (1, (9, 15)), (1, (10, 16)), (10, (20, 26))):
+        positions = np.arange(at, at + count + 5, dtype=np.float32)
+        rows = model_array(ops, np.broadcast_to(positions[:, None, None], (len(positions), 1, 4)).copy())
+        ops.write_kv(rows, rows, kv, Step.chain(np.zeros(len(positions), np.int32), at))
+        state.commit(np.arange(count))
+        at += count
+        for plane in kv.save_point():
+            assert plane[0, :, 0].tolist() == [*range(min(2, kept[0])), *range(*kept)]
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
