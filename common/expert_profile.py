@@ -5,7 +5,7 @@ before the first request; which expert leaves for another is decided by recent u
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -93,18 +93,22 @@ def check_profile(path: Path, profile: Profile, sizes: Sequence[int], experts: i
         raise BimetalError(f"{path} is the profile of another model: it counts experts in layer {stray}, a dense one")
 
 
-def place(profile: Profile, sizes: Sequence[int], budget: int) -> list[np.ndarray]:
+def place(
+    profile: Profile, sizes: Sequence[int], budget: int, kinds: Sequence[Hashable] | None = None
+) -> list[np.ndarray]:
     """Choose the experts that `budget` bytes hold, by layer, each layer's most used first.
 
     Each layer first receives as many as a token uses; then the expert with the most uses per byte follows, among equals
-    the one with more uses, then that of the layer that has fewer. `Residency` keeps room for one layer of each size,
-    which experts of this size fill in any case.
+    the one with more uses, then that of the layer that has fewer. `Residency` keeps room for one layer of each kind,
+    which experts of this kind fill in any case.
 
     sizes   bytes of an expert in each layer, 0 where there are no experts
+    kinds   layers of one kind share their slots; None: layers whose experts have as many bytes
     """
     layers, experts = profile.counts.shape
-    room = {size: experts for size in sizes if size}  # slots that are paid for already
-    left = budget - least_bytes(sizes, experts)
+    kinds = sizes if kinds is None else kinds
+    room: dict[Hashable, int] = {kind: experts for kind in kinds}  # slots that are paid for already
+    left = budget - least_bytes(sizes, experts, kinds)
     chosen: list[list[int]] = [[] for _ in range(layers)]
     ranks = [profile.ranked(layer) for layer in range(layers)]
 
@@ -117,11 +121,10 @@ def place(profile: Profile, sizes: Sequence[int], budget: int) -> list[np.ndarra
     heapify(heap)
     while heap:
         layer = heappop(heap)[-1]
-        size = sizes[layer]
-        if room[size] > 0:
-            room[size] -= 1
-        elif left >= size:
-            left -= size
+        if room[kinds[layer]] > 0:
+            room[kinds[layer]] -= 1
+        elif left >= sizes[layer]:
+            left -= sizes[layer]
         else:
             continue  # nothing more of this layer fits
         chosen[layer].append(int(ranks[layer][len(chosen[layer])]))
@@ -130,6 +133,7 @@ def place(profile: Profile, sizes: Sequence[int], budget: int) -> list[np.ndarra
     return [np.array(ids, np.int64) for ids in chosen]
 
 
-def least_bytes(sizes: Sequence[int], experts: int) -> int:
-    """Bytes of one whole layer's experts of each size: what prefill uses at once."""
-    return sum(experts * size for size in {size for size in sizes if size})
+def least_bytes(sizes: Sequence[int], experts: int, kinds: Sequence[Hashable] | None = None) -> int:
+    """Bytes of one whole layer's experts of each kind: what prefill uses at once."""
+    by_kind = dict(zip(sizes if kinds is None else kinds, sizes, strict=True))
+    return sum(experts * size for size in by_kind.values())

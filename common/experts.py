@@ -1,13 +1,13 @@
 """Which experts of a mixture are in memory: the policy that streaming from a disk and VRAM caches share.
 
-A slot holds one expert of one layer, and layers whose experts have as many bytes share their slots. Who leaves is
+A slot holds one expert of one layer, and layers whose experts are stored alike share their slots. Who leaves is
 decided by segmented LRU: an expert begins on probation, its second use protects it, and the protected are at most
 `PROTECTED` of the slots, of which the least recently used falls back. Nothing here reads or copies an expert: `ensure`
 says which loads to do, and the caller reports each as `finish` or `abandon`. All calls come from one thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -65,7 +65,7 @@ class _Entry:
 
 @dataclass
 class _Pool:
-    """Slots of one size: both segments run from the least to the most recently used."""
+    """Slots of one kind: both segments run from the least to the most recently used."""
 
     size: int
     slots: int
@@ -89,16 +89,26 @@ class Residency:
     experts   of each layer
     sizes     bytes of an expert in each layer, 0 where there are no experts
     used      experts per token
-    profile   counts by which the slots are divided among sizes; None: all experts alike
+    profile   counts by which the slots are divided among kinds; None: all experts alike
+    kinds     layers of one kind share their slots; None: layers whose experts have as many bytes
     counters  what happened; the caller adds bytes, latencies and waits
     tables    by layer the slot of each resident expert, -1 of the others: int32 (experts,)
     counts    how often each expert was chosen since the start: int64 (layers, experts)
 
-    Raises BimetalError for a budget below one layer's experts of each size.
+    Raises BimetalError for a budget below one layer's experts of each kind.
     """
 
-    def __init__(self, experts: int, sizes: Sequence[int], used: int, budget: int, profile: Profile | None = None):
-        least = least_bytes(sizes, experts)
+    def __init__(
+        self,
+        experts: int,
+        sizes: Sequence[int],
+        used: int,
+        budget: int,
+        profile: Profile | None = None,
+        kinds: Sequence[Hashable] | None = None,
+    ):
+        self.kinds = tuple(sizes if kinds is None else kinds)
+        least = least_bytes(sizes, experts, self.kinds)
         if budget < least:
             raise BimetalError(
                 f"the experts' budget is {budget / 1e9:.3g} GB; the least is {least / 1e9:.3g} GB "
@@ -106,13 +116,13 @@ class Residency:
             )
         self.experts, self.sizes, self.used, self.budget = experts, tuple(sizes), used, budget
         profile = profile or uniform(len(sizes), experts, used)
-        planned = place(profile, sizes, budget)
+        planned = place(profile, sizes, budget, self.kinds)
         self._planned = sorted((int(profile.counts[i, e]), i, e) for i, ids in enumerate(planned) for e in ids.tolist())
-        self.pools: dict[int, _Pool] = {}
-        for size in sorted({size for size in sizes if size}):
-            held = sum(len(ids) for ids, n in zip(planned, sizes, strict=True) if n == size)
-            slots = max(experts, held)
-            self.pools[size] = _Pool(size, slots, list(range(slots - 1, -1, -1)))
+        self.pools: dict[Hashable, _Pool] = {}
+        for kind, size in dict(zip(self.kinds, sizes, strict=True)).items():
+            held = sum(len(ids) for ids, own in zip(planned, self.kinds, strict=True) if own == kind)
+            slots = max(experts, held) if size else 0
+            self.pools[kind] = _Pool(size, slots, list(range(slots - 1, -1, -1)))
         self.tables = [np.full(experts, -1, np.int32) for _ in sizes]
         self.counts = np.zeros((len(sizes), experts), np.int64)
         self.counters = ExpertCounters(budget, len(sizes))
@@ -120,9 +130,9 @@ class Residency:
         self._step = 0
 
     @property
-    def slots(self) -> dict[int, int]:
-        """Slots by the size of their experts, in bytes."""
-        return {size: pool.slots for size, pool in self.pools.items()}
+    def slots(self) -> dict[Hashable, int]:
+        """Slots by kind, of kinds that have experts."""
+        return {kind: pool.slots for kind, pool in self.pools.items() if pool.size}
 
     @property
     def profile(self) -> Profile:
@@ -269,7 +279,7 @@ class Residency:
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _pool(self, layer: int) -> _Pool:
-        return self.pools[self.sizes[layer]]
+        return self.pools[self.kinds[layer]]
 
     def _may_leave(self, key: Key, entry: _Entry, before: int) -> bool:
         """Whether the entry is neither in use nor loading, and was last used before the step `before`."""

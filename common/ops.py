@@ -9,7 +9,7 @@ Letters: T rows (tokens of the step), H query heads, K key/value heads, D head s
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
+from common.expert_forms import ExpertForm, SlotMemory, Streamed
 from common.sampling import Sampler, argmax_entropy, top_k
 from common.step import State, Step
 from common.storage import LayerSpec, RowSpec
@@ -148,6 +149,16 @@ class Ops(ABC):
     @abstractmethod
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         """An empty state for one sequence of at most `capacity` tokens."""
+
+    # -- experts that are read while a model runs ---------------------------------------------------------------------
+
+    def expert_bytes(self, form: ExpertForm) -> int:
+        """Bytes that an expert of this form takes in a slot. Raises BimetalError where experts are not streamed."""
+        raise BimetalError(f"the {self.name} backend does not stream experts from files; mlx and numpy do")
+
+    def expert_memory(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int]) -> SlotMemory:
+        """Memory for so many slots of each `ExpertForm.kind`, for layers whose experts have `forms`."""
+        raise BimetalError(f"the {self.name} backend does not stream experts from files; mlx and numpy do")
 
     # -- what a model will take, from its types and shapes alone ----------------------------------------------------
 
@@ -385,6 +396,8 @@ class Ops(ABC):
 
         scale  sum of the weights of a row's experts, where the router has a bias
         """
+        if isinstance(w.gate_up, Streamed):
+            w.gate_up.prefetch()
         y = self.linear(x, w.shared_gate_up)
         F = y.shape[-1] // 2
         y = self.linear(self.swiglu(y[:, :F], y[:, F:]), w.shared_down)

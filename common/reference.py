@@ -5,16 +5,18 @@ In steps of few rows each row is computed by itself: to the bit as in a step of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from common.errors import BimetalError
+from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
 from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight, decoded_bytes
 from common.quants import dequantize
+from common.reference_experts import NumpySlots
 from common.reference_states import Held, delta_rule, layer_state, rows_held
 from common.sampling import Sampler
 from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
@@ -54,6 +56,12 @@ class NumpyOps(Ops):
 
     def holds(self, stored_type: str) -> str:
         return "as stored" if stored_type == "F32" else "expanded to float32"
+
+    def expert_bytes(self, form: ExpertForm) -> int:
+        return form.nbytes
+
+    def expert_memory(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int]) -> NumpySlots:
+        return NumpySlots(forms, slots)
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         layers: list[dict[str, LayerState]] = [{name: layer_state(s) for name, s in layer.items()} for layer in spec]
@@ -208,11 +216,16 @@ class NumpyOps(Ops):
         return ids, weights * (np.float32(scale) / weights.sum(axis=-1, keepdims=True))
 
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
+        if isinstance(gate_up, Streamed):
+            places, gate_up, down = gate_up.fetch(ids), gate_up.parts, down.parts
+        else:
+            places = np.arange(len(gate_up))
         out = np.zeros_like(x)
         for expert in np.unique(ids):
             rows, slot = np.nonzero(ids == expert)
-            gate, up = np.split(product(x[rows], gate_up[expert]), 2, axis=-1)
-            out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[expert])
+            place = places[expert]
+            gate, up = np.split(product(x[rows], gate_up[place]), 2, axis=-1)
+            out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[place])
         return out
 
     def sample(self, logits: Array, sampler: Sampler) -> Array:

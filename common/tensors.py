@@ -6,6 +6,7 @@ rows never decodes anything.
 """
 
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,6 +97,13 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
     )
 
 
+class MappedFile(mmap.mmap):
+    """A mapping that knows its file: the path, and the state of the file when it was mapped."""
+
+    path: Path
+    stat: os.stat_result
+
+
 def map_file(path: Path) -> np.ndarray:
     """The file's bytes as a read-only uint8 array, (size,), that the system pages in on use; held while mapped."""
     try:
@@ -103,7 +111,9 @@ def map_file(path: Path) -> np.ndarray:
             raise BimetalError(f"{path} is empty")
         with path.open("rb") as file:
             hold(file)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            mapped = MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped.path, mapped.stat = path, os.fstat(file.fileno())
+            return np.frombuffer(mapped, np.uint8)
     except OSError as error:
         raise BimetalError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -120,13 +130,19 @@ def release(tensor: Tensor) -> None:
 
 def give_back(data: np.ndarray) -> None:
     """`release` of bytes."""
-    whole = data
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    map_ = whole.base.obj if isinstance(whole.base, memoryview) else None
-    if data.flags.c_contiguous and isinstance(map_, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        start = data.ctypes.data - whole.ctypes.data
+    found = stored_at(data)
+    if found is not None and data.flags.c_contiguous and hasattr(mmap, "MADV_DONTNEED"):
+        map_, start = found
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # neighbours share the pages at both ends
         length = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:
             map_.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+def stored_at(data: np.ndarray) -> tuple[MappedFile, int] | None:
+    """The file that `data` is a view into, and where the view begins in it; None for bytes of no mapped file."""
+    whole = data
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    map_ = whole.base.obj if isinstance(whole.base, memoryview) else None
+    return (map_, data.ctypes.data - whole.ctypes.data) if isinstance(map_, MappedFile) else None

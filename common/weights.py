@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,14 +117,27 @@ class Layout:
 
 
 def load_weights(
-    checkpoint: Checkpoint, layout: Layout, ops: Ops, progress: bool = False, first: int = 0, out: int | None = None
+    checkpoint: Checkpoint,
+    layout: Layout,
+    ops: Ops,
+    progress: bool = False,
+    first: int = 0,
+    out: int | None = None,
+    streamed: Mapping[Matrix, Any] = MappingProxyType({}),
 ) -> SimpleNamespace:
     """The weights as namespaces of backend handles: `.embed`, `.norm`, ..., `.layers[i].q_proj`, ...
 
-    first  number of the first layer in the state; out: the layer beside which the last norm lies, if not `layout.out`
+    first     number of the first layer in the state
+    out       the layer beside which the last norm lies, if not `layout.out`
+    streamed  handles of matrices that stay in the checkpoint's files
     """
     account(checkpoint, layout)
-    return make_weights(layout, ops, lambda entry: _handle(checkpoint, entry, ops), "loading", progress, first, out)
+
+    def make(entry: "Matrix | Vector") -> Any:
+        held = streamed.get(entry) if isinstance(entry, Matrix) else None
+        return _handle(checkpoint, entry, ops) if held is None else held
+
+    return make_weights(layout, ops, make, "loading", progress, first, out)
 
 
 def make_weights(

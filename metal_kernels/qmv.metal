@@ -1,8 +1,9 @@
 // qmv: up to 8 rows of x through a matrix of GGUF blocks, or any number of rows, each through its expert's matrix
 // Meaning   x @ dequantize(weight).T, common/quants.py      Launcher  mlx_backend/quantized.py
 // In        x [t][columns] T, words [E][rows][blocks * W] uint32, halves [E][rows][blocks * H] uint16,
-//           codebook [4 magnitudes] uint32 (IQ2, IQ3), experts [t] int32 (GATHER)      Out       out [t][rows] T
-// Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h; M 1, 2, 4 or 8; GATHER 0 or 1
+//           codebook [4 magnitudes] uint32 (IQ2, IQ3), experts [t] int32 (GATHER), slots [experts] int32, the matrix
+//           of each expert (GATHER 2)      Out       out [t][rows] T
+// Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h; M 1, 2, 4 or 8; GATHER 0, 1 or 2
 // Work      a SIMD group makes 4 rows' products with M of x's rows: lanes take neighbouring words, a weight is decoded once
 //           for M products; the two groups of a threadgroup share x's rows
 // Assumes   columns a multiple of BLOCK; x and the matrix row-contiguous
@@ -32,14 +33,14 @@ inline float add_products(float sum, float4 a, float4 b) {
 
     float sums[R][M] = {};
     for (int begin = first; begin < last;) {  // rows of one expert
-        const int expert = GATHER ? int(experts[begin]) : 0;
+        const int expert = GATHER ? int(experts[begin]) : 0, matrix = GATHER == 2 ? int(slots[expert]) : expert;
         int end = GATHER ? begin + 1 : last;
         while (end < last && int(experts[end]) == expert) end++;
         for (int i = lane; i < columns / 8; i += 32) {
             const int block = i / PARTS, part = i % PARTS;
             float4 a[R], b[R];
             UNROLL for (int r = 0; r < R; r++) {
-                const size_t at = (size_t(expert) * rows + min(row + r, rows - 1)) * blocks + block;
+                const size_t at = (size_t(matrix) * rows + min(row + r, rows - 1)) * blocks + block;
                 Block<TYPE>::decode(words + at * W, halves + at * H, codebook, part, a[r], b[r]);
             }
             const int column = block * BLOCK + Block<TYPE>::column(part);

@@ -4,7 +4,7 @@ MLX is lazy: ops build a graph, which `read`, `sample` or the commit of a prefil
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from common.errors import BimetalError, NotFiniteError
+from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
 from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
@@ -23,6 +24,7 @@ from common.storage import LayerSpec, Packing
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 from mlx_backend import host, quantized, recurrent
+from mlx_backend.experts import MlxSlots, expert_bytes
 from mlx_backend.kernels import on_metal
 from mlx_backend.kv_formats import rotate
 from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
@@ -86,7 +88,13 @@ class MlxOps(Ops):
         return mx.array(dequantize(tensor))
 
     def weight_bytes(self, weight: Weight) -> int:
-        return nbytes(weight)
+        return weight.nbytes if isinstance(weight, Streamed) else nbytes(weight)
+
+    def expert_bytes(self, form: ExpertForm) -> int:
+        return expert_bytes(form, self.dtype)
+
+    def expert_memory(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int]) -> MlxSlots:
+        return MlxSlots(forms, slots, self.dtype)
 
     def holds(self, stored_type: str) -> str:
         if quantized.stays(stored_type):
@@ -371,19 +379,12 @@ class MlxOps(Ops):
         return ids, best * (scale / best.sum(axis=-1, keepdims=True))
 
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
-        T, k = ids.shape
-        rows = mx.arange(T * k) // k
-        experts = ids.reshape(-1)
-        ordered = T * k >= SORT_ROWS
-        if ordered:
-            order = mx.argsort(experts)
-            rows, experts = rows[order], experts[order]
-        y = _gather_matmul(x[rows], gate_up, experts, ordered)
-        F = y.shape[-1] // 2
-        y = _gather_matmul(_swiglu(y[:, :F], y[:, F:]), down, experts, ordered)
-        if ordered:
-            y = y[mx.argsort(order)]
-        return (y.reshape(T, k, y.shape[-1]) * weights[:, :, None].astype(y.dtype)).sum(axis=1)
+        if not isinstance(gate_up, Streamed):
+            return _experts(x, gate_up, down, ids, weights)
+        slots = mx.array(gate_up.fetch(np.array(ids)))
+        out = _experts(x, gate_up.parts.weight, down.parts.weight, ids, weights, slots)
+        gate_up.parts.memory.last = out
+        return out
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
@@ -469,19 +470,39 @@ def _by_head(x: mx.array, w: Weight, transpose: bool = True) -> mx.array:
     return _matmul(mx.broadcast_to(x, (*x.shape[:-3], heads, *x.shape[-2:])), part, transpose)
 
 
-def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> mx.array:
-    """Multiply row i of x (n, columns) by matrix experts[i] of w (E, rows, columns): (n, rows)."""
+def _experts(
+    x: mx.array, gate_up: Weight, down: Weight, ids: mx.array, weights: mx.array, slots: mx.array | None = None
+) -> mx.array:
+    """`MlxOps.moe`; `slots` is the table (E,) from experts to the matrices that hold them, None for all in order."""
+    T, k = ids.shape
+    rows = mx.arange(T * k) // k
+    experts = ids.reshape(-1)
+    ordered = T * k >= SORT_ROWS
+    if ordered:
+        order = mx.argsort(experts if slots is None else slots[experts])
+        rows, experts = rows[order], experts[order]
+    y = _gather_matmul(x[rows], gate_up, experts, ordered, slots)
+    F = y.shape[-1] // 2
+    y = _gather_matmul(_swiglu(y[:, :F], y[:, F:]), down, experts, ordered, slots)
+    if ordered:
+        y = y[mx.argsort(order)]
+    return (y.reshape(T, k, y.shape[-1]) * weights[:, :, None].astype(y.dtype)).sum(axis=1)
+
+
+def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool, slots: mx.array | None = None) -> mx.array:
+    """Multiply row i of x (n, columns) by matrix slots[experts[i]] of w (n, rows, columns): (n, rows)."""
     each = x.reshape(len(x), 1, x.shape[-1])  # x[:, None] has a stride of 1, by which gather_mm steps on CUDA
+    matrices = experts if slots is None else slots[experts]
     out = []
     for part in w:
         if isinstance(part, Blocks):
-            out.append(quantized.gather_matmul(x, part, experts, ordered))
+            out.append(quantized.gather_matmul(x, part, experts, ordered, slots))
             continue
         if isinstance(part, Packed):
             y = mx.gather_qmm(
                 each,
                 *part[:3],
-                rhs_indices=experts,
+                rhs_indices=matrices,
                 transpose=True,
                 group_size=part.group_size,
                 bits=part.bits,
@@ -489,6 +510,6 @@ def _gather_matmul(x: mx.array, w: Weight, experts: mx.array, ordered: bool) -> 
                 sorted_indices=ordered,
             )
         else:
-            y = mx.gather_mm(each, part.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=ordered)
+            y = mx.gather_mm(each, part.swapaxes(-1, -2), rhs_indices=matrices, sorted_indices=ordered)
         out.append(y.squeeze(1))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)

@@ -58,22 +58,34 @@ def stays(type_: str) -> bool:
 
 def load_blocks(parts: Sequence[Tensor]) -> Blocks:
     """Parts of one type, (rows, columns) or (E, rows, columns) each, as one matrix stacked by rows."""
-    block, fields = BLOCKS[parts[0].type], HALVES[parts[0].type]
-    lead, blocks = parts[0].shape[:-2], parts[0].shape[-1] // block.elements
-    rows, size = sum(part.shape[-2] for part in parts), block.bytes - 2 * len(fields)
-    words = filled((*lead, rows, blocks * size // 4), mx.uint32)
-    halves = filled((*lead, rows, blocks * len(fields)), mx.uint16)
-    rest = slice(2 * len(fields), None) if fields[0] == 0 else slice(0, size)  # the fields lie at one end of a block
+    *lead, _, columns = parts[0].shape
+    out = new_blocks((*lead, sum(part.shape[-2] for part in parts), columns), parts[0].type)
+    words, halves = np.asarray(out.words), np.asarray(out.halves)
     end = 0
     for part in parts:
         start, end = end, end + part.shape[-2]
-        stored = part.data.reshape(*part.shape[:-1], blocks, block.bytes)
-        to_words = np.asarray(words).view(np.uint8).reshape(*lead, rows, blocks, size)
-        to_halves = np.asarray(halves).view(np.uint8).reshape(*lead, rows, blocks, len(fields), 2)
-        to_words[..., start:end, :, :] = stored[..., rest]
-        for i, at in enumerate(fields):
-            to_halves[..., start:end, :, i, :] = stored[..., at : at + 2]
-    return Blocks(words, halves, parts[0].type)
+        fill_blocks(part, words[..., start:end, :], halves[..., start:end, :])
+    return out
+
+
+def new_blocks(shape: tuple[int, ...], type_: str) -> Blocks:
+    """Blocks of zeros of a matrix or matrices of `shape`."""
+    block, fields = BLOCKS[type_], len(HALVES[type_])
+    *rows, columns = shape
+    blocks, size = columns // block.elements, block.bytes - 2 * fields
+    return Blocks(filled((*rows, blocks * size // 4), mx.uint32), filled((*rows, blocks * fields), mx.uint16), type_)
+
+
+def fill_blocks(tensor: Tensor, words: np.ndarray, halves: np.ndarray) -> None:
+    """Write the tensor's blocks into views of `Blocks.words` and `Blocks.halves` of its shape."""
+    block, fields = BLOCKS[tensor.type], HALVES[tensor.type]
+    blocks, size = tensor.shape[-1] // block.elements, block.bytes - 2 * len(fields)
+    rest = slice(2 * len(fields), None) if fields[0] == 0 else slice(0, size)  # the fields lie at one end of a block
+    stored = tensor.data.reshape(*tensor.shape[:-1], blocks, block.bytes)
+    words.view(np.uint8).reshape(*words.shape[:-1], blocks, size)[...] = stored[..., rest]
+    to_halves = halves.view(np.uint8).reshape(*halves.shape[:-1], blocks, len(fields), 2)
+    for i, at in enumerate(fields):
+        to_halves[..., i, :] = stored[..., at : at + 2]
 
 
 def filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -95,24 +107,27 @@ def matmul(x: mx.array, w: Blocks) -> mx.array:
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 
 
-def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool) -> mx.array:
+def gather_matmul(x: mx.array, w: Blocks, experts: mx.array, ordered: bool, slots: mx.array | None = None) -> mx.array:
     """Multiply row i of x (n, columns) by matrix experts[i] of w (E, rows, columns) transposed: (n, rows).
 
     ordered  True where rows of one expert are adjacent, and can share its decoded weights
+    slots    int32 by expert: the matrix of w that is the expert's; None: matrices are numbered as experts are
     """
-    return _qmv(x, w, experts, len(x) if ordered else 1)
+    return _qmv(x, w, experts, len(x) if ordered else 1, slots)
 
 
-def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int) -> mx.array:
+def _qmv(x: mx.array, w: Blocks, experts: mx.array | None, together: int, slots: mx.array | None = None) -> mx.array:
     """Launch qmv.metal; `together` is the number of rows of x that one SIMD group may serve."""
     T, rows = len(x), w.shape[-2]
     M = next(m for m in (1, 2, 4, 8) if m >= together or m == 8)
-    chunks, gather = -(-T // M), experts is not None
+    chunks, gather = -(-T // M), 0 if experts is None else 1 if slots is None else 2
     words, halves = (a.reshape(-1, *a.shape[-2:]) for a in (w.words, w.halves))
-    of_row = mx.zeros(1, mx.int32) if experts is None else experts.astype(mx.int32)
-    kernel = kernels.make_kernel("qmv", inputs=("x", "words", "halves", "codebook", "experts"), outputs=("out",))
+    none = mx.zeros(1, mx.int32)
+    of_row, table = none if experts is None else experts.astype(mx.int32), none if slots is None else slots
+    names = ("x", "words", "halves", "codebook", "experts", "slots")
+    kernel = kernels.make_kernel("qmv", inputs=names, outputs=("out",))
     return kernel(
-        inputs=[x, words, halves, _codebook(w.type), of_row],
+        inputs=[x, words, halves, _codebook(w.type), of_row, table],
         template=[("T", x.dtype), *_layout(w.type), ("M", M), ("GATHER", gather)],
         grid=(32, -(-rows // ROWS_PER_GROUP), chunks),
         threadgroup=(32, 2, 1),

@@ -6,7 +6,7 @@ that `quantized.stays` keeps as stored on Metal.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -84,17 +84,22 @@ def load_matrix(parts: tuple[Tensor, ...], dtype: mx.Dtype) -> Weight:
 
     dtype  of activations, dense matrices and affine scales alike, so that no product is promoted
     """
+    return tuple(_part(group, dtype) for group in grouped(parts))
+
+
+def grouped(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one format, which become one matrix."""
     groups: list[list[Tensor]] = []
     for part in parts:
-        if groups and _format(groups[-1][0]) == _format(part):
+        if groups and format_of(groups[-1][0]) == format_of(part):
             groups[-1].append(part)
         else:
             groups.append([part])
-    return tuple(_part(group, dtype) for group in groups)
+    return groups
 
 
 def _part(group: list[Tensor], dtype: mx.Dtype) -> Part:
-    match _format(group[0]):
+    match format_of(group[0]):
         case Target() as target:
             return _packed(group, target, dtype)
         case str():
@@ -125,7 +130,7 @@ def nbytes(weight: Weight) -> int:
 
 def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
     """Predict `nbytes` of a matrix of this type and shape."""
-    count, target = math.prod(tensor.shape), _format(tensor)
+    count, target = math.prod(tensor.shape), format_of(tensor)
     if target is None:
         return count * dtype.size
     if isinstance(target, str):
@@ -134,7 +139,7 @@ def held_bytes(tensor: Tensor, dtype: mx.Dtype) -> int:
     return count * target.bits // 8 + count // target.group_size * scale
 
 
-def _format(tensor: Tensor) -> Target | str | None:
+def format_of(tensor: Tensor) -> Target | str | None:
     """The format of a tensor: MLX's groups, the GGUF type of blocks that stay as stored, None for plain numbers."""
     if tensor.scales is not None:
         return Target(tensor.type, tensor.bits, tensor.group_size)
@@ -164,7 +169,7 @@ def _packed(parts: list[Tensor], target: Target, dtype: mx.Dtype) -> Packed:
     out = [filled((*lead, sum(rows), columns * bits // 32), mx.uint32)]
     out += [filled((*lead, sum(rows), columns // size), scale_type) for _ in range(2 if mode == "affine" else 1)]
     for part, end in zip(parts, np.cumsum(rows), strict=True):
-        _repack(part, target, *(np.asarray(a)[..., end - part.shape[-2] : end, :] for a in out))
+        repack(part, target, *(np.asarray(a)[..., end - part.shape[-2] : end, :] for a in out))
     if mode == "affine" and dtype != mx.float32:
         out[1:] = [a.astype(dtype) for a in out[1:]]
         if not all(mx.isfinite(a).all() for a in out[1:]):
@@ -172,7 +177,7 @@ def _packed(parts: list[Tensor], target: Target, dtype: mx.Dtype) -> Packed:
     return Packed(out[0], out[1], out[2] if mode == "affine" else None, size, bits, mode)
 
 
-def _repack(tensor: Tensor, target: Target, codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> None:
+def repack(tensor: Tensor, target: Target, codes: np.ndarray, scales: np.ndarray, *biases: np.ndarray) -> None:
     """Write the tensor's groups into `codes`, `scales` and, for affine groups, `biases`: a few rows at a time."""
     step = max(1, CHUNK // tensor.shape[-1])
     for index in np.ndindex(*tensor.shape[:-2]):

@@ -43,13 +43,13 @@ class PlainCache:
 
 def check(residency: Residency) -> None:
     """What holds at every moment: one expert per slot, within the budget, tables that show the resident alone."""
-    for size, pool in residency.pools.items():
+    for kind, pool in residency.pools.items():
         slots = [entry.load.slot for _, entry in pool.entries()]
         assert sorted(slots + pool.free) == list(range(pool.slots))
         assert pool.loading == sum(entry.is_loading for _, entry in pool.entries())
         assert len(pool.protected) <= int(PROTECTED * pool.slots)
         for key, entry in pool.entries():
-            assert residency.sizes[key.layer] == size
+            assert residency.kinds[key.layer] == kind
             assert residency.tables[key.layer][key.expert] == (-1 if entry.is_loading else entry.load.slot)
     assert residency.held_bytes() <= residency.counters.peak <= residency.budget
     assert sum(len(residency.resident(layer)) for layer, n in enumerate(residency.sizes) if n) == sum(

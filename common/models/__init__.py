@@ -8,6 +8,7 @@ from typing import Any
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
+from common.expert_stream import ExpertStream
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
@@ -66,6 +67,7 @@ class Model:
     weights: SimpleNamespace
     ops: Ops
     cache: CacheOptions = field(default=CacheOptions(), kw_only=True)
+    experts: ExpertStream | None = field(default=None, kw_only=True)  # where they are read while the model runs
 
     @cached_property
     def step_bytes(self) -> int:
@@ -107,10 +109,19 @@ class Model:
         return self.definition.forward(self.ops, self.config, self.weights, state, step, rows)
 
 
-def load_model(path: Any, ops: Ops, progress: bool = False) -> Model:
-    """Read configuration and weights of the checkpoint at `path` (or an open Checkpoint) onto the backend of `ops`."""
+OpenExperts = Callable[[Checkpoint, Layout, Any], ExpertStream]  # also takes the model's configuration
+
+
+def load_model(path: Any, ops: Ops, progress: bool = False, open_experts: OpenExperts | None = None) -> Model:
+    """Read configuration and weights of the checkpoint at `path` (or an open Checkpoint) onto the backend of `ops`.
+
+    open_experts  opens the stream from which experts are read while the model runs; None: all weights are loaded
+    """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     name, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)
-    return Model(name, definition, config, layout, load_weights(checkpoint, layout, ops, progress), ops)
+    stream = None if open_experts is None else open_experts(checkpoint, layout, config)
+    streamed = {} if stream is None else stream.handles(layout)
+    weights = load_weights(checkpoint, layout, ops, progress, streamed=streamed)
+    return Model(name, definition, config, layout, weights, ops, experts=stream)

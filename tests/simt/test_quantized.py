@@ -109,6 +109,21 @@ def test_each_row_through_its_expert(type_):
     assert mx.array_equal(sorted_runs[3:4], alone)
 
 
+@pytest.mark.parametrize("type_", ["Q6_K", "IQ4_NL", "IQ2_XS"])
+def test_experts_are_found_through_a_table_of_slots(type_):
+    """The bits of the stack in order: for runs of rows of one expert, and for single rows."""
+    tensor, experts = stored(type_, 3, 5, 256), mx.array([0, 0, 2, 2, 2, 1, 1, 1, 1])
+    x, slots = rows(9, 256), mx.array([4, 1, 0, 99], dtype=mx.int32)
+    held = quantized.new_blocks((6, 5, 256), type_)
+    for e, slot in enumerate((4, 1, 0)):
+        one = replace(tensor, shape=(5, 256), data=tensor.data[e])
+        quantized.fill_blocks(one, np.asarray(held.words)[slot], np.asarray(held.halves)[slot])
+    with metal.on_metal():
+        for n, ordered in ((9, True), (3, False)):
+            want = quantized.gather_matmul(x[:n], quantized.load_blocks([tensor]), experts[:n], ordered)
+            assert mx.array_equal(quantized.gather_matmul(x[:n], held, experts[:n], ordered, slots), want)
+
+
 @TYPES
 def test_the_backend_keeps_what_the_file_stores(type_):
     """`holds` and predicted sizes describe our Metal kernels on a Mac, and MLX's groups elsewhere."""

@@ -1,0 +1,100 @@
+"""How a mixture stores its experts, and what stands for their weights while they are read from files."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from common.tensors import Tensor
+
+
+class ExpertForm(NamedTuple):
+    """How the experts of a layer are stored: expert 0 as tensors (rows, columns), whose types and shapes all share.
+
+    gate_up  one tensor, or gate and up
+    down     one tensor
+    """
+
+    gate_up: tuple[Tensor, ...]
+    down: tuple[Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.gate_up + self.down
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each run of an expert, in the order in which `ExpertSource.read` fills them."""
+        return tuple(part.data.nbytes for tensor in self.tensors for part in components(tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an expert as it is stored."""
+        return sum(self.sizes)
+
+    @property
+    def kind(self) -> tuple:
+        """Equal for layers whose experts can share slots."""
+        return tuple(
+            (t.type, t.shape, t.bits, t.group_size, tuple(part.type for part in components(t)))
+            for tensors in (self.gate_up, self.down)
+            for t in (*tensors, tensors[0])  # where one matrix ends and the next begins
+        )
+
+
+def components(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor itself, and the scales and biases of an MLX mode."""
+    return tuple(part for part in (tensor, tensor.scales, tensor.biases) if part is not None)
+
+
+def filled(tensors: Sequence[Tensor], buffers: Iterable[np.ndarray]) -> list[Tensor]:
+    """Tensors like `tensors` whose bytes are those of `buffers`, one per component."""
+    taken = iter(buffers)
+
+    def with_bytes(part: Tensor) -> Tensor:
+        return replace(part, data=next(taken).reshape(part.data.shape))
+
+    made = []
+    for tensor in tensors:
+        parts = [with_bytes(part) for part in components(tensor)]
+        companions = dict(zip(("scales", "biases"), parts[1:], strict=False))
+        made.append(replace(parts[0], **companions))  # type: ignore[arg-type]
+    return made
+
+
+class SlotMemory(Protocol):
+    """Memory of the slots of all kinds of experts, on one backend.
+
+    nbytes  that it takes
+    """
+
+    nbytes: int
+
+    def buffers(self, layer: int, slot: int) -> list[np.ndarray]:
+        """Contiguous bytes to fill, one per run of the layer's form: the slot's own where it holds stored bytes."""
+
+    def landed(self, layer: int, slot: int, buffers: Sequence[np.ndarray]) -> None:
+        """Make the slot's expert of filled buffers; called from reading threads. Raises BimetalError."""
+
+    def settle(self) -> None:
+        """Wait until everything has been computed that reads slots."""
+
+    def matrices(self, layer: int) -> tuple[Any, Any]:
+        """What `moe` computes with in the place of gate-up and down: the slots, which layers of one kind share."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The weight handle of one matrix of a layer's experts, which are read while the model runs.
+
+    fetch     reads what is missing of the experts ids (T, k) of the layer: the slot of each expert, int32 (experts,)
+    prefetch  begins to read what the last step chose in the layer
+    parts     what the backend computes with: the slots of all layers whose experts are of this kind
+    nbytes    of all of the layer's experts, if they were in memory; 0 in the second of its handles
+    """
+
+    fetch: Callable[[np.ndarray], np.ndarray]
+    prefetch: Callable[[], None]
+    parts: Any
+    nbytes: int

@@ -1,0 +1,141 @@
+"""Experts that are read while a model runs: the residency's loads, done by threads that stay.
+
+A layer's `moe` op calls `fetch` with the experts that its rows chose, and finds all of them in slots until the next
+layer fetches. Before the router has run, `prefetch` reads the experts that the last step chose in this layer. Which
+backend computes is no matter here: `SlotMemory` is its part.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+
+from common.expert_files import ExpertSource, expert_matrices
+from common.expert_forms import SlotMemory, Streamed
+from common.expert_profile import Profile
+from common.expert_stats import ExpertStats
+from common.experts import Load, Residency
+from common.ops import Ops
+from common.weights import Layout, Matrix
+
+THREADS = 8  # reads at a time: what keeps an SSD's queue busy
+
+
+class ExpertStream:
+    """Reads experts into the slots of `memory`, as `residency` decides. Owned by one thread."""
+
+    def __init__(self, residency: Residency, source: ExpertSource, memory: SlotMemory, threads: int = THREADS):
+        self.residency, self.source, self.memory = residency, source, memory
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="experts")
+        self._reads: dict[Load, Future[float]] = {}
+        self._latest: dict[int, list[int]] = {}  # experts that the last step chose, by layer
+        self._layer = -1  # of the last fetch
+
+    def handles(self, layout: Layout) -> dict[Matrix, Streamed]:
+        """What stands for the experts' weights in a model."""
+        made: dict[Matrix, Streamed] = {}
+        for layer, pair in expert_matrices(layout).items():
+            calls = partial(self.fetch, layer), partial(self.prefetch, layer)
+            sizes = self.residency.experts * self.residency.sizes[layer], 0
+            for matrix, parts, nbytes in zip(pair, self.memory.matrices(layer), sizes, strict=True):
+                made[matrix] = Streamed(*calls, parts, nbytes)
+        return made
+
+    def fetch(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """Read what is missing of the experts `ids` (T, k) of `layer`: the slot of each expert, int32 (experts,).
+
+        The slots of `ids` hold until the next call; an expert that is not in memory has -1. Raises BimetalError for a
+        read that fails; what has been read stays.
+        """
+        self.memory.settle()
+        self.residency.release()
+        if layer <= self._layer or self._layer < 0:
+            self.residency.next_step(len(ids))
+        self._layer = layer
+        self._harvest()
+        placement = self.residency.ensure(layer, ids)
+        self._start(placement.loads)
+        started = time.perf_counter()
+        self._wait((*placement.loads, *placement.late))
+        self.residency.counters.waits[layer] += time.perf_counter() - started
+        self._latest[layer] = np.unique(ids).tolist()
+        return self.residency.tables[layer].copy()
+
+    def prefetch(self, layer: int) -> None:
+        """Begin to read the experts that the last step chose in `layer`."""
+        self._harvest()
+        self._start(self.residency.prefetch(layer, self._latest.get(layer, ())))
+
+    def preload(self) -> None:
+        """Read the experts of the residency's placement, before the first step. Raises BimetalError."""
+        loads = self.residency.preload()
+        self._start(loads)
+        self._wait(loads)
+
+    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
+        """What was counted, or what was counted since `before`."""
+        return self.residency.counters.stats(before)
+
+    def close(self) -> None:
+        """Wait for reads in progress, and drop the others."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self, loads: Iterable[Load]) -> None:
+        for load in loads:
+            self._reads[load] = self._pool.submit(self._read, load)
+
+    def _read(self, load: Load) -> float:
+        """Read one expert, in a thread of the pool: the seconds it took."""
+        started = time.perf_counter()
+        (layer, expert), slot = load.key, load.slot
+        buffers = self.memory.buffers(layer, slot)
+        self.source.read(layer, expert, buffers)
+        self.memory.landed(layer, slot, buffers)
+        return time.perf_counter() - started
+
+    def _wait(self, loads: Sequence[Load]) -> None:
+        """Wait for all of them; raises the first failure once none of them can write any more."""
+        failures = [failure for load in loads if (failure := self._settled(load)) is not None]
+        if failures:
+            raise failures[0]
+
+    def _harvest(self) -> None:
+        """Take in the prefetches that are done; one that failed is tried again when it is needed."""
+        for load in [load for load, read in self._reads.items() if read.done()]:
+            self._settled(load)
+
+    def _settled(self, load: Load) -> BaseException | None:
+        """Wait for one read and report it; the failure, if it failed."""
+        read = self._reads.pop(load)
+        try:
+            seconds = read.result()
+        except BaseException as error:
+            if not read.done():  # interrupted while it waited
+                self._reads[load] = read
+                raise
+            self.residency.abandon(load)
+            return error
+        self.residency.finish(load)
+        self.residency.counters.reads.append(seconds)
+        self.residency.counters.bytes_read += self.source.forms[load.key.layer].nbytes
+        return None
+
+
+def open_stream(
+    source: ExpertSource, ops: Ops, layers: int, used: int, budget: int, profile: Profile | None = None
+) -> ExpertStream:
+    """A stream over `budget` bytes of slots, into which the experts that `profile` counts most are read.
+
+    layers  of the model
+    used    experts per token
+    """
+    some = next(iter(source.forms))
+    sizes = [ops.expert_bytes(source.forms[i]) if i in source.forms else 0 for i in range(layers)]
+    kinds = [source.forms[i].kind if i in source.forms else None for i in range(layers)]
+    residency = Residency(source.experts(some), sizes, used, budget, profile, kinds)
+    stream = ExpertStream(residency, source, ops.expert_memory(source.forms, residency.slots))
+    if profile is not None:
+        stream.preload()
+    return stream

@@ -1,0 +1,49 @@
+"""Slots of experts in NumPy: bytes as the file stores them, decoded each time an expert is used."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.expert_forms import ExpertForm, filled
+from common.quants import check_scales, dequantize
+from common.tensors import Tensor
+
+
+class NumpySlots:
+    """Slots of experts of one or more kinds."""
+
+    def __init__(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int]):
+        self._forms = forms
+        sizes: dict[Hashable, int] = {form.kind: form.nbytes for form in forms.values()}
+        self._rows = {kind: np.empty((count, sizes[kind]), np.uint8) for kind, count in slots.items()}
+        self.nbytes = sum(rows.nbytes for rows in self._rows.values())
+
+    def buffers(self, layer: int, slot: int) -> list[np.ndarray]:
+        form = self._forms[layer]
+        return np.split(self._rows[form.kind][slot], np.cumsum(form.sizes)[:-1])
+
+    def landed(self, layer: int, slot: int, buffers: Sequence[np.ndarray]) -> None:
+        for tensor in filled(self._forms[layer].tensors, buffers):
+            check_scales(tensor)
+
+    def settle(self) -> None:
+        """Do nothing: NumPy has computed."""
+
+    def matrices(self, layer: int) -> tuple[Any, Any]:
+        count = len(self._forms[layer].gate_up)
+        return SlotMatrix(self, layer, slice(count)), SlotMatrix(self, layer, slice(count, None))
+
+    def tensors(self, layer: int, slot: int) -> list[Tensor]:
+        return filled(self._forms[layer].tensors, self.buffers(layer, slot))
+
+
+class SlotMatrix:
+    """Matrices of a layer's experts by slot: `matrix[slot]` is (rows, columns) float32, as a resident one is."""
+
+    def __init__(self, slots: NumpySlots, layer: int, parts: slice):
+        self._slots, self._layer, self._parts = slots, layer, parts
+
+    def __getitem__(self, slot: int) -> np.ndarray:
+        tensors = self._slots.tensors(self._layer, slot)[self._parts]
+        return np.concatenate([dequantize(tensor) for tensor in tensors], axis=-2)
