@@ -211,6 +211,14 @@ class Residency:
         self.counters.prefetched += len(loads)
         return tuple(loads)
 
+    def touch(self, layer: int, ids: Iterable[int]) -> None:
+        """Count one use of each of the experts `ids`, which a step has read wherever they lay."""
+        pool = self._pool(layer)
+        for expert in ids:
+            key = Key(layer, expert)
+            if (entry := pool.find(key)) is not None:
+                self._touch(pool, key, entry)
+
     def finish(self, load: Load) -> None:
         """Report that the expert is in its slot."""
         entry = self._pool(load.key.layer).find(load.key)

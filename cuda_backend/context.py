@@ -11,6 +11,7 @@ from common.ops import Rope
 from cuda_backend.arrays import Array
 from cuda_backend.caches.kv import KVStore
 from cuda_backend.caches.latent import LatentStore
+from cuda_backend.experts import ExpertBudget, ExpertStore
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory, upload
 from cuda_backend.occupancy import Card
@@ -30,6 +31,7 @@ class Context:
     forked  recorded where a branch begins, and joined where it ends
     ropes   frequencies on the device, by rope
     groups  tables of `head_linear`, by rows and heads
+    experts  where a mixture's experts lie, of which this GPU holds some; None: it holds all
     """
 
     card: Card
@@ -41,6 +43,7 @@ class Context:
     joined: cupy.cuda.Event
     ropes: dict[Rope, Memory] = field(default_factory=dict)
     groups: dict[tuple[int, int], Any] = field(default_factory=dict)
+    experts: ExpertStore | None = None
 
     def branch(self) -> "Context":
         """This context with the streams exchanged."""
@@ -80,9 +83,10 @@ class Context:
         return np.array((self.ropes[rope].address, positions.address, len(rope.frequencies), rope.magnitude), ROPE)
 
 
-def make(card: Card) -> Context:
-    """A context of its own on the current GPU."""
+def make(card: Card, budget: ExpertBudget | None = None) -> Context:
+    """A context of its own on the current GPU, with `budget` one that holds some experts of a mixture."""
     stream, side, arena = Stream(), Stream(), Arena()
     replay = Replay(arena, stream, side, overlap=card.capability >= 90)
     forked, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
-    return Context(card, stream, side, arena, replay, forked, joined)
+    experts = ExpertStore(budget, stream) if budget else None
+    return Context(card, stream, side, arena, replay, forked, joined, experts=experts)

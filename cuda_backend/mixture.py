@@ -1,6 +1,7 @@
 """Mixtures of experts: who takes a row, the experts' products and their sum, and what runs beside them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -96,11 +97,12 @@ def _chosen(
     """What the experts that each row chooses return, weighted and added up: first who is chosen, then the products."""
     logits = rows.linear(context, x, matrix)
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
+    log = _log(context, experts.gate_up, x.shape[0], router.taken)
     at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512
     if at_once and is_packed(experts.gate_up) and is_packed(experts.down):
         weights = Array((1, router.taken), context.arena.take(4 * router.taken))
-        return _experts_of_one(context, x, experts, _choice(context, logits, router, weights), weights)
-    ids, weights = _route(context, logits, router)
+        return _experts_of_one(context, x, experts, _choice(context, logits, router, weights, log), weights)
+    ids, weights = _route(context, logits, router, log)
     return _experts(context, x, experts, ids.owner, weights)
 
 
@@ -117,10 +119,28 @@ def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weigh
     T, k = weights.shape
     gate_up, down, shared_gate_up, shared_down = experts
     F = gate_up.rows // 2
-    y = grouped_linear(context, rows.as_lazy(context, x), gate_up, groups, k, shared_gate_up, known=False)
+    if T > MAX_DECODE_ROWS and context.experts and gate_up.layer is not None:
+        context.experts.log_prompt(gate_up.layer, groups.ids, T, k)
+    with _for_rows(context, gate_up, T) as w:
+        y = grouped_linear(context, rows.as_lazy(context, x), w, groups, k, shared_gate_up, known=False)
     x = rows.swiglu(context, y[:, :F], y[:, F:])
-    y = grouped_linear(context, rows.as_lazy(context, x), down, groups, 1, shared_down)
+    with _for_rows(context, down, T) as w:
+        y = grouped_linear(context, rows.as_lazy(context, x), w, groups, 1, shared_down)
     return Array((T, down.rows), lazy=_sum_of_experts(context, y, weights))
+
+
+def _log(context: Context, experts: Weight, T: int, taken: int) -> int:
+    """Address to which a step of T rows writes the experts that it chooses, 0 where nobody reads them."""
+    if context.experts is None or experts.layer is None:
+        return 0
+    return context.experts.log_of(experts.layer, T, taken)
+
+
+def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManager[Weight]:
+    """The experts for launches within: of so many rows as prefill has, all of them in the GPU's memory."""
+    if context.experts is None or experts.layer is None or T <= MAX_DECODE_ROWS:
+        return nullcontext(experts)
+    return context.experts.staged(experts)
 
 
 def _beside(
@@ -170,8 +190,8 @@ EXPERTS = Op("experts", _emit_experts)
 # -- routing -----------------------------------------------------------------------------------------------------------
 
 
-def _route(context: Context, logits: Array, router: Router) -> tuple[Array, Array]:
-    """Ids and weights (T, taken); a shared expert's, number E, behind the others."""
+def _route(context: Context, logits: Array, router: Router, log: int = 0) -> tuple[Array, Array]:
+    """Ids, at the address `log` if there is one, and weights (T, taken); a shared expert's, number E, comes last."""
     T, E = logits.shape
     if E > 512:
         raise BimetalError(f"a router chooses among {E} experts; the CUDA kernels take at most 512")
@@ -179,7 +199,8 @@ def _route(context: Context, logits: Array, router: Router) -> tuple[Array, Arra
     k, matrices = router.taken, E + router.shared
     pairs, cols = T * k, 8 if T <= MAX_DECODE_ROWS else PREFILL_COLS
     most = min(pairs, matrices) + pairs // cols
-    ids, groups, order = (arena.take(n) for n in (pairs * 4, 16 * (1 + most), pairs * 4))
+    ids = log or arena.take(pairs * 4)
+    groups, order = (arena.take(n) for n in (16 * (1 + most), pairs * 4))
     weights = Array((T, k), arena.take(pairs * 4))
     choice = _choice(context, logits, router, weights)
     kernel("moe", "route", (f"PER={-(-E // 32)}",))((T,), (32,), (choice, ids), stream=stream)
@@ -190,12 +211,12 @@ def _route(context: Context, logits: Array, router: Router) -> tuple[Array, Arra
     return Array((T, k), ids, owner=table, dtype=np.int32), weights
 
 
-def _choice(context: Context, logits: Array, router: Router, weights: Array) -> np.ndarray:
+def _choice(context: Context, logits: Array, router: Router, weights: Array, ids: int = 0) -> np.ndarray:
     """kernels/choose.cuh Choice"""
     plain = logits if logits.is_dense or lazy_of(logits) else rows.dense(context, logits)
     gate = view(router.gate) if router.gate else NOTHING
     sizes = logits.shape[1], router.top_k, router.shared, router.gate is not None
-    return np.array((plain.address, router.bias, weights.address, gate, *sizes, router.scale), CHOICE)
+    return np.array((plain.address, router.bias, weights.address, ids, gate, *sizes, router.scale), CHOICE)
 
 
 # -- a matrix per head -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,8 +26,10 @@ from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
+from cuda_backend.experts import ExpertBudget
 from cuda_backend.layout import FLOATS, UNITS
 from cuda_backend.memory import Memory, upload
+from cuda_backend.replay import bucket
 from cuda_backend.states import CudaState, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
@@ -52,8 +55,10 @@ class CudaOps(Ops):
     cache_pairs = PAIRS
     tree_rows = MAX_DECODE_ROWS
 
-    def __init__(self) -> None:
-        self.context = make(available())
+    def __init__(self, experts: ExpertBudget | None = None) -> None:
+        """experts  what experts may take of the GPU's memory, the others being in the host's; None: all are loaded"""
+        self.context = make(available(), experts)
+        self.layer: int | None = None  # for which weights are loaded
         total = cupy.cuda.runtime.memGetInfo()[1]
         self.prefill_rows = 8192 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
@@ -64,8 +69,28 @@ class CudaOps(Ops):
 
     # -- weights and states --------------------------------------------------------------------------------------------
 
+    @property
+    def stage(self) -> weights.Stage | None:
+        """How rows of a stored tensor come to the device; None: they are copied."""
+        return None
+
+    @contextmanager
+    def at(self, layer: int) -> Iterator[None]:
+        before, self.layer = self.layer, layer
+        try:
+            yield
+        finally:
+            self.layer = before
+
+    def expert_weight(self, *parts: Tensor) -> Weight:
+        weight = replace(self.weight(*parts), layer=self.layer)
+        if self.context.experts is None:
+            return weight
+        self.uploader.finish()
+        return self.context.experts.hold(weight)
+
     def weight(self, *parts: Tensor) -> Weight:
-        weight, expanded = weights.load(parts, self.uploader)
+        weight, expanded = weights.load(parts, self.uploader, self.stage)
         for type_ in expanded:
             if type_ not in self.expanded:
                 print(f"{type_} has no CUDA kernel yet: its tensors are held as float16", file=sys.stderr)
@@ -82,6 +107,8 @@ class CudaOps(Ops):
         try:
             yield
             self.check_weights()
+            if self.context.experts:
+                self.context.experts.open()
         finally:
             self.uploader.drop()
             self.uploader.ahead = 0
@@ -102,6 +129,9 @@ class CudaOps(Ops):
     def held_bytes(self, *parts: Tensor) -> int:
         return sum(weights.held_bytes(part) for part in parts)
 
+    def held_expert_bytes(self, *parts: Tensor) -> int:
+        return 0 if self.context.experts else self.held_bytes(*parts)
+
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         return state_bytes(spec, tokens)
 
@@ -118,7 +148,9 @@ class CudaOps(Ops):
         return CudaState(spec, capacity, partial(recurrent.apply_path, self.context), self.context.stream)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
-        out, count = self.context.replay.run(fn, state, step)
+        play = partial(self.context.replay.run, fn, state, step)
+        store = self.context.experts
+        out, count = play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
         if isinstance(out, tuple):
             return tuple(rows.kept(self.context, x, count) for x in out)
         return rows.kept(self.context, out, count)

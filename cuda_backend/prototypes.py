@@ -22,7 +22,7 @@ IN = _struct(("p", "u8"), *_named("i8", "partial_stride", "row", "head"), *_name
 OUT = _struct(*_named("u8", "dense", "packed", "bf16"), *_named("i4", "K", "cols", "groups", "fine", "whole"))
 ROPE = _struct(*_named("u8", "frequencies", "positions"), ("pairs", "i4"), ("magnitude", "f4"))
 CHOICE = _struct(
-    *_named("u8", "logits", "bias", "weights"),
+    *_named("u8", "logits", "bias", "weights", "ids"),
     ("gate", IN),
     *_named("i4", "E", "k", "shared", "gated"),
     ("scale", "f4"),

@@ -5,15 +5,15 @@ from typing import Any
 
 from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
-from cuda_backend import weights
 from cuda_backend.launch import kernel
 from cuda_backend.ops import CudaOps
-from cuda_backend.weights import Weight
+from cuda_backend.weights import Stage
 
 
 class RandomOps(CudaOps):
-    def weight(self, *parts: Tensor) -> Weight:
-        return weights.load(parts, self.uploader, self._random_rows)[0]
+    @property
+    def stage(self) -> Stage:
+        return self._random_rows
 
     def _random_rows(self, tensor: Tensor, _: Any, rows: slice) -> int:
         """Random blocks for as many rows."""

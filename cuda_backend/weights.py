@@ -13,6 +13,7 @@ import numpy as np
 
 from common.quants import BLOCKS, check_scales, dequantize
 from common.tensors import Tensor
+from cuda_backend.host_memory import HostMemory
 from cuda_backend.launch import kernel
 from cuda_backend.layout import FLOATS, UNITS, tile_defines
 from cuda_backend.memory import Memory, upload
@@ -33,7 +34,7 @@ class Segment:
     rows: int
     columns: int
     experts: int
-    memory: Memory
+    memory: "Held"
     places: Memory | None = None
 
     @property
@@ -57,10 +58,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Weight:
-    """A matrix (rows, columns), or `experts` of them; `nbytes` as stored in the file."""
+    """A matrix (rows, columns), or `experts` of them; `nbytes` as stored in the file.
+
+    layer  of a mixture's experts
+    """
 
     segments: tuple[Segment, ...]
     nbytes: int
+    layer: int | None = None
 
     @property
     def rows(self) -> int:
@@ -71,6 +76,7 @@ class Weight:
         return self.segments[0].columns
 
 
+Held = Memory | HostMemory
 Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored rows -> where they lie on the device
 
 

@@ -144,6 +144,22 @@ def test_a_prefetch_takes_what_two_steps_have_not_used():
     check(residency)
 
 
+def test_touched_where_they_lie():
+    """A use of a resident expert protects it; experts that are cold stay cold, and nothing is loaded or counted."""
+    residency = Residency(E, [10], USED, 10 * E)
+    for load in residency.prefetch(0, [0]):
+        residency.finish(load)
+    (load,) = residency.ensure(0, np.array([3])).loads
+    residency.finish(load)
+    residency.release()
+    residency.touch(0, [3, 5])
+    (pool,) = residency.pools.values()
+    assert list(pool.protected) == [Key(0, 3)]
+    assert residency.where(0, 5) is Where.COLD
+    assert residency.counters.hits == 0
+    check(residency)
+
+
 def test_the_least_budget_is_one_layer_of_each_size():
     assert Residency(E, [0, 10, 30], USED, 40 * E).slots == {10: E, 30: E}
     with pytest.raises(BimetalError, match=r"the least is 3.2e-07 GB \(320 bytes\), which one layer's 8 experts take"):

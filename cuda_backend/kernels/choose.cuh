@@ -13,10 +13,11 @@ __device__ __forceinline__ u32 ordered(float f) {
 }
 
 // k of E experts, by logits [T][E]; bias [E] is null for softmax. weights [T][k], or [T][k + 1] with a shared expert's,
-// which is the sigmoid of its logit in `gate` where it is gated, else 1.
+// which is the sigmoid of its logit in `gate` where it is gated, else 1. ids: where single.cu leaves them, or null.
 struct Choice {
     const float *logits, *bias;
     float* weights;
+    int* ids;
     In gate;
     int E, k, shared_one, gated;
     float scale;

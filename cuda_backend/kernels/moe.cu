@@ -3,6 +3,7 @@
 // In        choice (choose.cuh)                        Out  ids [T][k] and its weights: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
+//           changes (address of an entry of a table, its value), n pairs     Out  the entries: where experts lie
 // Build     PER of choose.cuh; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
 // Work      route: a warp per row. combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
@@ -30,6 +31,11 @@ extern "C" __global__ void __launch_bounds__(32) route(Choice choice, int* ids) 
     __syncwarp();
 #pragma unroll 1
     for (int j = lane; j < k; j += 32) weights[j] = weights[j] * choice.scale / total;
+}
+
+extern "C" __global__ void place(const u64* changes, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) *(u64*)changes[2 * i] = changes[2 * i + 1];
 }
 
 // The list that experts.cu works through: pairs by expert, in groups of at most `cols`. One CTA.

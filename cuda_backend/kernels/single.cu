@@ -58,10 +58,11 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
         places(at, (const u64*)w, j < k ? choice.E : 0);
         if (!ahead || !BULK) depend();
         int mine = 0;
+        [[maybe_unused]] int taken = 0;
         if (j < k || writes)
             total = choose(choice, choice.logits, writes ? k : j + 1, added, [&](int i, int id, float of) {
                 if (i == j) mine = id;
-                if (i == lane) p = of;
+                if (i == lane) p = of, taken = id;
             });
         const u8* unit = j < k ? place_of(at, mine) : last;
 #else
@@ -96,6 +97,7 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
         if (writes) {
             depend();
             if (lane < k) choice.weights[lane] = p * choice.scale / total;
+            if (lane < k && choice.ids) choice.ids[lane] = taken;
             if (lane == k && choice.shared_one) choice.weights[k] = shared_weight(choice, 0);
         }
 #endif

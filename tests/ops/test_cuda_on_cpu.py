@@ -44,6 +44,18 @@ def test_tables_of_experts():
     on_cpu("ops/test_cuda_experts.py", "table")
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "laguna and stored and (counts or profile or fails or refused) or without",
+        pytest.param("bits or moves", marks=pytest.mark.slow),
+        pytest.param("not bits and not moves", marks=pytest.mark.slow),
+    ],
+)
+def test_hot_and_cold_experts(chosen):
+    on_cpu("models/test_cuda_experts.py", chosen)
+
+
 def test_draws():
     on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
 

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -302,11 +303,11 @@ class Stream:
 
 class Event:
     def __init__(self, disable_timing: bool = False):
-        self.device, self.recording = current(), None
+        self.device, self.recording, self.done, self.seconds = current(), None, True, 0.0
 
     def record(self, stream: Stream) -> None:
         belongs("an event", self.device, stream.device)
-        self.recording = stream.recording
+        self.recording, self.seconds = stream.recording, time.perf_counter()
 
     def synchronize(self) -> None:
         pass
@@ -362,6 +363,16 @@ def fill(to: int, value: int, n: int, stream: int) -> None:
     ctypes.memset(int(to), value, int(n))
 
 
+pinned: dict[int, np.ndarray] = {}
+
+
+def host_memory(nbytes: int, flags: int) -> int:
+    memory = np.full(nbytes + 256, 0xFF, np.uint8)
+    address = -(-memory.ctypes.data // 256) * 256
+    pinned[address] = memory
+    return address
+
+
 def held() -> int:
     return sum(end - start for start, end in memories[current()])
 
@@ -381,6 +392,8 @@ runtime = SimpleNamespace(
     deviceEnablePeerAccess=lambda other: None,
     memcpyAsync=copy,
     memcpyPeerAsync=copy_between,
+    hostAlloc=host_memory,
+    freeHost=lambda address: pinned.pop(address),
     memsetAsync=fill,
 )
 cuda = ModuleType("cupy.cuda")
@@ -397,6 +410,7 @@ cuda.__dict__.update(
     nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
     device=SimpleNamespace(get_cublas_handle=lambda: 0),
     cublas=SimpleNamespace(gemmEx=gemm),
+    get_elapsed_time=lambda begun, done: 1e3 * (done.seconds - begun.seconds),
 )
 sys.modules["cupy.cuda"] = cuda
 

@@ -1,0 +1,156 @@
+"""A mixture's experts in pinned memory of the host, and the tables that tell kernels where each of them is read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from cuda_backend.host_memory import HostMemory
+from cuda_backend.launch import Stream, kernel
+from cuda_backend.memory import ALIGN, Memory, copy_in
+from cuda_backend.weights import Segment, Weight
+
+GATE_UP, DOWN = 0, 1  # the stacks of a layer, in the order in which they are loaded
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One of the two stacks of a layer's experts.
+
+    weight   whose `memory` is the host's, and whose tables steps read
+    staged   the same with the tables that prefill reads
+    offsets  of each segment's part of an expert in a slot, and the bytes of all of them
+    """
+
+    weight: Weight
+    staged: Weight
+    offsets: tuple[int, ...]
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole stack."""
+        return sum(s.memory.nbytes for s in self.weight.segments)
+
+
+def to_host(weight: Weight, stream: Stream) -> Stack:
+    """Move a stack that has just been loaded to the host; its device memory is free once nobody holds `weight`."""
+    segments, offsets, end = [], [], 0
+    for s in weight.segments:
+        assert s.places
+        host = HostMemory(s.memory.nbytes, "experts")
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(host.address, s.memory.address, s.memory.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+        moved = replace(s, memory=host)
+        copy_in(s.places.address, in_host(moved), stream)
+        segments.append(moved)
+        offsets.append(end)
+        end += -(-moved.expert_bytes // ALIGN) * ALIGN
+    stream.synchronize()
+    held = replace(weight, segments=tuple(segments))
+    tables = tuple(replace(s, places=Memory(8 * s.experts)) for s in segments)
+    return Stack(held, replace(held, segments=tables), tuple(offsets), end)
+
+
+def in_host(s: Segment) -> np.ndarray:
+    """Addresses of the experts of a segment in the host's memory: (experts,) uint64."""
+    return s.memory.address + np.arange(s.experts, dtype=np.uint64) * np.uint64(s.expert_bytes)
+
+
+def parts_of_expert(stacks: Sequence[Stack], expert: int, slot: int) -> Iterator[tuple[Segment, int, int]]:
+    """Each segment's part of an expert: the segment, the part's address in the host, and that in a slot at `slot`."""
+    for stack in stacks:
+        for s, offset in zip(stack.weight.segments, stack.offsets, strict=True):
+            yield s, s.memory.address + expert * s.expert_bytes, slot + offset
+        slot += stack.slot_bytes
+
+
+class Tables:
+    """Writes entries of tables in the order of `stream`: all that have changed between two steps in one launch."""
+
+    MOST = 4096  # entries of a launch, which the driver takes from pageable memory without a wait
+
+    def __init__(self, stream: Stream):
+        self.stream, self.changes = stream, Memory(16 * self.MOST)
+
+    def write(self, entries: Sequence[tuple[int, int]]) -> None:
+        """Write (address of an entry, its value) pairs."""
+        for at in range(0, len(entries), self.MOST):
+            some = np.array(entries[at : at + self.MOST], np.uint64)
+            copy_in(self.changes.address, some, self.stream)
+            grid = (-(-len(some) // 256),)
+            kernel("moe", "place")(grid, (256,), (self.changes.address, len(some)), stream=self.stream)
+
+
+class Staging:
+    """Device memory for one layer's stacks during prefill, into which the next layer's are copied meanwhile.
+
+    While the product of one stack runs, the other one's place receives what comes next. Experts that are in slots are
+    read there; the others come in runs of neighbours.
+
+    slots   by layer, the addresses of experts in slots, 0 where there are none: (experts,) uint64
+    waited  by layer, pairs of events around each wait of the stream
+    """
+
+    def __init__(self, stacks: Mapping[int, Sequence[Stack]], stream: Stream, copies: Stream):
+        self.stacks, self.stream, self.copies = stacks, stream, copies
+        self.memory = [Memory(max(pair[which].nbytes for pair in stacks.values())) for which in (GATE_UP, DOWN)]
+        self.free = [cupy.cuda.Event(disable_timing=True) for _ in self.memory]
+        self.ready = [cupy.cuda.Event(disable_timing=True) for _ in self.memory]
+        self.held: list[int | None] = [None, None]  # layer of the stack that is in each place, or being copied there
+        self.tables: list[list[np.ndarray]] = [[], []]
+        for event in self.free:
+            stream.record(event)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.memory)
+
+    def begin(self, layer: int, which: int, slots: np.ndarray) -> int:
+        """Copy what is not in `slots` once the place is free: the bytes that are copied."""
+        self.copies.wait(self.free[which])
+        at, copied, tables = self.memory[which].address, 0, []
+        offset = sum(stack.slot_bytes for stack in self.stacks[layer][:which])
+        stack = self.stacks[layer][which]
+        for s, own in zip(stack.weight.segments, stack.offsets, strict=True):
+            places = np.where(slots > 0, slots + np.uint64(offset + own), np.uint64(0))
+            for first, end in _runs(slots == 0):
+                nbytes = (end - first) * s.expert_bytes
+                copy(at + first * s.expert_bytes, s.memory.address + first * s.expert_bytes, nbytes, self.copies)
+                copied += nbytes
+                places[first:end] = at + np.arange(first, end, dtype=np.uint64) * np.uint64(s.expert_bytes)
+            tables.append(places)
+            at += s.memory.nbytes
+        self.copies.record(self.ready[which])
+        self.held[which], self.tables[which] = layer, tables
+        return copied
+
+    def use(self, layer: int, which: int) -> Weight:
+        """The stack of which the copies have been begun, for launches on the stream from now on."""
+        self.stream.wait(self.ready[which])
+        staged = self.stacks[layer][which].staged
+        for s, places in zip(staged.segments, self.tables[which], strict=True):
+            copy_in(s.table, places, self.stream)
+        return staged
+
+    def release(self, which: int) -> None:
+        """Let the place be overwritten behind what has been launched."""
+        self.held[which] = None
+        self.stream.record(self.free[which])
+
+
+def _runs(chosen: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First and end of each run of neighbours that are true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False]))))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
+    """Copy from the host to the device in the order of `stream`. Raises BimetalError."""
+    runtime = cupy.cuda.runtime
+    try:
+        runtime.memcpyAsync(to, source, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+    except runtime.CUDARuntimeError as error:
+        raise BimetalError(f"copying {nbytes} bytes of experts to the GPU failed: {error}") from None

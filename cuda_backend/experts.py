@@ -1,0 +1,347 @@
+"""Experts of which the GPU's memory holds the hot ones, while all of them lie in pinned memory of the host.
+
+Kernels read an expert where its table says: in a slot, or in the host's memory over the link, each byte once per step.
+So a step is one launch whether all that it needs is resident or not, and its numbers are the same bits. Steps leave the
+experts that their rows chose in a log; between steps the log counts, experts that were missed repeatedly are copied to
+slots on a stream of their own, and once a copy has landed the table is written.
+"""
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.expert_profile import Profile, least_bytes
+from common.experts import Load, Residency
+from common.step import MAX_DECODE_ROWS
+from cuda_backend.expert_stacks import DOWN, GATE_UP, Stack, Staging, Tables, copy, parts_of_expert, to_host
+from cuda_backend.host_memory import HostMemory
+from cuda_backend.launch import Stream
+from cuda_backend.memory import Memory
+from cuda_backend.weights import Weight
+
+R = TypeVar("R")
+
+LOGS = 4  # steps whose logs may not have been counted yet
+TURNS = 8  # steps in which the recency of every layer's experts is brought up to date once
+MISSES = 1.5  # of an expert, each fading by FADE per step, from which it is copied to a slot
+FADE = 0.98
+COPIES = 8  # experts that are being copied at a time: more would keep misses from the link
+SWAPS = 64  # experts that change places between two requests
+SWAP_GAIN = 8  # uses by which an expert must be ahead of the one whose slot it takes
+
+
+@dataclass(frozen=True)
+class ExpertBudget:
+    """How much of the GPU's memory experts may take.
+
+    nbytes   slots, and the room through which prefill brings a layer
+    used     experts per token
+    profile  counts that say which experts are copied to slots at first; None: the first of each layer
+    """
+
+    nbytes: int
+    used: int
+    profile: Profile | None = None
+
+
+class Logged(NamedTuple):
+    """The experts that a step's rows chose.
+
+    done      recorded behind the copy of the log
+    ids       by layer, `taken` for each row, in pinned memory that is filled once `done` has happened: int32
+    rows      of the step, the first of T
+    taken     by layer, what a row leaves; the last may be a shared expert's number
+    resident  (layers, experts) as the step found them
+    """
+
+    done: cupy.cuda.Event
+    ids: np.ndarray
+    rows: int
+    taken: np.ndarray
+    resident: np.ndarray
+
+
+class Copying(NamedTuple):
+    """An expert that is being copied to its slot, between two events."""
+
+    load: Load
+    begun: cupy.cuda.Event
+    done: cupy.cuda.Event
+
+
+class ExpertStore:
+    """The experts of one model. Owned by one thread.
+
+    layers     layers that have experts, in order
+    residency  which experts are in slots; None until `open`
+    """
+
+    def __init__(self, budget: ExpertBudget, stream: Stream):
+        self.budget, self.stream, self.copies = budget, stream, Stream()
+        self.stacks: dict[int, list[Stack]] = {}
+        self.layers: list[int] = []
+        self.residency: Residency | None = None
+        self.copying: list[Copying] = []
+        self.logged: deque[Logged] = deque()
+        self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # functions whose steps leave a log
+        self.waits: deque[tuple[int, cupy.cuda.Event, cupy.cuda.Event]] = deque()
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def hold(self, weight: Weight) -> Weight:
+        """Move a stack that has just been loaded to the host: first a layer's gates and ups, then its downs."""
+        assert weight.layer is not None
+        if self.residency is not None:
+            raise BimetalError("spark holds the experts of one model, and a second one has experts as well")
+        stack = to_host(weight, self.stream)
+        self.stacks.setdefault(weight.layer, []).append(stack)
+        return stack.weight
+
+    def open(self) -> None:
+        """Make the slots, once all experts are loaded, and copy the first experts there. Raises BimetalError."""
+        if self.residency is not None:
+            return
+        if not self.stacks:
+            raise BimetalError("the model has no experts, so spark has no effect; leave it out")
+        self.layers = sorted(self.stacks)
+        self.experts = self.stacks[self.layers[0]][0].weight.segments[0].experts
+        sizes = [self._slot_bytes(layer) for layer in range(self.layers[-1] + 1)]
+        cupy.get_default_memory_pool().free_all_blocks()  # of stacks that have moved
+        self.staging = Staging(self.stacks, self.stream, self.copies)
+        check_budget(self.budget.nbytes, self.experts, sizes, self.staging.nbytes)
+        slots = self.budget.nbytes - self.staging.nbytes
+        self.residency = Residency(self.experts, sizes, self.budget.used, slots, self.budget.profile)
+        slots_of = self.residency.slots
+        self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
+        self.tables = Tables(self.stream)
+        self.row_ids = self.budget.used + 1  # most that a row leaves: a shared expert's number stands behind the others
+        self.taken = np.full(len(self.layers), self.budget.used)  # that a row of a layer leaves
+        most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
+        self.log = Memory(4 * most)
+        self.pinned = itertools.cycle([HostMemory(4 * most, "a log") for _ in range(LOGS)])
+        self.prompt: HostMemory | None = None
+        self.prompt_ids: np.ndarray | None = None  # by layer, of a prefill step that is being launched
+        self.resident = np.zeros((len(self.layers), self.experts), bool)
+        self.uses, self.misses = (np.zeros(self.resident.shape, t) for t in (np.int64, np.float32))
+        self.turn = 0
+        self._start(self.residency.preload())
+        self.copies.synchronize()
+        self._land()
+
+    def _slot_bytes(self, layer: int) -> int:
+        return sum(stack.slot_bytes for stack in self.stacks.get(layer, ()))
+
+    # -- what ops ask during a step ------------------------------------------------------------------------------------
+
+    def log_of(self, layer: int, T: int, taken: int) -> int:
+        """Address to which a step of T rows writes the ids of a layer: (T, taken) int32."""
+        i, self.left = self.layers.index(layer), True
+        self.taken[i] = taken
+        return self.log.address + 4 * i * T * self.row_ids
+
+    @contextmanager
+    def staged(self, weight: Weight) -> Iterator[Weight]:
+        """The stack for a product of prefill that is launched within; behind it the next layer's is copied."""
+        assert weight.layer is not None
+        assert self.residency
+        layer, which = weight.layer, GATE_UP if weight is self.stacks[weight.layer][GATE_UP].weight else DOWN
+        for part in (GATE_UP, DOWN)[which:]:
+            if self.staging.held[part] != layer:
+                self._bring(layer, part)
+        before, after = (cupy.cuda.Event() for _ in range(2))
+        self.stream.record(before)
+        staged = self.staging.use(layer, which)
+        self.stream.record(after)
+        self.waits.append((layer, before, after))
+        yield staged
+        self.staging.release(which)
+        following = next((other for other in self.layers if other > layer), None)
+        if following is not None:
+            self._bring(following, which)
+
+    def _bring(self, layer: int, which: int) -> None:
+        assert self.residency
+        slots = self.residency.tables[layer]
+        size = self._slot_bytes(layer)
+        places = np.uint64(self.memory[size].address) + slots.clip(0).astype(np.uint64) * np.uint64(size)
+        copied = self.staging.begin(layer, which, np.where(slots >= 0, places, np.uint64(0)))
+        self.residency.counters.bytes_read += copied
+
+    def log_prompt(self, layer: int, ids: int, T: int, taken: int) -> None:
+        """Copy the ids (T, taken) int32 of a layer of a prefill step to the host, in the order of the stream."""
+        nbytes, L, i = 4 * T * taken, len(self.layers), self.layers.index(layer)
+        if self.prompt is None or self.prompt.nbytes < nbytes * L:
+            self._settle()
+            self.prompt = HostMemory(nbytes * L, "a log")
+        runtime, at = cupy.cuda.runtime, self.prompt.address + nbytes * i
+        runtime.memcpyAsync(at, ids, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+        self.taken[i] = taken
+        self.prompt_ids = self.prompt.numbers()[: L * T * taken].reshape(L, -1)
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def step(self, fn: Any, rows: int, T: int, run: Callable[[], R]) -> R:
+        """What `run` returns, which launches a step of `rows` rows, T with those that fill the graph."""
+        if self.residency is None:
+            return run()
+        if T > MAX_DECODE_ROWS:
+            self._settle()  # the log of the last one is in the same memory
+        self._advance()
+        self.left, self.prompt_ids = False, None
+        self.staging.held = [None, None]  # what a step that failed has left is not what tables now say
+        out = run()
+        if self.left:
+            self.logs.add(fn)
+        if self.prompt_ids is not None or (T <= MAX_DECODE_ROWS and fn in self.logs):
+            self.residency.next_step(rows)
+            ids, done = self._ids(T), cupy.cuda.Event(disable_timing=True)
+            self.stream.record(done)
+            self.logged.append(Logged(done, ids, rows, self.taken.copy(), self.resident.copy()))
+        return out
+
+    def _settle(self) -> None:
+        """Count all steps until now."""
+        while self.logged:
+            self.logged[0].done.synchronize()
+            self._count(self.logged.popleft())
+
+    def _ids(self, T: int) -> np.ndarray:
+        """Where the ids of the step that has just been launched arrive."""
+        if self.prompt_ids is not None:
+            return self.prompt_ids
+        if len(self.logged) == LOGS:
+            self.logged[0].done.synchronize()
+            self._count(self.logged.popleft())
+        memory, count, runtime = next(self.pinned), len(self.layers) * T * self.row_ids, cupy.cuda.runtime
+        kind = runtime.memcpyDeviceToHost
+        runtime.memcpyAsync(memory.address, self.log.address, 4 * count, kind, self.stream.ptr)
+        return memory.numbers()[:count].reshape(len(self.layers), -1)
+
+    def _advance(self) -> None:
+        """Count what steps have left, write tables of copies that have landed, and begin others."""
+        assert self.residency
+        while self.logged and self.logged[0].done.done:
+            self._count(self.logged.popleft())
+        while self.waits and self.waits[0][2].done:
+            layer, before, after = self.waits.popleft()
+            self.residency.counters.waits[layer] += cupy.cuda.get_elapsed_time(before, after) / 1e3
+        self._land()
+        self._start(self._chosen())
+
+    def _count(self, step: Logged) -> None:
+        assert self.residency
+        L, E, counters = len(self.layers), self.experts, self.residency.counters
+        at = np.arange(step.rows)[:, None] * step.taken[:, None, None] + np.arange(self.budget.used)
+        ids = np.take_along_axis(step.ids, at.reshape(L, -1), 1)
+        flat = ids.clip(0, E - 1) + E * np.arange(L)[:, None]
+        uses = np.bincount(flat.ravel(), minlength=L * E).reshape(L, E)
+        missed = (uses > 0) & ~step.resident
+        counters.hits += int(np.count_nonzero(uses) - np.count_nonzero(missed))
+        counters.misses += int(np.count_nonzero(missed))
+        if step.rows <= MAX_DECODE_ROWS:  # prefill has counted what it copied
+            sizes = [self._slot_bytes(layer) for layer in self.layers]
+            counters.bytes_read += int(np.count_nonzero(missed, axis=1) @ np.array(sizes, np.int64))
+            self.misses *= FADE
+            self.misses += missed
+        self.residency.counts[self.layers] += uses
+        self.uses += uses
+
+    def _chosen(self) -> list[Load]:
+        """The experts of the layers whose turn it is that are to be copied now."""
+        assert self.residency
+        loads: list[Load] = []
+        for i in range(self.turn % TURNS, len(self.layers), TURNS):
+            layer = self.layers[i]
+            self.residency.touch(layer, np.flatnonzero(self.uses[i]).tolist())
+            self.uses[i] = 0
+            missed = np.flatnonzero(self.misses[i] >= MISSES)
+            room = COPIES - len(self.copying) - len(loads)
+            if missed.size and room > 0:
+                best = missed[np.argsort(-self.misses[i, missed], kind="stable")][:room]
+                loads += self.residency.prefetch(layer, best.tolist())
+                self.misses[i, best] = 0
+        self.turn += 1
+        return loads
+
+    def _start(self, loads: Sequence[Load]) -> None:
+        """Begin copies to slots, once no step reads the slots any more that other experts leave."""
+        assert self.residency
+        if not loads:
+            return
+        left = [load.replaces for load in loads if load.replaces is not None]
+        entries = []
+        for layer, expert in left:
+            self.resident[self.layers.index(layer), expert] = False
+            entries += [self._entry(s, expert, host) for s, host, _ in self._parts(layer, expert)]
+        self.tables.write(entries)
+        free = cupy.cuda.Event(disable_timing=True)
+        self.stream.record(free)
+        self.copies.wait(free)
+        for n, load in enumerate(loads):
+            begun, done = (cupy.cuda.Event() for _ in range(2))
+            self.copies.record(begun)
+            try:
+                for s, host, slot in self._parts(load.key.layer, load.key.expert, load.slot):
+                    copy(slot, host, s.expert_bytes, self.copies)
+            except BimetalError as error:
+                for other in loads[n:]:
+                    self.residency.abandon(other)
+                raise BimetalError(f"expert {load.key.expert} of layer {load.key.layer}: {error}") from None
+            self.copies.record(done)
+            self.copying.append(Copying(load, begun, done))
+
+    def _land(self) -> None:
+        """Let steps read what has been copied since the last call."""
+        assert self.residency
+        landed = list(itertools.takewhile(lambda copying: copying.done.done, self.copying))
+        self.copying = self.copying[len(landed) :]
+        entries = []
+        for load, begun, done in landed:
+            (layer, expert), counters = load.key, self.residency.counters
+            self.residency.finish(load)
+            counters.bytes_read += self._slot_bytes(layer)
+            counters.reads.append(cupy.cuda.get_elapsed_time(begun, done) / 1e3)
+            self.resident[self.layers.index(layer), expert] = True
+            entries += [self._entry(s, expert, slot) for s, _, slot in self._parts(layer, expert, load.slot)]
+        self.tables.write(entries)
+
+    def _parts(self, layer: int, expert: int, slot: int = 0) -> Iterator[tuple[Any, int, int]]:
+        size = self._slot_bytes(layer)
+        return parts_of_expert(self.stacks[layer], expert, self.memory[size].address + slot * size)
+
+    def _entry(self, segment: Any, expert: int, address: int) -> tuple[int, int]:
+        return segment.table + 8 * expert, address
+
+    # -- between requests ----------------------------------------------------------------------------------------------
+
+    def swap(self) -> None:
+        """Give slots to the experts that requests have used most, before the next request's first step."""
+        if self.residency is not None and not self.copying:
+            self._start(self.residency.swap(self.residency.counts, SWAPS, SWAP_GAIN))
+
+
+def check_budget(budget: int, experts: int, sizes: Sequence[int], staging: int) -> None:
+    """Refuse a budget that is too small, or one that holds all experts.
+
+    sizes    bytes of an expert's slot in each layer, 0 where there are no experts
+    staging  bytes through which prefill brings a layer
+    """
+    least, all_of_them = least_bytes(sizes, experts) + staging, experts * sum(sizes)
+    if budget < least:
+        raise BimetalError(
+            f"expert_vram is {budget / 1e9:.3g} GB; the least for this model is {least / 1e9:.3g} GB ({least} bytes): "
+            f"one layer's {experts} experts of each size, and as much again for prefill"
+        )
+    if budget >= all_of_them + staging:
+        raise BimetalError(
+            f"expert_vram is {budget / 1e9:.3g} GB and the experts take {all_of_them / 1e9:.3g} GB, so spark has no "
+            "effect; leave it out"
+        )
