@@ -91,6 +91,7 @@ class Step:
         return int(self.slots[0]) if len(self) else 0
 
 
+LongStep = tuple[int, int]  # tokens first to last - 1, more than MAX_DECODE_ROWS, read in one step
 Shape = tuple[tuple[int, ...], Any]  # of an array on the host, and its NumPy dtype
 
 
@@ -149,6 +150,7 @@ class State:
         self.layers = [SimpleNamespace(**layer) for layer in layers]
         self.capacity = capacity  # most tokens that may ever be committed
         self.length = 0  # committed tokens
+        self.long_steps: list[LongStep] = []  # of the committed tokens
         self._rewound_to: list[int] = []
 
     def __getitem__(self, layer: int) -> Any:
@@ -165,6 +167,8 @@ class State:
         path = np.asarray(path, np.int64)
         for state in self._all():
             state.commit(path)
+        if len(path) > MAX_DECODE_ROWS:
+            self.long_steps.append((self.length, self.length + len(path)))
         self.length += len(path)
 
     def snapshot(self) -> Snapshot:
@@ -177,6 +181,7 @@ class State:
             raise ValueError(f"the snapshot at {snapshot.length} tokens is gone: the state went back to before it")
         self._rewound_to.append(snapshot.length)
         self.length = snapshot.length
+        self.long_steps = [step for step in self.long_steps if step[0] < self.length]
         for state, saved in zip(self._all(), snapshot.layers, strict=True):
             state.restore(saved)
 
@@ -209,8 +214,10 @@ class State:
             **{f"point.{i}": array for i, array in enumerate(self.save_point())},
         }
 
-    def load(self, arrays: Mapping[str, np.ndarray], length: int) -> None:
+    def load(self, arrays: Mapping[str, np.ndarray], length: int, long_steps: Sequence[LongStep] = ()) -> None:
         """Become the state that saved `arrays` at `length` tokens; every later step has the same bits.
+
+        long_steps  of the saved state
 
         Raises BimetalError, and changes nothing, for arrays of another number, shape or dtype.
         """
@@ -228,6 +235,7 @@ class State:
                     f"array {name} of a saved state is {arrays[name].dtype} {arrays[name].shape}; "
                     f"this one takes {np.dtype(dtype)} {shape}"
                 )
+        self.long_steps = list(long_steps)
         self.load_parts(
             length,
             [arrays[name] for name in shapes if name.startswith("rows.")],

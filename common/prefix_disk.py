@@ -1,0 +1,270 @@
+"""The disk tier: a folder of files, one per saved state, in a folder of its own for each fingerprint.
+
+A thread writes them, so that no reply waits for the disk; what is in flight when the process dies is all that is lost.
+A file is older than those that it goes on from, so that dropping the oldest drops followers first.
+"""
+
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.files import is_held
+from common.prefix_cache import Saved
+from common.prefix_file import DamagedError, Header, file_bytes, is_ours, key_of, read, read_header, write
+from common.reading import Reading
+from common.step import LongStep
+
+NAME = re.compile(r"[0-9a-f]{32}\.state")
+PARTIAL = re.compile(r"[0-9a-f]{32}\.state\.\d+\.part")
+FOLDER = re.compile(r"[0-9a-f]{32}")
+IN_FLIGHT = 4  # states that may wait to be written; a further one is not written
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A state on the disk, or one that waits to be written, which has no header."""
+
+    tokens: np.ndarray
+    long_steps: tuple[LongStep, ...]
+    base: str
+    header: Header | None = None
+
+    def begins(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> bool:
+        """Whether a longer state with such tokens and long steps went through this one."""
+        n = len(self.tokens)
+        before = tuple(step for step in long_steps if step[0] < n)
+        return n < len(tokens) and before == self.long_steps and np.array_equal(self.tokens, tokens[:n])
+
+
+class PrefixDisk:
+    """States of one fingerprint in `folder`, beside those of others, all of at most `budget` bytes.
+
+    report  called with a line about each file that is ignored
+    """
+
+    def __init__(self, folder: Path, budget: int, fingerprint: str, report: Callable[[str], object] = to_stderr):
+        self.top, self.folder, self.budget = folder, folder / fingerprint, budget
+        self.fingerprint, self.report = fingerprint, report
+        self.known: dict[str, Known] = {}
+        self._lock = threading.Lock()
+        self._jobs: queue.Queue[tuple[str, Saved] | None] = queue.Queue(IN_FLIGHT)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BimetalError(f"the folder of saved states {self.folder} cannot be made: {error.strerror}") from None
+        self._scan()
+        self._thread = threading.Thread(target=self._write_all, name="bimetal saved states", daemon=True)
+        self._thread.start()
+
+    # -- what the memory tier calls ------------------------------------------------------------------------------------
+
+    def first_missing(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> int | None:
+        """Of a state with such tokens, the first whose rows are to be put; None if it has the state, or no room."""
+        key = key_of(self.fingerprint, tokens, long_steps)
+        with self._lock:
+            if key in self.known:
+                self._touch(key)
+                return None
+            if self._jobs.full():
+                return None
+            base = self._base(tokens, long_steps)
+            return len(self.known[base].tokens) if base else 0
+
+    def put(self, saved: Saved) -> None:
+        """Write a state soon, of which the rows before `saved.first` are kept already."""
+        key = key_of(self.fingerprint, saved.tokens, saved.long_steps)
+        with self._lock:
+            base = self._base(saved.tokens, saved.long_steps)
+            if (len(self.known[base].tokens) if base else 0) != saved.first:
+                return  # the file that it was to go on from is gone
+            self.known[key] = Known(saved.tokens, saved.long_steps, base)
+        try:
+            self._jobs.put_nowait((key, saved))
+        except queue.Full:
+            self._forget(key)
+
+    def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
+        """The whole state of the longest prefix longer than `more_than` that `reading` can go on from."""
+        with self._lock:
+            fitting = [
+                (len(k.tokens), key)
+                for key, k in self.known.items()
+                if k.header is not None and len(k.tokens) > more_than and k.begins(tokens, reading.long_steps)
+                if reading.goes_on_from(len(k.tokens), k.long_steps)
+            ]
+        for _, key in sorted(fitting, reverse=True):
+            saved = self._read(key)
+            if saved is not None:
+                with self._lock:
+                    self._touch(key)
+                return saved
+        return None
+
+    def flush(self) -> None:
+        """Return once all that was put is written, or given up."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Write what is in flight, and end the thread."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _scan(self) -> None:
+        for path in sorted(self.folder.iterdir()):
+            if PARTIAL.fullmatch(path.name) and not is_held(path):
+                path.unlink(missing_ok=True)  # of a process that was ended while it wrote
+            elif NAME.fullmatch(path.name):
+                try:
+                    header = read_header(path, self.fingerprint)
+                    self.known[header.key] = Known(header.tokens, header.long_steps, header.base, header)
+                except (BimetalError, OSError) as error:
+                    self._ignore(path, error)
+        for key, known in sorted(self.known.items(), key=lambda item: len(item[1].tokens)):
+            before, file = self.known.get(known.base), known.header
+            follows = before is not None and before.begins(known.tokens, known.long_steps)
+            if file and known.base and not (before and follows and len(before.tokens) == file.first):
+                self._ignore(file.path, DamagedError(f"{file.path} goes on from a state that is gone"))
+                del self.known[key]
+
+    def _ignore(self, path: Path, error: Exception) -> None:
+        """Report a file that cannot be used; one of ours that is damaged is deleted."""
+        if isinstance(error, FileNotFoundError):
+            return  # another process made room
+        damaged = isinstance(error, DamagedError)
+        self.report(f"{error}; it is {'deleted' if damaged else 'ignored'}")
+        if damaged:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _read(self, key: str) -> Saved | None:
+        """A state with the rows of all files that it goes on from; None, and a line, where one of them is no use."""
+        parts, at = list[Saved](), key
+        while True:
+            known = self.known.get(at)
+            if known is None or known.header is None:
+                self._forget(key, delete=True)  # its beginning is gone
+                return None
+            try:
+                part = read(known.header, point=at == key)
+                if parts and (part.first >= parts[-1].first or len(part.tokens) != parts[-1].first):
+                    raise DamagedError(f"{known.header.path} has not the tokens that others go on from")
+                if parts and not known.begins(parts[0].tokens, parts[0].long_steps):
+                    raise DamagedError(f"{known.header.path} has other tokens than those that go on from it")
+                parts.append(part)
+                if any(_rows_alike(part) != _rows_alike(parts[0]) for part in parts):
+                    raise DamagedError(f"{known.header.path} has rows of another shape than those that go on from it")
+            except (BimetalError, OSError) as error:
+                self._ignore(known.header.path, error)
+                self._forget(at)
+                return None
+            if not known.base:
+                break
+            at = known.base
+        rows = [np.concatenate(arrays, axis=1) for arrays in zip(*(part.rows for part in reversed(parts)), strict=True)]
+        return Saved(parts[0].tokens, parts[0].long_steps, 0, rows, parts[0].point)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _base(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
+        """The longest state that one with such tokens goes on from, or ""."""
+        held = [(len(known.tokens), key) for key, known in self.known.items() if known.begins(tokens, long_steps)]
+        return max(held, default=(0, ""))[1]
+
+    def _touch(self, key: str) -> None:
+        """Make the file, and more so those that it goes on from, the newest."""
+        now = time.time_ns()
+        while known := self.known.get(key):
+            with suppress(OSError):
+                os.utime(self._path(key), ns=(now, now))
+            key, now = known.base, now + 1
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.state"
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._write(*job)
+            finally:
+                self._jobs.task_done()
+                del job
+        self._jobs.task_done()
+
+    def _write(self, key: str, saved: Saved) -> None:
+        with self._lock:
+            base = self.known[key].base
+            self._touch(base)
+            before = self.known.get(base)
+        if base and (before is None or before.header is None):
+            self._forget(key)  # the one that it goes on from could not be written
+            return
+        try:
+            if not self._make_room(file_bytes(saved), base):
+                self._forget(key)
+                return
+            write(self._path(key), self.fingerprint, saved, base)
+            header = read_header(self._path(key), self.fingerprint)
+        except (BimetalError, OSError) as error:
+            self.report(f"a state of {len(saved.tokens)} tokens is not written to {self.folder}: {error}")
+            self._forget(key)
+            return
+        with self._lock:
+            self.known[key] = Known(header.tokens, header.long_steps, base, header)
+            self._touch(key)
+
+    def _make_room(self, need: int, base: str) -> bool:
+        """Delete the oldest files until `need` more bytes fit, but none that `base` goes on from; whether they fit."""
+        fixed = set[Path]()
+        while known := self.known.get(base):
+            fixed.add(self._path(base))
+            base = known.base
+        files = sorted((stat.st_mtime_ns, path, stat.st_size) for path, stat in self._files())
+        total = sum(size for *_, size in files)
+        loose = [(path, size) for _, path, size in files if path not in fixed and is_ours(path)]
+        if total - sum(size for _, size in loose) + need > self.budget:
+            return False
+        for path, size in loose:
+            if total + need > self.budget:
+                path.unlink(missing_ok=True)
+                if path.parent == self.folder:
+                    self._forget(path.stem)
+                total -= size
+        return True
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """The files of all fingerprints."""
+        for folder in self.top.iterdir():
+            if FOLDER.fullmatch(folder.name) and folder.is_dir():
+                for path in folder.iterdir():
+                    if NAME.fullmatch(path.name):
+                        with suppress(OSError):
+                            yield path, path.stat()
+
+    def _forget(self, key: str, delete: bool = False) -> None:
+        with self._lock:
+            self.known.pop(key, None)
+        if delete:
+            with suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
+
+
+def _rows_alike(saved: Saved) -> list[tuple[int, int, str]]:
+    """What rows that follow one another have in common."""
+    return [(array.shape[0], array.shape[2], array.dtype.str) for array in saved.rows]

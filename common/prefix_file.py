@@ -1,0 +1,221 @@
+"""One saved state in one file: safetensors, whose metadata name the format, the model and checksums; never pickle.
+
+A file holds the token ids of the whole state, its point, and the rows behind those of another file, its base.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.files import hold
+from common.prefix_cache import Saved
+from common.safetensors import parse_object, read_safetensors
+from common.step import LongStep
+from common.tensors import Tensor
+
+FORMAT, VERSION = "bimetal saved state", "1"
+MOST_HEADER = 16 << 20  # bytes
+MOST_ARRAYS = 4096  # of rows, or of a point
+TYPES = {"F32": "<f4", "F16": "<f2", "U16": "<u2", "U8": "|u1", "I32": "<i4", "I64": "<i8"}
+NAMES = {np.dtype(type_): name for name, type_ in TYPES.items()}
+
+
+class DamagedError(BimetalError):
+    """A file of this model whose content is not what was written."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata and the token ids of a file.
+
+    base    the file with the rows before token `first`; "" where that is 0
+    counts  arrays of rows, and of the point
+    nbytes  of the file
+    """
+
+    path: Path
+    base: str
+    first: int
+    tokens: np.ndarray
+    long_steps: tuple[LongStep, ...]
+    counts: tuple[int, int]
+    checksums: tuple[str, str]
+    nbytes: int
+
+    @property
+    def key(self) -> str:
+        return self.path.stem
+
+
+def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
+    """The name of a state: 32 hexadecimal digits."""
+    hashed = blake2b(fingerprint.encode(), digest_size=16)
+    hashed.update(len(tokens).to_bytes(8, "little") + np.ascontiguousarray(tokens, "<i4").tobytes())
+    hashed.update(np.asarray(long_steps, "<i8").tobytes())
+    return hashed.hexdigest()
+
+
+def file_bytes(saved: Saved) -> int:
+    """About the size of a state's file, and not less."""
+    head, point = _parts(saved)
+    return 4096 + sum(array.nbytes + 256 for array in (*head.values(), *point.values()))
+
+
+def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
+    """Write beside `path`, wait until the disk has it, and rename; raises OSError."""
+    parts, entries, at = _parts(saved), dict[str, Any](), 0
+    for name, array in (*parts[0].items(), *parts[1].items()):
+        offsets = [at, at + array.nbytes]
+        entries[name] = {"dtype": NAMES[array.dtype], "shape": array.shape, "data_offsets": offsets}
+        at += array.nbytes
+    head, point = (_checksum(part.values()) for part in parts)
+    entries["__metadata__"] = {
+        **{"format": FORMAT, "version": VERSION, "fingerprint": fingerprint, "key": path.stem, "base": base},
+        **{"first": str(saved.first), "counts": f"{len(saved.rows)} {len(saved.point)}", "head": head, "point": point},
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            hold(file)
+            file.write(len(header).to_bytes(8, "little") + header)
+            for part in parts:
+                for array in part.values():
+                    file.write(array.data)
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether the file begins as those of this program do; one that cannot be read does not."""
+    try:
+        return _read_metadata(path)[0].get("format") == FORMAT
+    except (BimetalError, OSError):
+        return False
+
+
+def read_header(path: Path, fingerprint: str) -> Header:
+    """The header and the token ids of a file.
+
+    Raises BimetalError for what is no state of this model, DamagedError for one that is damaged, OSError.
+    """
+    metadata, entries, start, nbytes = _read_metadata(path)
+    if metadata.get("format") != FORMAT:
+        raise BimetalError(f"{path} is no saved state")
+    if metadata.get("version") != VERSION:
+        raise BimetalError(f"{path} has version {metadata.get('version')!r:.20}; supported: {VERSION}")
+    if metadata.get("fingerprint") != fingerprint:
+        raise BimetalError(f"{path} is a state of another model, or of other options")
+    if start + max((_end(entry) for entry in entries.values()), default=0) != nbytes:
+        raise DamagedError(f"{path} is cut short")
+    tokens = _read_ids(path, entries.get("tokens"), "I32", start, nbytes)
+    steps = _read_ids(path, entries.get("long_steps"), "I64", start, nbytes) if "long_steps" in entries else tokens[:0]
+    long_steps = tuple((int(first), int(end)) for first, end in steps.reshape(-1, 2))
+    if path.stem != metadata.get("key") or path.stem != key_of(fingerprint, tokens, long_steps):
+        raise DamagedError(f"{path} has the name of other tokens than its own")
+    (first,), base = _numbers(path, metadata, "first", 1, len(tokens)), metadata.get("base")
+    if not isinstance(base, str) or bool(base) != bool(first):
+        raise DamagedError(f"{path} goes on from token {first} of the file {base!r:.40}")
+    rows, point = _numbers(path, metadata, "counts", 2, MOST_ARRAYS)
+    checksums = str(metadata.get("head")), str(metadata.get("point"))
+    return Header(path, base, first, tokens, long_steps, (rows, point), checksums, nbytes)
+
+
+def read(header: Header, point: bool) -> Saved:
+    """The rows of a file, and with `point` its point, in memory of their own; raises DamagedError, OSError."""
+    try:
+        tensors = read_safetensors(header.path)
+    except BimetalError as error:
+        if not header.path.exists():
+            raise FileNotFoundError(str(header.path)) from None
+        raise DamagedError(str(error)) from None
+    head = ["tokens", *(["long_steps"] if header.long_steps else []), *(f"rows.{i}" for i in range(header.counts[0]))]
+    arrays = {name: _copied(header.path, name, tensors.get(name)) for name in head}
+    if _checksum(arrays.values()) != header.checksums[0]:
+        raise DamagedError(f"{header.path} is damaged: the checksum of its rows is another")
+    rows = [arrays[f"rows.{i}"] for i in range(header.counts[0])]
+    beside = [_copied(header.path, name, tensors.get(name)) for name in _names("point", header.counts[1] * point)]
+    if point and _checksum(beside) != header.checksums[1]:
+        raise DamagedError(f"{header.path} is damaged: the checksum of its point is another")
+    if any(array.ndim != 3 or array.shape[1] != len(header.tokens) - header.first for array in rows):
+        raise DamagedError(f"{header.path} has not the rows of its tokens")
+    return Saved(header.tokens, header.long_steps, header.first, rows, beside)
+
+
+def _names(kind: str, count: int) -> list[str]:
+    return [f"{kind}.{i}" for i in range(count)]
+
+
+def _parts(saved: Saved) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The arrays of a file by name: ids and rows, and the point."""
+    head = {"tokens": saved.tokens.astype(np.int32)}
+    if saved.long_steps:
+        head["long_steps"] = np.array(saved.long_steps, np.int64)
+    head |= dict(zip(_names("rows", len(saved.rows)), saved.rows, strict=True))
+    point = dict(zip(_names("point", len(saved.point)), saved.point, strict=True))
+    return tuple({name: np.ascontiguousarray(a) for name, a in part.items()} for part in (head, point))  # type: ignore[return-value]
+
+
+def _checksum(arrays: Iterable[np.ndarray]) -> str:
+    hashed = blake2b(digest_size=16)
+    for array in arrays:
+        hashed.update(array.data)
+    return hashed.hexdigest()
+
+
+def _copied(path: Path, name: str, tensor: Tensor | None) -> np.ndarray:
+    if tensor is None or tensor.type not in TYPES:
+        raise DamagedError(f"{path} lacks the array {name}, or has it in another type")
+    return np.array(tensor.data).reshape(-1).view(TYPES[tensor.type]).reshape(tensor.shape)
+
+
+def _read_metadata(path: Path) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """The metadata, the entries of arrays, where the arrays begin, and the size of the file."""
+    with path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(MOST_HEADER, nbytes - 8):
+            raise BimetalError(f"{path} is cut short or is no saved state")
+        entries = parse_object(file.read(size), f"the header of {path}")
+    metadata = entries.pop("__metadata__", None)
+    if not isinstance(metadata, dict):
+        raise BimetalError(f"{path} is no saved state")
+    return metadata, entries, 8 + size, nbytes
+
+
+def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np.ndarray:
+    """An array of numbers at the beginning of a file whose structure nobody has checked yet."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    item = np.dtype(TYPES[dtype]).itemsize
+    whole = isinstance(offsets, list) and len(offsets) == 2 and all(type(at) is int for at in offsets)
+    if not whole or entry.get("dtype") != dtype or not 0 <= offsets[0] < offsets[1] <= nbytes - start:  # type: ignore[index]
+        raise DamagedError(f"{path} has no whole list of token ids")
+    if (offsets[1] - offsets[0]) % (2 * item if dtype == "I64" else item):  # type: ignore[index]
+        raise DamagedError(f"{path} has no whole list of token ids")
+    with path.open("rb") as file:
+        file.seek(start + offsets[0])  # type: ignore[index]
+        return np.frombuffer(file.read(offsets[1] - offsets[0]), TYPES[dtype])  # type: ignore[index]
+
+
+def _end(entry: Any) -> int:
+    """Where an array ends, counted from the first; -1 for an entry without offsets."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else -1
+
+
+def _numbers(path: Path, metadata: dict[str, Any], name: str, count: int, most: int) -> list[int]:
+    words = str(metadata.get(name)).split()
+    if len(words) != count or not all(w.isascii() and w.isdecimal() and len(w) < 12 and int(w) <= most for w in words):
+        raise DamagedError(f"{path}: {name} is {metadata.get(name)!r:.40}; it must be {count} numbers up to {most}")
+    return [int(word) for word in words]

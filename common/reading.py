@@ -1,0 +1,86 @@
+"""How a prompt is divided into steps: by its tokens and its template alone, so that its bits depend on nothing else.
+
+A row of a step of at most MAX_DECODE_ROWS rows has the same bits whatever the step's other rows are. Backends multiply
+longer steps in an order that depends on their number of rows. So a state is known to the bit by its tokens and its long
+steps, and a prompt may go on from a saved state whose long steps are those that the prompt itself would have had.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from common.step import MAX_DECODE_ROWS, LongStep
+
+GRID_POINTS = 8192  # tokens between the points that are kept of a long prompt
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The steps of a prompt of `end` tokens.
+
+    grid     multiples of it end a step
+    marks    further ends of steps, and why a state is kept there: "system", "turn"
+    replies  stretches (first, end) of earlier replies, which are read in short steps, as they were decoded
+    """
+
+    end: int
+    grid: int
+    marks: Mapping[int, str] = field(default_factory=dict)
+    replies: Sequence[Span] = ()
+
+    @cached_property
+    def cuts(self) -> np.ndarray:
+        """Ends of steps, ascending, but for the short steps of replies."""
+        inside = [cut for cut in (*self.marks, *(at for span in self.replies for at in span)) if 0 < cut < self.end]
+        return np.unique([*range(self.grid, self.end, self.grid), *inside, self.end])
+
+    def next_cut(self, at: int) -> int:
+        """Where the step that begins at token `at` ends."""
+        cut = int(self.cuts[np.searchsorted(self.cuts, at, side="right")])
+        inside = any(first <= at < end for first, end in self.replies)
+        return min(cut, at + MAX_DECODE_ROWS) if inside else cut
+
+    @cached_property
+    def long_steps(self) -> list[LongStep]:
+        """The steps of more than MAX_DECODE_ROWS rows, where the prompt is read from its beginning."""
+        steps, at = [], 0
+        for cut in self.cuts.tolist():
+            if cut - at > MAX_DECODE_ROWS and not any(first <= at < end for first, end in self.replies):
+                steps.append((at, cut))
+            at = cut
+        return steps
+
+    def goes_on_from(self, length: int, long_steps: Sequence[LongStep]) -> bool:
+        """Whether a state of `length` tokens, read in such long steps, has the bits of this reading."""
+        before = [step for step in self.long_steps if step[0] < length]
+        return before == list(long_steps) and all(end <= length for _, end in before)
+
+    def kept(self) -> dict[int, str]:
+        """The cuts after which a state is kept, and why: the marks, and a grid in long prompts."""
+        grid = range(GRID_POINTS, self.end, GRID_POINTS) if GRID_POINTS % self.grid == 0 else ()
+        return {**dict.fromkeys(grid, "grid"), **{at: why for at, why in self.marks.items() if 0 < at <= self.end}}
+
+
+def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int]) -> list[Span]:
+    """The stretches of a chat's prompt that are replies: behind each `header`, to the end token included.
+
+    header  tokens by which the template begins a reply; none: no stretches
+    """
+    if not header:
+        return []
+    ids, width = np.asarray(tokens, np.int64), len(header)
+    if len(ids) < width:
+        return []
+    starts = np.flatnonzero(np.all(np.lib.stride_tricks.sliding_window_view(ids, width) == header, axis=1)) + width
+    stops = np.flatnonzero(np.isin(ids, list(ends))) + 1
+    spans, free = list[Span](), 0
+    for start in starts.tolist():
+        if start >= free and start < len(ids):
+            at = int(np.searchsorted(stops, start, side="right"))
+            free = int(stops[at]) if at < len(stops) else len(ids)
+            spans.append((start, free))
+    return spans

@@ -1,0 +1,330 @@
+"""The disk tier: restarts, damage, foreign and hostile files, budgets, and processes killed at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefix_states import Fake, reading_of, restored, text
+
+from common import prefix_file
+from common.errors import BimetalError
+from common.prefix_cache import PrefixCache
+from common.prefix_disk import PrefixDisk
+from common.prefix_file import read, read_header
+from common.reading import Reading
+
+MODEL, OTHER = "a" * 32, "b" * 32
+
+
+class Opened:
+    """A cache with a disk tier, as one process after another opens them."""
+
+    def __init__(self, folder, budget=10**8, fingerprint=MODEL, memory=10**8):
+        self.lines = []
+        self.disk = PrefixDisk(folder, budget, fingerprint, self.lines.append)
+        self.cache = PrefixCache(fingerprint.encode(), memory, self.disk)
+
+    def offer(self, points, tokens, **marks):
+        self.cache.offer(tokens, Fake(points, tokens, reading_of(tokens, **marks)))
+        self.disk.flush()
+
+    def found(self, points, tokens, **marks):
+        return restored(self.cache, points, tokens, **marks).length
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.disk.close()
+
+
+def files(folder):
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file())
+
+
+@pytest.fixture(params=[True, False], ids=["points", "rows"])
+def points(request):
+    return request.param
+
+
+def test_a_restart(tmp_path, points):
+    tokens = text(900)
+    cuts = {"turn0": 100, "turn1": 700}
+    with Opened(tmp_path) as first:
+        for n in (100, 700):
+            first.offer(points, tokens[:n], turn0=100)
+    with Opened(tmp_path) as second:
+        assert second.found(points, tokens, **cuts) == 700
+        assert second.found(points, tokens[:500], **cuts) == 100
+        assert second.found(points, text(900, 1)) == 0
+        assert second.lines == []
+    with Opened(tmp_path, fingerprint=OTHER) as other:
+        assert other.found(points, tokens, **cuts) == 0
+
+
+def test_a_file_holds_what_its_base_lacks(tmp_path):
+    """Turns of one conversation are written once each, and two that share a beginning share its file."""
+    tokens = text(2000)
+    with Opened(tmp_path) as opened:
+        for n in (1000, 1100):
+            opened.offer(False, tokens[:n], turn=1000)
+        opened.offer(False, [*tokens[:1000], *text(50, 1)], turn=1000)
+        sizes = sorted(path.stat().st_size for path in files(tmp_path))
+        assert sizes[0] < sizes[1] < 9000 < 16_000 < sizes[2]
+        opened.offer(False, tokens[:1100], turn=1000)
+        assert len(files(tmp_path)) == 3
+
+
+def test_memory_may_be_smaller_than_a_state(tmp_path, points):
+    with Opened(tmp_path, memory=0) as opened:
+        opened.offer(points, text(100))
+        assert opened.found(points, text(101)) == 100
+        assert opened.cache.bytes == 0
+
+
+def test_the_budget(tmp_path, points):
+    """The oldest conversation goes first, and a turn never before those that go on from it; other models count too."""
+    with Opened(tmp_path, fingerprint=OTHER) as other:
+        other.offer(points, text(400))
+    size = files(tmp_path)[0].stat().st_size
+    budget = 3 * size + 9000
+    with Opened(tmp_path, budget) as opened:
+        for seed in range(1, 7):
+            tokens = text(420, seed)
+            opened.offer(points, tokens[:400])
+            opened.offer(points, tokens, turn=400)
+            assert sum(path.stat().st_size for path in files(tmp_path)) <= budget
+        opened.offer(points, text(4000))
+        assert opened.lines == []
+    with Opened(tmp_path, budget, memory=0) as again:
+        assert again.lines == []
+        assert again.found(points, [*text(420, 6), 5], turn0=400, turn1=420) == 420
+        assert again.found(points, [*text(420, 1), 5], turn0=400, turn1=420) == 0
+    assert not list((tmp_path / OTHER).iterdir())
+
+
+def test_use_keeps_a_file(tmp_path):
+    with Opened(tmp_path) as opened:
+        opened.offer(True, text(400))
+    size = files(tmp_path)[0].stat().st_size
+    with Opened(tmp_path, 2 * size + 9000, memory=0) as opened:
+        opened.offer(True, text(400, 1))
+        assert opened.found(True, text(401), turn=400) == 400
+        opened.offer(True, text(400, 2))
+        opened.offer(True, text(400, 3))
+        opened.found(True, text(401), turn=400)
+        assert opened.found(True, text(401, 1), turn=400) == 0
+
+
+def written(folder, n=400, more=0):
+    with Opened(folder) as opened:
+        opened.offer(True, text(n + more)[:n])
+        if more:
+            opened.offer(True, text(n + more), turn=n)
+    return files(folder)
+
+
+def damaged(data, header_size):
+    """Bytes of a file, a line that names the fault, and whether the file is still known to be ours."""
+    header = json.loads(data[8 : 8 + header_size])
+
+    def rewritten(**changes):
+        changed = json.dumps({**header, "__metadata__": {**header["__metadata__"], **changes}}).encode()
+        return len(changed).to_bytes(8, "little") + changed + data[8 + header_size :]
+
+    return {
+        "cut": (data[:-1], "is cut short", True),
+        "cut in the header": (data[:200], "is cut short or is no saved state", False),
+        "empty": (b"", "is cut short or is no saved state", False),
+        "random": (bytes(range(256)) * 20, "is cut short or is no saved state", False),
+        "longer": (data + b"x", "is cut short", True),
+        "a bit": (data[:-10] + bytes([data[-10] ^ 1]) + data[-9:], "checksum of its point", True),
+        "a bit of a row": (
+            data[: 8 + header_size + 3000] + bytes([data[8 + header_size + 3000] ^ 1]) + data[8 + header_size + 3001 :],
+            "checksum of its rows",
+            True,
+        ),
+        "version": (rewritten(version="2"), "has version '2'; supported: 1", False),
+        "format": (rewritten(format="other"), "is no saved state", False),
+        "model": (rewritten(fingerprint=OTHER), "is a state of another model", False),
+        "key": (rewritten(key="0" * 32), "has the name of other tokens", True),
+        "base": (rewritten(first="5", base="c" * 32), "goes on from a state that is gone", True),
+        "first": (rewritten(first="5"), "goes on from token 5", True),
+        "huge": (rewritten(first="9" * 11), "first is '99999999999'", True),
+        "counts": (rewritten(counts="1 2"), "point.1", True),
+        "fewer": (rewritten(counts="0 1"), "checksum of its rows", True),
+    }
+
+
+DAMAGES = list(damaged((300).to_bytes(8, "little") + b'{"__metadata__": {}}'.ljust(300) + bytes(9000), 300))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_a_miss_and_one_line(tmp_path, damage):
+    (path,) = written(tmp_path)
+    data = path.read_bytes()
+    changed, line, ours = damaged(data, int.from_bytes(data[:8], "little"))[damage]
+    path.write_bytes(changed)
+    with Opened(tmp_path) as opened:
+        assert opened.found(True, text(401), turn=400) == 0
+        assert len(opened.lines) == 1
+        assert line in opened.lines[0]
+        assert path.exists() == (not ours)
+    with Opened(tmp_path) as again:
+        again.offer(True, text(400))
+        assert again.found(True, text(401), turn=400) == 400
+
+
+def test_a_damaged_base_takes_its_followers_along(tmp_path):
+    paths = written(tmp_path, 400, 20)
+    base = max(paths, key=lambda path: path.stat().st_size)
+    data = bytearray(base.read_bytes())
+    data[-200] ^= 1
+    base.write_bytes(data)
+    with Opened(tmp_path) as opened:
+        assert opened.found(True, text(430), turn0=400, turn1=420) == 0
+        assert "checksum" in opened.lines[0]
+    with Opened(tmp_path) as again:
+        assert len(again.lines) <= 1
+        again.offer(True, text(400))
+        assert again.found(True, text(430), turn0=400) == 400
+
+
+def test_files_of_others_stay(tmp_path):
+    (path,) = written(tmp_path)
+    kept = {path.with_name("notes.txt"): b"mine", tmp_path / "model.gguf": b"mine", path.with_name("f" * 32): b"mine"}
+    kept[path.with_name("0" * 32 + ".state")] = b"mine"
+    for name, content in kept.items():
+        name.write_bytes(content)
+    with Opened(tmp_path, 5000) as opened:
+        opened.offer(True, text(10, 1))
+        opened.offer(True, text(12, 2))
+    assert all(name.read_bytes() == content for name, content in kept.items())
+
+
+def test_a_file_that_another_process_deleted(tmp_path):
+    (path,) = written(tmp_path)
+    with Opened(tmp_path) as opened:
+        path.unlink()
+        assert opened.found(True, text(401), turn=400) == 0
+        opened.offer(True, text(400))
+        assert opened.found(True, text(401), turn=400) == 400
+        assert opened.lines == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BimetalError, match="cannot be made: Not a directory"):
+        PrefixDisk(tmp_path / "file" / "folder", 10**6, MODEL)
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("common.prefix_disk.write", write)
+    with Opened(tmp_path) as opened:
+        opened.offer(True, text(100))
+        assert "a state of 100 tokens is not written" in opened.lines[0]
+        assert opened.found(True, text(101)) == 100, "the memory tier has it"
+
+
+def mutations(data, count):
+    """Copies with flipped, cut, repeated and inserted bytes, most of them in the header."""
+    rng = random.Random(0)
+    header = 8 + int.from_bytes(data[:8], "little")
+    for _ in range(count):
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(header if rng.random() < 0.8 else len(changed))
+            kind = rng.randrange(5)
+            if kind == 0:
+                changed[at] = rng.randrange(256)
+            elif kind == 1:
+                del changed[at : at + rng.randint(1, 20)]
+            elif kind == 2:
+                changed[at:at] = rng.choice([b"9", b"-", b"]", b"null", b"1e9", b"999999999999"])
+            elif kind == 3:
+                changed[at : at + 1] = rng.choice(b"0123456789").to_bytes(1, "little")
+            else:
+                changed[at : at + 8] = rng.choice([b"\xff" * 8, bytes(8)])
+        yield bytes(changed)
+
+
+def test_300_mutated_files(tmp_path, monkeypatch):
+    """A state comes back whole or not at all, and nothing is allocated that the file does not have."""
+    paths = written(tmp_path, 300, 20)
+    path = min(paths, key=lambda path: path.stat().st_size)
+    data, most = path.read_bytes(), 0
+
+    def array(*args, **how):
+        nonlocal most
+        made = np.asarray(*args, **how).copy()
+        most = max(most, made.nbytes)
+        return made
+
+    monkeypatch.setattr(prefix_file.np, "array", array)
+    whole = 0
+    for changed in mutations(data, 300):
+        path.write_bytes(changed)
+        try:
+            saved = read(read_header(path, MODEL), True)
+        except BimetalError:
+            continue
+        whole += 1
+        assert saved.tokens.tolist() == text(320)
+        assert saved.point[0][0] == Fake(True, text(320))[0].kv.rows[..., 0].sum()
+    assert whole < 250
+    assert most <= len(data)
+
+
+WRITER = """
+import sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from prefix_states import Fake, reading_of, texts
+from common.prefix_cache import PrefixCache
+from common.prefix_disk import PrefixDisk
+disk = PrefixDisk(Path({folder!r}), 120_000, {model!r})
+cache = PrefixCache(b"", 10**6, disk)
+print("ready", flush=True)
+at = {start}
+while True:
+    tokens = texts(at, 100 + 97 * at % 1100)
+    cache.offer(tokens, Fake(True, tokens, reading_of(tokens)))
+    at += 1
+"""
+
+
+def test_a_process_killed_at_any_moment(tmp_path):
+    """After each of 20 kills the folder opens without a complaint, and what it has is whole."""
+    here, rng, seen = Path(__file__).parent, random.Random(1), 0
+    for kill in range(20):
+        paths = [str(here), str(here.parent)]
+        code = WRITER.format(paths=paths, folder=str(tmp_path), model=MODEL, start=kill * 1000)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout.readline() == b"ready\n", process.stderr.read()
+        time.sleep(rng.random() * 0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        with Opened(tmp_path) as opened:
+            assert opened.lines == []
+            assert not [path for path in files(tmp_path) if path.suffix == ".part"]
+            for known in list(opened.disk.known.values())[:5]:
+                tokens = [*known.tokens.tolist(), 60]
+                reading = Reading(len(tokens), 512, {len(known.tokens): "turn"})
+                got = opened.disk.get(np.array(tokens, np.int32), reading, 0)
+                if reading.goes_on_from(len(known.tokens), known.long_steps):
+                    assert got is not None
+                    assert got.tokens.tolist() == known.tokens.tolist()
+                    Fake(True).load({"rows.0": got.rows[0], "point.0": got.point[0]}, len(got.tokens))
+                    seen += 1
+            assert opened.lines == []
+    assert seen > 20

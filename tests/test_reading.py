@@ -1,0 +1,79 @@
+"""How prompts are divided into steps."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.reading import GRID_POINTS, Reading, replies_in
+from common.step import MAX_DECODE_ROWS
+
+quick = settings(max_examples=100, deadline=None, derandomize=True)
+marks = st.dictionaries(st.integers(0, 2000), st.just("turn"), max_size=5)
+spans = st.lists(st.integers(0, 2000), max_size=6, unique=True).map(
+    lambda ends: [(a, b) for a, b in zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False)]
+)
+
+
+def steps_of(reading, start=0):
+    """The steps from token `start` on."""
+    steps, at = [], start
+    while at < reading.end:
+        cut = reading.next_cut(at)
+        steps.append((at, cut))
+        at = cut
+    return steps
+
+
+def is_long(step):
+    return step[1] - step[0] > MAX_DECODE_ROWS
+
+
+@quick
+@given(end=st.integers(1, 2500), marks=marks, replies=spans)
+def test_steps(end, marks, replies):
+    reading = Reading(end, 512, marks, replies)
+    steps = steps_of(reading)
+    assert [a for a, _ in steps[1:]] == [b for _, b in steps[:-1]]
+    assert steps[-1][1] == end
+    assert all(b - a <= 512 for a, b in steps)
+    assert reading.long_steps == [step for step in steps if is_long(step)]
+    ends = {b for _, b in steps}
+    assert {at for at in (*marks, *range(512, end, 512)) if 0 < at < end} <= ends
+    for first, last in replies:
+        assert not any(is_long(step) for step in steps if first <= step[0] < last)
+
+
+@quick
+@given(end=st.integers(1, 2500), marks=marks, replies=spans, at=st.integers(0, 2500))
+def test_where_a_prompt_can_go_on(end, marks, replies, at):
+    """From any token between long steps, and from there on the steps are as long as they would have been."""
+    reading = Reading(end, 512, marks, replies)
+    at = at % end
+    before = [step for step in reading.long_steps if step[1] <= at]
+    crossed = any(a < at < b for a, b in reading.long_steps)
+    assert reading.goes_on_from(at, before) == (not crossed)
+    if not crossed:
+        assert [s for s in steps_of(reading, at) if is_long(s)] == [s for s in reading.long_steps if s[0] >= at]
+    assert not reading.goes_on_from(at, [*before, (0, 137)])
+
+
+def test_where_states_are_kept():
+    reading = Reading(3 * GRID_POINTS + 7, 512, {40: "system", 3 * GRID_POINTS: "turn", 0: "turn"})
+    kept = {40: "system", GRID_POINTS: "grid", 2 * GRID_POINTS: "grid", 3 * GRID_POINTS: "turn"}
+    assert reading.kept() == kept
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spans"),
+    [
+        ([7, 8, 1, 2, 9, 7, 8, 3, 9, 5], [(2, 5), (7, 9)]),
+        ([7, 8, 1, 7, 8, 9, 4], [(2, 6)]),  # a header inside a reply
+        ([7, 8, 1, 2], [(2, 4)]),  # a reply that was cut
+        ([1, 2, 7, 8], []),  # one that begins
+        ([7], []),
+    ],
+)
+def test_replies_of_a_prompt(tokens, spans):
+    assert replies_in(tokens, [7, 8], frozenset({9})) == spans
+    assert replies_in(np.array(tokens), [], frozenset({9})) == []
