@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any
 
@@ -10,10 +10,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from generate.llm import Prepared
+from generate.llm import LLM, Prepared
 from generate.server.body import read_json
 from generate.server.errors import ApiError
-from generate.server.events import Finish, Usage, total
+from generate.server.events import Event, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.service import Service
@@ -47,18 +47,30 @@ class Generate:
 
     async def _answer(self, fields: Fields, facts: Facts, scope: Message, send: Send) -> None:
         parsed = await run_in_threadpool(self.parse, fields, facts)
+        task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
             llm = self.service.llm
-            prompts = await run_in_threadpool(prepare, llm, parsed.task)
-            if parsed.task.stream:
-                await self._stream(parsed, prompts, scope, send)
-                return
-            replies = await whole(llm, prompts, parsed.task)
-            note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, parsed.task.n))
+            prompts = await run_in_threadpool(prepare, llm, task)
+            async with (
+                aclosing(events(llm, prompts, task)) as found,
+                aclosing(self.service.metrics.watched(found, task, began)) as watched,
+            ):
+                if task.stream:
+                    await self._stream(parsed, prompts, watched, scope, send)
+                    return
+                replies = await whole(watched, len(prompts) * task.n)
+            note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             response = Response(dumps(parsed.whole(replies)), media_type="application/json")
             await response(scope, _no_receive, send)
 
-    async def _stream(self, parsed: Parsed, prompts: list[Prepared], scope: Message, send: Send) -> None:
+    async def _stream(
+        self,
+        parsed: Parsed,
+        prompts: list[Prepared],
+        found: AsyncIterator[tuple[int, Event]],
+        scope: Message,
+        send: Send,
+    ) -> None:
         writer, sent = parsed.writer(), time.monotonic()
 
         async def write(data: bytes) -> None:
@@ -78,13 +90,12 @@ class Generate:
         usages: dict[int, Usage] = {}
         beating = asyncio.ensure_future(beat())
         try:
-            await write(b"".join(writer.begin()))
-            async with aclosing(events(self.service.llm, prompts, parsed.task)) as found:
-                async for index, event in found:
-                    if isinstance(event, Finish):
-                        usages[index] = event.usage
-                    if data := b"".join(writer.push(index, event)):
-                        await write(data)
+            await write(b"".join(writer.begin(sum(len(prompt.tokens) for prompt in prompts))))
+            async for index, event in found:
+                if isinstance(event, Finish):
+                    usages[index] = event.usage
+                if data := b"".join(writer.push(index, event)):
+                    await write(data)
             await write(b"".join(writer.end()))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
@@ -93,6 +104,19 @@ class Generate:
             beating.cancel()
             if usages:
                 note(scope, total(usages, parsed.task.n))
+
+
+class Utility:
+    """An endpoint, as an ASGI application, whose answer is computed at once from a request's JSON object."""
+
+    def __init__(self, service: Service, compute: Callable[[Fields, Facts, LLM], dict[str, Any]]):
+        self.service, self.compute = service, compute
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        facts, llm = self.service.facts, self.service.llm
+        fields = Fields(await read_json(Request(scope, receive)))
+        body = dumps(await run_in_threadpool(self.compute, fields, facts, llm))
+        await Response(body, media_type="application/json")(scope, receive, send)
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:

@@ -1,52 +1,114 @@
 """The routes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 
-from generate.server import chat, completions
-from generate.server.answer import Generate
+from generate.server import chat, completions, messages, ollama, responses, utilities
+from generate.server.answer import Generate, Utility
+from generate.server.body import read_json
 from generate.server.errors import ApiError
+from generate.server.facts import Facts
+from generate.server.fields import Fields
 from generate.server.guard import Guard, Policy
 from generate.server.log import Log
+from generate.server.metrics import MEDIA
 from generate.server.models import model_entry, model_list
 from generate.server.service import RETRY, Service
-from generate.server.wire import dumps
+from generate.server.wire import Parsed, dumps
 
-PREFIXES = ("/v1", "")
-
-Handler = Callable[[Request], dict[str, Any]]
+PREFIXES = ("/v1", "")  # some clients leave the version out
+STORED = "/v1/responses/{id}"
 
 
 def build(service: Service, policy: Policy, log: Log) -> Guard:
     """The whole server as an ASGI application."""
+    routes = [*_status(service), *_texts(service), *_utilities(service), *_ollama(service), *_stored(service)]
+    return Guard(Router(routes, redirect_slashes=False), policy, log)
 
-    def get(path: str, handler: Handler) -> Route:
-        async def answer(request: Request) -> Response:
-            return Response(dumps(handler(request)), media_type="application/json")
 
-        return Route(path, answer, methods=["GET"])
+def _get(path: str, handler: Callable[[Request], Any], method: str = "GET") -> Route:
+    """A route whose handler's return value is sent as JSON."""
 
+    async def answer(request: Request) -> Response:
+        return Response(dumps(handler(request)), media_type="application/json")
+
+    return Route(path, answer, methods=[method])
+
+
+def _status(service: Service) -> list[BaseRoute]:
     def health(request: Request) -> dict[str, Any]:
         if service.draining:
             raise ApiError(503, "the server shuts down", retry=RETRY)
         return {"status": "ok", "model": service.facts.name}
 
-    def one_model(request: Request) -> dict[str, Any]:
-        return model_entry(service.facts)
+    async def root(request: Request) -> Response:
+        return PlainTextResponse("Ollama is running")  # which its clients look for
 
-    routes: list[BaseRoute] = [
-        get("/health", health),
-        get("/v1/health", health),
-        get("/v1/models", lambda request: model_list(service.facts)),
-        get("/v1/models/{name:path}", one_model),
-        *(Route(f"{prefix}/chat/completions", Generate(service, chat.parse), methods=["POST"]) for prefix in PREFIXES),
-        *(
-            Route(f"{prefix}/completions", Generate(service, completions.parse), methods=["POST"])
-            for prefix in PREFIXES
-        ),
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics_text(), media_type=MEDIA)
+
+    return [
+        Route("/", root, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        _get("/health", health),
+        _get("/v1/health", health),
+        _get("/version", lambda request: ollama.version()),
+        _get("/props", lambda request: service.props()),
+        _get("/slots", lambda request: service.slots_list()),
+        _get("/v1/models", lambda request: model_list(service.facts)),
+        _get("/v1/models/{name:path}", lambda request: model_entry(service.facts)),
     ]
-    return Guard(Router(routes, redirect_slashes=False), policy, log)
+
+
+def _texts(service: Service) -> list[BaseRoute]:
+    parsers: dict[str, Callable[[Fields, Facts], Parsed]] = {
+        **{f"{prefix}/chat/completions": chat.parse for prefix in PREFIXES},
+        **{f"{prefix}/completions": completions.parse for prefix in PREFIXES},
+        **{f"{prefix}/responses": partial(responses.parse, service.store) for prefix in PREFIXES},
+        "/v1/messages": messages.parse,
+        "/api/chat": ollama.parse_chat,
+        "/api/generate": ollama.parse_generate,
+    }
+    return [Route(path, Generate(service, parse), methods=["POST"]) for path, parse in parsers.items()]
+
+
+def _utilities(service: Service) -> list[BaseRoute]:
+    found = {
+        "/tokenize": utilities.tokenize,
+        "/detokenize": utilities.detokenize,
+        "/apply-template": utilities.apply_template,
+        "/v1/chat/completions/input_tokens": utilities.count_chat,
+        "/v1/responses/input_tokens": utilities.count_response,
+        "/v1/messages/count_tokens": utilities.count_messages,
+        "/api/show": lambda fields, facts, llm: ollama.show(facts),
+    }
+    return [Route(path, Utility(service, compute), methods=["POST"]) for path, compute in found.items()]
+
+
+def _ollama(service: Service) -> list[BaseRoute]:
+    async def pull(request: Request) -> Response:
+        return Response(ollama.pull(Fields(await read_json(request))), media_type=ollama.MEDIA)
+
+    return [
+        _get("/api/version", lambda request: ollama.version()),
+        _get("/api/tags", lambda request: ollama.tags(service.facts)),
+        _get("/api/ps", lambda request: ollama.running(service.facts)),
+        Route("/api/pull", pull, methods=["POST"]),
+    ]
+
+
+def _stored(service: Service) -> list[BaseRoute]:
+    def get(request: Request) -> dict[str, Any]:
+        return service.store.get(request.path_params["id"]).body
+
+    def delete(request: Request) -> dict[str, Any]:
+        id = request.path_params["id"]
+        service.store.delete(id)
+        return {"id": id, "object": "response", "deleted": True}
+
+    return [_get(STORED, get), _get(STORED, delete, "DELETE")]

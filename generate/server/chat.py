@@ -127,7 +127,7 @@ class Writer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return sse(self.base | {"choices": [choice]} | self.none)
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 

@@ -126,7 +126,7 @@ class Writer:
         }
         self.none = {"usage": None} if head.usage else {}
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, tokens: int) -> Iterator[bytes]:
         return iter(())
 
     def _chunk(self, index: int, text: str, finish: str | None, entries: Sequence[Logprob | int]) -> bytes:

@@ -21,6 +21,8 @@ class Facts:
     name          what clients call it; other names mean it too
     template      source of its chat template, "" without one
     late_system   whether the template takes a system message after others
+    is_gguf       its files are GGUF, and not safetensors
+    size          their bytes
     """
 
     name: str
@@ -31,6 +33,8 @@ class Facts:
     architecture: str
     template: str
     late_system: bool
+    is_gguf: bool
+    size: int
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -61,7 +65,13 @@ def facts_of(llm: LLM, name: str) -> Facts:
         architecture=llm.architecture,
         template=llm.tokenizer.chat_template or "",
         late_system=_renders(llm, late),
+        is_gguf=llm.path.is_file(),
+        size=sum(file.stat().st_size for file in _files(llm.path)),
     )
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
 
 
 def _renders(llm: LLM, messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,12 +1,17 @@
 """The served model: loading, admission, and the end."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from generate import __version__
 from generate.llm import LLM
 from generate.server.errors import ApiError
 from generate.server.facts import Facts, facts_of
+from generate.server.metrics import Metrics
+from generate.server.store import Store
 
 RETRY = 5  # seconds after which a refused client may try again
 
@@ -16,11 +21,15 @@ class Service:
 
     most      requests at once, running and waiting
     running   requests now
+    slots     sequences that the model works on at once
     draining  the server shuts down: what runs is finished, and nothing else is begun
+    store     finished responses that requests may go on from
     """
 
     def __init__(self, most: int):
-        self.most, self.running, self.draining = most, 0, False
+        self.most, self.running, self.slots, self.draining = most, 0, 1, False
+        self.metrics = Metrics()
+        self.store = Store()
         self._llm: LLM | None = None
         self._facts: Facts | None = None
 
@@ -29,7 +38,10 @@ class Service:
 
         def run() -> None:
             try:
-                self.serve(make(), name)
+                began = time.perf_counter()
+                llm = make()
+                self.metrics.load_seconds = time.perf_counter() - began
+                self.serve(llm, name)
             except BaseException as error:
                 failed(error)
 
@@ -70,6 +82,42 @@ class Service:
             yield
         finally:
             self.running -= 1
+
+    def metrics_text(self) -> str:
+        """The figures of this server in Prometheus' format."""
+        drafted = self.metrics.counters["spec_decode_num_draft_tokens"]
+        accepted = self.metrics.counters["spec_decode_num_accepted_tokens"]
+        gauges = {
+            "num_requests_running": (min(self.running, self.slots), "requests that are worked on"),
+            "num_requests_waiting": (max(0, self.running - self.slots), "requests that wait"),
+            "memory_peak_bytes": (self.llm.peak_bytes, "the most memory that the backend has held"),
+            "model_load_seconds": (self.metrics.load_seconds, "time that loading the model took"),
+            "draft_acceptance_ratio": (accepted / max(drafted, 1), "accepted share of the draft tokens"),
+        }
+        return self.metrics.text(self.facts.name, gauges)
+
+    def props(self) -> dict[str, Any]:
+        """What the server is, under llama.cpp's names."""
+        facts = self.facts
+        settings = {"n_ctx": facts.context, "params": dict(self.llm.recommended_options)}
+        return {
+            "default_generation_settings": settings,
+            "total_slots": self.slots,
+            "model_path": facts.name,
+            "model_alias": facts.name,
+            "chat_template": facts.template,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"bimetal {__version__}",
+            "backend": self.llm.backend,
+            "capabilities": {"tools": facts.takes_tools, "thinking": facts.thinks},
+            "speculative": self.llm.default_spec,
+            "is_sleeping": False,
+        }
+
+    def slots_list(self) -> list[dict[str, Any]]:
+        """The sequences that the model can work on at once, under llama.cpp's names."""
+        busy = min(self.running, self.slots)
+        return [{"id": at, "n_ctx": self.facts.context, "is_processing": at < busy} for at in range(self.slots)]
 
     def close(self) -> None:
         """End what runs, and free the model."""

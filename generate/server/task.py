@@ -1,7 +1,7 @@
 """What a request asks for, whatever dialect it came in, and how it runs on a model."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,10 +111,9 @@ async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
     return Echo(text, prompt.tokens, None if top is None else await llm.ascore(prompt.tokens, top))
 
 
-async def whole(llm: LLM, prompts: Sequence[Prepared], task: Task) -> list[Whole]:
-    """Return all replies when they are finished; raises the error of one that failed."""
-    replies = [Whole() for _ in range(len(prompts) * task.n)]
-    async with aclosing(events(llm, prompts, task)) as found:
-        async for index, event in found:
-            replies[index].add(event)
+async def whole(found: AsyncIterator[tuple[int, Event]], count: int) -> list[Whole]:
+    """Return `count` replies when they are finished; raises the error of one that failed."""
+    replies = [Whole() for _ in range(count)]
+    async for index, event in found:
+        replies[index].add(event)
     return replies

@@ -16,14 +16,16 @@ LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 
 class StreamWriter(Protocol):
-    """Writes the events of a reply as they come; `push` is called with the index of the reply.
+    """Writes the events of a reply as they come.
+
+    `begin` is called with the tokens of all prompts, `push` with the index of the reply.
 
     ping  what keeps the connection open while nothing else is sent; empty where the form has nothing for that
     """
 
     ping: bytes
 
-    def begin(self) -> Iterable[bytes]: ...
+    def begin(self, tokens: int) -> Iterable[bytes]: ...
 
     def push(self, index: int, event: Event) -> Iterable[bytes]: ...
 

@@ -64,6 +64,9 @@ class Scripted:
 
     def __init__(self, folder: Path, template: str = TEMPLATE, context: int = 4096):
         write_model(folder, template=template)
+        self.path = folder
+        self.recommended_options: dict[str, Any] = {}
+        self.default_spec = "off"
         self.tokenizer = load_tokenizer(folder, {"model_type": "llama"})
         self.context = self.trained_context = context
         self.vocab_size, self.architecture = VOCABULARY, "scripted"

@@ -1,0 +1,275 @@
+"""Anthropic Messages: requests, whole replies, and the order of a stream's events."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.rules import whole
+from generate.server.chat import tool_choice
+from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
+from generate.server.errors import envelope
+from generate.server.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Failed,
+    Finish,
+    Reasoning,
+    Text,
+    Usage,
+    Whole,
+)
+from generate.server.facts import Facts
+from generate.server.fields import LIST, OBJECT, TEXT, Fields, sampling, stops
+from generate.server.task import Chat, Task
+from generate.server.thinking import effort_options, switch_options
+from generate.server.wire import Parsed, named_sse, new_id
+
+BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
+HOSTED = ("server_tool_use", "web_search_tool_result", "redacted_thinking")  # blocks that only Anthropic's servers read
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the events of a reply share.
+
+    most      max_tokens
+    thoughts  thinking is sent
+    """
+
+    id: str
+    facts: Facts
+    most: int
+    thoughts: bool
+
+
+def parse(fields: Fields, facts: Facts) -> Parsed:
+    """Read a request; raises ApiError."""
+    most = fields.need("max_tokens", whole(1))
+    task, thoughts = task_of(fields, facts)
+    head = Head(new_id("msg_"), facts, most, thoughts)
+    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies[0]))
+
+
+def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
+    """What a request asks for, and whether its client reads the thinking; `max_tokens` may be absent."""
+    fields.text("model")
+    options = sampling(fields) | stops(fields, "stop_sequences")
+    fields.option(options, "max_tokens")
+    tools = [
+        function_tool(tool, "input_schema")
+        for tool in fields.objects("tools", MOST_TOOLS)
+        if tool.text("type", "custom") == "custom"
+    ]
+    rendering, thoughts = _thinking(fields, facts)
+    choice = fields.object("tool_choice") or Fields({"type": "auto"})
+    named = tool_choice(Fields({"tool_choice": choice.need("type", TEXT)}, "tool_choice"), tools)
+    if tools and named != "none":
+        rendering["tools"] = tools
+    task = Task(
+        [Chat(arrange([*_system(fields), *messages_of(fields)], facts), rendering)],
+        options,
+        stream=fields.flag("stream", False),
+        first_call_only=choice.flag("disable_parallel_tool_use", False),
+    )
+    return task, thoughts
+
+
+def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
+    rendering: dict[str, Any] = {}
+    if output := fields.object("output_config"):
+        rendering = effort_options(output.text("effort"), facts)
+        if form := output.object("format"):
+            raise form.refuse("type", "it is not supported")
+    thinking = fields.object("thinking")
+    if thinking is None:
+        return rendering, True
+    kind = thinking.need("type", TEXT)
+    return rendering | switch_options(kind != "disabled", facts), thinking.text("display") != "omitted"
+
+
+def _system(fields: Fields) -> list[Message]:
+    """The system prompt, without the billing line that Claude Code sends first."""
+    given = fields.values.get("system")
+    if given is None or isinstance(given, str):
+        texts = [given or ""]
+    else:
+        texts = [part.need("text", TEXT) for part in fields.objects("system", MOST_PARTS)]
+    kept = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in texts]
+    text = "\n".join(text for text in kept if text)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def messages_of(fields: Fields) -> list[Message]:
+    """Return the messages in the form of Chat Completions; each tool result is a message of its own."""
+    if not fields.need("messages", LIST):
+        raise fields.refuse("messages", "it must have at least one message")
+    out: list[Message] = []
+    for message in fields.objects("messages", MOST_MESSAGES):
+        role = message.choice("role", "user", "assistant", "system") or message.need("role", TEXT)
+        content = message.values.get("content")
+        if content is None or isinstance(content, str):
+            out.append({"role": role, "content": content or ""})
+        elif role == "assistant":
+            out.append(_assistant(message))
+        else:
+            out += _user(message, role)
+    return out
+
+
+def _assistant(message: Fields) -> Message:
+    texts, thoughts, calls = [], [], []
+    for block in message.objects("content", MOST_PARTS):
+        kind = block.need("type", TEXT)
+        if kind == "text":
+            texts.append(block.need("text", TEXT))
+        elif kind == "thinking":
+            thoughts.append(block.text("thinking", ""))
+        elif kind == "tool_use":
+            arguments = json.dumps(block.take("input", OBJECT, {}), ensure_ascii=False)
+            function = {"name": block.need("name", TEXT), "arguments": arguments}
+            calls.append({"id": block.text("id", ""), "type": "function", "function": function})
+        elif kind not in HOSTED:
+            raise block.refuse("type", "an assistant's block must be text, thinking or tool_use")
+    out: Message = {"role": "assistant", "content": "\n".join(texts)}
+    out |= {"reasoning_content": "\n".join(thoughts)} if any(thoughts) else {}
+    return out | ({"tool_calls": calls} if calls else {})
+
+
+def _user(message: Fields, role: str) -> list[Message]:
+    out: list[Message] = []
+    for block in message.objects("content", MOST_PARTS):
+        kind = block.need("type", TEXT)
+        if kind == "tool_result":
+            out.append({"role": "tool", "tool_call_id": block.text("tool_use_id", ""), "content": _result(block)})
+            continue
+        text = _text(block)
+        if out and out[-1]["role"] == role:
+            out[-1]["content"] += f"\n{text}"
+        else:
+            out.append({"role": role, "content": text})
+    return out or [{"role": role, "content": ""}]
+
+
+def _result(block: Fields) -> str:
+    content = block.values.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text(part) for part in block.objects("content", MOST_PARTS))
+
+
+def _text(block: Fields) -> str:
+    """The text of a block; a document may hold plain text."""
+    if block.need("type", TEXT) == "document" and (source := block.object("source")):
+        if source.text("type") == "text":
+            return str(source.need("data", TEXT))
+        raise source.refuse("type", "only documents of plain text are supported")
+    if block.values["type"] != "text":
+        raise block.refuse("type", "only text is supported")
+    return str(block.need("text", TEXT))
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Usage as Anthropic counts it: `input_tokens` are those that were not cached."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def stop_of(head: Head, finish: Finish) -> dict[str, Any]:
+    """Why a reply ended."""
+    if finish.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
+    reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finish.reason, "max_tokens")
+    if finish.reason == "length" and finish.usage.completion < head.most:
+        reason = "model_context_window_exceeded"
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+class Writer:
+    """Writes events: one block is open at a time, and indices rise from 0."""
+
+    ping = named_sse("ping", {"type": "ping"})
+
+    def __init__(self, head: Head):
+        self.head, self.index, self.kind = head, -1, ""
+
+    def begin(self, tokens: int) -> Iterator[bytes]:
+        usage = usage_object(Usage(tokens))
+        message: dict[str, Any] = {
+            "id": self.head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.head.facts.name,
+        }
+        message |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield named_sse("message_start", {"type": "message_start", "message": message})
+
+    def push(self, index: int, event: Event) -> Iterator[bytes]:
+        match event:
+            case Reasoning(text) if self.head.thoughts:
+                yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+            case Text(text) if text:
+                yield from self._begin("text", {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case CallBegin(_, id, name):
+                yield from self._end()
+                yield from self._begin("tool_use", {"type": "tool_use", "id": tool_id(id), "name": name, "input": {}})
+            case CallArguments(_, text):
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case CallEnd():
+                yield from self._end()
+            case Finish():
+                yield from self._end()
+                delta, usage = stop_of(self.head, event), usage_object(event.usage)
+                yield named_sse("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
+                yield named_sse("message_stop", {"type": "message_stop"})
+            case Failed(error):
+                yield named_sse("error", envelope(error, "anthropic", self.head.id))
+
+    def end(self) -> Iterator[bytes]:
+        return iter(())
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        """Open a block, unless one of the kind is open."""
+        if self.kind == kind:
+            return
+        yield from self._end()
+        self.index, self.kind = self.index + 1, kind
+        start = {"type": "content_block_start", "index": self.index, "content_block": block}
+        yield named_sse("content_block_start", start)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_sse("content_block_delta", {"type": "content_block_delta", "index": self.index, "delta": delta})
+
+    def _end(self) -> Iterator[bytes]:
+        if self.kind:
+            if self.kind == "thinking":
+                yield self._delta({"type": "signature_delta", "signature": ""})
+            self.kind = ""
+            yield named_sse("content_block_stop", {"type": "content_block_stop", "index": self.index})
+
+
+def tool_id(id: str) -> str:
+    return f"toolu_{id.removeprefix('call_')}"
+
+
+def whole_reply(head: Head, reply: Whole) -> dict[str, Any]:
+    """The body of a reply that is not streamed."""
+    content: list[dict[str, Any]] = []
+    if reply.reasoning and head.thoughts:
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.text:
+        content.append({"type": "text", "text": reply.text})
+    for call in reply.calls:
+        block = {"type": "tool_use", "id": tool_id(call.id), "name": call.name, "input": json.loads(call.arguments)}
+        content.append(block)
+    body: dict[str, Any] = {"id": head.id, "type": "message", "role": "assistant", "model": head.facts.name}
+    return body | {"content": content} | stop_of(head, reply.finish) | {"usage": usage_object(reply.finish.usage)}

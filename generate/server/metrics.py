@@ -1,0 +1,147 @@
+"""Figures for Prometheus: vLLM's names with our prefix, and figures of speculative decoding and memory."""
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from generate.server.events import CallBegin, Event, Failed, Finish, Reasoning, Text
+from generate.server.task import Task
+
+PREFIX = "bimetal:"
+MEDIA = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 480.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+CHOICES = (1, 2, 5, 10, 20)
+
+
+@dataclass
+class Histogram:
+    """Counts of values by upper bound."""
+
+    bounds: Sequence[float]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("from a request to the first token of its reply", SECONDS),
+    "inter_token_latency_seconds": ("between events of a reply that bring text", SECONDS),
+    "request_time_per_output_token_seconds": ("decode time per token", SECONDS),
+    "e2e_request_latency_seconds": ("from a request to the end of its reply", LONG_SECONDS),
+    "request_queue_time_seconds": ("from a request to its prefill", LONG_SECONDS),
+    "request_prefill_time_seconds": ("prefill", LONG_SECONDS),
+    "request_decode_time_seconds": ("decode", LONG_SECONDS),
+    "request_inference_time_seconds": ("prefill and decode", LONG_SECONDS),
+    "request_prompt_tokens": ("prompt tokens of a reply", TOKENS),
+    "request_generation_tokens": ("tokens of a reply", TOKENS),
+    "request_params_n": ("replies asked for by a request", CHOICES),
+    "request_params_max_tokens": ("max_tokens of requests that have one", TOKENS),
+}
+COUNTERS = {
+    "prompt_tokens": "prompt tokens of finished replies",
+    "generation_tokens": "tokens of finished replies",
+    "prefix_cache_queries": "prompt tokens that the prefix cache was asked for",
+    "prefix_cache_hits": "prompt tokens that it had",
+    "spec_decode_num_drafts": "steps that verified draft tokens",
+    "spec_decode_num_draft_tokens": "draft tokens that were verified",
+    "spec_decode_num_accepted_tokens": "draft tokens that were accepted",
+}
+
+
+class Metrics:
+    """Counts what a server does."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.finished: Counter[str] = Counter()
+        self.by_position: Counter[int] = Counter()
+        self.load_seconds = 0.0
+
+    async def watched(
+        self, found: AsyncIterator[tuple[int, Event]], task: Task, began: float
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """Yield the events of a request that came at `began`, and count them."""
+        self._observe("request_params_n", task.n)
+        if "max_tokens" in task.options:
+            self._observe("request_params_max_tokens", task.options["max_tokens"])
+        latest: dict[int, float] = {}
+        async for index, event in found:
+            match event:
+                case Text() | Reasoning() | CallBegin():
+                    now = time.perf_counter()
+                    first = index not in latest
+                    name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
+                    self._observe(name, now - latest.get(index, began))
+                    latest[index] = now
+                case Finish():
+                    self._finish(event, time.perf_counter() - began)
+                case Failed():
+                    self.finished["error"] += 1
+            yield index, event
+
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)
+
+    def _finish(self, finish: Finish, seconds: float) -> None:
+        usage, stats = finish.usage, finish.stats
+        self.finished["length" if finish.reason == "length" else "stop"] += 1
+        self.counters["prompt_tokens"] += usage.prompt
+        self.counters["generation_tokens"] += usage.completion
+        self.counters["prefix_cache_queries"] += usage.prompt
+        self.counters["prefix_cache_hits"] += usage.cached
+        self._observe("e2e_request_latency_seconds", seconds)
+        self._observe("request_prompt_tokens", usage.prompt)
+        self._observe("request_generation_tokens", usage.completion)
+        if stats is None:
+            return
+        busy = stats.prefill_seconds + stats.decode_seconds
+        self._observe("request_prefill_time_seconds", stats.prefill_seconds)
+        self._observe("request_decode_time_seconds", stats.decode_seconds)
+        self._observe("request_inference_time_seconds", busy)
+        self._observe("request_queue_time_seconds", max(0.0, seconds - busy))
+        if stats.new_tokens > 1:
+            self._observe("request_time_per_output_token_seconds", stats.decode_seconds / (stats.new_tokens - 1))
+        if stats.accepted is not None:
+            steps = stats.accepted.steps - stats.accepted.budgets[0]
+            self.counters["spec_decode_num_drafts"] += steps
+            self.counters["spec_decode_num_draft_tokens"] += usage.accepted + usage.rejected
+            self.counters["spec_decode_num_accepted_tokens"] += usage.accepted
+            for length, count in stats.accepted.lengths.items():
+                for position in range(length - 1):
+                    self.by_position[position] += count
+
+    def text(self, model: str, gauges: dict[str, tuple[float, str]]) -> str:
+        """All figures in Prometheus' text format; `gauges` are further ones with their meanings."""
+        escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        label, lines = f'model_name="{escaped}"', list[str]()
+
+        def head(name: str, kind: str, meaning: str) -> str:
+            lines.extend((f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}"))
+            return PREFIX + name
+
+        for name, (value, meaning) in gauges.items():
+            lines.append(f"{head(name, 'gauge', meaning)}{{{label}}} {value:.10g}")
+        for name, meaning in COUNTERS.items():
+            lines.append(f"{head(f'{name}_total', 'counter', meaning)}{{{label}}} {self.counters[name]}")
+        full = head("request_success_total", "counter", "replies by how they ended")
+        lines += [f'{full}{{{label},finished_reason="{r}"}} {self.finished[r]}' for r in ("stop", "length", "error")]
+        full = head("spec_decode_num_accepted_tokens_per_pos_total", "counter", "accepted draft tokens by position")
+        lines += [f'{full}{{{label},position="{at}"}} {count}' for at, count in sorted(self.by_position.items())]
+        for name, (meaning, bounds) in HISTOGRAMS.items():
+            full, histogram, below = head(name, "histogram", meaning), self.histograms[name], 0
+            for bound, count in zip([*map(str, bounds), "+Inf"], histogram.counts, strict=True):
+                below += count
+                lines.append(f'{full}_bucket{{{label},le="{bound}"}} {below}')
+            lines += [f"{full}_sum{{{label}}} {histogram.sum:.10g}", f"{full}_count{{{label}}} {below}"]
+        return "\n".join([*lines, ""])

@@ -1,0 +1,238 @@
+"""A part of Ollama's API: chat, generate, and what its clients ask of a server before they use it."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from common.rules import whole
+from generate import __version__
+from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, tools_of
+from generate.server.errors import envelope
+from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
+from generate.server.facts import Facts
+from generate.server.fields import TEXT, Fields, sampling, stops
+from generate.server.task import Chat, Task
+from generate.server.thinking import effort_options, switch_options
+from generate.server.wire import Parsed, dumps
+
+VERSION = "0.13.5"  # of the API that is followed; clients ask for at least so much
+MEDIA = "application/x-ndjson"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the lines of a reply share.
+
+    model  as the client named it
+    chat   the reply is a message; else it is a text
+    """
+
+    model: str
+    chat: bool
+
+
+def parse_chat(fields: Fields, facts: Facts) -> Parsed:
+    """Read a request of /api/chat; raises ApiError."""
+    messages = [_message(message) for message in fields.objects("messages", MOST_MESSAGES)]
+    rendering = _rendering(fields, facts)
+    if tools := tools_of(fields):
+        rendering["tools"] = tools
+    return _parsed(
+        fields, facts, Head(_model(fields), True), Chat(arrange(messages, facts), rendering) if messages else None
+    )
+
+
+def parse_generate(fields: Fields, facts: Facts) -> Parsed:
+    """Read a request of /api/generate; raises ApiError."""
+    for key in ("suffix", "template", "images"):
+        if fields.values.get(key):
+            raise fields.refuse(key, "it is not supported")
+    prompt, system = fields.text("prompt", ""), fields.text("system", "")
+    head = Head(_model(fields), False)
+    if not prompt:
+        return _parsed(fields, facts, head, None)
+    if fields.flag("raw", False) or not facts.template:
+        return _parsed(fields, facts, head, f"{system}{prompt}")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    return _parsed(fields, facts, head, Chat(arrange(messages, facts), _rendering(fields, facts)))
+
+
+def _model(fields: Fields) -> str:
+    return str(fields.text("model") or fields.text("name") or "")
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.need("role", TEXT)
+    if role not in ("system", "user", "assistant", "tool"):
+        raise fields.refuse("role", "it must be system, user, assistant or tool")
+    if fields.values.get("images"):
+        raise fields.refuse("images", "only text is supported")
+    message: Message = {"role": role, "content": fields.text("content", "")}
+    if role == "assistant":
+        if thought := fields.text("thinking"):
+            message["reasoning_content"] = thought
+        if calls := calls_of(fields):
+            message["tool_calls"] = calls
+    return message
+
+
+def _rendering(fields: Fields, facts: Facts) -> dict[str, Any]:
+    think = fields.values.get("think")
+    if isinstance(think, str):
+        return effort_options(think, facts)
+    return switch_options(fields.flag("think"), facts)
+
+
+def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None) -> Parsed:
+    """A request whose options are read; without a prompt it only asks for the model to be loaded."""
+    given = fields.object("options") or Fields({})
+    if isinstance(seed := given.values.get("seed"), int) and seed < 0:
+        given = Fields({**given.values, "seed": None}, given.where)
+    options = sampling(given) | stops(given, "stop")
+    if (most := given.take("num_predict", whole(-2))) is not None and most > 0:
+        options["max_tokens"] = most
+    if fields.has("format") and fields.values["format"] != "":
+        raise fields.refuse("format", "it is not supported")
+    stream = fields.flag("stream", True)
+    task = Task([] if prompt is None else [prompt], options, stream=stream)
+    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
+
+
+def line(head: Head, done: bool, **values: Any) -> dict[str, Any]:
+    created = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return {"model": head.model, "created_at": created, **values, "done": done}
+
+
+def part(head: Head, text: str, thought: str = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
+    """What a line holds of the reply."""
+    if not head.chat:
+        return {"response": text} | ({"thinking": thought} if thought else {})
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    message |= {"thinking": thought} if thought else {}
+    return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
+
+
+def call_object(index: int, name: str, arguments: str) -> dict[str, Any]:
+    return {"function": {"index": index, "name": name, "arguments": json.loads(arguments)}}
+
+
+def figures(finish: Finish | None) -> dict[str, Any]:
+    """Why a reply ended, and what it took, in nanoseconds."""
+    if finish is None:
+        return {"done_reason": "load"}
+    usage, stats = finish.usage, finish.stats
+    prefill, decode = (0.0, 0.0) if stats is None else (stats.prefill_seconds, stats.decode_seconds)
+    return {
+        "done_reason": "length" if finish.reason == "length" else "stop",
+        "total_duration": int(1e9 * (prefill + decode)),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt,
+        "prompt_eval_duration": int(1e9 * prefill),
+        "eval_count": usage.completion,
+        "eval_duration": int(1e9 * decode),
+    }
+
+
+class Writer:
+    """Writes a line per event; a tool call is one line."""
+
+    ping = b""
+
+    def __init__(self, head: Head):
+        self.head, self.failed = head, False
+        self.finish: Finish | None = None
+        self.call = CallBegin(0, "", "")
+        self.arguments = ""
+
+    def begin(self, tokens: int) -> Iterator[bytes]:
+        return iter(())
+
+    def push(self, index: int, event: Event) -> Iterator[bytes]:
+        match event:
+            case Text(text):
+                yield self._line(False, **part(self.head, text))
+            case Reasoning(text):
+                yield self._line(False, **part(self.head, "", text))
+            case CallBegin():
+                self.call, self.arguments = event, ""
+            case CallArguments(_, text):
+                self.arguments += text
+            case CallEnd(at):
+                call = call_object(at, self.call.name, self.arguments)
+                yield self._line(False, **part(self.head, "", "", [call]))
+            case Finish():
+                self.finish = event
+            case Failed(error):
+                self.failed = True
+                yield dumps(envelope(error, "ollama", "")) + b"\n"
+
+    def end(self) -> Iterator[bytes]:
+        if not self.failed:
+            yield self._line(True, **part(self.head, ""), **figures(self.finish))
+
+    def _line(self, done: bool, **values: Any) -> bytes:
+        return dumps(line(self.head, done, **values)) + b"\n"
+
+
+def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
+    """The body of a reply that is not streamed."""
+    if not replies:
+        return line(head, True, **part(head, ""), **figures(None))
+    reply = replies[0]
+    calls = [call_object(at, call.name, call.arguments) for at, call in enumerate(reply.calls)]
+    return line(head, True, **part(head, reply.text, reply.reasoning, calls), **figures(reply.finish))
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _details(facts: Facts) -> dict[str, Any]:
+    family = facts.architecture
+    form = "gguf" if facts.is_gguf else "safetensors"
+    more = {"parameter_size": "unknown", "quantization_level": "unknown"}
+    return {"parent_model": "", "format": form, "family": family, "families": [family], **more}
+
+
+def tags(facts: Facts) -> dict[str, Any]:
+    """/api/tags: the one model."""
+    return {"models": [_entry(facts)]}
+
+
+def _entry(facts: Facts) -> dict[str, Any]:
+    modified = datetime.fromtimestamp(facts.created, UTC).isoformat()
+    digest = hashlib.sha256(facts.name.encode()).hexdigest()
+    names = {"name": facts.name, "model": facts.name, "modified_at": modified}
+    return names | {"size": facts.size, "digest": digest, "details": _details(facts)}
+
+
+def running(facts: Facts) -> dict[str, Any]:
+    """/api/ps: the one model, which stays loaded."""
+    more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": facts.size, "context_length": facts.context}
+    return {"models": [_entry(facts) | more]}
+
+
+def show(facts: Facts) -> dict[str, Any]:
+    """/api/show."""
+    capabilities = ["completion"]
+    capabilities += ["tools"] if facts.takes_tools else []
+    capabilities += ["thinking"] if facts.thinks else []
+    info = {
+        "general.architecture": facts.architecture,
+        f"{facts.architecture}.context_length": facts.context,
+        "tokenizer.ggml.tokens": facts.vocab,
+    }
+    body = {"modelfile": "", "parameters": "", "template": facts.template, "details": _details(facts)}
+    return body | {"model_info": info, "capabilities": capabilities, "license": ""}
+
+
+def version() -> dict[str, Any]:
+    return {"version": VERSION, "bimetal": __version__}
+
+
+def pull(fields: Fields) -> bytes:
+    """/api/pull: whatever name is asked for, the served model answers to it already."""
+    return dumps({"status": "success"}) + b"\n"

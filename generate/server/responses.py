@@ -1,0 +1,332 @@
+"""OpenAI Responses: requests, response objects, and the order of a stream's events."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.rules import whole
+from generate.server.chat import MOST_LOGPROBS, tool_choice
+from generate.server.conversation import Message, arrange
+from generate.server.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    Failed,
+    Finish,
+    Reasoning,
+    Text,
+    Usage,
+    Whole,
+)
+from generate.server.facts import Facts
+from generate.server.fields import OBJECT, Fields, sampling
+from generate.server.response_items import Tool, messages_of, reply_message, tools_of
+from generate.server.store import Store, Stored
+from generate.server.task import Chat, Task
+from generate.server.thinking import effort_options
+from generate.server.wire import Parsed, chat_logprobs, dumps, named_sse, new_id, now
+
+ECHOED: dict[
+    str, Any
+] = {  # entries of a request that its response repeats, and what stands there if they are not given
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a response repeats of its request, and what its writer must know.
+
+    capped     max_output_tokens is given
+    summarize  reasoning is sent as a summary
+    store      where the response is kept; None: nowhere
+    messages   the conversation so far, without instructions
+    """
+
+    id: str
+    created: int
+    facts: Facts
+    echoed: dict[str, Any]
+    tools: dict[str, Tool]
+    logprobs: bool
+    capped: bool
+    summarize: bool
+    messages: list[Message]
+    store: Store | None
+
+
+def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
+    """Read a request; raises ApiError."""
+    fields.text("model")
+    for key in ("conversation", "prompt"):
+        if fields.has(key):
+            raise fields.refuse(key, "it is not supported")
+    if fields.flag("background", False):
+        raise fields.refuse("background", "it is not supported")
+    options = sampling(fields)
+    fields.option(options, "max_tokens", "max_output_tokens")
+    include = fields.values.get("include") or []
+    top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS))
+    logprobs = top is not None or (isinstance(include, list) and "message.output_text.logprobs" in include)
+    if logprobs:
+        options["logprobs"] = top or 0
+    if (text := fields.object("text")) and (form := text.object("format")):
+        form.choice("type", "text")
+    tools, named = tools_of(fields)
+    choice = tool_choice(fields, tools)
+    reasoning = fields.object("reasoning") or Fields({})
+    rendering = effort_options(reasoning.text("effort"), facts)
+    if tools and choice != "none":
+        rendering["tools"] = tools
+    messages = messages_of(fields)
+    if (previous := fields.text("previous_response_id")) is not None:
+        messages = [*store.get(previous).messages, *messages]
+    instructions = fields.text("instructions")
+    leading = [{"role": "system", "content": instructions}] if instructions else []
+    task = Task(
+        [Chat(arrange([*leading, *messages], facts), rendering)],
+        options,
+        stream=fields.flag("stream", False),
+        first_call_only=not fields.flag("parallel_tool_calls", True),
+    )
+    fields.take("metadata", OBJECT)
+    keeps = fields.flag("store", True)
+    echoed = {key: fields.values[key] if fields.has(key) else default for key, default in ECHOED.items()}
+    head = Head(
+        id=new_id("resp_"),
+        created=now(),
+        facts=facts,
+        echoed=echoed,
+        tools=named,
+        logprobs=logprobs,
+        capped="max_tokens" in options,
+        summarize=reasoning.has("summary"),
+        messages=messages,
+        store=store if keeps else None,
+    )
+    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def response_object(head: Head, status: str, output: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """A response; `more` replaces entries."""
+    body = {"id": head.id, "object": "response", "created_at": head.created, "status": status, "error": None}
+    body |= {"incomplete_details": None, "model": head.facts.name, "output": list(output), "usage": None}
+    return body | head.echoed | more
+
+
+@dataclass
+class Item:
+    """An output item that is being written.
+
+    kind  "message", "reasoning", "function_call" or "custom_tool_call"
+    """
+
+    kind: str
+    id: str
+    index: int
+    call: CallBegin | None = None
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class Writer:
+    """Writes events: an item begins, grows and ends before the next one; the last event holds the whole response."""
+
+    ping = b": waiting\n\n"
+
+    def __init__(self, head: Head):
+        self.head, self.number = head, 0
+        self.output: list[dict[str, Any]] = []
+        self.open: Item | None = None
+        self.whole = Whole()
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self.number} | values
+        self.number += 1
+        return named_sse(kind, data)
+
+    def begin(self, tokens: int) -> Iterator[bytes]:
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=response_object(self.head, "in_progress", []))
+
+    def push(self, index: int, event: Event) -> Iterator[bytes]:
+        if not isinstance(event, Failed):
+            self.whole.add(event)
+        match event:
+            case Reasoning(text):
+                yield from self._grow("reasoning", "rs_", text, ())
+            case Text(text, logprobs):
+                if text or logprobs:
+                    yield from self._grow("message", "msg_", text, logprobs)
+            case CallBegin(_, _, name):
+                custom = name in self.head.tools and self.head.tools[name].custom
+                kind, prefix = ("custom_tool_call", "ctc_") if custom else ("function_call", "fc_")
+                yield from self._begin(kind, prefix, event)
+            case CallArguments(_, text):
+                assert self.open is not None
+                self.open.text += text
+                if self.open.kind == "function_call":
+                    at = {"item_id": self.open.id, "output_index": self.open.index}
+                    yield self._event("response.function_call_arguments.delta", **at, delta=text)
+            case CallEnd():
+                yield from self._end()
+            case Finish():
+                yield from self._end()
+                yield self._finish(event)
+            case Failed(error):
+                yield from self._end()
+                what = {"code": error.code or "server_error", "message": error.message}
+                yield self._event(
+                    "response.failed", response=response_object(self.head, "failed", self.output, error=what)
+                )
+
+    def end(self) -> Iterator[bytes]:
+        return iter(())
+
+    def _begin(self, kind: str, prefix: str, call: CallBegin | None = None) -> Iterator[bytes]:
+        yield from self._end()
+        self.open = item = Item(kind, new_id(prefix), len(self.output), call)
+        added = item_object(self.head, item, "in_progress")
+        yield self._event("response.output_item.added", output_index=item.index, item=added)
+        at = {"item_id": item.id, "output_index": item.index}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield self._event("response.content_part.added", **at, content_index=0, part=part)
+        elif kind == "reasoning" and self.head.summarize:
+            part = {"type": "summary_text", "text": ""}
+            yield self._event("response.reasoning_summary_part.added", **at, summary_index=0, part=part)
+
+    def _grow(self, kind: str, prefix: str, text: str, logprobs: Sequence[Any]) -> Iterator[bytes]:
+        if self.open is None or self.open.kind != kind:
+            yield from self._begin(kind, prefix)
+        item = self.open
+        assert item is not None
+        item.text += text
+        at: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
+        if kind == "message":
+            found = chat_logprobs(self.head.facts.tokenizer, logprobs)
+            item.logprobs += found
+            yield self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=found)
+        elif self.head.summarize:
+            yield self._event("response.reasoning_summary_text.delta", **at, summary_index=0, delta=text)
+        else:
+            yield self._event("response.reasoning_text.delta", **at, content_index=0, delta=text)
+
+    def _end(self) -> Iterator[bytes]:
+        item, self.open = self.open, None
+        if item is None:
+            return
+        at: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
+        done = item_object(self.head, item, "completed")
+        if item.kind == "message":
+            yield self._event(
+                "response.output_text.done", **at, content_index=0, text=item.text, logprobs=item.logprobs
+            )
+            yield self._event("response.content_part.done", **at, content_index=0, part=done["content"][0])
+        elif item.kind == "reasoning" and self.head.summarize:
+            yield self._event("response.reasoning_summary_text.done", **at, summary_index=0, text=item.text)
+            yield self._event("response.reasoning_summary_part.done", **at, summary_index=0, part=done["summary"][0])
+        elif item.kind == "reasoning":
+            yield self._event("response.reasoning_text.done", **at, content_index=0, text=item.text)
+        elif item.kind == "function_call":
+            at["name"] = done["name"]
+            yield self._event("response.function_call_arguments.done", arguments=item.text, **at)
+        else:
+            yield self._event("response.custom_tool_call_input.delta", **at, delta=done["input"])
+            yield self._event("response.custom_tool_call_input.done", **at, input=done["input"])
+        self.output.append(done)
+        yield self._event("response.output_item.done", output_index=item.index, item=done)
+
+    def _finish(self, finish: Finish) -> bytes:
+        status, more = ended(self.head, finish)
+        if finish.reason == "length" and not self.head.capped:  # an agent can compact its conversation then
+            what = {"code": "context_length_exceeded", "message": "the reply filled the context of the model"}
+            status, more = "failed", {"error": what}
+        body = response_object(self.head, status, self.output, usage=usage_object(finish.usage), **more)
+        keep(self.head, body, self.whole)
+        return self._event(f"response.{status}", response=body)
+
+
+def ended(head: Head, finish: Finish) -> tuple[str, dict[str, Any]]:
+    """The status of a finished response, and the entries that it changes."""
+    if finish.reason == "length":
+        return "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
+    return "completed", {"completed_at": now()}
+
+
+def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
+    """An output item, empty while it is in progress."""
+    body: dict[str, Any] = {"type": item.kind, "id": item.id, "status": status}
+    if item.kind == "message":
+        part = {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
+        return body | {"role": "assistant", "content": [] if status == "in_progress" else [part]}
+    if item.kind == "reasoning":
+        parts = [] if status == "in_progress" else [item.text]
+        if head.summarize:
+            return body | {"summary": [{"type": "summary_text", "text": text} for text in parts]}
+        return body | {"summary": [], "content": [{"type": "reasoning_text", "text": text} for text in parts]}
+    assert item.call is not None
+    tool = head.tools.get(item.call.name, Tool(item.call.name))
+    body |= {"call_id": item.call.id, "name": tool.name}
+    if tool.namespace is not None:
+        body["namespace"] = tool.namespace
+    return body | ({"input": custom_input(item.text)} if tool.custom else {"arguments": item.text})
+
+
+def custom_input(arguments: str) -> str:
+    """The free text among the arguments of a custom tool's call."""
+    try:
+        found = json.loads(arguments).get("input", "")
+    except ValueError:
+        return ""
+    return found if isinstance(found, str) else json.dumps(found)
+
+
+def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:
+    """Store a response for requests that go on from it."""
+    if head.store is not None:
+        messages = [*head.messages, reply_message(reply.text, reply.reasoning, reply.calls)]
+        head.store.put(head.id, Stored(body, messages, len(dumps([body, messages]))))
+
+
+def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
+    """The body of a response that is not streamed."""
+    reply, output = replies[0], list[Item]()
+    if reply.reasoning:
+        output.append(Item("reasoning", new_id("rs_"), 0, text=reply.reasoning))
+    if reply.text or not reply.calls:
+        logprobs = chat_logprobs(head.facts.tokenizer, reply.logprobs) if head.logprobs else []
+        output.append(Item("message", new_id("msg_"), 0, text=reply.text, logprobs=logprobs))
+    for at, call in enumerate(reply.calls):
+        custom = call.name in head.tools and head.tools[call.name].custom
+        kind, prefix = ("custom_tool_call", "ctc_") if custom else ("function_call", "fc_")
+        output.append(Item(kind, new_id(prefix), 0, CallBegin(at, call.id, call.name), call.arguments))
+    status, more = ended(head, reply.finish)
+    items = [item_object(head, item, "completed") for item in output]
+    body = response_object(head, status, items, usage=usage_object(reply.finish.usage), **more)
+    keep(head, body, reply)
+    return body

@@ -1,0 +1,79 @@
+"""Tokens and templates: /tokenize, /detokenize, /apply-template, and counts of input tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import PromptTooLongError
+from common.rules import many, whole
+from generate.llm import LLM
+from generate.server import chat, messages, responses
+from generate.server.conversation import arrange, messages_of, tools_of
+from generate.server.facts import Facts
+from generate.server.fields import TEXT, Fields
+from generate.server.store import Store
+from generate.server.task import Chat, Task, prepare
+from generate.server.thinking import template_options
+from generate.server.wire import token_text
+
+Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
+
+
+def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """The token ids of a text (`content` as in llama.cpp, `prompt` as in vLLM) or of `messages`."""
+    if fields.has("messages"):
+        ids = prepare(llm, Task([_chat(fields, facts)], {}))[0].tokens
+    else:
+        text = fields.text("content") if fields.has("content") else fields.need("prompt", TEXT)
+        special = fields.flag("add_special", not fields.has("content"))
+        special = fields.flag("add_special_tokens", special)
+        ids = facts.tokenizer.encode(text, special, fields.flag("parse_special", True))
+    body: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": facts.context}
+    if fields.flag("with_pieces", False):
+        body["tokens"] = [{"id": id, "piece": token_text(facts.tokenizer, id)[0]} for id in ids]
+    if fields.flag("return_token_strs", False):
+        body["token_strs"] = [token_text(facts.tokenizer, id)[0] for id in ids]
+    return body
+
+
+def detokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """The text of `tokens`, under llama.cpp's name and vLLM's."""
+    ids = many("a list of token ids", whole(0, facts.tokenizer.vocab_size - 1))
+    text = facts.tokenizer.decode(fields.need("tokens", ids))
+    return {"content": text, "prompt": text}
+
+
+def apply_template(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """The text that the chat template writes for `messages`."""
+    conversation = _chat(fields, facts)
+    options = dict(conversation.options)
+    template = options.pop("template", {})
+    return {"prompt": llm.render(conversation.messages, **options, **template)}
+
+
+def _chat(fields: Fields, facts: Facts) -> Chat:
+    options = template_options(fields.object("chat_template_kwargs"), facts)
+    if tools := tools_of(fields):
+        options["tools"] = tools
+    return Chat(arrange(messages_of(fields), facts), options)
+
+
+def count_chat(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """Input tokens of a request of Chat Completions."""
+    return _count(chat.parse(fields, facts).task, llm)
+
+
+def count_response(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """Input tokens of a request of Responses."""
+    return {"object": "response.input_tokens"} | _count(responses.parse(Store(), fields, facts).task, llm)
+
+
+def count_messages(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
+    """Input tokens of a request of Messages, which needs no max_tokens here."""
+    return _count(messages.task_of(fields, facts)[0], llm)
+
+
+def _count(task: Task, llm: LLM) -> dict[str, Any]:
+    try:
+        return {"input_tokens": len(prepare(llm, task)[0].tokens)}
+    except PromptTooLongError as error:
+        return {"input_tokens": error.tokens}

@@ -1,0 +1,125 @@
+"""Legacy Completions as evaluation harnesses use them, and the routes about tokens, templates and figures."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from wires import sse
+
+from common.sampling import log_softmax
+
+URL = "/v1/completions"
+PROMPT = "def add(a, b):\n    return"
+
+
+def ask(client, **fields):
+    return client.post(URL, json={"prompt": PROMPT, "temperature": 0, **fields})
+
+
+def test_text_goes_on_as_in_the_python_api(client, demo):
+    body = ask(client, max_tokens=8).json()
+    assert body["choices"][0]["text"] == demo.generate(PROMPT, temperature=0, max_tokens=8).text
+    chunks = sse(ask(client, max_tokens=8, stream=True))
+    assert "".join(c["choices"][0]["text"] for c in chunks) == body["choices"][0]["text"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def scores(choice, tokens):
+    """What a harness computes of an echo: the log-probabilities of all tokens but the first and the new one."""
+    return choice["logprobs"]["token_logprobs"][1:tokens], choice["logprobs"]["top_logprobs"][1:tokens]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_an_echo_scores_the_prompt(client, demo, most):
+    ids = demo.tokenizer.encode(PROMPT)
+    rows = demo.logits(ids)
+    expected = [log_softmax(row)[id] for row, id in zip(rows, ids[1:], strict=False)]
+    for prompt in (PROMPT, ids, [PROMPT], [ids]):
+        [choice] = ask(client, prompt=prompt, echo=True, max_tokens=most, logprobs=1).json()["choices"]
+        found, best = scores(choice, len(ids))
+        assert np.allclose(found, expected)
+        assert len(choice["logprobs"]["tokens"]) == len(ids) + most
+        assert choice["logprobs"]["token_logprobs"][0] is None
+        assert choice["text"].startswith(PROMPT)
+        greedy = [max(top, key=top.get) for top in best]
+        assert greedy == [demo.tokenizer.decode([int(row.argmax())]) for row in rows[:-1]]
+        offsets = choice["logprobs"]["text_offset"]
+        assert [PROMPT[a:b] for a, b in pairwise(offsets[: len(ids)])] == [
+            demo.tokenizer.decode([id]) for id in ids[: len(ids) - 1]
+        ]
+
+
+def test_an_end_token_keeps_its_place_among_the_log_probabilities(scripted):
+    """Harnesses drop the last entry, which must not be one of the prompt."""
+    scripted.llm.text = ""
+    [choice] = ask(scripted, echo=True, max_tokens=1, logprobs=1).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(PROMPT) + 1
+    assert choice["logprobs"]["token_logprobs"][-1] == -0.25
+    chunks = sse(ask(scripted, echo=True, max_tokens=1, logprobs=1, stream=True))
+    assert chunks[-1]["choices"][0]["logprobs"]["token_logprobs"] == [-0.25]
+
+
+def test_several_prompts_and_repetitions(client, demo):
+    body = ask(client, prompt=["a =", "b ="], n=2, max_tokens=3).json()
+    texts = [c["text"] for c in body["choices"]]
+    assert texts == [demo.generate(p, temperature=0, max_tokens=3).text for p in ("a =", "a =", "b =", "b =")]
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (4, 12)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": None},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": ["a", 1]},
+        {"prompt": [1, True]},
+        {"prompt": [10**9]},
+        {"max_tokens": 0},
+        {"suffix": "end"},
+        {"best_of": 3},
+        {"n": 2, "echo": True},
+        {"n": 129},
+        {"logprobs": 21},
+        {"prompt": ["a"] * 129},
+    ],
+)
+def test_wrong_fields_are_refused(client, fields):
+    response = ask(client, **fields)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_tokens_and_templates(client, demo):
+    ids = demo.tokenizer.encode("a = 1")
+    assert client.post("/tokenize", json={"content": "a = 1"}).json()["tokens"] == ids
+    found = client.post("/tokenize", json={"prompt": "a = 1", "with_pieces": True}).json()
+    assert ([one["id"] for one in found["tokens"]], found["count"]) == (ids, len(ids))
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"content": "a = 1", "prompt": "a = 1"}
+    messages = {"messages": [{"role": "user", "content": "a = 1"}]}
+    assert client.post("/apply-template", json=messages).json() == {"prompt": "a = 1"}
+    assert client.post("/tokenize", json=messages).json()["tokens"] == ids
+    assert client.post("/v1/chat/completions/input_tokens", json=messages).json() == {"input_tokens": len(ids)}
+    counted = client.post("/v1/responses/input_tokens", json={"input": "a = 1"}).json()
+    assert counted["input_tokens"] == len(ids)
+    assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_figures(scripted):
+    for stream in (False, True):
+        ask(scripted, max_tokens=9, stream=stream)
+    scripted.llm.finish = "length"
+    ask(scripted)
+    lines = scripted.get("/metrics").text.splitlines()
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
+    label = '{model_name="scripted"'
+    assert values[f'bimetal:request_success_total{label},finished_reason="stop"}}'] == 2
+    assert values[f'bimetal:request_success_total{label},finished_reason="length"}}'] == 1
+    assert values[f"bimetal:generation_tokens_total{label}}}"] == 15
+    assert values[f"bimetal:prefix_cache_hits_total{label}}}"] == 9
+    assert values[f"bimetal:time_to_first_token_seconds_count{label}}}"] == 3
+    assert values[f'bimetal:request_params_max_tokens_bucket{label},le="10"}}'] == 2
+    assert values[f"bimetal:num_requests_running{label}}}"] == 0
+    named = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
+    assert len(named) == len(set(named))
+    assert scripted.get("/props").json()["total_slots"] == len(scripted.get("/slots").json()) == 1

@@ -1,0 +1,166 @@
+"""Anthropic Messages: bodies, the order of a stream, what Claude Code sends, and what the official SDK makes of it."""
+
+import pytest
+from wires import named
+
+URL = "/v1/messages"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+USER = [{"role": "user", "content": "Hello?"}]
+
+
+def ask(client, **fields):
+    return client.post(f"{URL}?beta=true", json={"model": "any", "max_tokens": 99, "messages": USER, **fields})
+
+
+def test_a_reply(scripted):
+    scripted.llm.text = f"Hm.</think>Yes.{CALL}"
+    body = ask(scripted, tools=[ADD], thinking={"type": "adaptive"}).json()
+    assert (body["type"], body["role"], body["stop_reason"]) == ("message", "assistant", "tool_use")
+    thought, text, call = body["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
+    assert text == {"type": "text", "text": "Yes."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
+    assert call["id"].startswith("toolu_")
+    usage = body["usage"]
+    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, len(scripted.llm.text))
+    count = scripted.post(f"{URL}/count_tokens", json={"model": "any", "messages": USER, "tools": [ADD]}).json()
+    assert count["input_tokens"] > 3 + usage["input_tokens"] - 10 > 0
+
+
+def test_the_order_of_a_stream(scripted):
+    scripted.llm.text = f"Hm.</think>Yes.{CALL}"
+    found = named(ask(scripted, stream=True, tools=[ADD], thinking={"type": "enabled", "budget_tokens": 1024}))
+    names = [name for name, _ in found]
+    assert [n for at, n in enumerate(names) if at == 0 or names[at - 1] != n] == [
+        "message_start",
+        *("content_block_start", "content_block_delta", "content_block_stop") * 3,
+        "message_delta",
+        "message_stop",
+    ]
+    starts = [data for name, data in found if name == "content_block_start"]
+    assert [(s["index"], s["content_block"]["type"]) for s in starts] == [(0, "thinking"), (1, "text"), (2, "tool_use")]
+    deltas = [data["delta"] for name, data in found if name == "content_block_delta"]
+    assert "".join(d.get("thinking", "") for d in deltas) == "Hm."
+    assert "".join(d.get("text", "") for d in deltas) == "Yes."
+    assert "".join(d.get("partial_json", "") for d in deltas) == '{"a": 1}'
+    start, end = found[0][1]["message"], found[-2][1]
+    assert start["usage"]["input_tokens"] == end["usage"]["input_tokens"] + 3
+    assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "most", "reason"),
+    [
+        ("stop", None, 99, "end_turn"),
+        ("stop", "END", 99, "stop_sequence"),
+        ("length", None, 5, "max_tokens"),
+        ("length", None, 99, "model_context_window_exceeded"),
+    ],
+)
+def test_why_a_reply_ends(scripted, finish, stop, most, reason):
+    scripted.llm.finish, scripted.llm.stop = finish, stop
+    body = ask(scripted, max_tokens=most, stop_sequences=["END"]).json()
+    assert (body["stop_reason"], body["stop_sequence"]) == (reason, stop)
+    end = named(ask(scripted, max_tokens=most, stream=True))[-2][1]
+    assert end["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+
+
+def test_two_turns_of_claude_code_begin_with_the_same_prompt(scripted):
+    """Its billing line, its cache marks and the form of its inline system message differ between turns."""
+
+    def turn(hash, inline, *more):
+        mark = {"cache_control": {"type": "ephemeral"}}
+        return {
+            "system": [
+                {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={hash};"},
+                {"type": "text", "text": "You are an agent."} | (mark if more else {}),
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"} | mark]},
+                {"role": "system", "content": inline},
+                *more,
+            ],
+            "context_management": {"edits": []},
+            "metadata": {"user_id": "{}"},
+        }
+
+    ask(scripted, **turn("1a", "Be careful."))
+    use = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]}
+    more = (
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Go"}]},
+    )
+    ask(scripted, **turn("2b", [{"type": "text", "text": "Be careful."}], *more))
+    first, second = scripted.llm.prompts[-2:]
+    assert "billing" not in first
+    assert second.startswith(first)
+    assert "<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nGo<|im_end|>" in second
+
+
+def test_a_late_system_message_joins_its_neighbour_where_the_template_refuses_it(tmp_path):
+    from conftest import client_of
+    from scripted import TEMPLATE, Scripted
+
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning') }}{% endif %}{% endfor %}" + TEMPLATE
+    )
+    client = client_of(Scripted(tmp_path / "model", strict), "strict")
+    late = {"role": "system", "content": "Late."}
+    assert ask(client, system="First.", messages=[*USER, late]).status_code == 200
+    assert "user\nHello?\n\nLate.<|im_end|>" in client.llm.prompts[-1]
+
+
+def test_thinking_can_be_left_out(scripted):
+    scripted.llm.text = "Hm.</think>Yes."
+    omitted = {"type": "adaptive", "display": "omitted"}
+    assert [block["type"] for block in ask(scripted, thinking=omitted).json()["content"]] == ["text"]
+    starts = [d for n, d in named(ask(scripted, thinking=omitted, stream=True)) if n == "content_block_start"]
+    assert [start["content_block"]["type"] for start in starts] == ["text"]
+    ask(scripted, thinking={"type": "disabled"}, output_config={"effort": "high"})
+    assert "<think>" not in scripted.llm.prompts[-1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": None},
+        {"max_tokens": 0},
+        {"messages": []},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"tools": [{"name": "a"}, {}]},
+        {"temperature": "hot"},
+    ],
+)
+def test_wrong_fields_are_refused_in_the_dialects_envelope(scripted, fields):
+    response = ask(scripted, **fields)
+    body = response.json()
+    assert (response.status_code, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert body["request_id"] == response.headers["request-id"]
+
+
+def test_an_error_within_a_stream_is_an_event(scripted):
+    scripted.llm.error = RuntimeError("secret")
+    name, data = named(ask(scripted, stream=True))[-1]
+    assert (name, data["error"]["type"]) == ("error", "api_error")
+
+
+def test_the_sdk_reads_replies_and_streams(scripted):
+    anthropic = pytest.importorskip("anthropic")
+    scripted.llm.text = f"Hm.</think>Yes.{CALL}"
+    sdk = anthropic.Anthropic(base_url="http://localhost", api_key="none", http_client=scripted, max_retries=0)
+    fields = {"model": "any", "messages": USER, "max_tokens": 99, "tools": [ADD], "thinking": {"type": "adaptive"}}
+    whole = sdk.messages.create(**fields)
+    with sdk.messages.stream(**fields) as stream:
+        final = stream.get_final_message()
+    for reply in (whole, final):
+        assert [block.type for block in reply.content] == ["thinking", "text", "tool_use"]
+        assert (reply.content[1].text, reply.content[2].input, reply.stop_reason) == ("Yes.", {"a": 1}, "tool_use")
+    assert sdk.messages.count_tokens(model="any", messages=USER).input_tokens > 0
+    assert [model.id for model in sdk.models.list()] == ["scripted"]
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        sdk.messages.create(**fields | {"max_tokens": 0})

@@ -1,0 +1,108 @@
+"""Ollama's API: lines, whole replies, what clients ask first, and what the official SDK makes of it."""
+
+import pytest
+from wires import ndjson
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+USER = [{"role": "user", "content": "Hello?"}]
+
+
+def chat(client, **fields):
+    return client.post("/api/chat", json={"model": "any", "messages": USER, **fields})
+
+
+def test_a_chat_is_a_stream_unless_it_is_told_not_to_be(scripted):
+    scripted.llm.text = f"Hm.</think>Yes.{CALL}"
+    lines = ndjson(chat(scripted, think=True, tools=[ADD]))
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(line["message"].get("thinking", "") for line in lines) == "Hm."
+    assert "".join(line["message"]["content"] for line in lines) == "Yes."
+    calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in calls] == [("add", {"a": 1})]
+    assert (lines[-1]["done_reason"], lines[-1]["eval_count"]) == ("stop", len(scripted.llm.text))
+    assert lines[-1]["eval_duration"] == 100_000_000
+    whole = chat(scripted, think=True, tools=[ADD], stream=False).json()
+    assert whole["message"] == {"role": "assistant", "content": "Yes.", "thinking": "Hm.", "tool_calls": calls}
+    assert whole["model"] == "any"
+
+
+def test_generate_renders_a_prompt_unless_it_is_raw(scripted):
+    body = scripted.post("/api/generate", json={"model": "m", "prompt": "Hi", "system": "S", "stream": False}).json()
+    assert (body["response"], body["done"]) == ("Hello", True)
+    assert scripted.llm.prompts[-1].startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi")
+    count = len(scripted.llm.prompts)
+    assert ndjson(scripted.post("/api/generate", json={"model": "m", "prompt": "Hi", "raw": True}))[-1]["done"]
+    assert len(scripted.llm.prompts) == count
+
+
+def test_options_have_ollamas_names(scripted):
+    options = {"num_predict": 7, "seed": 3, "stop": ["x"], "repeat_penalty": 1.1, "temperature": 0.5, "num_ctx": 99}
+    chat(scripted, options=options)
+    assert scripted.llm.options[-1] == {
+        "max_tokens": 7,
+        "seed": 3,
+        "stop": ("x",),
+        "repetition_penalty": 1.1,
+        "temperature": 0.5,
+    }
+    chat(scripted, options={"num_predict": -1, "seed": -1})
+    assert scripted.llm.options[-1] == {}
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_an_empty_request_loads_the_model(scripted, path):
+    assert ndjson(scripted.post(path, json={"model": "m"}))[-1]["done_reason"] == "load"
+    assert scripted.post(path, json={"model": "m", "stream": False}).json()["done_reason"] == "load"
+
+
+def test_what_clients_ask_first(scripted):
+    assert scripted.get("/").text == "Ollama is running"
+    assert scripted.head("/").status_code == 200
+    major, minor, patch = map(int, scripted.get("/api/version").json()["version"].split("."))
+    assert (major, minor, patch) >= (0, 13, 4)
+    [model] = scripted.get("/api/tags").json()["models"]
+    assert model["name"] == model["model"] == "scripted"
+    assert model["size"] > 0
+    assert scripted.get("/api/ps").json()["models"][0]["context_length"] == 4096
+    shown = scripted.post("/api/show", json={"model": "scripted"}).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert shown["model_info"]["scripted.context_length"] == 4096
+    assert ndjson(scripted.post("/api/pull", json={"model": "m"})) == [{"status": "success"}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "nobody", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+        {"options": {"temperature": "hot"}},
+        {"options": 5},
+        {"think": 5},
+    ],
+)
+def test_wrong_fields_are_refused_in_the_dialects_envelope(scripted, fields):
+    response = chat(scripted, **fields)
+    assert response.status_code == 400
+    assert list(response.json()) == ["error"]
+    assert isinstance(response.json()["error"], str)
+
+
+def test_an_error_within_a_stream_is_a_line(scripted):
+    scripted.llm.error = RuntimeError("secret")
+    assert list(ndjson(chat(scripted))[-1]) == ["error"]
+
+
+def test_the_sdk_reads_replies_and_streams(scripted):
+    ollama = pytest.importorskip("ollama")
+    scripted.llm.text = f"Yes.{CALL}"
+    sdk = ollama.Client(host="http://localhost")
+    sdk._client = scripted
+    whole = sdk.chat(model="any", messages=USER, tools=[ADD])
+    assert (whole.message.content, whole.message.tool_calls[0].function.arguments) == ("Yes.", {"a": 1})
+    lines = list(sdk.chat(model="any", messages=USER, tools=[ADD], stream=True))
+    assert "".join(line.message.content or "" for line in lines) == "Yes."
+    assert lines[-1].done
+    assert sdk.generate(model="any", prompt="Hi").response == scripted.llm.text
+    assert sdk.show("any").capabilities == ["completion", "tools", "thinking"]
+    assert sdk.list().models[0].model == "scripted"

@@ -1,0 +1,194 @@
+"""Responses: objects, the order of a stream's events, conversations that go on, and what the official SDK needs."""
+
+import json
+
+import pytest
+from wires import named
+
+URL = "/v1/responses"
+CALL = '<tool_call>\n{"name": "NAME", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+
+
+def ask(client, **fields):
+    return client.post(URL, json={"input": "Hello?", **fields})
+
+
+def test_a_response(scripted):
+    body = ask(scripted, metadata={"a": "b"}, instructions="Be brief.", max_output_tokens=99).json()
+    assert (body["object"], body["status"], body["model"], body["error"]) == ("response", "completed", "scripted", None)
+    [item] = body["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"][0] | {"logprobs": []} == {
+        "type": "output_text",
+        "text": "Hello",
+        "annotations": [],
+        "logprobs": [],
+    }
+    assert (body["metadata"], body["instructions"], body["max_output_tokens"]) == ({"a": "b"}, "Be brief.", 99)
+    usage = body["usage"]
+    assert (usage["output_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (5, 3)
+    assert usage["total_tokens"] == usage["input_tokens"] + 5
+    assert scripted.llm.prompts[-1].startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello?")
+
+
+def test_the_order_of_a_stream(scripted):
+    scripted.llm.text = "Hm.</think>" + "Yes." + CALL.replace("NAME", "add")
+    found = named(ask(scripted, stream=True, tools=[ADD], reasoning={"effort": "low", "summary": "auto"}))
+    names = [name for name, _ in found]
+    assert [n for at, n in enumerate(names) if at == 0 or names[at - 1] != n] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
+    done = [data["item"] for name, data in found if name == "response.output_item.done"]
+    final = found[-1][1]["response"]
+    assert final["output"] == done
+    assert final["id"] == found[0][1]["response"]["id"]
+    assert [item["type"] for item in done] == ["reasoning", "message", "function_call"]
+    assert done[0]["summary"] == [{"type": "summary_text", "text": "Hm."}]
+    assert (done[2]["name"], done[2]["arguments"]) == ("add", '{"a": 1}')
+    for name, data in found:
+        if "item_id" in data:
+            assert data["item_id"] == done[data["output_index"]]["id"], name
+
+
+def test_reasoning_is_sent_raw_without_a_summary(scripted):
+    scripted.llm.text = "Hm.</think>Yes."
+    found = named(ask(scripted, stream=True, reasoning={"effort": "low"}))
+    text = "".join(data["delta"] for name, data in found if name == "response.reasoning_text.delta")
+    assert text == "Hm."
+    assert found[-1][1]["response"]["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+
+
+def test_namespaces_and_custom_tools(scripted):
+    tools = [
+        {"type": "namespace", "name": "agents", "tools": [{**ADD, "name": "spawn"}]},
+        {"type": "custom", "name": "patch", "format": {"type": "text"}},
+        {"type": "web_search"},
+    ]
+    scripted.llm.text = CALL.replace("NAME", "agents.spawn") + CALL.replace("NAME", "patch").replace(
+        '"a": 1', '"input": "x"'
+    )
+    first, second = ask(scripted, tools=tools).json()["output"]
+    assert (first["type"], first["name"], first["namespace"]) == ("function_call", "spawn", "agents")
+    assert (second["type"], second["name"], second["input"]) == ("custom_tool_call", "patch", "x")
+    names = [name for name, _ in named(ask(scripted, tools=tools, stream=True))]
+    assert "response.custom_tool_call_input.done" in names
+    history = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Go"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ok"}]},
+        *({k: v for k, v in item.items() if k != "status"} for item in (first, second)),
+        {"type": "function_call_output", "call_id": first["call_id"], "output": "1"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": second["call_id"],
+            "output": [{"type": "input_text", "text": "2"}],
+        },
+        {"type": "web_search_call"},
+    ]
+    assert ask(scripted, tools=tools, input=history).status_code == 200
+    prompt = scripted.llm.prompts[-1]
+    assert '"agents.spawn"' in prompt
+    assert prompt.count("<|im_start|>assistant") == 2
+    assert "<|im_start|>tool\n1<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in prompt
+
+
+def test_a_conversation_goes_on_from_a_response(scripted):
+    first = ask(scripted).json()
+    second = ask(scripted, input="More.", previous_response_id=first["id"]).json()
+    assert scripted.llm.prompts[-1] == (
+        "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nMore.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert scripted.get(f"{URL}/{second['id']}").json() == second
+    assert scripted.delete(f"{URL}/{second['id']}").json()["deleted"] is True
+    for id in (second["id"], ask(scripted, store=False).json()["id"]):
+        response = ask(scripted, previous_response_id=id)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "previous_response_not_found")
+
+
+def test_the_store_is_bounded_in_number_and_bytes():
+    pytest.importorskip("starlette", reason="the server extra is not installed")
+    from generate.server.errors import ApiError
+    from generate.server.store import Store, Stored
+
+    store = Store(most=3, most_bytes=100)
+    for at in range(5):
+        store.put(str(at), Stored({}, [], 10))
+    assert len(store) == 3
+    store.put("large", Stored({}, [], 85))
+    assert len(store) == 2
+    store.put("too large", Stored({}, [], 101))
+    assert len(store) == 0
+    with pytest.raises(ApiError, match="is not found"):
+        store.get("large")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "event"),
+    [
+        ({"max_output_tokens": 5}, "incomplete", "response.incomplete"),
+        ({}, "incomplete", "response.failed"),
+    ],
+)
+def test_a_reply_that_was_cut(scripted, fields, status, event):
+    """An agent that set no cap has filled its context, and compacts it when it is told so."""
+    scripted.llm.finish = "length"
+    body = ask(scripted, **fields).json()
+    assert (body["status"], body["incomplete_details"]) == (status, {"reason": "max_output_tokens"})
+    name, data = named(ask(scripted, stream=True, **fields))[-1]
+    assert name == event
+    if event == "response.failed":
+        assert data["response"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, None),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"metadata": 3}, "metadata"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(scripted, fields, param):
+    response = ask(scripted, **fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_the_sdk_reads_replies_and_streams(scripted):
+    openai = pytest.importorskip("openai")
+    sdk = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=scripted, max_retries=0)
+    scripted.llm.text = "Hm.</think>" + "Yes." + CALL.replace("NAME", "add")
+    fields = {"model": "any", "input": "Hello?", "tools": [ADD], "reasoning": {"effort": "low", "summary": "auto"}}
+    whole = sdk.responses.create(**fields)
+    with sdk.responses.stream(**fields) as stream:
+        final = stream.get_final_response()
+    for response in (whole, final):
+        assert response.output_text == "Yes."
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+        assert json.loads(response.output[2].arguments) == {"a": 1}
+    assert sdk.responses.retrieve(whole.id).id == whole.id
