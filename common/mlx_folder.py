@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.calibration import NAME as CALIBRATION
 from common.checkpoint import INDEX, UNFINISHED, Checkpoint
 from common.errors import BimetalError
 from common.files import rewrite
@@ -89,7 +90,12 @@ def write_folder(
         rewrite(part / INDEX, json.dumps(index, indent=1))
     for file in sorted(checkpoint.path.iterdir()):
         is_index = file.name.endswith(".index.json")
-        if file.suffix in KEPT_FILES and file.is_file() and file.name != "config.json" and not is_index:
+        if (
+            file.suffix in KEPT_FILES
+            and file.is_file()
+            and file.name not in ("config.json", CALIBRATION)
+            and not is_index
+        ):
             shutil.copyfile(file, part / file.name)
     if (templates := checkpoint.path / "additional_chat_templates").is_dir():
         shutil.copytree(templates, part / templates.name, dirs_exist_ok=True)

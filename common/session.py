@@ -71,10 +71,16 @@ def default_spec(model: Any) -> str:
     return "off" if getattr(model.config, "mask_id", None) is None else "wedlm"
 
 
-def speculation_of(options: GenerationOptions, default: str) -> Speculation:
+def default_window(model: Any) -> WedlmOptions:
+    """The window of `model` where none is chosen: as calibrated, else the preset `balanced`."""
+    return getattr(model, "window", PRESETS["balanced"])
+
+
+def speculation_of(options: GenerationOptions, default: str, window: WedlmOptions = PRESETS["balanced"]) -> Speculation:
     """Return the speculative mode that `options` choose; raises UsageError for options of other modes.
 
     default  the mode of the model, as `default_spec` has it
+    window   its window, as `default_window` has it
     """
     kind = options.spec or default
     plain_topk = GenerationOptions.tree_topk
@@ -96,11 +102,11 @@ def speculation_of(options: GenerationOptions, default: str) -> Speculation:
             raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
         takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
         raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
-    return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed, _window_of(options))
+    return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed, _window_of(options, window))
 
 
-def _window_of(options: GenerationOptions) -> WedlmOptions:
-    """The options of a window: those that are given, and the others of the preset."""
+def _window_of(options: GenerationOptions, default: WedlmOptions) -> WedlmOptions:
+    """The options of a window: those that are given, and the others of the preset that is named, else of `default`."""
     own: dict[str, Any] = {
         "window": options.wedlm_window,
         "tau": options.wedlm_tau,
@@ -108,7 +114,8 @@ def _window_of(options: GenerationOptions) -> WedlmOptions:
         "order": options.wedlm_order,
         "verify": options.wedlm_verify,
     }
-    return replace(PRESETS[options.wedlm_preset or "balanced"], **{k: v for k, v in own.items() if v is not None})
+    base = default if options.wedlm_preset is None else PRESETS[options.wedlm_preset]
+    return replace(base, **{k: v for k, v in own.items() if v is not None})
 
 
 DEFAULTS = GenerationOptions()
@@ -154,7 +161,8 @@ class Session:
         shared  tokens of the prompt that the next one will begin with, whatever the reply; None: all
         """
         ids = self._check(prompt, options)
-        speculation, sampler = speculation_of(options, default_spec(self.model)), Sampler(options, ids)
+        speculation = speculation_of(options, default_spec(self.model), default_window(self.model))
+        sampler = Sampler(options, ids)
         check(speculation, self.model, sampler)
         started = time.perf_counter()
         cached = self._rewind(ids)

@@ -108,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
             from generate import quantize
 
             return quantize.run(args)
+        case "calibrate":
+            from generate import calibrate
+
+            return calibrate.run(args)
         case "serve":
             return _serve(args)
         case "selftest":

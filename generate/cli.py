@@ -36,6 +36,7 @@ COMMANDS = {
     "perplexity": "how well a model predicts a text, and how far it is from a reference",
     "fit": "which of a model's files fit into memory, and with how much context",
     "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
+    "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
     "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
@@ -92,7 +93,7 @@ def _finish(args: argparse.Namespace) -> None:
     """Check what argparse cannot: a model named once, and flags of one bench."""
     if args.command == "quantize":
         _finish_quantize(args)
-    if args.command in ("inspect", "perplexity", "fit", "pull", "rm"):
+    if args.command in ("inspect", "perplexity", "calibrate", "fit", "pull", "rm"):
         if (args.model is None) == (args.named is None):
             many = "is named twice" if args.model else "is not named"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
@@ -124,6 +125,7 @@ def _parser() -> Parser:
         "perplexity": _perplexity,
         "fit": _fit,
         "quantize": _quantize,
+        "calibrate": _calibrate,
         "serve": _serve,
         "selftest": _selftest,
     }
@@ -141,6 +143,9 @@ DESCRIPTIONS = {
     "mlx-lm reads too. A run that was stopped goes on when the same command is given again.",
     "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
     "state, the second half of each scored. Against a reference also KL divergence and agreement.",
+    "calibrate": "Decode replies with a grid of windows, and measure the share of tokens that plain greedy decoding "
+    "would have chosen, and tokens per forward. The window of most tokens per forward within --loss is kept in a file "
+    "beside the model, and is the default of its replies from then on.",
     "fit": "What a model takes in memory, by file and context, while a prompt of the whole context is read. Of a "
     "repository on the Hub only headers are fetched.",
     "selftest": "Run the repository's tests of a backend and a short bench, and write the results to one file, which "
@@ -344,6 +349,28 @@ def _quantize(p: Parser) -> None:
     )
     s.add_argument("--plot", metavar="FILE", help="also draw the table as an SVG file")
     s.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
+
+
+def _calibrate(p: Parser) -> None:
+    flags.named_model(p)
+    p.add_argument(
+        "--text", required=True, metavar="FILE", help='UTF-8, or prompts: a .jsonl file of {"prompt": text} each'
+    )
+    p.add_argument("--prompts", type=values.positive, default=32, metavar="N", help="at most (default: 32)")
+    p.add_argument(
+        "--prompt-tokens", type=values.positive, default=64, metavar="N", help="of each piece of a text (default: 64)"
+    )
+    p.add_argument(
+        "--new-tokens", type=values.positive, default=64, metavar="N", help="most tokens of a reply (default: 64)"
+    )
+    p.add_argument(
+        "--loss", type=values.number, default=0.02, metavar="X", help="share of tokens that may differ (default: 0.02)"
+    )
+    p.add_argument("--windows", type=values.counts, metavar="N,N", help="masks per step (default: 8,16)")
+    p.add_argument("--taus", type=values.numbers, metavar="X,X", help="nats (default: 0.1,0.2,0.4,0.6,0.9)")
+    p.add_argument("--lambdas", type=values.numbers, metavar="X,X", help="nats (default: 0.02,0.05,0.1)")
+    p.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
+    p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
 
 
 def _finish_quantize(args: argparse.Namespace) -> None:

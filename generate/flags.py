@@ -93,7 +93,9 @@ def speculation(p: Any) -> None:
 def window(p: Any) -> None:
     presets = "; ".join(f"{name}: {preset.words}" for name, preset in PRESETS.items())
     p.add_argument(
-        "--wedlm-preset", choices=tuple(PRESETS), help=f"window, tau and lambda: {presets} (default: balanced)"
+        "--wedlm-preset",
+        choices=tuple(PRESETS),
+        help=f"window, tau and lambda: {presets} (default: as calibrated, else balanced)",
     )
     p.add_argument("--wedlm-window", type=values.positive, metavar="N", help="masks per step (default: as the preset)")
     p.add_argument(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from common import calibration
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.hub import resolve_model
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     _types(checkpoint, ops)
     _tensors(checkpoint, layout)
     _tokenizer(checkpoint)
+    if getattr(config, "mask_id", None) is not None:
+        _window(checkpoint)
     spec = definition.state_spec(config)
     _memory(checkpoint, layout, cached_spec(spec, cache_of(args), ops), config.context, ops)
     _formats(spec, ops)
@@ -90,6 +93,11 @@ def _tokenizer(checkpoint: Checkpoint) -> None:
     ends = ", ".join(f"{tokenizer.decode([id])} {id}" for id in sorted(tokenizer.end_ids))
     print(f"  {tokenizer.vocab_size} tokens; a reply ends at {ends or 'nothing'}")
     print(f"  chat template: {'yes' if tokenizer.chat_template else 'no'}")
+
+
+def _window(checkpoint: Checkpoint) -> None:
+    found = calibration.read(checkpoint.path)
+    print(f"\nwindow of masks\n  {found or 'not calibrated: the preset balanced (docs/wedlm.md)'}")
 
 
 def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops: Ops) -> None:

@@ -46,7 +46,9 @@ SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest
     "mlx": {
         "ops": [f"tests/ops/test_{name}.py" for name in ("mlx_ops", "mlx_weights", "latent_and_window")]
         + ["-k", "mlx", *PLAIN],
-        "kernels": [f"tests/simt/test_{name}.py" for name in ("quantized", "recurrent", "top_k", "wht", "models")]
+        "kernels": [
+            f"tests/simt/test_{name}.py" for name in ("quantized", "recurrent", "top_k", "entropy", "wht", "models")
+        ]
         + PLAIN,
         "models": [*MODELS, "-k", "mlx", *PLAIN],
         "state": ["tests/test_state.py", "-k", "mlx", *PLAIN],

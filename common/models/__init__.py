@@ -6,7 +6,9 @@ from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from common.calibration import window_beside
 from common.checkpoint import Checkpoint, open_checkpoint
+from common.decoders import PRESETS, WedlmOptions
 from common.errors import BimetalError
 from common.expert_stream import ExpertStream
 from common.kv_cache import CacheOptions, check_pairs, packed
@@ -68,6 +70,7 @@ class Model:
     ops: Ops
     cache: CacheOptions = field(default=CacheOptions(), kw_only=True)
     experts: ExpertStream | None = field(default=None, kw_only=True)  # where they are read while the model runs
+    window: WedlmOptions = field(default=PRESETS["balanced"], kw_only=True)  # of replies that are given none
 
     @cached_property
     def step_bytes(self) -> int:
@@ -124,4 +127,5 @@ def load_model(path: Any, ops: Ops, progress: bool = False, open_experts: OpenEx
     stream = None if open_experts is None else open_experts(checkpoint, layout, config)
     streamed = {} if stream is None else stream.handles(layout)
     weights = load_weights(checkpoint, layout, ops, progress, streamed=streamed)
-    return Model(name, definition, config, layout, weights, ops, experts=stream)
+    window = PRESETS["balanced"] if getattr(config, "mask_id", None) is None else window_beside(checkpoint.path)
+    return Model(name, definition, config, layout, weights, ops, experts=stream, window=window)

@@ -1,0 +1,160 @@
+"""Measure windows of a WeDLM model on a text: how often they agree with plain decoding, at how many tokens per forward.
+
+Agreement is the share of a reply's tokens that are the likeliest next token after prompt and reply up to there, by the
+same weights. Plain greedy decoding has all, at one token per forward. It needs no right answers, and one token that
+differs counts once, whatever follows it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from common.decode.alone import run_alone
+from common.decode.run import Run, WedlmStats
+from common.decoders import Speculation, WedlmOptions
+from common.errors import BimetalError, UsageError
+from common.models import Model
+from common.ops import Array
+from common.sampling import Sampler, Sampling
+from common.step import State, Step
+
+WINDOWS, TAUS, PENALTIES = (8, 16), (0.1, 0.2, 0.4, 0.6, 0.9), (0.02, 0.05, 0.1)
+
+
+@dataclass
+class Point:
+    """What replies with one window were like.
+
+    same   how many of a reply's tokens agree with plain decoding, by reply
+    sizes  tokens, by reply
+    nats   what the tokens are improbable by, summed: -log p of each as the next token after those before it
+    stats  summed over the replies
+    """
+
+    options: WedlmOptions
+    same: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    nats: float = 0.0
+    stats: WedlmStats = field(default_factory=WedlmStats)
+
+    @property
+    def agreement(self) -> float:
+        return sum(self.same) / max(sum(self.sizes), 1)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the agreement; replies are independent, tokens of one are not."""
+        rest = np.array(self.same) - self.agreement * np.array(self.sizes)
+        count = len(rest)
+        return math.sqrt((rest**2).sum() * count / max(count - 1, 1)) / max(sum(self.sizes), 1)
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / max(sum(self.sizes), 1)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.stats.tokens_per_forward
+
+
+def grid(windows: Iterable[int], taus: Iterable[float], penalties: Iterable[float]) -> list[WedlmOptions]:
+    """All combinations but windows that reach no further than a smaller one: no mask beyond tau / lambda passes."""
+    kept: dict[tuple[int, float, float], WedlmOptions] = {}
+    for window, tau, penalty in product(sorted(windows), taus, penalties):
+        options = WedlmOptions(window, tau, penalty)
+        reach = window if penalty == 0 or tau == math.inf else min(window, max(1, math.ceil(tau / penalty)))
+        kept.setdefault((reach, tau, penalty), options)
+    return list(kept.values())
+
+
+def cut_prompts(ids: Sequence[int], size: int, most: int) -> list[list[int]]:
+    """At most `most` prompts of `size` tokens, evenly spread over a text. Raises UsageError for a shorter text."""
+    count = len(ids) // size
+    if not count:
+        raise UsageError(f"the text has {len(ids)} tokens, and one prompt takes {size}; give more text or less")
+    chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int)
+    return [list(ids[at * size : (at + 1) * size]) for at in chosen]
+
+
+def measure(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    settings: Sequence[WedlmOptions],
+    new_tokens: int,
+    ends: frozenset[int],
+    progress: Callable[[], object] = lambda: None,
+) -> list[Point]:
+    """The points of `settings`, over replies of at most `new_tokens` tokens to each prompt; `ends` end a reply.
+
+    progress  called after each reply
+    """
+    points = [Point(options) for options in settings]
+    for prompt in prompts:
+        state = model.new_state(len(prompt) + new_tokens)
+        logits = _read(model, state, prompt)
+        after = state.snapshot()
+        for point in points:
+            state.restore(after)
+            reply = _reply(model, state, prompt, logits, point, ends)
+            state.restore(after)
+            same, nats = _plain(model, state, logits, reply)
+            point.same.append(same)
+            point.sizes.append(len(reply))
+            point.nats += nats
+            progress()
+    return points
+
+
+def best(points: Sequence[Point], loss: float) -> Point | None:
+    """The point of most tokens per forward among those whose agreement is at least 1 - `loss`, if there is one."""
+    good = [point for point in points if point.agreement >= 1 - loss]
+    return max(good, key=lambda p: (p.tokens_per_forward, -p.stats.rows_per_token), default=None)
+
+
+def _chunks(model: Model, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+    for at in range(0, len(tokens), model.ops.prefill_rows):
+        yield np.asarray(tokens[at : at + model.ops.prefill_rows], np.int32)
+
+
+def _read(model: Model, state: State, prompt: Sequence[int]) -> Array:
+    """Read the prompt; its last row's logits (1, vocab)."""
+    logits: Array = None
+    for chunk in _chunks(model, prompt):
+        n, ends = len(chunk), state.length + len(chunk) == len(prompt)
+        logits = model.forward(state, Step.chain(chunk, state.length), slice(n - 1, n) if ends else slice(0, 0))
+        state.commit(np.arange(n))
+    return logits
+
+
+def _reply(
+    model: Model, state: State, prompt: Sequence[int], logits: Array, point: Point, ends: frozenset[int]
+) -> list[int]:
+    """The tokens of a greedy reply in the point's windows, the end token included."""
+    run = Run(model, state, logits, Sampler(Sampling()), prompt, Speculation("wedlm", wedlm=point.options))
+    reply: list[int] = []
+    with closing(run_alone(run)) as tokens:
+        for token, _ in tokens:
+            reply.append(token)
+            if token in ends:
+                break
+    point.stats.add(run.wedlm)
+    return reply
+
+
+def _plain(model: Model, state: State, logits: Array, reply: Sequence[int]) -> tuple[int, float]:
+    """How many of the reply's tokens are the likeliest after what stands before them; their -log p, summed."""
+    rows = [model.ops.read(logits)]
+    for chunk in _chunks(model, reply[:-1]):
+        rows.append(model.ops.read(model.forward(state, Step.chain(chunk, state.length))))
+        state.commit(np.arange(len(chunk)))
+    values = np.concatenate(rows)
+    if not np.isfinite(values.max(axis=-1)).all():
+        raise BimetalError("the logits of a reply are not finite; this model cannot be calibrated")
+    values = values - values.max(axis=-1, keepdims=True)
+    at = np.take_along_axis(values, np.array(reply)[:, None], axis=-1)[:, 0]
+    nats = np.log(np.exp(values).sum(axis=-1, dtype=np.float64)) - at
+    return int((values.argmax(axis=-1) == reply).sum()), float(nats.sum())

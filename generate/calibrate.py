@@ -1,0 +1,71 @@
+"""`python -m generate calibrate MODEL --text FILE`: measure windows of a WeDLM model on a text, and keep one."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common import calibration
+from common.checkpoint import open_checkpoint
+from common.decode.calibrate import PENALTIES, TAUS, WINDOWS, Point, best, cut_prompts, grid, measure
+from common.errors import BimetalError, UsageError
+from common.hub import resolve_model
+from common.models import architecture
+from common.tokenizer import Tokenizer, load_tokenizer
+from generate.backends import open_model
+from generate.bench_spec import read_prompts
+from generate.perplexity import read_text
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.loss < 1:
+        raise UsageError(f"--loss is {args.loss}; it must be at least 0 and below 1")
+    settings = grid(args.windows or WINDOWS, args.taus or TAUS, args.lambdas or PENALTIES)
+    path = resolve_model(args.model)
+    checkpoint = open_checkpoint(path)
+    name, definition = architecture(checkpoint)
+    config = definition.read_config(checkpoint)
+    if getattr(config, "mask_id", None) is None:
+        raise UsageError(f"{path.name} has no windows to calibrate: {name} has no mask token")
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    prompts = _prompts(args, tokenizer)
+    longest = max(map(len, prompts)) + args.new_tokens
+    if longest > config.context:
+        raise UsageError(f"prompt and reply take {longest} tokens, and the model was trained for {config.context}")
+    model = open_model(checkpoint, args.backend, progress=True)
+    with tqdm(total=len(prompts) * len(settings), desc="replies", leave=False, disable=None) as bar:
+        points = measure(model, prompts, settings, args.new_tokens, frozenset(tokenizer.end_ids), bar.update)
+    print(f"{path.name} on {model.ops.name}, {args.text}: {len(prompts)} prompts, {sum(points[0].sizes)} tokens")
+    chosen = best(points, args.loss)
+    table(points, chosen)
+    if chosen is None:
+        raise BimetalError(
+            f"no window keeps {1 - args.loss:.1%} agreement; nothing is written: allow more --loss, or "
+            "use --wedlm-verify, which loses nothing"
+        )
+    text = Path(args.text).name
+    found = calibration.Calibration(chosen.options, chosen.agreement, chosen.tokens_per_forward, text)
+    if args.dry_run:
+        print(f"would keep {found}")
+    else:
+        print(f"kept {found}, in {calibration.write(path, found)}")
+    return 0
+
+
+def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts of a .jsonl file, or pieces of a text."""
+    if args.text.endswith(".jsonl"):
+        return [tokenizer.encode(prompt) for prompt in read_prompts(args.text, args.prompts)]
+    ids = tokenizer.encode(read_text(Path(args.text)), add_special_tokens=False, parse_special=False)
+    return cut_prompts(ids, args.prompt_tokens, args.prompts)
+
+
+def table(points: Sequence[Point], chosen: Point | None) -> None:
+    """The points, those of most tokens per forward first."""
+    form = "{:>6} {:>5} {:>6} {:>16} {:>10} {:>14} {:>10}{}"
+    print(form.format("window", "tau", "lambda", "agreement", "nats/token", "tokens/forward", "rows/token", ""))
+    for p in sorted(points, key=lambda p: -p.tokens_per_forward):
+        o, agreement, mark = p.options, f"{p.agreement:.2%} ± {p.error:.2%}", "  <" if p is chosen else ""
+        figures = (f"{p.nats_per_token:.3f}", f"{p.tokens_per_forward:.2f}", f"{p.stats.rows_per_token:.2f}")
+        print(form.format(o.window, f"{o.tau:g}", f"{o.penalty:g}", agreement, *figures, mark))
