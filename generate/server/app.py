@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
-from generate.server import chat, completions, messages, ollama, responses, utilities
+from generate.server import chat, completions, messages, ollama, page, responses, utilities
 from generate.server.answer import Generate, Utility
 from generate.server.body import read_json
 from generate.server.errors import ApiError
@@ -27,7 +27,7 @@ STORED = "/v1/responses/{id}"
 
 def build(service: Service, policy: Policy, log: Log) -> Guard:
     """The whole server as an ASGI application."""
-    routes = [*_status(service), *_texts(service), *_utilities(service), *_ollama(service), *_stored(service)]
+    routes = [*page.routes(), *_status(service), *_texts(service), *_utilities(service), *_ollama(service), *_stored(service)]
     return Guard(Router(routes, redirect_slashes=False), policy, log)
 
 
@@ -46,14 +46,10 @@ def _status(service: Service) -> list[BaseRoute]:
             raise ApiError(503, "the server shuts down", retry=RETRY)
         return {"status": "ok", "model": service.facts.name}
 
-    async def root(request: Request) -> Response:
-        return PlainTextResponse("Ollama is running")  # which its clients look for
-
     async def metrics(request: Request) -> Response:
         return Response(service.metrics_text(), media_type=MEDIA)
 
     return [
-        Route("/", root, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         _get("/health", health),
         _get("/v1/health", health),

@@ -20,9 +20,10 @@ from common.errors import BimetalError
 from generate.server.answer import ClientGoneError, Message, Receive, Send
 from generate.server.errors import ApiError, dialect_of, envelope, refusal
 from generate.server.log import Log
+from generate.server.page import is_page
 from generate.server.wire import dumps, new_id
 
-OPEN = {"/", "/health", "/v1/health", "/favicon.ico"}  # answered without a key
+OPEN = {"/health", "/v1/health", "/favicon.ico"}  # answered without a key, as the pages are
 CLIENT_GONE = 499
 
 
@@ -49,7 +50,7 @@ class Policy:
         if origin is not None and not self.allows_origin(origin, host):
             message = f"the origin {origin!r:.80} may not call this server; --cors-origin admits further ones"
             raise ApiError(403, message, "origin_not_allowed")
-        if self.keys and path not in OPEN and not self.has_key(headers):
+        if self.keys and not (path in OPEN or is_page(path)) and not self.has_key(headers):
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
 
     def allows_host(self, host: str) -> bool:

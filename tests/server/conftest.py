@@ -10,7 +10,7 @@ BASE = "http://localhost"
 
 
 def client_of(llm, name="demo", policy=None, most=64, log=None):
-    """A client of a server over `llm`; its `service` and `log` are attributes. Skips without the server extra."""
+    """A client of a server over `llm`; its `app`, `service` and `log` are attributes. Skips without the server extra."""
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
     testclient = pytest.importorskip("starlette.testclient", reason="the server extra is not installed")
     from generate.server.app import build
@@ -21,8 +21,9 @@ def client_of(llm, name="demo", policy=None, most=64, log=None):
     service = Service(most)
     service.serve(llm, name)
     log = log or io.StringIO()
-    client = testclient.TestClient(build(service, policy or Policy(), Log(stream=log)), base_url=BASE)
-    client.service, client.log, client.llm = service, log, llm
+    app = build(service, policy or Policy(), Log(stream=log))
+    client = testclient.TestClient(app, base_url=BASE)
+    client.app, client.service, client.log, client.llm = app, service, log, llm
     return client
 
 
