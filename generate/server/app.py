@@ -27,7 +27,14 @@ STORED = "/v1/responses/{id}"
 
 def build(service: Service, policy: Policy, log: Log) -> Guard:
     """The whole server as an ASGI application."""
-    routes = [*page.routes(), *_status(service), *_texts(service), *_utilities(service), *_ollama(service), *_stored(service)]
+    routes = [
+        *page.routes(),
+        *_status(service),
+        *_texts(service),
+        *_utilities(service),
+        *_ollama(service),
+        *_stored(service),
+    ]
     return Guard(Router(routes, redirect_slashes=False), policy, log)
 
 

@@ -10,7 +10,7 @@ BASE = "http://localhost"
 
 
 def client_of(llm, name="demo", policy=None, most=64, log=None):
-    """A client of a server over `llm`; its `app`, `service` and `log` are attributes. Skips without the server extra."""
+    """A client of a server over `llm`; `app`, `service` and `log` are its attributes. Skips without the extra."""
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
     testclient = pytest.importorskip("starlette.testclient", reason="the server extra is not installed")
     from generate.server.app import build

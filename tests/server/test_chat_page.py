@@ -12,16 +12,22 @@ ORIGINS = re.compile(r"https?://|//[a-z]", re.I)
 
 def test_pages_come_without_a_key_and_ask_no_other_host(scripted):
     from conftest import client_of
+
     from generate.server.guard import Policy, digest
 
     client = client_of(scripted.llm, "scripted", Policy([digest("secret")]))
     seen = set()
     for path in ("/", "/status"):
         page = client.get(path, headers={"accept": "text/html,*/*"})
-        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
         policy = page.headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-        assert "<script>" not in page.text and "onclick" not in page.text and "style=" not in page.text
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+        assert "<script>" not in page.text
+        assert "onclick" not in page.text
+        assert "style=" not in page.text
         seen |= set(re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text))
     assert len(seen) >= 3
     while todo := [path for path in seen if path.endswith(".js")]:
@@ -29,7 +35,8 @@ def test_pages_come_without_a_key_and_ask_no_other_host(scripted):
         for path in todo:
             script = client.get(path)
             assert script.status_code == 200, path
-            assert "innerHTML" not in script.text and "eval(" not in script.text
+            assert "innerHTML" not in script.text
+            assert "eval(" not in script.text
             assert not ORIGINS.search(script.text.replace("https?:", "").replace("// ", "")), path
     assert client.get("/v1/models").status_code == 401
     assert client.get("/static/../app.py").status_code == 401  # no file of the package
@@ -96,7 +103,8 @@ def test_a_conversation_in_a_browser(page):
     [body] = driver.find_elements("css selector", "article.assistant .body")
     assert body.find_element("tag name", "strong").text == "two"
     assert body.find_element("css selector", "pre code").text == "print('<b>')"
-    assert not body.find_elements("tag name", "img") and "<img src=x onerror=alert(1)>" in body.text
+    assert not body.find_elements("tag name", "img")
+    assert "<img src=x onerror=alert(1)>" in body.text
     assert shown(driver, "user") == ["first question <b>bold</b>"]
     assert "tokens/s" in driver.find_element("id", "figures").text
     assert "/ 4096" in driver.find_element("id", "context-text").text
@@ -104,7 +112,8 @@ def test_a_conversation_in_a_browser(page):
     model.text, model.pause = "Second reply", 0.0
     send(driver, "second question")
     until(lambda: shown(driver)[-1:] == ["Second reply"])
-    assert "first question" in model.prompts[-1] and "One **two**" in model.prompts[-1]
+    assert "first question" in model.prompts[-1]
+    assert "One **two**" in model.prompts[-1]
 
     model.text, model.pause = "x" * 400, 0.05
     send(driver, "a long one")
@@ -142,7 +151,8 @@ def test_settings_reach_the_server_and_reasoning_is_folded(page):
     driver.find_element("css selector", "#settings button").click()
     send(driver, "why?")
     until(lambda: shown(driver) and "so" in shown(driver)[-1])
-    assert model.options[-1]["temperature"] == 0.5 and model.options[-1]["max_tokens"] == 9
+    assert model.options[-1]["temperature"] == 0.5
+    assert model.options[-1]["max_tokens"] == 9
     assert "Be brief." in model.prompts[-1]
     fold = until(lambda: driver.find_elements("css selector", "details"))[0]
     assert fold.get_attribute("open") is None
