@@ -27,7 +27,7 @@ class CacheOptions:
     rotate_keys    by default, keys below 8 bits are rotated
     rotate_values  by default, values in Lloyd-Max formats are rotated
     sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 beside keys or values below
-                   8 bits, else none; a backend without exact rows keeps none beside keys of 8 bits
+                   8 bits, else none
     calibration    first tokens whose keys give each channel's mean and scale; 0: none; by default 512 below 8 bits
     boundary       first and last layers, counted among those with a cache, in at least 8 bits
     """
@@ -58,6 +58,11 @@ def is_auto(choice: CacheChoice) -> bool:
 
 def options_of(choice: CacheChoice, pair: tuple[str, str] = (NATIVE, NATIVE)) -> CacheOptions:
     """What a person's choice comes to; `pair` stands for formats that were not chosen."""
+    if choice.kv in SHORTHANDS and choice.cache_type_k and choice.cache_type_v:
+        raise UsageError(
+            f"kv {choice.kv} stands for both formats, and cache_type_k {choice.cache_type_k} and cache_type_v "
+            f"{choice.cache_type_v} replace both; leave out kv, or one of the others"
+        )
     keys, values = SHORTHANDS.get(choice.kv or "", pair)
     return CacheOptions(
         choice.cache_type_k or keys,
@@ -76,23 +81,18 @@ def bits_of(format_: str) -> int:
     return 32 if format_ == NATIVE else FORMATS[format_].bits
 
 
-def packed(spec: Sequence[LayerSpec], options: CacheOptions, reads_exactly: bool = False) -> list[LayerSpec]:
+def packed(spec: Sequence[LayerSpec], options: CacheOptions) -> list[LayerSpec]:
     """The specs of a model's layers with their caches in the chosen formats.
 
     A windowed cache holds few rows: its keys are at least q8_0, and nothing is kept beside them. A latent row is key
     and value at once: its compressed part takes the format of the keys, its roped part stays in the backend's own type.
-
-    reads_exactly  whether the backend keeps exact rows, which are then the default beside values below 8 bits too
     """
     if not options.compresses:
         return list(spec)
     cached = [i for i, layer in enumerate(spec) if any(s.kind is not Kind.RECURS for s in layer.values())]
     outer = {*cached[: options.boundary], *cached[-options.boundary :]} if options.boundary else set()
     return [
-        {
-            name: _packed_spec(s, _widened(options) if i in outer else options, reads_exactly)
-            for name, s in layer.items()
-        }
+        {name: _packed_spec(s, _widened(options) if i in outer else options) for name, s in layer.items()}
         for i, layer in enumerate(spec)
     ]
 
@@ -103,7 +103,7 @@ def _widened(options: CacheOptions) -> CacheOptions:
     return replace(options, keys=keys, values=values)
 
 
-def _packed_spec(s: Any, options: CacheOptions, reads_exactly: bool) -> Any:
+def _packed_spec(s: Any, options: CacheOptions) -> Any:
     if isinstance(s, LatentSpec):
         if options.values not in (NATIVE, options.keys):
             raise UsageError(
@@ -116,7 +116,7 @@ def _packed_spec(s: Any, options: CacheOptions, reads_exactly: bool) -> Any:
         return s
     keys, values = options.keys, options.values
     coded = bits_of(keys) < WHOLE
-    keeps = coded or (reads_exactly and bits_of(values) < WHOLE)
+    keeps = coded or bits_of(values) < WHOLE
     packing = Packing(
         rotate_keys=keys != NATIVE and _rotates_keys(options, keys),
         rotate_values=values != NATIVE and _either(options.rotate_values, not FORMATS[values].group),
@@ -176,13 +176,8 @@ def _described_spec(s: KVSpec | LatentSpec) -> str:
     return ", ".join(parts)
 
 
-def check_pairs(
-    spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]], reads_exactly: bool = True
-) -> None:
-    """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError.
-
-    reads_exactly  whether the backend keeps exact rows beside a compressed cache
-    """
+def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]]) -> None:
+    """Refuse formats that the backend has no kernel for, and heads that a format cannot store; BimetalError."""
     for s in (s for layer in spec for s in layer.values()):
         if isinstance(s, KVSpec):
             pair = s.key_format, s.value_format
@@ -194,11 +189,6 @@ def check_pairs(
             raise UsageError(
                 f"the {backend} backend has no cache of keys in {pair[0]} and values in {pair[1]}; "
                 f"supported: {_listed(pairs)}"
-            )
-        if isinstance(s, KVSpec) and s.packing.keeps_exact and not reads_exactly:
-            raise UsageError(
-                f"the {backend} backend reads every token of a compressed cache from its codes, and keys in {pair[0]} "
-                "keep some exact; add --kv-calibration 0 --kv-sinks 0 --kv-recent 0, or take keys of 8 bits"
             )
         for plane in getattr(s, "planes", ()):
             if plane.format != NATIVE:

@@ -108,7 +108,6 @@ class Ops(ABC):
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
     reserves = False  # does a state take the memory of its whole capacity at once?
-    reads_exactly = False  # may compressed caches keep some rows exact, and calibrate keys?
     cache_pairs: frozenset[tuple[str, str]] = frozenset()  # (keys, values): formats of caches beside its own float type
     checks_scales = False  # are scales that are not finite refused here? Reading them once more takes its time
 

@@ -43,7 +43,6 @@ class NumpyOps(Ops):
     name = "numpy"
     item_bytes = 4
     cache_pairs = ALL_PAIRS
-    reads_exactly = True
 
     def weight(self, *parts: Tensor) -> Weight:
         return np.concatenate([dequantize(part) for part in parts], axis=-2)

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV
-from cuda_backend.caches.planes import Plane
+from cuda_backend.caches.planes import Planes
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
+from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
 from cuda_backend.launch import kernel
 from cuda_backend.layout import SPLIT_TILE, padded, piece_places, run_count, split_tiles, tail_places
 from cuda_backend.lazy import Lazy, Op, Target
@@ -58,20 +60,23 @@ def attention(
     T, H, D = q.shape
     K, wide = k.shape[1], kv.keys.width
     step = context.step_of(step, kv.store)
+    if window and kv.exact:
+        raise BimetalError(f"a window of {window} over a compressed cache that keeps every position is not supported")
     q16 = context.arena.take(T * H * wide * 2)
     keep = kv.store.window[1]
     keys, values = kv.keys, kv.values
     if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
         keys, values = unrolled(kv, T, context.arena, context.stream)
-    heads_to_cache(context, q, k, v, step, q16, keys, values)
+    exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
     if step.prefill:
-        out = whole(context, q16, keys, values, (T, H, D), step, scale, (window or 0, keep))
+        out = whole(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, keep), exact)
         if kv.store.is_ring:
             rolled(kv, T, (keys, values), context.stream)
+        close_exact(context, kv, T, step, exact)
         return out
     rows = 16 if T * (H // K) <= 16 else 32  # of a block
-    formats = format_defines(keys, values)
-    defines, shared, ctas = split_tiles(context.card, wide, rows, packed_bytes(keys, values))
+    formats = *format_defines(keys, values), *exact.defines
+    defines, shared, ctas = split_tiles(context.card, wide, rows, packed_bytes(keys, values), bool(exact.defines))
     blocks = -(-T * (H // K) // rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
@@ -96,6 +101,7 @@ def attention(
             trunk,
             sums,
             stats,
+            exact.record,
         ),
         shared_mem=shared,
         stream=context.stream,
@@ -107,25 +113,41 @@ def attention(
 
 
 def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:
-    step = context.step_of(step, kv.store)
+    step, T = context.step_of(step, kv.store), len(k)
     if step.prefill and kv.store.is_ring:
-        keys, values = unrolled(kv, len(k), context.arena, context.stream)
-        heads_to_cache(context, None, k, v, step, 0, keys, values)
-        rolled(kv, len(k), (keys, values), context.stream)
+        room = unrolled(kv, T, context.arena, context.stream)
+        write_rows(context, (None, k, v), kv, step, 0, room)
+        rolled(kv, T, room, context.stream)
     else:
-        heads_to_cache(context, None, k, v, step, 0, kv.keys, kv.values)
+        exact = write_rows(context, (None, k, v), kv, step, 0, (kv.keys, kv.values))
+        close_exact(context, kv, T, step, exact)
+
+
+Heads = tuple[Array | None, Array, Array]  # queries, keys and values of a step
+
+
+def write_rows(context: Context, heads: Heads, kv: KV, step: DeviceStep, q16: int, room: Planes) -> ExactStep:
+    """Float16 of queries at `q16`, and rows of keys and values in `room` and among those that are read exactly."""
+    q, k, _ = heads
+    exact = open_exact(context, kv, len(k), q.shape[1] if q else 0, step)
+    heads_to_cache(context, heads, step, q16, room, exact)
+    again = calibrated(context, kv, step, exact)
+    if again:
+        heads_to_cache(context, heads, step, q16, room, again)
+    return again or exact
 
 
 def heads_to_cache(
-    context: Context, q: Array | None, k: Array, v: Array, step: DeviceStep, q16: int, keys: Plane, values: Plane
+    context: Context, heads: Heads, step: DeviceStep, q16: int, room: Planes, exact: ExactStep = NO_EXACT
 ) -> None:
     """Float16 of q at `q16`, and rows of k and v in the cache; norm and rope happen in the same launch."""
+    (q, k, v), (keys, values) = heads, room
     T, K, D = k.shape
     H = q.shape[1] if q else 0
     queries = q or k
     sources = before_heads(queries), before_heads(k), v
     (q_norm, q_weight, q_eps, q_rope), (k_norm, k_weight, k_eps, k_rope) = norm_and_rope(queries), norm_and_rope(k)
-    formats = format_defines(keys, values)
+    formats = *format_defines(keys, values), *exact.defines
     alike = q_norm == k_norm and q_eps == k_eps and bytes(q_rope) == bytes(k_rope)
     if alike and D in (128, 256) and T <= MAX_DECODE_ROWS and float4_aligned(*sources, flat=False) and turns(q_rope):
         ctas = sum(n if x.partials > 1024 // D else -(-n // 4) for x, n in zip(sources, (H, K, K), strict=True))
@@ -142,6 +164,7 @@ def heads_to_cache(
                 q16,
                 keys.record,
                 values.record,
+                exact.record,
             ),
             stream=context.stream,
         )
@@ -162,6 +185,7 @@ def heads_to_cache(
             q16,
             keys.record,
             values.record,
+            exact.record,
         ),
         shared_mem=32 * padded(D),
         stream=context.stream,
@@ -171,22 +195,23 @@ def heads_to_cache(
 def whole(
     context: Context,
     q16: int,
-    keys: Plane,
-    values: Plane,
+    room: Planes,
     shape: tuple[int, int, int],
     step: DeviceStep,
     scale: float,
     seen: tuple[int, int] = (0, 0),
+    exact: ExactStep = NO_EXACT,
 ) -> Array:
     """Attention of a long step, (T, H, D) = `shape`, whose rows the planes hold.
 
     seen  positions of the window, 0: all; and those of the first ones that every row sees
     """
-    T, H, D = shape
+    (T, H, D), (keys, values) = shape, room
     K, wide = keys.heads, keys.width
     out = Array((T, H, D), context.arena.take(T * H * D * 4))
     shared = 3 * 64 * (wide + 8) * 2
-    kernel("attention", "whole", (f"D={wide}", f"DIM={D}", *format_defines(keys, values)), shared)(
+    formats = *format_defines(keys, values), *exact.defines
+    kernel("attention", "whole", (f"D={wide}", f"DIM={D}", *formats), shared)(
         (-(-T * (H // K) // 64), K),
         (128,),
         (
@@ -201,6 +226,7 @@ def whole(
             scale * LOG2_E,
             *seen,
             out.address,
+            exact.record,
         ),
         shared_mem=shared,
         stream=context.stream,

@@ -100,7 +100,7 @@ def expanded_attention(
         (rows.record, n, N, P, wide, keys.record),
         stream=context.stream,
     )
-    return whole(context, q16, keys, values, (T, H, V), step, scale)
+    return whole(context, q16, (keys, values), (T, H, V), step, scale)
 
 
 class Queries(NamedTuple):

@@ -54,7 +54,9 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
     if stem == "linear":
         return _source_of_linear(second)
     parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    parts += ["plane.cuh"] if stem in ("attention", "split", "latent", "keep", "heads_to_cache", "to_cache") else []
+    planes = "attention", "split", "latent", "keep", "heads_to_cache", "to_cache", "calibrate"
+    parts += ["plane.cuh"] if stem in planes else []
+    parts += ["exact.cuh"] if stem in ("attention", "split", "latent", "heads_to_cache", "to_cache") else []
     parts += ["formats.cuh"] if stem in ("attention", "latent", "split", "heads_to_cache", "pieces", "to_cache") else []
     parts += ["encode.cuh"] if stem in ("latent", "heads_to_cache", "to_cache") else []
     parts += ["decode.cuh"] if stem in ("attention", "latent", "split") else []
@@ -253,17 +255,22 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
     raise BimetalError(f"{card.name} has too little shared memory for latents {width} wide")
 
 
-def split_tiles(card: Card, width: int, rows: int, packed: int = 0) -> tuple[tuple[str, ...], int, int]:
+def split_tiles(
+    card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
+) -> tuple[tuple[str, ...], int, int]:
     """Definitions of kernels/split.cu for 16 or 32 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor.
 
     packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
+    exact   whether some tokens are read as float16 beside them
     """
+
+    most = 4 if rows == 16 else 1 if exact and width > 128 and card.capability < 90 else 2  # more spill registers
 
     def fit(buffers: int) -> tuple[int, int, int]:
         tiles = 1 if packed else buffers
         shared = (rows + tiles * SPLIT_TILE) * (width + 8) * 2 + rows * (2 * (SPLIT_TILE + 8) + 16)
         shared += buffers * SPLIT_TILE * packed
-        return min(2 if rows == 32 else 4, card.shared // (shared + 2048)), buffers, shared
+        return min(most, card.shared // (shared + 2048)), buffers, shared
 
     choices = (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4)  # others spill registers
     ctas, buffers, shared = max(fit(n) for n in choices)

@@ -88,6 +88,10 @@ class MultiGpuState(State):
         for share in self.shares.values():
             share.note_step(step)
 
+    @property
+    def calibrates(self) -> bool:
+        return any(share.calibrates for share in self.shares.values())
+
     def _all(self) -> list[Any]:
         return [Share(gpu, state) for gpu, state in self.shares.items()]
 

@@ -35,6 +35,12 @@ MATRIX = _struct(
 ROWS = _struct(*_named("u8", "packed", "squares"), *_named("i4", "T", "parts"), *_named("f4", "columns", "eps"))
 PARTIALS = _struct(("partial_stride", "i8"), ("row", "i8"), ("partials", "i4"))
 PLANE = _struct(("rows", "u8"), *_named("i4", "row", "capacity", "fixed", "ring"))
+EXACT = _struct(
+    ("keys", PLANE),
+    ("values", PLANE),
+    *_named("u8", "q", "shift", "mean", "scale"),
+    *_named("i4", "own", "first", "recent"),
+)
 
 TYPES: dict[str, np.dtype] = {
     "int": np.dtype(np.int32),
@@ -52,6 +58,7 @@ TYPES: dict[str, np.dtype] = {
     "Rows": ROWS,
     "Partials": PARTIALS,
     "Plane": PLANE,
+    "Exact": EXACT,
 }
 ADDRESS = np.dtype(np.uint64)
 BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"

@@ -14,7 +14,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph
 from cuda_backend.memory import Memory
 from cuda_backend.ops import CudaOps
-from cuda_backend.replay import DeviceStep, bucket, check
+from cuda_backend.replay import DeviceStep, bucket, check, table_of
 from cuda_backend.segments import HostCall, Program, Segment, run_step
 
 
@@ -141,7 +141,7 @@ class Relay:
         """What fn(state, step) returns, in arena memory that the next run overwrites."""
         check(state, step)
         state.note_step(step)
-        T, table = bucket(len(step)), state.graphs.setdefault(fn, {})
+        T, table = bucket(len(step)), table_of(state, fn)
         self.running = state, step
         try:
             return run_step(table, T, partial(self._call, fn, state, T), partial(self._captured, fn, state, T))

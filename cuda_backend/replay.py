@@ -7,7 +7,7 @@ each run; kernels read it there, so that a graph captured once stays valid.
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -144,7 +144,7 @@ class Replay:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
         check(state, step)
         state.note_step(step)
-        here, table = self.upload(state, step), state.graphs.setdefault(fn, {})
+        here, table = self.upload(state, step), table_of(state, fn)
         out = run_step(table, here.T, partial(self._call, fn, state, here), partial(self._captured, fn, state, here))
         return out, len(step)
 
@@ -209,6 +209,12 @@ def check(state: Any, step: Step) -> None:
 def bucket(T: int) -> int:
     """The rows of the graph that serves T rows; more than a graph has are prefill and serve themselves."""
     return T if T > MAX_DECODE_ROWS else next(b for b in BUCKETS if b >= T)
+
+
+def table_of(state: Any, fn: Callable[..., Any]) -> MutableMapping[int, Program | None]:
+    """The captured steps of `fn`; none for a step that calibrates, which launches kernels of its own, once."""
+    table: MutableMapping[int, Program | None] = {} if state.calibrates else state.graphs.setdefault(fn, {})
+    return table
 
 
 def graphs() -> Any:

@@ -16,6 +16,7 @@ from common.step import MAX_DECODE_ROWS, Shape, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
 from cuda_backend.caches.kv import KVStore, kv_bytes
 from cuda_backend.caches.latent import LatentStore, latent_planes
+from cuda_backend.caches.packed import PackedStore, keeps_exact, packed_bytes
 from cuda_backend.caches.planes import check_capacity, copy, planes_bytes, zeros
 from cuda_backend.caches.window import NOT_IN_PART, WindowStore, window_bytes
 from cuda_backend.launch import Stream
@@ -184,6 +185,11 @@ class CudaState(State):
             if isinstance(store, KVStore) or (isinstance(store, Recurrent) and step.parents is not None):
                 store.note_step(step)
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether the step that was noted last equalises keys by what it reads itself: it runs once in a sequence."""
+        return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
+
     def _all(self) -> list[Any]:
         return self.stores
 
@@ -198,8 +204,9 @@ def _store_of(spec: RowSpec, layers: int, capacity: int, stream: Stream) -> KVSt
     if isinstance(spec, LatentSpec):
         return LatentStore(spec, layers, capacity, stream)
     assert isinstance(spec, KVSpec)
-    store = KVStore if spec.window is None else WindowStore
-    return store(spec, layers, capacity, stream)
+    if spec.window is not None:
+        return WindowStore(spec, layers, capacity, stream)
+    return (PackedStore if keeps_exact(spec) else KVStore)(spec, layers, capacity, stream)
 
 
 def _layer_bytes(spec: Spec, capacity: int) -> int:
@@ -207,6 +214,8 @@ def _layer_bytes(spec: Spec, capacity: int) -> int:
         case LatentSpec():
             return planes_bytes(latent_planes(spec, 1, capacity))
         case KVSpec():
-            return kv_bytes(spec, capacity) if spec.window is None else window_bytes(spec, capacity)
+            if spec.window is not None:
+                return window_bytes(spec, capacity)
+            return (packed_bytes if keeps_exact(spec) else kv_bytes)(spec, capacity)
         case ConvSpec() | DeltaSpec():
             return 8 * _state_size(spec) + 8 * MAX_DECODE_ROWS * _row_size(spec)

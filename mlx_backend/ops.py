@@ -71,7 +71,6 @@ class MlxOps(Ops):
     name = "mlx"
     runs_ahead = True
     cache_pairs = ALL_PAIRS
-    reads_exactly = True
 
     def __init__(self, dtype: mx.Dtype = mx.float32):
         self.dtype = dtype

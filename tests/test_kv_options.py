@@ -67,6 +67,9 @@ def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
 def test_refusals(demo, capsys):
     with pytest.raises(UsageError, match="kv auto chooses both formats"):
         with_cache(demo, CacheChoice(kv="auto", cache_type_k="q8_0"), 100)
+    with pytest.raises(UsageError, match="kv q8 stands for both formats, and cache_type_k lm4 and cache_type_v lm3"):
+        with_cache(demo, CacheChoice(kv="q8", cache_type_k="lm4", cache_type_v="lm3"), 100)
+    assert with_cache(demo, CacheChoice(kv="q8", cache_type_v="lm4"), 100).cache == CacheOptions("q8_0", "lm4")
     with pytest.raises(UsageError, match="run by mlx-lm is in its own float type"):
         with_cache(object(), CacheChoice(kv="q8"), 100)
     assert main(["fit", str(tiny.FOLDER / "qwen3"), "--kv", "q4", "--backend", "numpy"]) == 1
@@ -77,7 +80,6 @@ def test_refusals(demo, capsys):
 def test_a_backend_without_kernels_refuses(demo):
     class Bare(NumpyOps):
         name, cache_pairs = "bare", frozenset({("q8_0", "q8_0"), ("q4_0", "q4_0")})
-        reads_exactly = False
 
     model = load_model(demo_path(), Bare())
     assert with_cache(model, CacheChoice(kv="q8"), 100).cache.keys == "q8_0"
@@ -85,10 +87,7 @@ def test_a_backend_without_kernels_refuses(demo):
         UsageError, match="bare backend has no cache of keys in lm4 and values in lm4; supported: q4_0 / q4_0; q8_0"
     ):
         with_cache(model, CacheChoice(kv="q4"), 100)
-    plain = CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0", kv_calibration=0, kv_sinks=0, kv_recent=0)
-    assert with_cache(model, plain, 100).cache.keys == "q4_0"
-    with pytest.raises(UsageError, match="keys in q4_0 keep some exact; add --kv-calibration 0"):
-        with_cache(model, CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0"), 100)
+    assert with_cache(model, CacheChoice(cache_type_k="q4_0", cache_type_v="q4_0"), 100).cache.keys == "q4_0"
 
 
 def test_fit_and_inspect_count_the_bytes(capsys):

@@ -91,8 +91,8 @@ class Model:
     @cached_property
     def state_spec(self) -> list[LayerSpec]:
         """What each layer stores for a sequence; raises UsageError for cache formats that the backend has not."""
-        spec = packed(self.definition.state_spec(self.config), self.cache, self.ops.reads_exactly)
-        check_pairs(spec, self.ops.name, self.ops.cache_pairs, self.ops.reads_exactly)
+        spec = packed(self.definition.state_spec(self.config), self.cache)
+        check_pairs(spec, self.ops.name, self.ops.cache_pairs)
         return spec
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:

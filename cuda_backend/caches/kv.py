@@ -29,12 +29,16 @@ from cuda_backend.launch import Stream
 
 @dataclass(frozen=True)
 class KV:
-    """Keys and values of one layer; `after` as keys and values of a window's store, else empty."""
+    """Keys and values of one layer; `after` as keys and values of a window's store, else empty.
+
+    exact  what a compressed cache keeps beside them: caches/packed.py Exact, or None
+    """
 
     keys: Plane
     values: Plane
     after: Planes
     store: "KVStore"
+    exact: Any = None
 
 
 class KVStore:
@@ -102,11 +106,6 @@ def kv_planes(spec: KVSpec, layers: int, places: Places) -> Planes:
         raise BimetalError(
             f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "
             "the CUDA kernels take equal widths up to 256"
-        )
-    if spec.packing.keeps_exact:
-        raise BimetalError(
-            f"a cache of keys in {spec.key_format} keeps tokens in float16 beside it (first {spec.packing.first}, "
-            f"latest {spec.packing.recent}); the CUDA kernels take 0 and 0"
         )
     return tuple(plane_of(plane, layers, places) for plane in spec.planes)
 

@@ -2,9 +2,10 @@
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
-// Build     formats.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
+// Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
-//           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end
+//           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
+//           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
 // Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers
 // Numbers   float16 products, float32 sums; online softmax
 // Bound     the tensor cores
@@ -36,19 +37,23 @@ __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {
 }
 
 // Tiles [begin, end) of positions for 64 rows of q that lie in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
+// Of an EXACT cache those that the rows read as KEYS_AS and VALUES_AS; CODED: these are codes, whose products with a row
+// lack its `shifts`.
+template <Format KEYS_AS, Format VALUES_AS, bool CODED>
 __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], float (&l)[2], const u16* qs, u16* ks, u16* vs,
                                        Plane keys, Plane values, int begin, int end,
-                                       const Mask& mask, int first_row, int group, int rows, float scale) {
+                                       const Mask& mask, int first_row, int group, int rows, float scale,
+                                       const Exact& exact, const float* shifts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int t_of[2] = {(first_row + warp * 16 + lane / 4) / group, (first_row + warp * 16 + lane / 4 + 8) / group};
     const bool active = first_row + warp * 16 < rows;
     const u32 q_at = shared_address(qs + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8);
     const u32 k_at = shared_address(ks + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
     const u32 v_at = shared_address(vs + (lane % 16) * STRIDE + lane / 16 * 8);
-    if (begin < end) load_tile<KEYS>(ks, keys, begin);
+    if (begin < end) load_tile<KEYS_AS>(ks, keys, begin);
     commit();
     for (int at = begin; at < end; at += TILE) {
-        load_tile<VALUES>(vs, values, at);
+        load_tile<VALUES_AS>(vs, values, at);
         commit();
         wait_all_but<1>();
         float s[8][4] = {};
@@ -68,11 +73,11 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
         }
         __syncthreads();
         const bool more = at + TILE < end;
-        if (more) load_tile<KEYS>(ks, keys, at + TILE);
+        if (more) load_tile<KEYS_AS>(ks, keys, at + TILE);
         commit();
         u32 p[8][2];
         if (active) {
-            const bool all = at + TILE <= mask.past && !mask.window;
+            const bool all = !EXACT && at + TILE <= mask.past && !mask.window;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float top = m[half];
@@ -81,8 +86,12 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         float& x = s[n][2 * half + e];
-                        const bool see = all || (t_of[half] < mask.rows &&
-                                                 mask.visible(t_of[half], at + n * 8 + lane % 4 * 2 + e));
+                        const int position = at + n * 8 + lane % 4 * 2 + e;
+                        bool see = all || (t_of[half] < mask.rows && mask.visible(t_of[half], position));
+                        if (EXACT) {
+                            see &= (position < exact.first || position > mask.past + t_of[half] - exact.recent) != CODED;
+                            if (CODED) x += shifts[warp * 16 + lane / 4 + half * 8];
+                        }
                         x = see ? x * scale : -__int_as_float(0x7f800000);
                         top = fmaxf(top, x);
                     }
@@ -188,7 +197,7 @@ __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_ro
 
 extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
 whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, float* out) {
+      const int* positions, int T, float scale, int window, int keep, float* out, Exact exact) {
     begin();
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ks + TILE * STRIDE;
@@ -199,14 +208,36 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
-    const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (keep + 63) / 64 * 64 : 0);
     keys.rows = row_at(keys, head, 0, row_bytes(KEYS, D)), values.rows = row_at(values, head, 0, row_bytes(VALUES, D));
+#if EXACT
+    __shared__ float shifts[64];
+    if (threadIdx.x < 64) {
+        const int r = min(first_row + (int)threadIdx.x, rows - 1);
+        shifts[threadIdx.x] = exact.shift[(s64)(r / group) * H + head * group + r % group];
+    }
+    const int stop = mask.past + last + 1, oldest = max(0, mask.past + first_row / group - exact.recent + 1) / TILE * TILE;
+    const int sinks = min(stop, (exact.first + TILE - 1) / TILE * TILE);
+    __syncthreads();
+    attend<KEYS, VALUES, true>(o, m, l, qs, ks, vs, keys, values, exact.first / TILE * TILE, stop - exact.recent, mask, first_row,
+                               group, rows, scale, exact, shifts);
+    load_queries(qs, exact.q, first_row, group, H, head * group, rows);
+    keys = exact.keys, values = exact.values;
+    keys.rows = row_at(keys, head, 0, 2 * D), values.rows = row_at(values, head, 0, 2 * D);
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        __syncthreads();
+        attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, turn ? max(sinks, oldest) : 0, turn ? stop : sinks, mask, first_row,
+                                group, rows, scale, exact, shifts);
+    }
+#else
+    const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (keep + 63) / 64 * 64 : 0);
 #pragma unroll 1
     for (int turn = kept ? 0 : 1; turn < 2; turn++) {
         __syncthreads();
-        attend(o, m, l, qs, ks, vs, keys, values, turn ? begin : 0, turn ? mask.past + last + 1 : kept, mask, first_row,
-               group, rows, scale);
+        attend<KEYS, VALUES, PACKED>(o, m, l, qs, ks, vs, keys, values, turn ? begin : 0, turn ? mask.past + last + 1 : kept, mask,
+                                     first_row, group, rows, scale, exact, 0);
     }
+#endif
     add_lanes(l);
     if (TURN_VALUES) rotate_back(o, lane);
 #pragma unroll

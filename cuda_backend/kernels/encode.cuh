@@ -132,3 +132,27 @@ __device__ __forceinline__ void store_row(bool is_q, bool is_k, u8* row, int chu
     else
         write_row<VALUES, WIDE>(row, chunk, lane, v);
 }
+
+// The same beside float16 rows that attention reads exactly, of keys with `exact.mean` and `exact.scale` at `at`.
+// Returns what the lane's values of q add to exact.shift.
+template <int WIDE>
+__device__ __forceinline__ float store_both(const Exact& exact, s64 at, bool is_q, bool is_k, u8* row, u8* exact_row, int chunk, int lane, float4 v) {
+    const int d = chunk * 128 + lane * 4;
+    float part = 0.0f;
+    if (is_q || is_k) {
+        write_row<F16, WIDE>(exact_row, chunk, lane, v);
+        if (exact.mean && d < WIDE) {
+            const float4 m = *(const float4*)(exact.mean + at + d), s = *(const float4*)(exact.scale + at + d);
+            if (is_q) {
+                part = (v.x * m.x + v.y * m.y) + (v.z * m.z + v.w * m.w);
+                v = make_float4(v.x * s.x, v.y * s.y, v.z * s.z, v.w * s.w);
+            } else {
+                v = make_float4((v.x - m.x) / s.x, (v.y - m.y) / s.y, (v.z - m.z) / s.z, (v.w - m.w) / s.w);
+            }
+        }
+    } else {
+        write_row<F16, WIDE>(exact_row, chunk, lane, TURN_VALUES ? rotated<wht_group(WIDE)>(v, lane) : v);
+    }
+    store_row<WIDE>(is_q, is_k, row, chunk, lane, v);
+    return part;
+}

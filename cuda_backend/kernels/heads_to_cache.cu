@@ -9,7 +9,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*
                q_weight, float q_eps, Rope q_rope, int k_norm, const float* k_weight, float k_eps, Rope k_rope, u16*
-               q_out, Plane keys, Plane values) {
+               q_out, Plane keys, Plane values, Exact exact) {
     begin();
     extern __shared__ __align__(16) float shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = H + 2 * K;
@@ -27,12 +27,28 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     const int slot = place_of(keys, step->past + t);
 #ifdef WIDTH
     u8* row = is_q ? (u8*)(q_out + ((s64)t * H + of) * WIDTH) : is_k ? row_at(keys, of, slot, keys.row) : row_at(values, of, slot, values.row);
+#if EXACT
+    const int exact_slot = place_of(exact.keys, step->past + t);
+    u8* exact_row = is_q   ? (u8*)(exact.q + ((s64)t * H + of) * WIDTH)
+                    : is_k ? row_at(exact.keys, of, exact_slot, 2 * WIDTH)
+                           : row_at(exact.values, of, exact_slot, 2 * WIDTH);
+    const s64 at = (s64)t * exact.own + (is_q ? of / (H / K) : of) * WIDTH;
+    float part = 0.0f;
+#endif
 #pragma unroll
     for (int chunk = 0; chunk < (WIDTH + 127) / 128; chunk++) {
         const int d = chunk * 128 + lane * 4;
         const float4 four = d < WIDTH ? *(const float4*)(e + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#if EXACT
+        part += store_both<WIDTH>(exact, at, is_q, is_k, row, exact_row, chunk, lane, four);
+#else
         store_row<WIDTH>(is_q, is_k, row, chunk, lane, four);
+#endif
     }
+#if EXACT
+    part = warp_sum(part);
+    if (is_q && lane == 0) exact.shift[t * H + of] = part;
+#endif
 #else
     u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (u16*)row_at(is_k ? keys : values, of, slot, 2 * wide);
 #pragma unroll 1

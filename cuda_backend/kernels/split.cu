@@ -4,13 +4,15 @@
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
-//           a multiprocessor; WINDOWED: flash.cuh
+//           a multiprocessor; WINDOWED: flash.cuh; EXACT, of packed rows alone: exact.cuh
 // Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
 //           before this one have ended. A tree's row sees other rows than its neighbours: the tiles behind the committed
 //           ones are gathered for the group of each, its ancestors in the order of their positions. Rows that are not
-//           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products
+//           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products.
+//           EXACT: a tile that holds codes and exact rows is multiplied twice; a row takes nothing from the form that is not
+//           its own, which leaves its sums as they were
 // Assumes   memory beyond the last row of the cache holds finite numbers
 // Numbers   float16 products, float32 sums; a tile is summed by itself and scaled by powers of 2, which is exact: what a
 //           row gets depends on the positions that it sees, not on how they are cut into pieces, on where the step's rows
@@ -58,9 +60,21 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     __syncthreads();
 }
 
+// A tile of float16 rows: from position `at` on, or those that `from` lists.
+__device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int head, int at, const int* from) {
+    const int place = from ? 0 : place_of(plane, at);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
+        const int row = n / LINE;
+        const u8* begin = row_at(plane, head, from ? place_of(plane, from[row]) : place + row, 2 * D);
+        *(uint4*)(tile + row * STRIDE + n % LINE * 8) = *(const uint4*)(begin + n % LINE * 16);
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
 split(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats) {
+      const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats, Exact exact) {
     release_next();
     if (!WINDOWED) window = keep = 0;
     extern __shared__ __align__(16) u16 shared[];
@@ -70,13 +84,17 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
-    __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order
+    __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
+    __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
+    __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows behind the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + (PACKED ? 1 : BUFFERS) * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16
     const Mask mask(step, positions, window, keep, causal);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4;
     const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.z, share = blockIdx.z, head = blockIdx.y;  // blocks of rows
+    if (EXACT)
+        for (int i = threadIdx.x; i < mask.rows; i += CTA) offsets[i] = positions[i] - mask.past;
     const int cta = share * blocks + block, ctas = shares * blocks, parts = (group + ROWS - 1) / ROWS;
     if (warp == 0) {
         const int lowest = mask.lowest();
@@ -100,16 +118,26 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 
         // the tile that is fetched next, where its piece ends and where that one's sums lie, and the pieces of the CTA so far
         int ahead = job < 0 ? 0 : pieces.tail + job / parts % pieces.tails * TILE, stop = ahead + TILE, turn = 0;
+        // may some row read codes, or exact rows, of the tile at `at`?
+        auto has_codes = [&](int at) { return at + TILE > exact.first && at <= mask.past + mask.rows - 1 - exact.recent; };
+        auto has_exact = [&](int at) { return at < exact.first || at + TILE > mask.past - exact.recent + 1; };
+        bool goes_exact = EXACT && (job < 0 || !has_codes(ahead));  // the exact rows of the tile at `ahead` are next
         if (job >= 0 && threadIdx.x == 0) place = trunk + job / parts % pieces.tails;
         if (job >= 0 && ahead >= mask.past + seen) continue;  // no row that this one sees
         auto advance = [&] {
+            if (EXACT && !goes_exact && has_exact(ahead)) {
+                goes_exact = true;
+                return;
+            }
             ahead += TILE;
+            if (EXACT) goes_exact = !has_codes(ahead);
             if (ahead < stop) return;
             const int item = turn * shares + (turn % 2 ? shares - 1 - share : share);  // forth and back, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
             const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
             ahead = pieces.from(number), stop = pieces.to(number);
+            if (EXACT) goes_exact = !has_codes(ahead);
             if (threadIdx.x == 0) place = pieces.place(number);
         };
         if (job < 0)
@@ -118,11 +146,13 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             __syncthreads();
         if (threadIdx.x < ROWS) {
             const int row = first_row + (int)threadIdx.x, t = min(row / group, mask.rows - 1);
-            spans[threadIdx.x] = make_int2(mask.low(t), job < 0 ? mask.high(t) : mask.past + seen - 1);
+            // EXACT: how many it reads from codes, from exact.first on
+            const int low = EXACT ? max(0, positions[t] - exact.recent + 1 - exact.first) : mask.low(t);
+            spans[threadIdx.x] = make_int2(low, job < 0 ? mask.high(t) : mask.past + seen - 1);
             heads[threadIdx.x] = t * H + head * group + row - t * group;
         }
         if (job >= 0 && warp == 0) {
-            const int start = place_of(keys, ahead);
+            const int start = EXACT ? ahead : place_of(keys, ahead);
             int r = mask.past - ahead;  // of the first that the row sees
             from[lane] = start + lane, from[lane + 32] = start + lane + 32;
             __syncwarp();
@@ -130,7 +160,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             for (int w = 0; w < ROW_WORDS; w++) {
                 const u32 bits = step->seen[row_of_tree][w];
                 const int mine = r + __popc(bits & ((1u << lane) - 1));
-                if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = place_of(keys, mask.past + w * 32 + lane);
+                const int at = mask.past + w * 32 + lane;
+                if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = EXACT ? at : place_of(keys, at);
                 r += __popc(bits);
             }
         }
@@ -138,8 +169,13 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 
         auto fetch = [&](int i) {  // load i of keys and values in turns
             const bool of_values = i % 2;
-            if (!of_values && threadIdx.x == 0) coming[i / 2 % 4] = make_int2(ahead + (ahead + TILE >= stop), place);
-            if (PACKED && ahead < NOWHERE) {
+            if (!of_values && threadIdx.x == 0) {
+                const bool ends = ahead + TILE >= stop && (!EXACT || goes_exact || !has_exact(ahead));
+                coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0), place);
+            }
+            if (EXACT && goes_exact) {  // they are read when it is their turn, since they are few
+                if (of_values && ahead < NOWHERE) advance();
+            } else if (PACKED && ahead < NOWHERE) {
                 const int bytes = of_values ? VALUE_BYTES : KEY_BYTES;
                 const u8* plane = of_values ? values.rows : keys.rows;
                 u8* stage = stages + i % BUFFERS * STAGE;
@@ -194,15 +230,32 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             else
                 *(uint4*)to = make_uint4(0, 0, 0, 0);
         }
+        if (EXACT && threadIdx.x < ROWS) shifts[threadIdx.x] = threadIdx.x < rows ? exact.shift[heads[threadIdx.x]] : 0.0f;
         commit();
         wait_all_but<0>();
         const bool active = m * 16 < rows;
         float o[2 * NV][4] = {}, l[2] = {0.0f, 0.0f}, top[2] = {MINUS_INFINITY, MINUS_INFINITY}, best[2];  // of rows lane / 4 and that + 8
 #pragma unroll 1
         for (int tile = 0; coming[tile % 4].x < NOWHERE; tile++) {
-            const int at = coming[tile % 4].x / 2 * 2;
-            if constexpr (PACKED) unpack_tile<KEYS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
+            const int at = coming[tile % 4].x / (EXACT ? TILE : 2) * (EXACT ? TILE : 2);
+            auto is_exact = [&] { return EXACT && coming[tile % 4].x & 2; };
+            auto copy_exact = [&](const Plane& plane) {
+                copy_tile(tiles, plane, head, at, seen ? from : 0);
+            };
+            if (EXACT && is_exact() != (tile && coming[(tile + 3) % 4].x & 2)) {  // the queries there are those of the tile before
+                const u16* queries = is_exact() ? exact.q : q;
+#pragma unroll 1
+                for (int n = threadIdx.x; n < rows * LINE; n += CTA)
+                    *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = *(const uint4*)(queries + (s64)heads[n / LINE] * D + n % LINE * 8);
+            }
+            if (is_exact())
+                copy_exact(exact.keys);
+            else if constexpr (PACKED)
+                unpack_tile<KEYS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
             float s[2][2][4] = {};
+            if (EXACT && !is_exact())
+#pragma unroll
+                for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] = shifts[m * 16 + lane / 4 + i % 4 / 2 * 8];
             if (active) {
                 const u32 q_at = shared_address(qs + (m * 16 + lane % 16) * STRIDE + lane / 16 * 8);
                 const u32 k_at = shared_address(tiles + ((PACKED ? 0 : 2 * tile % BUFFERS * TILE) + c * 16 + lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
@@ -229,8 +282,13 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                         for (int e = 0; e < 2; e++) {
                             float& x = s[0][n][2 * half + e];
                             const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
-                            const bool see = all || (position <= span.y && (position >= span.x || position < keep));
-                            x = see ? (x + s[1][n][2 * half + e]) * scale : MINUS_INFINITY;
+                            bool see = all || (position <= span.y && (position >= span.x || position < keep));
+                            x += s[1][n][2 * half + e];
+                            if (EXACT) {
+                                const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
+                                see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
+                            }
+                            x = see ? x * scale : MINUS_INFINITY;
                             most = fmaxf(most, x);
                         }
                     most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
@@ -255,7 +313,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                             to_half2(exp2f(s[0][n][2 * half] - base), exp2f(s[0][n][2 * half + 1] - base));
                 }
             wait_all_but<BUFFERS - 1>();
-            if constexpr (PACKED) unpack_tile<VALUES>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
+            if (is_exact())
+                copy_exact(exact.values);
+            else if constexpr (PACKED)
+                unpack_tile<VALUES>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
             if (active) {
                 const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
                 u32 p[TILE / 16][4];

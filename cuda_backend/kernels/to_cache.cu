@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_slots(float4 (&sum)[PARTS], const float* fro
 
 extern "C" __global__ void __launch_bounds__(128)
 to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm, const float* q_weight, const float* k_weight,
-         float eps, Rope rope, u16* q_out, Plane keys, Plane values) {
+         float eps, Rope rope, u16* q_out, Plane keys, Plane values, Exact exact) {
     release_next();
     __shared__ float4 parts[4][D / 4];
     const int q_ctas = q.slots > AT_ONCE ? H : (H + 3) / 4, k_ctas = k.slots > AT_ONCE ? K : (K + 3) / 4;
@@ -97,7 +97,22 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         e[0] = make_float4(self.x * c.x + other.x * s.x, self.y * c.y + other.y * s.y, self.z * c.z + other.z * s.z,
                            self.w * c.w + other.w * s.w);
     const int slot = place_of(keys, position);
-    if constexpr (PACKED || TURN_KEYS || TURN_VALUES) {
+    if constexpr (EXACT) {
+        u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
+                  : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
+                              : row_at(values, of, slot, row_bytes(VALUES, D));
+        const int exact_slot = place_of(exact.keys, position);
+        u8* exact_row = kind == 0   ? (u8*)(exact.q + ((s64)t * H + of) * D)
+                        : kind == 1 ? row_at(exact.keys, of, exact_slot, 2 * D)
+                                    : row_at(exact.values, of, exact_slot, 2 * D);
+        const s64 at = (s64)t * exact.own + (kind ? of : of / (H / K)) * D;
+        float part = 0.0f;
+#pragma unroll
+        for (int n = 0; n < PARTS; n++) part += store_both<D>(exact, at, kind == 0, kind == 1, row, exact_row, n, threadIdx.x % 32, e[n]);
+        if (kind) return;
+        part = warp_sum(part);
+        if (threadIdx.x % 32 == 0) exact.shift[t * H + of] = part;
+    } else if constexpr (PACKED || TURN_KEYS || TURN_VALUES) {
         u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
                   : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
                               : row_at(values, of, slot, row_bytes(VALUES, D));

@@ -67,8 +67,10 @@ def test_a_window_that_has_wrapped(monkeypatch):
 
 
 @pytest.mark.parametrize("pair", [("q8_0", "lm4"), ("lm4", "lm4"), ("tq3_0", "q5_1")], ids="/".join)
-def test_formats(pair, monkeypatch):
+@pytest.mark.parametrize("counts", [(0, 0, 0), (4, 9, 20), (2, 30, 60)], ids=str)
+def test_formats(pair, counts, monkeypatch):
+    """Codes alone; codes beside exact rows, with and without the statistics of a calibration."""
     narrow("wedlm-8b", monkeypatch)
-    coded = CacheOptions(*pair, sinks=0, recent=0, calibration=0)
+    coded = CacheOptions(*pair, **dict(zip(("sinks", "recent", "calibration"), counts, strict=True)))
     model = replace(synthetic("wedlm-8b:q4_k_m", RandomOps()), cache=coded)
     check(model, np.random.default_rng(1).integers(0, 512, 100).astype(np.int32), 37, 120)

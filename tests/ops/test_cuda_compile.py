@@ -83,6 +83,7 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All builds that the launchers may request for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k", "entropy")]
+    plain += [("calibrate", ())]
     plain += [("keep", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
     plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
@@ -96,11 +97,15 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
             f"TURN_KEYS={int(keys != 'Q8_0')}",
             f"TURN_VALUES={int(values[0] in 'LT')}",
         )
-        plain += [("to_cache", (f"D={d}", *formats))] if d in (128, 256) else []
-        plain += [("heads_to_cache", (f"WIDTH={d}", *formats)), ("attention", (f"D={d}", f"DIM={d}", *formats))]
+        exact = (*formats, "EXACT=1")
+        for form in (formats, exact):
+            plain += [("to_cache", (f"D={d}", *form))] if d in (128, 256) else []
+            plain += [("heads_to_cache", (f"WIDTH={d}", *form)), ("attention", (f"D={d}", f"DIM={d}", *form))]
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
         tiles = [split_tiles(card, d, rows, longest)[0] for rows in (16, 32)]
         plain += [("split", (*t, *formats, f"WINDOWED={w}")) for t in tiles for w in (0, 1)]
+        tiles = [split_tiles(card, d, rows, longest, exact=True)[0] for rows in (16, 32)]
+        plain += [("split", (*t, *exact, "WINDOWED=0")) for t in tiles]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]

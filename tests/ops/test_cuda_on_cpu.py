@@ -87,6 +87,20 @@ def test_formats_of_caches(chosen):
 
 @pytest.mark.parametrize(
     "chosen",
+    [
+        "as_numpy and lm4/lm4 or snapshots and (6 or 200) or bytes or alone",
+        "bits and lm4/lm4 and (4 or 60) or counts and 150",
+        "outliers",
+        pytest.param("not every_pair", marks=pytest.mark.slow),
+        pytest.param("every_pair", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_tokens(chosen):
+    on_cpu("ops/test_cuda_exact.py", chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
     ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
 )
 def test_races_in_shared_memory(chosen):

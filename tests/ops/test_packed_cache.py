@@ -229,10 +229,9 @@ def test_defaults_of_formats():
     def packing(keys, values):
         return packed([{"kv": KVSpec(1, 128, 128)}], CacheOptions(keys, values))[0]["kv"].packing
 
-    assert packing("q8_0", "q8_0") == packing("f16", "q5_0") == Packing()
-    assert packing("q8_0", "lm4") == Packing(rotate_values=True)
-    (layer,) = packed([{"kv": KVSpec(1, 128, 128)}], CacheOptions("q8_0", "lm4"), reads_exactly=True)
-    assert layer["kv"].packing == Packing(rotate_values=True, sinks=SINKS, recent=RECENT)
+    assert packing("q8_0", "q8_0") == packing("f16", "q8_0") == Packing()
+    assert packing("f16", "q5_0") == Packing(sinks=SINKS, recent=RECENT)
+    assert packing("q8_0", "lm4") == Packing(rotate_values=True, sinks=SINKS, recent=RECENT)
     assert packing("q4_0", "q4_0") == Packing(True, False, SINKS, RECENT, CALIBRATION)
     assert packing("lm4", "lm4") == packing("tq3_0", "tq3_0") == Packing(True, True, SINKS, RECENT, CALIBRATION)
 

@@ -1,0 +1,60 @@
+"""One step over the exact rows of a compressed cache: where kernels find them, and the queries that meet them."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cuda_backend.caches.kv import KV
+from cuda_backend.caches.packed import Exact, PackedStore, calibrate
+from cuda_backend.caches.planes import Planes
+from cuda_backend.caches.window import rolled, unrolled
+from cuda_backend.context import Context
+from cuda_backend.prototypes import EXACT
+from cuda_backend.replay import DeviceStep
+
+
+class ExactStep(NamedTuple):
+    """What kernels receive (kernels/exact.cuh), how they are built for it, and the planes that hold the step's rows."""
+
+    record: np.ndarray
+    defines: tuple[str, ...] = ()
+    planes: Planes = ()
+
+
+NO_EXACT = ExactStep(np.zeros((), EXACT))
+
+
+def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> ExactStep:
+    """The exact rows of a layer with room for those of the step, and memory for its queries (T, H, D)."""
+    exact: Exact | None = kv.exact
+    if exact is None:
+        return NO_EXACT
+    planes: Planes = (exact.kv.keys, exact.kv.values)
+    if step.prefill and exact.kv.store.is_ring:
+        planes = unrolled(exact.kv, T, context.arena, context.stream)
+    packing, width = kv.store.spec.packing, kv.keys.width
+    q, shift = context.arena.take(T * H * width * 2), context.arena.take(T * H * 4)
+    counts = 0, packing.first, packing.recent
+    record = np.array((*(plane.record for plane in planes), q, shift, exact.mean, exact.scale, *counts), EXACT)
+    return ExactStep(record, ("EXACT=1",), planes)
+
+
+def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> ExactStep | None:
+    """`opened` with the statistics of each row of a step that completes them, whose keys lie there; None: no such."""
+    store = kv.store
+    if not isinstance(store, PackedStore) or not store.calibrates:
+        return None
+    keys, rows = opened.planes[0], 1 if step.prefill else step.T
+    size = 4 * keys.heads * keys.width
+    stats = context.arena.take(2 * rows * size)
+    calibrate(keys, store.calibration, stats, context.stream, rows, 0 if step.prefill else step.address)
+    record = opened.record.copy()
+    record["mean"], record["scale"] = stats, stats + rows * size
+    record["own"] = 0 if step.prefill else keys.heads * keys.width
+    return opened._replace(record=record)
+
+
+def close_exact(context: Context, kv: KV, T: int, step: DeviceStep, opened: ExactStep) -> None:
+    """What a ring becomes where a long step is committed."""
+    if opened.planes and step.prefill and kv.exact.kv.store.is_ring:
+        rolled(kv.exact.kv, T, opened.planes, context.stream)

@@ -1,0 +1,34 @@
+// calibrate: mean and scale of each channel over the first keys of a sequence
+// Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/exact.py
+// In        keys [head][place][D] float16: the first positions in order, those of the step at past + row
+// Out       mean and scale [row][head][D] float32
+// Work      a CTA per head and row, a thread per channel. Without a step `n` positions in order make the one row's. Else row t
+//           of the step takes the committed ones, then the rows that it sees; where these are fewer than n, mean 0 and scale 1
+// Numbers   sums in float64, in the order of the keys: those of a row are those of its path read alone, bit for bit
+// Bound     latency; it runs once in a sequence
+
+extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* step, float* mean, float* scale) {
+    begin();
+    __shared__ int listed[MAX_DECODE_ROWS];  // rows of the step that this one sees
+    const int head = blockIdx.x, t = blockIdx.y, d = threadIdx.x, heads = gridDim.x, past = step ? step->past : n;
+    const s64 to = (s64)(t * heads + head) * D + d;
+    int count = past;
+    if (step)
+        for (int j = 0; j < min(step->rows, MAX_DECODE_ROWS); j++)
+            if (step->seen[t][j / 32] >> j % 32 & 1) {
+                if (d == 0) listed[count - past] = j;
+                count++;
+            }
+    __syncthreads();
+    if (d >= D || (step && t >= step->rows)) return;
+    double sum = 0.0, squares = 0.0;
+    const u16* rows = (const u16*)row_at(keys, head, 0, 2 * D) + d;
+    auto key = [&](int i) { return (double)from_half(rows[(s64)place_of(keys, i < past ? i : past + listed[i - past]) * D]); };
+#pragma unroll 1
+    for (int i = 0; i < n && count >= n; i++) sum += key(i);
+    const double middle = sum / n;
+#pragma unroll 1
+    for (int i = 0; i < n && count >= n; i++) squares += (key(i) - middle) * (key(i) - middle);
+    const float width = (float)sqrt(squares / n);
+    mean[to] = (float)middle, scale[to] = width > 0.0f ? width : 1.0f;
+}
