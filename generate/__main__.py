@@ -12,6 +12,7 @@ from common.terminal import printable
 from generate.bench_options import (
     BenchOptions,
     ModelBench,
+    ServeBench,
     SpecBench,
     SyntheticBench,
     SyntheticSpecBench,
@@ -134,7 +135,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench(options: BenchOptions) -> int:
-    from generate import bench, bench_log, bench_spec, bench_synthetic, bench_synthetic_spec, bench_wedlm
+    from generate import bench, bench_log, bench_serve, bench_spec, bench_synthetic, bench_synthetic_spec, bench_wedlm
 
     if options.log:
         bench_log.check_log(Path(options.log))
@@ -149,6 +150,8 @@ def _bench(options: BenchOptions) -> int:
             return bench_synthetic_spec.run(options)
         case SyntheticWindowBench():
             return bench_wedlm.run(options)
+        case ServeBench():
+            return bench_serve.run(options)
     raise AssertionError(options)
 
 

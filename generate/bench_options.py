@@ -121,12 +121,38 @@ class SyntheticWindowBench(BenchOptions):
         _refuse_all(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeBench(BenchOptions):
+    """Requests to a server.
+
+    concurrency  requests that run at once, unless `rate`, requests begun per second on average, is given
+    timeout      seconds that a reply may take
+    """
+
+    job = "--serve"
+    serve: str
+    model: str | None = None
+    api_key: str | None = None
+    requests: int = 64
+    concurrency: int = 16
+    rate: float | None = None
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    timeout: float = 600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _refuse_all(self)
+        _at_least("--new-tokens", self.new_tokens, 2)
+
+
 JOBS: tuple[type[BenchOptions], ...] = (
     ModelBench,
     SpecBench,
     SyntheticBench,
     SyntheticSpecBench,
     SyntheticWindowBench,
+    ServeBench,
 )
 
 

@@ -19,6 +19,7 @@ from generate.bench_options import (
     JOBS,
     BenchOptions,
     ModelBench,
+    ServeBench,
     SpecBench,
     SyntheticBench,
     SyntheticSpecBench,
@@ -227,10 +228,13 @@ def _bench_options(args: argparse.Namespace) -> BenchOptions:
     """The options of the job that the flags of `bench` name; refuses flags of another job."""
     if args.spec is not None and args.synthetic is not None:
         raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
+    if args.serve is not None and (args.spec or args.synthetic):
+        raise UsageError("--serve asks a server for its own model; leave out --spec and --synthetic")
     job: type[BenchOptions] = ModelBench if args.spec is None else SpecBench
     if args.synthetic is not None:
         job = SyntheticBench if args.draft is None else SyntheticSpecBench
         job = SyntheticWindowBench if args.wedlm else job
+    job = job if args.serve is None else ServeBench
     takes = {each: {f.name for f in fields(each)} for each in JOBS}
     known = set().union(*takes.values())
     given = {name: value for name, value in vars(args).items() if name in known and value is not None}
@@ -274,12 +278,23 @@ def _bench(p: Parser) -> None:
     p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")
     flags.cache(p)
     _speculation_bench(p.add_argument_group("speculative decoding"))
+    _serve_bench(p.add_argument_group("a server"))
     p.add_argument(
         "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
     )
     p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
     p.add_argument("--verdict", choices=("keep", "drop", "info"), help="what the logged rows decided")
     p.add_argument("--note", metavar="TEXT", help="why, for the log")
+
+
+def _serve_bench(group: Any) -> None:
+    group.add_argument("--serve", metavar="URL", help="load the server at URL, ours or one with the same routes")
+    group.add_argument("--requests", type=values.positive, metavar="N", help="requests in all (default: 64)")
+    group.add_argument("--concurrency", type=values.positive, metavar="N", help="requests at a time (default: 16)")
+    group.add_argument("--rate", type=values.above_zero, metavar="X", help="requests begun per second, in their place")
+    group.add_argument("--prompt-tokens", type=values.positive, metavar="N", help="words of a prompt (default: 128)")
+    group.add_argument("--timeout", type=values.above_zero, metavar="S", help="seconds of a reply (default: 600)")
+    group.add_argument("--api-key", metavar="KEY", help="the server's key")
 
 
 def _perplexity(p: Parser) -> None:

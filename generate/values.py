@@ -47,6 +47,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    if not 0 < (value := number(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
 def counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 

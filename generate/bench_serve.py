@@ -1,0 +1,231 @@
+"""`python -m generate bench --serve URL`: the load that clients are to a server, ours or another with the same routes.
+
+Requests are streamed Chat Completions. `--concurrency` keeps so many of them running; `--rate` begins them at random
+moments, so many per second on average, whatever the server does. Prompts are random words, which no cache holds.
+"""
+
+import asyncio
+import json
+import random
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from tqdm import tqdm
+
+from common.errors import BimetalError, UsageError
+from generate.bench_log import environment, log
+from generate.bench_options import ServeBench
+
+WORDS = (
+    "the",
+    "a",
+    "of",
+    "to",
+    "in",
+    "is",
+    "on",
+    "that",
+    "by",
+    "with",
+    "as",
+    "for",
+    "was",
+    "it",
+    "from",
+    "at",
+    "one",
+    "all",
+)
+MOST_LINE = 1 << 20  # bytes of one event
+PERCENTILES = (50, 95, 99)
+
+
+@dataclass
+class Answer:
+    """What came of one request; times in seconds.
+
+    first   from the request to the first token
+    gaps    between events that bring tokens
+    tokens  of the reply as the server counts them, else the events that brought text
+    """
+
+    first: float = 0.0
+    whole: float = 0.0
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+def run(options: ServeBench) -> int:
+    """Print what the server delivers; 1 where a request failed."""
+    answers, seconds = asyncio.run(_load(options))
+    good = [answer for answer in answers if not answer.error]
+    errors = [answer.error for answer in answers if answer.error]
+    tokens = sum(answer.tokens for answer in good)
+    print(
+        f"{options.serve}, {_how(options)}, about {options.prompt_tokens} prompt words, {options.new_tokens} new tokens"
+    )
+    print(f"{len(good)} replies in {seconds:.1f} s, {len(errors)} failed; {tokens / seconds:.1f} tokens/s in all")
+    figures = {
+        "first token, ms": [answer.first for answer in good],
+        "between tokens, ms": [gap for answer in good for gap in answer.gaps],
+        "whole reply, ms": [answer.whole for answer in good],
+    }
+    print(f"{'':20} " + " ".join(f"{'p' + str(p):>9}" for p in PERCENTILES))
+    for name, values in figures.items():
+        print(f"{name:20} " + " ".join(f"{1e3 * percentile(values, p):9.1f}" for p in PERCENTILES))
+    for error in dict.fromkeys(errors):
+        print(f"{errors.count(error)} failed: {error}", file=sys.stderr)
+    if options.log:
+        log(Path(options.log), [_row(options, tokens / seconds, figures, len(errors))])
+    return 1 if errors else 0
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The value that `percent` of the others do not exceed; NaN of none."""
+    if not values:
+        return float("nan")
+    return sorted(values)[min(len(values) - 1, percent * len(values) // 100)]
+
+
+def _how(options: ServeBench) -> str:
+    return f"{options.rate:g} requests/s" if options.rate else f"{options.concurrency} at a time"
+
+
+def _row(options: ServeBench, speed: float, figures: dict[str, list[float]], errors: int) -> dict[str, object]:
+    text = "; ".join(
+        f"{name} " + "/".join(f"{1e3 * percentile(values, p):.1f}" for p in PERCENTILES)
+        for name, values in figures.items()
+    )
+    return environment("numpy") | {
+        "model": options.serve,
+        "decoder": f"serve, {_how(options)}",
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "runs": options.requests,
+        "decode_tps_median": f"{speed:.1f}",
+        "verdict": options.verdict,
+        "note": "; ".join(filter(None, (f"p50/p95/p99: {text}", f"{errors} failed" if errors else "", options.note))),
+    }
+
+
+async def _load(options: ServeBench) -> tuple[list[Answer], float]:
+    """Send all requests; their answers, and the seconds from the first request to the last answer."""
+    url = urlsplit(options.serve)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise UsageError(f"--serve is {options.serve!r:.80}; it must be a URL such as http://127.0.0.1:8080")
+    chance, room = random.Random(options.seed), asyncio.Semaphore(options.concurrency)
+    bodies = [_body(options, chance) for _ in range(options.requests)]
+    with tqdm(total=len(bodies), desc="requests", leave=False, disable=None) as bar:
+
+        async def one(body: bytes) -> Answer:
+            try:
+                return await asyncio.wait_for(_ask(url, body, options.api_key), options.timeout)
+            except TimeoutError:
+                return Answer(error=f"no whole reply within {options.timeout:g} s")
+            except (OSError, EOFError, ValueError, BimetalError) as error:
+                return Answer(error=str(error) or type(error).__name__)
+            finally:
+                bar.update()
+
+        async def turn(body: bytes) -> Answer:
+            async with room:
+                return await one(body)
+
+        started = time.perf_counter()
+        if not options.rate:
+            answers = await asyncio.gather(*map(turn, bodies))
+        else:
+            tasks = []
+            for body in bodies:
+                tasks.append(asyncio.create_task(one(body)))
+                await asyncio.sleep(chance.expovariate(options.rate))
+            answers = await asyncio.gather(*tasks)
+        return answers, time.perf_counter() - started
+
+
+def _body(options: ServeBench, chance: random.Random) -> bytes:
+    text = " ".join(chance.choices(WORDS, k=max(1, options.prompt_tokens)))
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": options.new_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(body | ({"model": options.model} if options.model else {})).encode()
+
+
+async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
+    """Send one request and read its events."""
+    secure = ssl.create_default_context() if url.scheme == "https" else None
+    port = url.port or (443 if secure else 80)
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure, limit=MOST_LINE)
+    try:
+        head = [
+            f"POST {url.path.rstrip('/')}/v1/chat/completions HTTP/1.1",
+            f"Host: {url.netloc.rpartition('@')[2]}",
+            "Content-Type: application/json",
+            "Connection: close",
+            f"Content-Length: {len(body)}",
+            *([f"Authorization: Bearer {key}"] if key else []),
+        ]
+        writer.write("\r\n".join([*head, "", ""]).encode() + body)
+        await writer.drain()
+        answer, last, events = Answer(), began, 0
+        async for event in _events(reader):
+            if error := event.get("error"):
+                raise BimetalError(str(error.get("message", error) if isinstance(error, dict) else error))
+            answer.tokens = (event.get("usage") or {}).get("completion_tokens", answer.tokens)
+            if not any(_brings_text(choice) for choice in event.get("choices") or ()):
+                continue
+            now, events = time.perf_counter(), events + 1
+            if events == 1:
+                answer.first = now - began
+            else:
+                answer.gaps.append(now - last)
+            last = now
+        answer.whole, answer.tokens = time.perf_counter() - began, answer.tokens or events
+        if not events:
+            raise BimetalError("the reply has no text")
+        return answer
+    finally:
+        writer.close()
+
+
+def _brings_text(choice: dict) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"))
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict]:
+    """The JSON of a streamed answer's events; raises BimetalError for another status than 200."""
+    status = (await reader.readline()).decode("latin-1").split(" ", 2)
+    chunked = False
+    while line := (await reader.readline()).strip():
+        chunked |= line.lower().replace(b" ", b"") == b"transfer-encoding:chunked"
+    if len(status) < 2 or status[1] != "200":
+        raise BimetalError(f"the server answered {' '.join(status[1:]).strip() or 'nothing'}")
+    held = b""
+    async for part in _parts(reader, chunked):
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                yield json.loads(data)
+
+
+async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+    """The bytes of a body as they come, with or without chunks around them."""
+    if not chunked:
+        while part := await reader.read(1 << 16):
+            yield part
+        return
+    while size := int((await reader.readline()).split(b";")[0].strip() or b"0", 16):
+        yield await reader.readexactly(size)
+        await reader.readline()

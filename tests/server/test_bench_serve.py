@@ -1,0 +1,60 @@
+"""`bench --serve`: what it measures of a server whose pauses and failures are known."""
+
+import threading
+import time
+
+import pytest
+
+from generate.__main__ import main
+from generate.bench_serve import percentile
+
+
+@pytest.fixture
+def served(scripted):
+    """The URL of a scripted server, and its model."""
+    uvicorn = pytest.importorskip("uvicorn")
+    server = uvicorn.Server(uvicorn.Config(scripted.app, port=0, log_config=None, ws="none", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    host, port = server.servers[0].sockets[0].getsockname()
+    yield f"http://{host}:{port}", scripted.llm
+    server.should_exit = True
+    thread.join(10)
+
+
+def test_counts_and_times(served, capsys):
+    url, model = served
+    model.text, model.cut, model.pause = "abcdefgh", 2, 0.02
+    assert main(["bench", "--serve", url, "--requests", "6", "--concurrency", "3", "--new-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "6 replies" in out
+    assert "0 failed" in out
+    first, gap = (float(line.split()[-3]) for line in out.splitlines() if line.startswith(("first", "between")))
+    assert first >= 20
+    assert gap >= 15
+    assert [options["max_tokens"] for options in model.options] == [8] * 6
+    assert len(set(model.prompts)) == 6  # no cache holds them
+
+
+def test_requests_at_a_rate(served, capsys):
+    url, _ = served
+    assert main(["bench", "--serve", url, "--requests", "5", "--rate", "200"]) == 0
+    assert "5 replies" in capsys.readouterr().out
+
+
+def test_failures_are_counted(served, capsys):
+    url, model = served
+    model.error = RuntimeError("broken")
+    assert main(["bench", "--serve", url, "--requests", "2"]) == 1
+    assert "2 failed" in capsys.readouterr().out
+    assert main(["bench", "--serve", url.replace("http", "ftp")]) == 2
+    assert "must be a URL" in capsys.readouterr().err
+    assert main(["bench", "--serve", "http://127.0.0.1:9", "--requests", "1"]) == 1
+    assert main(["bench", "--requests", "3"]) == 2
+    assert "--requests goes with --serve" in capsys.readouterr().err
+
+
+def test_percentiles():
+    assert [percentile([3.0, 1.0, 2.0], p) for p in (0, 50, 99)] == [1.0, 2.0, 3.0]
