@@ -98,8 +98,10 @@ class ExpertSource:
     def file_bytes(self) -> int:
         return sum(file.stat.st_size for file in self.files)
 
-    def experts(self, layer: int) -> int:
-        return len(self._runs[layer].files)
+    @property
+    def experts(self) -> int:
+        """Experts of each layer."""
+        return max(len(runs.files) for runs in self._runs.values())
 
     def bypass_cache(self, memory: int) -> bool:
         """Keep reads out of the system's cache where the files are much larger than `memory` bytes."""
@@ -108,6 +110,12 @@ class ExpertSource:
         for file in self.files:
             file.bypass_cache()
         return True
+
+    def read_starts(self, layer: int, expert: int, buffers: Sequence[np.ndarray]) -> None:
+        """Fill `buffers`, one per run, with the run's first bytes."""
+        runs = self._runs[layer]
+        for file, offset, buffer in zip(runs.files[expert], runs.offsets[expert], buffers, strict=True):
+            self.files[file].read(int(offset), [buffer])
 
     def read(self, layer: int, expert: int, buffers: Sequence[np.ndarray]) -> None:
         """Fill `buffers`, one per run of `forms[layer].sizes`, contiguous; adjacent runs in one call of the system."""

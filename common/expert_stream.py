@@ -6,14 +6,14 @@ backend computes is no matter here: `SlotMemory` is its part.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 
 from common.expert_files import ExpertSource, expert_matrices
-from common.expert_forms import SlotMemory, Streamed
+from common.expert_forms import ExpertForm, SlotMemory, Streamed
 from common.expert_profile import Profile
 from common.expert_stats import ExpertStats
 from common.experts import Load, Residency
@@ -131,11 +131,15 @@ def open_stream(
     layers  of the model
     used    experts per token
     """
-    some = next(iter(source.forms))
-    sizes = [ops.expert_bytes(source.forms[i]) if i in source.forms else 0 for i in range(layers)]
-    kinds = [source.forms[i].kind if i in source.forms else None for i in range(layers)]
-    residency = Residency(source.experts(some), sizes, used, budget, profile, kinds)
+    sizes, kinds = sizes_of(source.forms, ops, layers)
+    residency = Residency(source.experts, sizes, used, budget, profile, kinds)
     stream = ExpertStream(residency, source, ops.expert_memory(source.forms, residency.slots))
     if profile is not None:
         stream.preload()
     return stream
+
+
+def sizes_of(forms: Mapping[int, ExpertForm], ops: Ops, layers: int) -> tuple[list[int], list[Hashable]]:
+    """Bytes of an expert in a slot, and its kind, by layer; 0 and None for layers without experts."""
+    sizes = [ops.expert_bytes(forms[i]) if i in forms else 0 for i in range(layers)]
+    return sizes, [forms[i].kind if i in forms else None for i in range(layers)]

@@ -1,7 +1,6 @@
 """What a model takes in memory, from its headers alone: a local checkpoint's, or those of a repository's files."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,30 +12,17 @@ from tqdm import tqdm
 
 from common import hub
 from common.checkpoint import Checkpoint
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError
 from common.gguf import read_gguf
 from common.ops import LayerSize, Ops
 from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
 from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 FIRST_CHECK = 1 << 16  # bytes of a file after which its header may be whole; doubled each time it is not
 SPARE = 0.05  # of free memory, for what is not predicted: a draft's states, graphs, libraries
 LEAST_CONTEXT = 512
 VECTOR_ITEM = 4  # bytes: every backend holds vectors in float32
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "24GB" (10^9 each), "24GiB" (2^30 each), "24G" (as GB), "24000MB", "24000000000"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    if match is None or match[2].upper() not in UNITS:
-        raise UsageError(f"{text!r} is not an amount of memory; write it like 24GB, 22.5GiB or 24000MB")
-    size = float(match[1]) * UNITS[match[2].upper()]
-    if not 1 <= size < 2**63:
-        raise UsageError(f"{text!r} is {size:.3g} bytes; an amount of memory is from 1 byte to 8 EiB")
-    return round(size)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from common import rules
 from common.decoders import DECODERS, MOST_WINDOW, ORDERS, PRESETS
+from common.errors import UsageError
 from common.rules import Rule
 
 MOST_TOKENS = 2**31 - 1  # of a context: positions are 32-bit numbers
@@ -188,7 +189,45 @@ class CacheChoice(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(CacheChoice):
+class ExpertChoice(Options):
+    """How the experts of a mixture are held. The text stays the same."""
+
+    stream_experts: bool = option(
+        False,
+        rules.FLAG,
+        "read a mixture's experts from its files while it runs, and keep some of them in memory: for models larger "
+        "than memory",
+    )
+    expert_cache: int | str | None = option(
+        None,
+        rules.AMOUNT,
+        "with stream_experts, memory for experts, in bytes or such as '8GB'. None: a quarter of the memory, or what is "
+        "left of it",
+    )
+    memory: int | str | None = option(
+        None, rules.AMOUNT, "with stream_experts, memory for everything, in bytes or such as '16GB'. None: what is free"
+    )
+    expert_pack: str | PathLike[str] | None = option(  # noqa: RUF009
+        None, rules.PATH, "with stream_experts, the file of `generate pack` to read experts from. None: the model's own"
+    )
+    expert_profile: str | PathLike[str] | None = option(  # noqa: RUF009
+        None,
+        rules.PATH,
+        "with stream_experts, a file of how often each expert was used, such as model.gguf.spark.csv: its most used "
+        "are read first, and the file is written anew when the model is closed",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        alone = [
+            f.name for f in fields(ExpertChoice) if f.name != "stream_experts" and getattr(self, f.name) is not None
+        ]
+        if alone and not self.stream_experts:
+            raise UsageError(f"{alone[0]} goes with stream_experts, which is off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(CacheChoice, ExpertChoice):
     """How a model is loaded."""
 
     backend: str | None = option(

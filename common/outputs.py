@@ -102,11 +102,15 @@ def check_place(out: Path, source: Path) -> None:
 
 def check_space(part: Path, needed: int) -> None:
     """Refuse to begin what the disk cannot hold; bytes already in `part` count."""
-    held = sum(file.stat().st_size for file in part.iterdir())
-    free = shutil.disk_usage(part).free
+    check_room(part.parent, needed, sum(file.stat().st_size for file in part.iterdir()))
+
+
+def check_room(folder: Path, needed: int, held: int = 0) -> None:
+    """Refuse to begin a result of `needed` bytes, `held` of them written, that the disk of `folder` cannot hold."""
+    free = shutil.disk_usage(folder).free
     if needed > held + free:
         raise BimetalError(
-            f"the result takes {needed / 1e9:.2f} GB, and the disk of {part.parent} has {(held + free) / 1e9:.2f} GB "
+            f"the result takes {needed / 1e9:.2f} GB, and the disk of {folder} has {(held + free) / 1e9:.2f} GB "
             "for it; free some, or choose a smaller format"
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.decode.run import DecodeStats, WedlmStats
+from common.expert_stats import ExpertStats
 from common.reply import Parts, ReplyParser
 from common.sampling import log_softmax
 
@@ -40,6 +41,7 @@ class Stats:
     peak_bytes: int
     accepted: DecodeStats | None = None  # with speculative decoding
     wedlm: WedlmStats | None = None  # with the windows of a WeDLM model
+    experts: ExpertStats | None = None  # with experts that are read while the model runs
     plain_seconds: float | None = None  # of a step without draft tokens, if one was measured
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.amounts import parse_size
 from common.errors import UsageError
 
 
@@ -100,6 +101,10 @@ def _path(value: Any) -> str:
     return _check(_typed(os.fspath(value), str), bool)
 
 
+def _amount(value: Any) -> int:
+    return parse_size(value) if isinstance(value, str) else whole(1).convert(value)
+
+
 def _typed(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError
@@ -121,6 +126,7 @@ def _bias(value: Any) -> Mapping[int, float]:
     return {token.convert(key): FINITE.convert(bias) for key, bias in _typed(value, Mapping).items()}
 
 
+AMOUNT = Rule("bytes, or an amount of memory such as '8GB' or '7.5GiB'", _amount)
 FLAG = Rule("True or False", lambda value: _typed(value, bool))
 PATH = Rule("a name or a path", _path)
 CALLBACK = Rule("a function", _call)

@@ -164,6 +164,8 @@ class Session:
         speculation = speculation_of(options, default_spec(self.model), default_window(self.model))
         sampler = Sampler(options, ids)
         check(speculation, self.model, sampler)
+        stream = self.model.expert_stream
+        before = None if stream is None else stream.stats()
         started = time.perf_counter()
         cached = self._rewind(ids)
         end = len(ids) - self._unread(len(ids) - cached, speculation)
@@ -218,6 +220,7 @@ class Session:
             peak_bytes=self.model.ops.peak_bytes(),
             accepted=self.accepted if speculation.drafts else None,
             wedlm=self.wedlm if speculation.kind == "wedlm" else None,
+            experts=None if stream is None else stream.stats(before),
             plain_seconds=None if tuner is None else tuner.plain_seconds,
         )
         yield pending

@@ -113,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
             from generate import calibrate
 
             return calibrate.run(args)
+        case "pack":
+            from generate import pack
+
+            return pack.run(args)
         case "serve":
             return _serve(args)
         case "selftest":

@@ -13,7 +13,7 @@ from typing import Any
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
-from common.models import Model, architecture, is_defined, is_wide, load_model
+from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model
 from common.ops import Ops
 
 
@@ -178,12 +178,19 @@ def _layer_bytes(checkpoint: Checkpoint, ops: Ops) -> list[int]:
 
 
 def open_model(
-    checkpoint: Checkpoint, backend: str | None, progress: bool = False, placement: Placement = ONE_GPU
+    checkpoint: Checkpoint,
+    backend: str | None,
+    progress: bool = False,
+    placement: Placement = ONE_GPU,
+    open_experts: Callable[[Ops], OpenExperts] | None = None,
 ) -> Model:
-    """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none."""
+    """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none.
+
+    open_experts  gives what `load_model` opens experts with that are read while the model runs
+    """
     ops = open_backend(backend, checkpoint, placement)
-    if is_defined(checkpoint) or checkpoint.format != "safetensors":
-        return load_model(checkpoint, ops, progress)
+    if is_defined(checkpoint) or checkpoint.format != "safetensors" or open_experts is not None:
+        return load_model(checkpoint, ops, progress, open_experts and open_experts(ops))
     if ops.name == "mlx" and find_spec("mlx_lm"):
         print(f"{checkpoint.config.get('model_type')} is run by mlx-lm's own definition", file=sys.stderr)
         return backend_package("mlx").load_fallback(checkpoint, ops)

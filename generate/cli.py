@@ -11,6 +11,7 @@ from common.errors import UsageError
 from common.options import (
     CACHE_SHORTHANDS,
     CacheChoice,
+    ExpertChoice,
     GenerationOptions,
     LoadOptions,
 )
@@ -38,6 +39,7 @@ COMMANDS = {
     "fit": "which of a model's files fit into memory, and with how much context",
     "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
     "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
+    "pack": "write a mixture's experts into one file, from which each is read at once",
     "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
@@ -45,7 +47,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "fre
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
 WINDOW = DECODERS["wedlm"].takes
 CACHE = tuple(CacheChoice.__dataclass_fields__)
-LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device", *CACHE)  # of load
+EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
+LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device", *CACHE, *EXPERTS)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
@@ -127,6 +130,7 @@ def _parser() -> Parser:
         "fit": _fit,
         "quantize": _quantize,
         "calibrate": _calibrate,
+        "pack": _pack,
         "serve": _serve,
         "selftest": _selftest,
     }
@@ -140,6 +144,8 @@ DESCRIPTIONS = {
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
     "rm": "Remove a model from the Hugging Face cache, which other tools use too. owner/repo is all of a repository.",
     "serve": "Serve a model on this machine. Logs hold neither prompts nor keys.",
+    "pack": "Write a mixture's experts into one file, each in one piece, for --expert-pack. A run that was stopped "
+    "goes on when the same command is given again.",
     "quantize": "Write a model in fewer bits: OUT that ends in .gguf is a GGUF file, any other an MLX folder, which "
     "mlx-lm reads too. A run that was stopped goes on when the same command is given again.",
     "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
@@ -177,6 +183,7 @@ def _text(p: Parser) -> None:
         help="hold keys and values of N tokens, the first 4 and the latest: bounds memory, and LOSSY (default: all)",
     )
     flags.cache(p)
+    flags.experts(p)
     s = p.add_argument_group(
         "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
         "A flag that is left out takes the value that the model's files recommend, else the default given here.",
@@ -222,6 +229,11 @@ def _rm(p: Parser) -> None:
 def _inspect(p: Parser) -> None:
     flags.named_model(p)
     flags.cache(p, CACHE_SHORTHANDS[:-1])
+
+
+def _pack(p: Parser) -> None:
+    p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    p.add_argument("out", metavar="OUT", help="name of a new file, such as model.experts")
 
 
 def _bench_options(args: argparse.Namespace) -> BenchOptions:
@@ -406,6 +418,7 @@ def _serve(p: Parser) -> None:
     flags.model(p)
     flags.draft(p, "a DFlash draft for the model, named as models are; or demo")
     flags.cache(p)
+    flags.experts(p)
     s = p.add_argument_group("server")
     s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
     s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")

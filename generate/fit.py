@@ -11,9 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from common import hub
+from common.amounts import parse_size
 from common.checkpoint import INDEX, Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
-from common.fit import Need, fetch_headers, most_tokens, parse_size, predict_run, predict_weights
+from common.expert_budget import expert_budget
+from common.expert_files import expert_matrices
+from common.fit import Need, fetch_headers, most_tokens, predict_run, predict_weights
 from common.hub_files import choose_files, quant_label
 from common.models import architecture
 from common.ops import Ops
@@ -28,13 +31,17 @@ ON_TOP_OF_CUDA = "of --memory, CUDA's context and libraries take some more"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model of a folder or a repository: what to call it, and what it takes at a number of tokens."""
+    """One model of a folder or a repository: what to call it, and what it takes at a number of tokens.
+
+    streamed  of a mixture: what is in memory with --stream-experts, from tokens and bytes of memory
+    """
 
     label: str
     trained: int
     backend: str
     free: tuple[int, str]
     need: Callable[[int], Need]
+    streamed: Callable[[int, int], str] | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
     _table(candidates, contexts, needs, limit, best)
     for label, why in refusals.items():
         print(f"{label} cannot be read: {why}")
+    for candidate in candidates:
+        tokens = contexts[0]
+        if candidate.streamed is not None and needs[candidate.label, tokens].total > limit:
+            print(f"{candidate.label} with --stream-experts, {tokens} tokens: {candidate.streamed(tokens, limit)}")
     if best is None:
         label, tokens = min(needs, key=lambda row: needs[row].total)
         print(f"nothing fits; the least is {label} at {tokens} tokens with {_size(needs[label, tokens].total)}")
@@ -158,9 +169,17 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice)
     def need(tokens: int) -> Need:
         return Need(weights, *predict_run(ops, config, layout, spec, tokens, ops.prefill_rows))
 
+    def streamed(tokens: int, memory: int) -> str:
+        try:
+            return str(expert_budget(checkpoint, layout, config, ops, spec, tokens, memory=memory))
+        except BimetalError as error:
+            return str(error)
+
     if label == "safetensors":
         label = f"{_stored(checkpoint)} safetensors"
-    return Candidate(label, config.context, ops.name, ops.free_bytes(), need)
+    return Candidate(
+        label, config.context, ops.name, ops.free_bytes(), need, streamed if expert_matrices(layout) else None
+    )
 
 
 def _stored(checkpoint: Checkpoint) -> str:

@@ -63,6 +63,29 @@ def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
     g.add_argument("--kv-boundary", type=values.count, metavar="N", help="first and last layers in q8_0 (default: 0)")
 
 
+def experts(p: Parser) -> None:
+    g = p.add_argument_group("experts that are read while the model runs (mixtures larger than memory; the same text)")
+    g.add_argument(
+        "--stream-experts", action="store_true", default=None, help="keep some experts in memory, and read the others"
+    )
+    expert_memory(g)
+    g.add_argument(
+        "--expert-pack", metavar="FILE", help="what `pack` has written of the model (default: the model's own files)"
+    )
+    g.add_argument(
+        "--expert-profile",
+        metavar="FILE",
+        help="how often each expert was used, such as model.gguf.spark.csv: read at the start, written at the end",
+    )
+
+
+def expert_memory(g: Any) -> None:
+    g.add_argument(
+        "--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: a quarter of the memory)"
+    )
+    g.add_argument("--memory", metavar="SIZE", help="memory for everything, such as 16GB (default: what is free)")
+
+
 def named_model(p: Parser) -> None:
     p.add_argument("named", nargs="?", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")

@@ -9,6 +9,8 @@ from typing import Any
 from common import calibration
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
+from common.expert_budget import expert_budget
+from common.expert_files import expert_forms, expert_matrices
 from common.hub import resolve_model
 from common.kv_cache import CacheOptions, check_pairs, described, packed
 from common.kv_formats import FORMATS
@@ -39,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     spec = definition.state_spec(config)
     _memory(checkpoint, layout, cached_spec(spec, cache_of(args), ops), config.context, ops)
     _formats(spec, ops)
+    _experts(checkpoint, layout, config, ops)
     return 0
 
 
@@ -124,6 +127,29 @@ def _formats(spec: Any, ops: Ops) -> None:
             continue
         layers = [s for s in all_specs(chosen) if grows(s)]
         print(f"  {name:10} {sum(s.row_bytes(ops.item_bytes) for s in layers):8} bytes")
+
+
+def _experts(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops) -> None:
+    """What a mixture's experts take, and what of them stays in memory with --stream-experts."""
+    if not expert_matrices(layout):
+        return
+    try:
+        forms = expert_forms(checkpoint, layout)
+    except BimetalError as error:
+        print(f"\nexperts: {error}")
+        return
+    count, used = config.experts.count, config.experts.top_k
+    token = used * sum(form.nbytes for form in forms.values())
+    largest = max(form.nbytes for form in forms.values())
+    print(
+        f"\nexperts: {count} in each of {len(forms)} layers, {used} per token, at most {largest} bytes each as stored"
+    )
+    print(f"  a token reads {token} bytes where none is in memory")
+    try:
+        budget = expert_budget(checkpoint, layout, config, ops, architecture(checkpoint)[1].state_spec(config))
+        print(f"  --stream-experts here: {str(budget).removeprefix('experts: ')}")
+    except BimetalError as error:
+        print(f"  --stream-experts here: {error}")
 
 
 def _mib(nbytes: int) -> str:

@@ -33,6 +33,7 @@ from generate.caches import with_cache
 from generate.notebook import model_card
 from generate.owner import Owner
 from generate.progress import PrefillBar
+from generate.streaming import opener, save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 Prompt = str | Sequence[int]
@@ -82,7 +83,7 @@ class LLM:
         check: Callable[[Tokenizer], None] | None = None,
     ):
         """`check` is called with the tokenizer before weights are loaded; what it raises ends the loading."""
-        options = options or LoadOptions()
+        options = self._options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
         check_draft(options.draft_device, draft)
         placement = Placement(options.devices, options.split, options.draft_device)
@@ -100,7 +101,7 @@ class LLM:
         self._session: Session = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
 
     def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Session:
-        model = open_model(checkpoint, options.backend, self._progress, placement)
+        model = open_model(checkpoint, options.backend, self._progress, placement, opener(options))
         model = with_cache(model, options, options.ctx or model.config.context)
         if options.max_kv_size is not None:
             model = bounded(model, options.max_kv_size)
@@ -249,8 +250,18 @@ class LLM:
         if self._shut.alive and self._owner.is_here:
             for cancel in list(self._running):
                 cancel.set()
-            self._owner.put(lambda: delattr(self, "_session"))
+            freed = self._owner.put(self._free)
             self._shut()
+            if freed.done():
+                freed.result()
+
+    def _free(self) -> None:
+        """Drop the model, and write what its experts were used for, where a file is named for that."""
+        stream = self._session.model.expert_stream
+        del self._session
+        if stream is not None:
+            stream.close()
+            save_profile(self._options, stream)
 
     def __enter__(self) -> "LLM":
         return self

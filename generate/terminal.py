@@ -105,7 +105,7 @@ class Waiting:
 
 
 def figures(stats: Stats) -> str:
-    """The stats of a reply in two lines, in four where decoding was speculative."""
+    """The stats of a reply in two lines; more where decoding was speculative, or experts were streamed."""
     read = stats.prompt_tokens - stats.cached_tokens
     cached = f" (and {stats.cached_tokens} kept from before)" if stats.cached_tokens else ""
     text = (
@@ -113,6 +113,8 @@ def figures(stats: Stats) -> str:
         f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "
         f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
     )
+    if stats.experts is not None:
+        text += f"\n{stats.experts}"
     if stats.wedlm is not None:
         return f"{text}\n{window_figures(stats.wedlm)}"
     return text if stats.accepted is None else f"{text}\n{speculation_figures(stats)}"

@@ -24,6 +24,8 @@ from mlx_backend.ops import MlxOps
 class FallbackModel:
     """mlx-lm's model of `checkpoint`, with the attributes and methods of `common.models.Model`."""
 
+    expert_stream = None
+
     def __init__(self, checkpoint: Checkpoint, ops: MlxOps):
         from mlx_lm.utils import load_model
 

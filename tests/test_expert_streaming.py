@@ -19,7 +19,7 @@ from common.decoders import Speculation
 from common.errors import BimetalError
 from common.expert_files import checkpoint_source
 from common.expert_profile import Profile, least_bytes
-from common.expert_stream import open_stream
+from common.expert_stream import open_stream, sizes_of
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.sampling import Sampler, Sampling
@@ -35,8 +35,7 @@ def streamed(checkpoint, ops, layers_held=1.0, **options):
 
     def open_experts(checkpoint, layout, config):
         source, layers = checkpoint_source(checkpoint, layout), len(layout.layers)
-        sizes = [ops.expert_bytes(source.forms[i]) if i in source.forms else 0 for i in range(layers)]
-        kinds = [source.forms[i].kind if i in source.forms else None for i in range(layers)]
+        sizes, kinds = sizes_of(source.forms, ops, layers)
         budget = int(layers_held * least_bytes(sizes, config.experts.count, kinds))
         return open_stream(source, ops, layers, config.experts.top_k, budget, **options)
 
@@ -71,14 +70,14 @@ def test_logits_have_the_bits_of_the_loaded_model(name, stored, ops):
     for held in (1, 2.5):
         model = streamed(checkpoint, ops, held)
         np.testing.assert_array_equal(tiny.logits_of(model, ids, pieces), expected)
-        stats = model.experts.stats()
+        stats = model.expert_stream.stats()
         assert stats.misses > 0
         assert stats.hits > 0 or held == 1
         assert stats.tokens == 120
         assert stats.peak <= stats.budget
-        assert stats.bytes_read >= stats.misses * min(form.nbytes for form in model.experts.source.forms.values())
+        assert stats.bytes_read >= stats.misses * min(form.nbytes for form in model.expert_stream.source.forms.values())
         assert model.step_bytes == whole.step_bytes or ops.name == "numpy"  # which decodes resident weights once
-        model.experts.close()
+        model.expert_stream.close()
 
 
 def rows_in_a_tree(model, ids):
@@ -126,11 +125,11 @@ def test_the_most_used_experts_of_a_profile_are_read_first(ops):
     counts = np.zeros((6, 8), np.int64)
     counts[1:, :3] = 5
     model = streamed(checkpoint, ops, 2, profile=Profile(counts, 2))
-    assert all(set(model.experts.residency.resident(layer)) >= {0, 1, 2} for layer in range(1, 6))
-    before = model.experts.stats()
+    assert all(set(model.expert_stream.residency.resident(layer)) >= {0, 1, 2} for layer in range(1, 6))
+    before = model.expert_stream.stats()
     tiny.logits_of(model, tiny.golden("laguna")["ids"][:5])
-    assert model.experts.stats(before).hits > 0
-    assert model.experts.residency.counts.sum() == 5 * 5 * model.config.experts.top_k
+    assert model.expert_stream.stats(before).hits > 0
+    assert model.expert_stream.residency.counts.sum() == 5 * 5 * model.config.experts.top_k
 
 
 class Disk:
@@ -156,8 +155,8 @@ def test_short_and_slow_reads_change_nothing(monkeypatch, ops):
     disk = Disk(monkeypatch, most=333, delay=0.001)
     model = streamed(checkpoint, ops)
     np.testing.assert_array_equal(tiny.logits_of(model, ids, [10] + 10 * [1]), expected)
-    assert disk.calls > 5 * model.experts.stats().misses
-    assert model.experts.stats().read_p95 > 0.01
+    assert disk.calls > 5 * model.expert_stream.stats().misses
+    assert model.expert_stream.stats().read_p95 > 0.01
 
 
 def test_a_disk_that_fails_is_one_sentence_and_no_wrong_token(monkeypatch, ops):
@@ -228,10 +227,10 @@ def test_what_cannot_be_streamed_is_one_sentence(ops):
 def test_reads_bypass_the_cache_where_files_are_much_larger_than_memory(monkeypatch, ops):
     checkpoint = tiny.checkpoint("glm")
     model = streamed(checkpoint, ops)
-    source = model.experts.source
+    source = model.expert_stream.source
     assert not source.bypass_cache(source.file_bytes)
     assert source.bypass_cache(source.file_bytes // 5)
     dropped = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, count, what: dropped.append(count), raising=False)
     tiny.logits_of(model, tiny.golden("glm")["ids"][:5])
-    assert sum(dropped) == model.experts.stats().bytes_read
+    assert sum(dropped) == model.expert_stream.stats().bytes_read

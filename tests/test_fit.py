@@ -15,9 +15,10 @@ from hub_server import Fault, HubServer, Repo
 from tiny_chat import write
 
 from common import hub
+from common.amounts import parse_size
 from common.checkpoint import Checkpoint
 from common.errors import UsageError
-from common.fit import parse_size, predict_run, predict_weights
+from common.fit import predict_run, predict_weights
 from common.models import architecture, load_model
 from common.quants import BLOCKS
 from common.safetensors import MODES

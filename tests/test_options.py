@@ -84,6 +84,11 @@ WRONG_LOADING = {
     "kv_recent": ("all",),
     "kv_calibration": (-1, 3, 63, 64.0),
     "kv_boundary": (-1, True),
+    "stream_experts": ("yes", 1),
+    "expert_cache": (0, "lots", "8 gigs", 1.5),
+    "memory": (-1, "much", True),
+    "expert_pack": (5, ""),
+    "expert_profile": (b"p", ""),
 }
 
 

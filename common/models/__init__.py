@@ -69,7 +69,7 @@ class Model:
     weights: SimpleNamespace
     ops: Ops
     cache: CacheOptions = field(default=CacheOptions(), kw_only=True)
-    experts: ExpertStream | None = field(default=None, kw_only=True)  # where they are read while the model runs
+    expert_stream: ExpertStream | None = field(default=None, kw_only=True)  # of experts that are read while it runs
     window: WedlmOptions = field(default=PRESETS["balanced"], kw_only=True)  # of replies that are given none
 
     @cached_property
@@ -128,4 +128,4 @@ def load_model(path: Any, ops: Ops, progress: bool = False, open_experts: OpenEx
     streamed = {} if stream is None else stream.handles(layout)
     weights = load_weights(checkpoint, layout, ops, progress, streamed=streamed)
     window = PRESETS["balanced"] if getattr(config, "mask_id", None) is None else window_beside(checkpoint.path)
-    return Model(name, definition, config, layout, weights, ops, experts=stream, window=window)
+    return Model(name, definition, config, layout, weights, ops, expert_stream=stream, window=window)

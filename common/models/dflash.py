@@ -358,7 +358,8 @@ class Pair(Model):
     @cached_property
     def target(self) -> Model:
         """The target alone, over the same state: its steps leave no rows for the draft, whose caches commit blanks."""
-        return Model(self.architecture, self.definition, self.config, self.layout, self.weights, self.ops)
+        parts = self.architecture, self.definition, self.config, self.layout, self.weights, self.ops
+        return Model(*parts, expert_stream=self.expert_stream)
 
     def propose(self, state: State, token: int) -> Array:
         """Logits (block - 1, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
@@ -387,7 +388,7 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
     config = read_config(checkpoint, target)
     weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
-    return Pair(*parts, config, weights, cache=target.cache)
+    return Pair(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
 
 
 def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:

@@ -1,0 +1,19 @@
+"""Amounts of memory, as people write them."""
+
+import re
+
+from common.errors import UsageError
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GB" (10^9 each), "24GiB" (2^30 each), "24G" (as GB), "24000MB", "24000000000"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if match is None or match[2].upper() not in UNITS:
+        raise UsageError(f"{text!r} is not an amount of memory; write it like 24GB, 22.5GiB or 24000MB")
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if not 1 <= size < 2**63:
+        raise UsageError(f"{text!r} is {size:.3g} bytes; an amount of memory is from 1 byte to 8 EiB")
+    return round(size)

@@ -1,0 +1,67 @@
+"""Experts that are read while a model runs, as a person asks for them."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.expert_budget import expert_budget
+from common.expert_files import ExpertSource, checkpoint_source
+from common.expert_pack import pack_source
+from common.expert_profile import Profile, check_profile, read_profile, write_profile
+from common.expert_stream import ExpertStream, open_stream
+from common.models import OpenExperts
+from common.ops import Ops
+from common.options import ExpertChoice, LoadOptions
+from common.storage import LayerSpec
+from common.weights import Layout
+from generate.caches import cached_spec
+
+
+def opener(options: LoadOptions) -> Callable[[Ops], OpenExperts] | None:
+    """A function from a backend to what `load_model` opens experts with; None where all of them are loaded."""
+    if not options.stream_experts:
+        return None
+    return lambda ops: lambda checkpoint, layout, config: _open(checkpoint, layout, config, ops, options)
+
+
+def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options: LoadOptions) -> ExpertStream:
+    from common.models import architecture
+
+    spec: Sequence[LayerSpec] = cached_spec(architecture(checkpoint)[1].state_spec(config), options, ops)
+    asked = {"cache": options.expert_cache, "memory": options.memory}
+    budget = expert_budget(checkpoint, layout, config, ops, spec, options.ctx, **asked)  # type: ignore[arg-type]
+    source = expert_source(checkpoint, layout, options)
+    layers, used = len(layout.layers), config.experts.top_k
+    profile = _profile(options, source, layers)
+    stream = open_stream(source, ops, layers, used, budget.experts, profile)
+    bypassed = source.bypass_cache(budget.memory)
+    print(f"{budget}{'; reads bypass the cache of the system' if bypassed else ''}", file=sys.stderr)
+    return stream
+
+
+def expert_source(checkpoint: Checkpoint, layout: Layout, options: ExpertChoice) -> ExpertSource:
+    """The experts of the pack that is named, or of the checkpoint's own files."""
+    if options.expert_pack is None:
+        return checkpoint_source(checkpoint, layout)
+    return pack_source(Path(options.expert_pack), checkpoint, layout)
+
+
+def _profile(options: ExpertChoice, source: ExpertSource, layers: int) -> Profile | None:
+    """The profile that is named, if its file exists yet."""
+    path = Path(options.expert_profile) if options.expert_profile is not None else None
+    if path is None or not path.exists():
+        return None
+    profile = read_profile(path)
+    check_profile(path, profile, [int(layer in source.forms) for layer in range(layers)], source.experts)
+    return profile
+
+
+def save_profile(options: ExpertChoice, stream: ExpertStream) -> None:
+    """Write what was used, with what the file counted before, where a profile is named."""
+    if options.expert_profile is not None:
+        path = Path(options.expert_profile)
+        before = read_profile(path).counts if path.exists() else 0
+        used = stream.residency.profile
+        write_profile(path, Profile(used.counts + before, used.used))
