@@ -119,6 +119,10 @@ def run(args: argparse.Namespace) -> int:
             return pack.run(args)
         case "serve":
             return _serve(args)
+        case "launch":
+            from generate import launch
+
+            return launch.run(args)
         case "selftest":
             from generate import selftest
 

@@ -41,6 +41,7 @@ COMMANDS = {
     "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
     "pack": "write a mixture's experts into one file, from which each is read at once",
     "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
+    "launch": "start a coding agent (codex, claude, opencode) on a running server",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -63,12 +64,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
     if empty := next((flag for flag in argv if flag.startswith("--") and flag.endswith("=--")), None):
         raise UsageError(f"{empty[:-3]} has the value '--', which ends the flags; give another")
-    args = _parser().parse_args(argv)
+    end = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)
+    args = _parser().parse_args(argv[:end])
     vars(args).pop("_given", None)
     if args.command is not None:
         if argv[0] != args.command:
             raise UsageError(f"the command {args.command} comes first, and its flags after it")
-        _finish(args)
+        _finish(args, argv[end + 1 :])
         return args
     args.command = "chat" if args.chat else "prompt"
     if args.chat and args.prompt is not None:
@@ -93,8 +95,11 @@ def _load_options(args: argparse.Namespace) -> LoadOptions:
     return LoadOptions(progress=True, **given)
 
 
-def _finish(args: argparse.Namespace) -> None:
-    """Check what argparse cannot: a model named once, and flags of one bench."""
+def _finish(args: argparse.Namespace, rest: list[str]) -> None:
+    """Check what argparse cannot: a model named once, and flags of one bench.
+
+    rest  what follows `--`, for the program that is launched
+    """
     if args.command == "quantize":
         _finish_quantize(args)
     if args.command in ("inspect", "perplexity", "calibrate", "fit", "pull", "rm"):
@@ -104,6 +109,8 @@ def _finish(args: argparse.Namespace) -> None:
         args.model = args.model or args.named
     if args.command == "serve":
         args.load = _load_options(args)
+    if args.command == "launch":
+        args.rest = rest
     if args.command == "bench":
         args.options = _bench_options(args)
 
@@ -132,6 +139,7 @@ def _parser() -> Parser:
         "calibrate": _calibrate,
         "pack": _pack,
         "serve": _serve,
+        "launch": _launch,
         "selftest": _selftest,
     }
     for name, what in COMMANDS.items():
@@ -146,6 +154,8 @@ DESCRIPTIONS = {
     "serve": "Serve a model on this machine. Logs hold neither prompts nor keys.",
     "pack": "Write a mixture's experts into one file, each in one piece, for --expert-pack. A run that was stopped "
     "goes on when the same command is given again.",
+    "launch": "Start a coding agent with the settings that point it at a running server, for this run alone. What "
+    "follows -- goes to the agent. The server's key, where it has one, is read from BIMETAL_API_KEY.",
     "quantize": "Write a model in fewer bits: OUT that ends in .gguf is a GGUF file, any other an MLX folder, which "
     "mlx-lm reads too. A run that was stopped goes on when the same command is given again.",
     "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
@@ -297,6 +307,12 @@ def _bench(p: Parser) -> None:
     p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
     p.add_argument("--verdict", choices=("keep", "drop", "info"), help="what the logged rows decided")
     p.add_argument("--note", metavar="TEXT", help="why, for the log")
+
+
+def _launch(p: Parser) -> None:
+    p.add_argument("client", choices=("codex", "claude", "opencode"), help="the agent, which must be installed")
+    p.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
+    p.add_argument("--dry-run", action="store_true", help="print the program, its arguments and environment instead")
 
 
 def _serve_bench(group: Any) -> None:

@@ -1,0 +1,64 @@
+"""`launch`: what agents are started with, and what is refused before they are."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from generate.__main__ import main
+from generate.launch import CLIENTS
+
+
+@pytest.fixture
+def url(scripted):
+    uvicorn = pytest.importorskip("uvicorn")
+    server = uvicorn.Server(uvicorn.Config(scripted.app, port=0, log_config=None, ws="none", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    host, port = server.servers[0].sockets[0].getsockname()
+    yield f"http://{host}:{port}"
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_settings_name_the_server_and_its_model(client, url, capsys, monkeypatch):
+    monkeypatch.delenv("BIMETAL_API_KEY", raising=False)
+    assert main(["launch", client, "--url", url + "/", "--dry-run", "--", "exec", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    text = json.dumps(found)
+    assert url in text
+    assert "scripted" in text
+    assert url + "//" not in text
+    assert found["arguments"][-2:] == ["exec", "--json"]
+    assert "4096" in err  # the context is small for an agent
+
+
+def test_the_client_takes_the_place_of_this_process(url, tmp_path, monkeypatch):
+    program = tmp_path / "claude"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen = []
+    monkeypatch.setattr(os, "execve", lambda *call: seen.append(call))
+    main(["launch", "claude", "--url", url, "--", "--print", "hi"])
+    [(path, arguments, environment)] = seen
+    assert (path, arguments) == (str(program), ["claude", "--print", "hi"])
+    assert environment["ANTHROPIC_BASE_URL"] == url
+    assert environment["PATH"] == str(tmp_path)
+
+
+def test_what_is_refused(url, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    for flags, code, said in (
+        (["--url", url], 1, "codex is not installed"),
+        (["--url", "http://127.0.0.1:9"], 1, "start one first"),
+        (["--url", "localhost"], 2, "must be a URL"),
+    ):
+        assert main(["launch", "codex", *flags]) == code
+        assert said in capsys.readouterr().err
