@@ -16,7 +16,7 @@ from common.checkpoint import INDEX, UNFINISHED, Checkpoint
 from common.errors import BimetalError
 from common.files import rewrite
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
-from common.quantize import Format, scale_type
+from common.quantize import FLOAT_TYPES, Format, scale_type
 from common.recipe import Choice, Weight
 from common.safetensors import MODES
 from common.tensors import Tensor
@@ -66,10 +66,8 @@ def _as_modules(name: str, tensor: Tensor, format: Format | None) -> list[tuple[
     ]
 
 
-def write_folder(
-    part: Path, checkpoint: Checkpoint, outputs: Sequence[Output], default: Format, shard_bytes: int, advance: Advance
-) -> None:
-    """Write the whole folder into `part`, which keeps its marker; shards that are there already stay.
+def write_shards(part: Path, outputs: Sequence[Output], shard_bytes: int, advance: Advance) -> None:
+    """Write the weights into `part`, which keeps its marker; shards that are there already stay.
 
     advance  is called with the number of bytes written, or found
     """
@@ -88,18 +86,21 @@ def write_folder(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         rewrite(part / INDEX, json.dumps(index, indent=1))
-    for file in sorted(checkpoint.path.iterdir()):
-        is_index = file.name.endswith(".index.json")
-        if (
-            file.suffix in KEPT_FILES
-            and file.is_file()
-            and file.name not in ("config.json", CALIBRATION)
-            and not is_index
-        ):
+
+
+def copy_files(part: Path, source: Path) -> None:
+    """Copy what a safetensors folder holds beside its weights: tokenizer, templates, settings, code."""
+    for file in sorted(source.iterdir()):
+        own = file.name in ("config.json", CALIBRATION) or file.name.endswith(".index.json")
+        if file.suffix in KEPT_FILES and file.is_file() and not own:
             shutil.copyfile(file, part / file.name)
-    if (templates := checkpoint.path / "additional_chat_templates").is_dir():
+    if (templates := source / "additional_chat_templates").is_dir():
         shutil.copytree(templates, part / templates.name, dirs_exist_ok=True)
-    rewrite(part / "config.json", json.dumps(_config(checkpoint, outputs, default), indent=1))
+
+
+def write_config(part: Path, config: dict[str, Any], outputs: Sequence[Output], default: Format) -> None:
+    """Write config.json: the source's, and how each matrix is stored."""
+    rewrite(part / "config.json", json.dumps(_with_quantization(config, outputs, default), indent=1))
 
 
 def finish_folder(part: Path, out: Path) -> None:
@@ -128,6 +129,8 @@ def _shard_name(number: int, count: int) -> str:
 def _entries(output: Output) -> list[Entry]:
     """The tensors of one output as a header lists them."""
     sizes = parts_of(output)
+    if output.format is not None and output.format.type in FLOAT_TYPES:
+        return [(output.name, output.format.type, output.shape, sizes[0])]
     if output.format is None:
         tensor = output.load()
         if tensor.scales is None:
@@ -175,8 +178,8 @@ def _write_shard(path: Path, outputs: Sequence[Output], advance: Advance) -> Non
     partial.rename(path)
 
 
-def _config(checkpoint: Checkpoint, outputs: Sequence[Output], default: Format) -> dict[str, Any]:
-    """config.json with the table that mlx-lm reads: an entry says how a module differs, false that it is dense."""
+def _with_quantization(config: dict[str, Any], outputs: Sequence[Output], default: Format) -> dict[str, Any]:
+    """`config` with the table that mlx-lm reads: an entry says how a module differs, false that it is dense."""
     table: dict[str, Any] = {"group_size": default.group_size, "bits": default.bits, "mode": default.type}
     for output in outputs:
         if not output.kind:
@@ -185,9 +188,9 @@ def _config(checkpoint: Checkpoint, outputs: Sequence[Output], default: Format) 
         if format is None and output.type in MODES:
             tensor = output.load()
             format = Format(tensor.type, tensor.bits, tensor.group_size)
-        if format is None:
+        if format is None or format.type in FLOAT_TYPES:
             table[module] = False
         elif format != default:
             table[module] = {"group_size": format.group_size, "bits": format.bits, "mode": format.type}
-    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    return config | {"quantization": table, "quantization_config": table}
+    rest = {key: value for key, value in config.items() if key != "quantization_config"}
+    return rest | {"quantization": table, "quantization_config": table}

@@ -66,17 +66,23 @@ def _format(args: argparse.Namespace, is_gguf: bool) -> Format:
 
 
 def _write_folder(job: Job, out: Path, shard_bytes: int) -> None:
-    from common.mlx_folder import finish_folder, folder_outputs, write_folder
+    from common.gguf_to_folder import as_folder, write_files
+    from common.mlx_folder import copy_files, finish_folder, folder_outputs, write_config, write_shards
 
-    if job.checkpoint.format == "gguf":
-        raise UsageError(
-            f"{job.checkpoint.path} is a GGUF file, which becomes a .gguf file; an MLX folder is made from a "
-            "safetensors folder"
-        )
-    outputs = folder_outputs(job.checkpoint, job.weights, job.choices())
-    part = begin(out, job.checkpoint, outputs, {"shard": shard_bytes, "format": str(job.format)})
+    checkpoint, is_gguf = job.checkpoint, job.checkpoint.format == "gguf"
+    if is_gguf:
+        made = as_folder(checkpoint, job.family, job.definition, job.layout, job.weights, job.choices())
+        config, outputs = made.config, made.outputs
+    else:
+        config, outputs = checkpoint.config, folder_outputs(checkpoint, job.weights, job.choices())
+    part = begin(out, checkpoint, outputs, {"shard": shard_bytes, "format": str(job.format)})
     with _bar(outputs) as bar:
-        write_folder(part, job.checkpoint, outputs, job.format, shard_bytes, bar.update)
+        write_shards(part, outputs, shard_bytes, bar.update)
+    if is_gguf:
+        config |= write_files(part, checkpoint)
+    else:
+        copy_files(part, checkpoint.path)
+    write_config(part, config, outputs, job.format)
     finish_folder(part, out)
     _report(job, out, outputs)
 

@@ -21,10 +21,14 @@ from gguf_files import write_gguf
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+import generate
 from common import outputs
 from common.checkpoint import open_checkpoint
+from common.config import Keys
+from common.gguf_to_folder import _llama3
 from common.gguf_tokenizer import _QWEN2
 from common.models import architecture, load_model
+from common.models.blocks import hf_rope
 from common.quantize import Format, encode
 from common.quants import dequantize
 from common.recipe import find_weights
@@ -427,10 +431,66 @@ def test_families_without_a_gguf_writer(tmp_path, capsys):
     assert "a GGUF file of glm4_moe_lite cannot be written; supported: llama" in capsys.readouterr().err
 
 
-def test_a_folder_from_a_gguf_file_is_refused(tmp_path, capsys):
-    made = write_gguf(tiny.FOLDER / "qwen3", tmp_path / "in.gguf")
-    assert main(["quantize", str(made), str(tmp_path / "out")]) == 2
-    assert "becomes a .gguf file" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3"])
+def test_a_folder_from_a_gguf_file(name, tmp_path):
+    """The bytes of the folder made from the model's own safetensors, where the file holds its values exactly."""
+    made = write_gguf(tiny.FOLDER / name, tmp_path / "in.gguf")
+    flags = ("--bits", 4, "--group-size", 32, "--layers", "v_proj=keep")
+    folder = rewritten(tiny.FOLDER / name, tmp_path / "in")  # in float32, which scales then take
+    quantize(folder, tmp_path / "direct", *flags)
+    quantize(made, tmp_path / "out", *flags[:-1], "attn_v=keep")
+    direct, out = (open_checkpoint(tmp_path / folder) for folder in ("direct", "out"))
+    assert out.tensors.keys() == direct.tensors.keys()
+    for key, tensor in direct.tensors.items():
+        np.testing.assert_array_equal(dequantize(out.tensors[key]), dequantize(tensor), key)
+        assert (out.tensors[key].type, out.tensors[key].bits) == (tensor.type, tensor.bits)
+    assert out.config["quantization"] == direct.config["quantization"]
+    ours, theirs = (tiny.logits_of(load_model(folder.path, NumpyOps()), IDS) for folder in (out, direct))
+    assert np.abs(ours - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize(("factor", "high", "original"), [(8.0, 4.0, 8192), (32.0, 4.0, 8192), (4.0, 3.0, 4096)])
+def test_llama3s_rope_from_its_divisors(factor, high, original):
+    frequencies = 500000.0 ** (-np.arange(64) / 64)
+    keys = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
+    keys["original_max_position_embeddings"] = original
+    slowed = np.array(hf_rope(Keys({"rope_theta": 500000.0, "rope_scaling": keys}, "here"), 128).frequencies)
+    divisors = (frequencies / slowed).astype(np.float32).astype(np.float64)
+    assert _llama3(frequencies / divisors, divisors) == keys
+
+
+def test_a_folder_from_a_gguf_file_of_a_chat_model(chat_folder, tmp_path):
+    """Tokenizer, templates, end tokens and recommended sampling, as the file has them; stopped runs go on."""
+    quantize(chat_folder, tmp_path / "in.gguf", "--type", "F32")
+    quantize(tmp_path / "in.gguf", tmp_path / "out", "--group-size", 32, "--shard-size", 20_000)
+    before, after = open_checkpoint(tmp_path / "in.gguf"), open_checkpoint(tmp_path / "out")
+    ours, theirs = load_tokenizer(after.path, after.config), load_tokenizer(before.path, before.config)
+    text = "<|im_start|>abc ab 12 cabc'll\n é<|im_end|>"
+    assert ours.encode(text) == theirs.encode(text)
+    facts = ("bos_id", "eos_id", "add_bos", "end_ids", "chat_templates", "control_tokens")
+    assert [getattr(ours, fact) for fact in facts] == [getattr(theirs, fact) for fact in facts]
+    assert recommended_sampling(after).options == recommended_sampling(before).options
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+def test_the_wedlm_demo_as_a_folder(tmp_path):
+    """A file of a quantized model is decoded and rounded again only where that is asked for; its mask goes along."""
+    assert main(["quantize", "demo-wedlm", str(tmp_path / "out")]) == 1
+    quantize("demo-wedlm", tmp_path / "out", "--requantize", "--bits", 8, "--group-size", 32)
+    with generate.load(str(tmp_path / "out"), backend="numpy") as llm:
+        reply = llm.chat([{"role": "user", "content": "Count by 2 from 11 to 19."}])
+        assert reply.text == "Answer: 11, 13, 15, 17, 19.\n"
+        assert reply.stats.wedlm.tokens_per_forward > 3
+
+
+def test_folders_from_gguf_files_that_are_refused(tmp_path, capsys):
+    made = write_gguf(tiny.FOLDER / "qwen35", tmp_path / "in.gguf")
+    assert main(["quantize", str(made), str(tmp_path / "out")]) == 1
+    assert "a GGUF file of qwen35, of which no MLX folder can be made; supported: llama, qwen3, wedlm" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.part").exists()
 
 
 # -- sensitivity -------------------------------------------------------------------------------------------------------
