@@ -105,6 +105,7 @@ class Ops(ABC):
     item_bytes: int  # of an activation, and of a cached key or value
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
+    joins = False  # may a step have rows of several sequences, each with a state of its own?
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
     reserves = False  # does a state take the memory of its whole capacity at once?
@@ -366,6 +367,10 @@ class Ops(ABC):
     def keep(self, x: Array) -> Array:
         """x, in memory that the layers after it leave alone: for what a tap takes out of `scope`."""
         return x
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        """The rows of all parts, in their order; of backends that join steps."""
+        raise BimetalError(f"the {self.name} backend serves one sequence per step")
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
         """Leave k (T, K, D) and v (T, K, D) in `kv` as attention would, for rows that ask nothing."""

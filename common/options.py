@@ -271,6 +271,12 @@ class LoadOptions(CacheChoice, ExpertChoice):
     draft_device: int | None = option(
         None, rules.whole(0), "the GPU of the draft model, by number; None: the last of devices"
     )
+    parallel: int | None = option(
+        None,
+        rules.whole(1),
+        "replies that are generated at the same time, each with a state of its own; further ones wait. None: 8, on "
+        "CUDA and for models that mlx-lm runs 1",
+    )
 
 
 # -- functions whose keyword arguments are options ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a session yields: pieces of a reply, log-probabilities and, at the end, statistics."""
+"""What an engine gives: pieces of a reply, log-probabilities and, at the end, statistics."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -85,19 +85,35 @@ class Piece(Parts):
     thought: int = 0
 
 
-def parse_pieces(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
-    """Move reasoning and tool calls out of the text of a reply; a piece comes when any part of it is certain."""
-    out = Piece()
-    for piece in pieces:
+class PieceParser:
+    """Moves reasoning and tool calls out of the text of a reply; without a parser pieces stay as they are."""
+
+    def __init__(self, parser: ReplyParser | None):
+        self.parser, self.out = parser, Piece()
+
+    def push(self, piece: Piece) -> Piece | None:
+        """The piece to show, once any part of it is certain."""
+        if self.parser is None:
+            return piece
+        out = self.out
         out.tokens += piece.tokens
         out.logprobs += piece.logprobs
-        out.thought += len(piece.tokens) if parser.in_reasoning else 0
-        parser.push(piece.text, out)
+        out.thought += len(piece.tokens) if self.parser.in_reasoning else 0
+        self.parser.push(piece.text, out)
         if piece.finish_reason:
-            parser.finish(out)
-            called = parser.calls and piece.finish_reason == "stop"
+            self.parser.finish(out)
+            called = self.parser.calls and piece.finish_reason == "stop"
             out.finish_reason, out.stats = "tool_calls" if called else piece.finish_reason, piece.stats
             out.stop, out.end = piece.stop, piece.end
-        if out.text or out.reasoning or out.tool_calls or out.finish_reason:
-            yield out
-            out = Piece()
+        if not (out.text or out.reasoning or out.tool_calls or out.finish_reason):
+            return None
+        self.out = Piece()
+        return out
+
+
+def parse_pieces(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
+    """`pieces` with reasoning and tool calls moved out of the text; a piece comes when any part of it is certain."""
+    parse = PieceParser(parser)
+    for piece in pieces:
+        if (parsed := parse.push(piece)) is not None:
+            yield parsed

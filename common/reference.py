@@ -43,6 +43,7 @@ class NumpyOps(Ops):
     name = "numpy"
     item_bytes = 4
     cache_pairs = ALL_PAIRS
+    joins = True
 
     def weight(self, *parts: Tensor) -> Weight:
         return np.concatenate([dequantize(part) for part in parts], axis=-2)
@@ -138,6 +139,9 @@ class NumpyOps(Ops):
         seen = [_seen_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         return _attend(q, keys, values, seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1), scale)
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        return np.concatenate(parts)
 
     def write_kv(self, k: Array, v: Array, kv: Any, step: Step) -> None:
         kv.hold(step, k, v)

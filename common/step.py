@@ -16,6 +16,8 @@ import numpy as np
 from common.errors import BimetalError
 
 PAST = -1  # the parent of a row that continues the committed past
+_CONTINUES, _FIRST_SLOT = np.array([PAST], np.int32), np.zeros(1, np.int32)
+_CONTINUES.flags.writeable = _FIRST_SLOT.flags.writeable = False
 MAX_DECODE_ROWS = 136  # of a step that decodes or verifies a draft; how a row is computed does not depend on how many
 
 
@@ -39,6 +41,8 @@ class Step:
     def chain(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
         """Rows that follow one another from position `start`: decoding, prefill, chain verify."""
         T = len(tokens)
+        if T == 1 and slot == 0:  # plain decoding, whose steps may take less than the host's work for them
+            return cls(tokens, np.array([start], np.int32), _CONTINUES, _FIRST_SLOT)
         positions = np.arange(start, start + T, dtype=np.int32)
         return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), np.full(T, slot, np.int32))
 

@@ -9,13 +9,14 @@ from typing import Any
 from tqdm import tqdm
 
 from common.checkpoint import open_checkpoint
+from common.checks import default_spec
 from common.decode.run import PHASES, WEDLM_PHASES, DecodeStats, WedlmStats
 from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
+from common.engine import Engine
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.options import GenerationOptions
-from common.session import Session, default_spec
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.bench_log import environment, log, machine, note
@@ -66,12 +67,12 @@ def run(options: SpecBench) -> int:
         ids[: context - options.new_tokens]
         for ids in map(tokenizer.encode, read_prompts(options.spec, options.prompts))
     ]
-    sessions = {"off": Session(target, tokenizer, context)}
+    sessions = {"off": Engine(target, tokenizer, context)}
     ways = {"plain": PLAIN, "lookup": Speculation("lookup", options.tree_budget)}
     if default_spec(target) == "wedlm":
         ways |= WINDOWS
     if options.draft is not None:
-        drafted = Session(load_pair(resolve_draft(options.draft, True), target, True), tokenizer, context)
+        drafted = Engine(load_pair(resolve_draft(options.draft, True), target, True), tokenizer, context)
         for kind in (row.name for row in DECODERS.values() if row.needs_draft):
             sessions[kind] = drafted
             ways[kind] = Speculation(kind, options.tree_budget, options.tree_topk)
@@ -126,7 +127,7 @@ def generation_options(speculation: Speculation, new_tokens: int) -> GenerationO
 
 
 def measure(
-    sessions: dict[str, Session], ways: dict[str, Speculation], prompts: list[list[int]], new_tokens: int
+    sessions: dict[str, Engine], ways: dict[str, Speculation], prompts: list[list[int]], new_tokens: int
 ) -> dict[str, Result]:
     """Every way over every prompt, taken in turn so that a busy machine is busy for all; the first prompt warms up."""
     results: dict[str, Result] = {way: Result() for way in ways}
@@ -166,7 +167,7 @@ def _add(total: DecodeStats, one: DecodeStats) -> None:
         total.seconds[phase] += seconds
 
 
-def is_near_tie(session: Session, prompt: list[int], expected: list[int], tokens: list[int]) -> bool:
+def is_near_tie(session: Engine, prompt: list[int], expected: list[int], tokens: list[int]) -> bool:
     """Were the first tokens in which two replies differ as good as equal to the model?"""
     at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b), None)
     if at is None:

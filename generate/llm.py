@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 
 from common.checkpoint import Checkpoint, open_checkpoint
+from common.checks import check_fits, check_tokens, default_spec, speculation_of
 from common.demo import demo_path
+from common.engine import Engine
 from common.errors import BimetalError
 from common.fit import context_that_fits
 from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
-from common.pieces import Logprob, parse_pieces
+from common.pieces import Logprob, Piece, PieceParser
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
-from common.session import Session, check_fits, check_tokens, default_spec, speculation_of
+from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import Placement, check_draft, leave_thread, open_model
 from generate.caches import with_cache
@@ -36,6 +38,7 @@ from generate.progress import PrefillBar
 from generate.streaming import opener, save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
+PARALLEL = 8  # replies at the same time, where a step may serve several
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -68,7 +71,7 @@ class Prepared:
 
 
 class LLM:
-    """A loaded model, as `generate.load` makes it. Any thread may call it; calls run one after another in one thread.
+    """A loaded model, as `generate.load` makes it. Any thread may call it, and replies are generated side by side.
 
     recommended  the sampling that the model's files recommend, which options that are not given take
     """
@@ -98,9 +101,9 @@ class LLM:
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._session: Session = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
+        self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
 
-    def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Session:
+    def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Engine:
         model = open_model(checkpoint, options.backend, self._progress, placement, opener(options))
         model = with_cache(model, options, options.ctx or model.config.context)
         if options.max_kv_size is not None:
@@ -118,7 +121,10 @@ class LLM:
             if self.context < self.trained_context:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
-        return Session(model, self.tokenizer, self.context, options.fa_window)
+        self.parallel = options.parallel or (PARALLEL if model.ops.joins else 1)
+        engine = Engine(model, self.tokenizer, self.context, self.parallel, options.fa_window)
+        self._owner.turn = engine.turn
+        return engine
 
     def __repr__(self) -> str:
         return f"<LLM {self.path.name}: {self.architecture} on {self.backend}, context {self.context}>"
@@ -224,12 +230,12 @@ class LLM:
     def logits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32."""
         ids = self._ids(prompt)
-        return self._submit(lambda: self._session.logits(ids)).result()
+        return self._submit(lambda: self._engine.logits(ids)).result()
 
     async def alogits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
         ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit(lambda: self._session.logits(ids)))
+        return await asyncio.wrap_future(self._submit(lambda: self._engine.logits(ids)))
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
@@ -239,7 +245,7 @@ class LLM:
         ids, cancel = self._ids(prompt), threading.Event()
         self._running.add(cancel)
         try:
-            return await asyncio.wrap_future(self._submit(lambda: self._session.score(ids, top, cancel)))
+            return await asyncio.wrap_future(self._submit(lambda: self._engine.score(ids, top, cancel)))
         finally:
             cancel.set()
 
@@ -257,8 +263,10 @@ class LLM:
 
     def _free(self) -> None:
         """Drop the model, and write what its experts were used for, where a file is named for that."""
-        stream = self._session.model.expert_stream
-        del self._session
+        self._engine.drain()
+        stream = getattr(self._engine.model, "expert_stream", None)
+        self._owner.turn = lambda: False
+        del self._engine
         if stream is not None:
             stream.close()
             save_profile(self._options, stream)
@@ -269,9 +277,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, job: Callable[[], Any]) -> Any:
+    def _check_open(self) -> None:
         if not self._shut.alive:
             raise BimetalError(f"{self.path.name} is closed; load it again")
+        self._owner.check()
+
+    def _submit(self, job: Callable[[], Any]) -> Any:
+        self._check_open()
         return self._owner.submit(job)
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -298,26 +310,27 @@ class LLM:
         return Prepared(prompt.tokens, parser, shared or len(prompt.tokens))
 
     def _starter(self, prompt: Prepared, options: GenerationOptions) -> Start:
-        """Return a function that submits the reply to the owner thread: it puts pieces, then DONE or an exception."""
+        """Return a function that submits the call: the owner thread puts pieces, then DONE or an exception."""
         speculation_of(options, self.default_spec)  # refused in the caller's thread
-        parser = prompt.parser and prompt.parser()
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
-            def job() -> None:
-                try:
-                    with PrefillBar() as bar:
-                        on_prefill = options.on_prefill or (bar.update if self._progress else None)
-                        chosen = replace(options, on_prefill=on_prefill)
-                        pieces = self._session.stream(prompt.tokens, chosen, cancel, prompt.shared)
-                        for piece in pieces if parser is None else parse_pieces(pieces, parser):
-                            self.peak_bytes = piece.stats.peak_bytes if piece.stats else self.peak_bytes
-                            put(piece)
-                    put(DONE)
-                except BaseException as error:
-                    put(error)
+            self._check_open()
+            bar, parse = PrefillBar(), PieceParser(prompt.parser and prompt.parser())
 
+            def put_parsed(piece: Piece) -> None:
+                self.peak_bytes = piece.stats.peak_bytes if piece.stats else self.peak_bytes
+                if (parsed := parse.push(piece)) is not None:
+                    put(parsed)
+
+            def ended(error: BaseException | None) -> None:
+                bar.close()
+                put(DONE if error is None else error)
+
+            on_prefill = options.on_prefill or (bar.update if self._progress else None)
+            how = replace(options, on_prefill=on_prefill)
+            self._engine.submit(Call(prompt.tokens, how, put_parsed, ended, cancel, prompt.shared))
             self._running.add(cancel)
-            self._submit(job)
+            self._owner.wake()
 
         return start
 

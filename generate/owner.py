@@ -1,8 +1,9 @@
-"""The one thread that owns a loaded model: callers hand it jobs and wait, so that none of them interleave."""
+"""The one thread that owns a loaded model: it runs the jobs that callers hand it, and between them turns an engine."""
 
 import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -13,15 +14,18 @@ T = TypeVar("T")
 
 
 class Owner:
-    """A daemon thread that runs jobs one after another.
+    """A daemon thread that runs jobs one after another, and `turn` whenever no job waits.
 
     MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
 
     at_end  called in the thread when it ends
+    turn    one step of what runs beside jobs; whether more is left. A job sets it; nothing calls it before the first
+            `wake`
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.turn: Callable[[], bool] = lambda: False
         self._at_end = at_end
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -56,20 +60,41 @@ class Owner:
         self._jobs.put((future, job))
         return future
 
+    def wake(self) -> None:
+        """Have `turn` called until nothing is left."""
+        self.put(lambda: None)
+
     def close(self) -> None:
-        """Let the jobs handed in so far finish, and end the thread."""
+        """Let the jobs handed in so far and what runs beside them finish, and end the thread."""
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            if not future.set_running_or_notify_cancel():
-                continue
+        busy, jobs = False, self._jobs
+        while True:
+            while not (busy and jobs.empty()):
+                item = jobs.get()
+                if item is None:
+                    while self.turn():
+                        pass
+                    del self.turn, item  # and with it the model
+                    self._at_end()
+                    return
+                _serve(*item)
+                del item  # a job holds the caller's objects
+                busy = True
             try:
-                future.set_result(job())
-            except BaseException as error:  # whatever it is belongs to the caller
-                future.set_exception(error)
-            del item, future, job  # a job holds the caller's objects
-        self._at_end()
+                busy = self.turn()
+            except Exception:  # of nobody's call
+                traceback.print_exc()
+                busy = False
+
+
+def _serve(future: Future, job: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(job())
+    except BaseException as error:  # whatever it is belongs to the caller
+        future.set_exception(error)

@@ -2,7 +2,7 @@
 
 from tqdm.auto import tqdm
 
-from common.session import PREFILL_ROWS
+from common.engine import PREFILL_ROWS
 
 
 class PrefillBar:
@@ -19,9 +19,7 @@ class PrefillBar:
             self._bar = tqdm(total=total, desc="prefill", unit="token", leave=False, disable=None)
         self._bar.update(read - self._bar.n)
 
-    def __enter__(self) -> "PrefillBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()

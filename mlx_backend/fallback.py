@@ -35,6 +35,7 @@ class FallbackModel:
         self.experts = (keys.read("num_experts_per_tok", int, 1), keys.read("num_experts", int, 1))
         self.ops = ops
         ops.runs_ahead = False  # mlx-lm cannot undo a step that is not committed
+        ops.joins = False  # and its caches advance together
         try:
             self.network = load_model(checkpoint.path)[0]
         except (ValueError, KeyError, TypeError, FileNotFoundError) as error:

@@ -69,7 +69,7 @@ class MlxOps(Ops):
     """Ops on MLX arrays; `dtype`: activations, dense weights, affine scales, KV. Recurrent matrices are float32."""
 
     name = "mlx"
-    runs_ahead = True
+    runs_ahead = joins = True
     cache_pairs = ALL_PAIRS
 
     def __init__(self, dtype: mx.Dtype = mx.float32):
@@ -247,6 +247,9 @@ class MlxOps(Ops):
         mask = mx.array(np.concatenate(seen, axis=1))
         out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
         return out.squeeze(0).swapaxes(0, 1)
+
+    def concatenate(self, parts: Sequence[Array]) -> Array:
+        return mx.concatenate(list(parts), axis=0)
 
     def write_kv(self, k: Array, v: Array, kv: MlxRows | MlxPacked, step: Step) -> None:
         rows = k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]

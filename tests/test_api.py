@@ -18,8 +18,8 @@ import pytest
 from tiny_chat import TEMPLATE, write
 
 import generate
-from common.decode.alone import run_alone
 from common.errors import BimetalError, UsageError
+from common.sequence import Sequence
 
 ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -156,21 +156,21 @@ def steps(llm, monkeypatch):
     """Count steps of the next reply after `left` is set; the fourth step waits for `left`."""
     left, after = threading.Event(), []
 
-    def gated(*args):
-        for n, item in enumerate(run_alone(*args)):
-            if n == 3:
-                left.wait(10)
-            if left.is_set():
-                after.append(n)
-            yield item
+    def gated(sequence, token, row):
+        if sequence.new == 3:
+            left.wait(10)
+        if left.is_set():
+            after.append(sequence.new)
+        return take(sequence, token, row)
 
     def leave():
         left.set()
-        monkeypatch.setattr("common.session.run_alone", run_alone)
+        monkeypatch.setattr(Sequence, "take", take)
         llm.generate("next", max_tokens=1)
         return len(after)
 
-    monkeypatch.setattr("common.session.run_alone", gated)
+    take = Sequence.take
+    monkeypatch.setattr(Sequence, "take", gated)
     return leave
 
 
@@ -179,7 +179,7 @@ def test_leaving_a_loop_ends_the_reply_within_a_step(llm, steps, held):
     stream = llm.stream("hello") if held else None
     for _ in stream or llm.stream("hello"):
         break
-    assert steps() == 1
+    assert steps() <= 1
     if stream:
         assert stream.reply().finish_reason == "cancelled"
 
@@ -190,7 +190,7 @@ def test_leaving_an_async_loop_ends_the_reply_within_a_step(llm, steps, held):
         stream = llm.astream("hello") if held else None
         async for _ in stream or llm.astream("hello"):
             break
-        assert steps() == 1
+        assert steps() <= 1
         if stream:
             assert (await stream.reply()).finish_reason == "cancelled"
 
@@ -204,7 +204,7 @@ def test_an_exception_in_an_async_loop_ends_the_reply_within_a_step(llm, steps):
 
     with pytest.raises(RuntimeError, match="the reader's own"):
         asyncio.run(fail())
-    assert steps() == 1
+    assert steps() <= 1
 
 
 def test_closing_an_async_generator_over_a_stream_ends_the_reply_within_a_step(llm, steps):
@@ -218,7 +218,7 @@ def test_closing_an_async_generator_over_a_stream_ends_the_reply_within_a_step(l
         await source.aclose()
 
     asyncio.run(close())
-    assert steps() == 1
+    assert steps() <= 1
 
 
 def test_cancelled_task_stops_the_reply(llm):
@@ -328,7 +328,7 @@ def test_a_forked_process_is_refused_instead_of_waiting(llm):
 @pytest.mark.parametrize("entry", ["generate", "logits"])
 def test_a_callback_that_calls_its_model_is_refused_instead_of_waiting(llm, entry):
     with pytest.raises(BimetalError, match="a callback runs in the thread that owns the model and cannot call"):
-        llm.generate("call back", max_tokens=2, on_prefill=lambda *_: getattr(llm, entry)("hello"))
+        llm.generate(f"call {entry}", max_tokens=2, on_prefill=lambda *_: getattr(llm, entry)("hello"))
     assert llm.generate("hello", max_tokens=2).finish_reason == "length"
 
 

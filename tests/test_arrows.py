@@ -1,4 +1,4 @@
-"""The packages that a package may import: generate → common ← backends; inside common session → decode → models → ops.
+"""The packages that a package may import: generate → common ← backends; inside common engine → decode → models → ops.
 
 The rules hold for every import statement, at the top of a file, inside a function or under TYPE_CHECKING, and for
 importlib.import_module and __import__ of a literal name.
@@ -17,15 +17,16 @@ CHOOSER = "generate.backends"  # the one module that imports a backend, in one f
 BACKENDS = {"mlx_backend", "cuda_backend"}
 ORACLES = {"mlx_lm", "torch", "transformers"}
 # what the rest of common and the backends never see
-UPPER = {"common.models", "common.decode", "common.pieces", "common.session"}
+ENGINE = {f"common.{name}" for name in ("checks", "engine", "joined", "joined_step", "sequence", "slot")}
+UPPER = {"common.models", "common.decode", "common.pieces"} | ENGINE
 
 # What the modules of a package may not import; the longest prefix of a module's name decides.
 FORBIDDEN = {
     "common": {"generate", "mlx", "cupy"} | BACKENDS | ORACLES | UPPER,
-    "common.models": {"generate", "mlx", "cupy", "common.decode", "common.session"} | BACKENDS | ORACLES,
-    "common.decode": {"generate", "mlx", "cupy", "common.session"} | BACKENDS | ORACLES,
-    "common.pieces": {"generate", "mlx", "cupy", "common.session"} | BACKENDS | ORACLES,
-    "common.session": {"generate", "mlx", "cupy"} | BACKENDS | ORACLES,
+    "common.models": {"generate", "mlx", "cupy", "common.decode"} | ENGINE | BACKENDS | ORACLES,
+    "common.decode": {"generate", "mlx", "cupy"} | ENGINE | BACKENDS | ORACLES,
+    "common.pieces": {"generate", "mlx", "cupy"} | ENGINE | BACKENDS | ORACLES,
+    **{name: {"generate", "mlx", "cupy"} | BACKENDS | ORACLES for name in sorted(ENGINE)},
     "mlx_backend": {"generate", "cuda_backend", "cupy"} | ORACLES | UPPER,
     "mlx_backend.fallback": {"generate", "cuda_backend", "cupy", "torch", "transformers"} | UPPER,  # mlx-lm's models
     "mlx_backend.peer": {"generate", "cuda_backend", "cupy", "torch", "transformers"}
@@ -119,7 +120,7 @@ def test_circles_are_found() -> None:
         ("common/ops.py", "import mlx.core as mx"),
         ("common/ops.py", "from common.models import llama"),
         ("common/ops.py", "from common import models"),
-        ("common/ops.py", "from . import session"),
+        ("common/ops.py", "from . import engine"),
         ("common/step.py", "def f():\n    import cupy"),
         ("common/step.py", "class A:\n    async def f(self):\n        from torch.nn import functional"),
         ("common/reference.py", "if TYPE_CHECKING:\n    from common.decode.plain import plain"),
@@ -127,17 +128,17 @@ def test_circles_are_found() -> None:
         ("common/tokenizer.py", "import importlib\nimportlib.import_module('mlx_lm.utils')"),
         ("common/tokenizer.py", "from importlib import import_module\nimport_module(name)"),
         ("common/tokenizer.py", "__import__('generate')"),
-        ("common/session.py", "import os, mlx_backend.ops"),
-        ("common/session.py", "from generate import backends"),
+        ("common/engine.py", "import os, mlx_backend.ops"),
+        ("common/engine.py", "from generate import backends"),
         ("common/models/llama.py", "from common.decode.plain import plain"),
-        ("common/models/llama.py", "from ..session import Session"),
+        ("common/models/llama.py", "from ..engine import Engine"),
         ("common/models/__init__.py", "from ..decode import plain"),
         ("common/models/__init__.py", "import cuda_backend"),
-        ("common/decode/plain.py", "from common import session"),
-        ("common/decode/plain.py", "from .. import session"),
+        ("common/decode/plain.py", "from common import engine"),
+        ("common/decode/plain.py", "from .. import engine"),
         ("mlx_backend/ops.py", "import cuda_backend"),
         ("mlx_backend/ops.py", "from common.models.blocks import head"),
-        ("mlx_backend/kv/cache.py", "from common.session import Session"),
+        ("mlx_backend/kv/cache.py", "from common.engine import Engine"),
         ("cuda_backend/__init__.py", "from mlx_backend import ops"),
         ("cuda_backend/ops.py", "import common.decode.plain"),
         ("cuda_backend/ops.py", "import generate"),
@@ -161,10 +162,10 @@ def test_a_wrong_arrow_is_found(path: str, source: str) -> None:
         ("common/ops.py", "import mlxtra\nimport common.models_of_cars"),
         ("common/models/llama.py", "from common.ops import Ops\nfrom . import blocks\nfrom ..step import Step"),
         ("common/decode/plain.py", "from common.models import Model"),
-        ("common/session.py", "from common.decode.plain import plain\nfrom common.models import Model"),
+        ("common/engine.py", "from common.decode.plain import plain\nfrom common.models import Model"),
         ("mlx_backend/ops.py", "import mlx.core as mx\nfrom common.ops import Ops\nfrom mlx_backend import kv"),
         ("cuda_backend/ops.py", "import cupy\nfrom common.reference import NumpyOps\nfrom .arena import Arena"),
-        ("generate/cli.py", "from common.session import Session\nfrom generate.backends import open_backend"),
+        ("generate/cli.py", "from common.engine import Engine\nfrom generate.backends import open_backend"),
         (
             "generate/backends.py",
             "def f():\n    import mlx_backend\n    if x:\n        from cuda_backend import CudaOps",

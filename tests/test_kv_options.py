@@ -10,6 +10,7 @@ import tiny
 import generate
 from common.checkpoint import open_checkpoint
 from common.demo import demo_path
+from common.engine import Engine
 from common.errors import UsageError
 from common.kv_cache import LADDER, SHORTHANDS, CacheOptions, options_of
 from common.kv_formats import FORMATS
@@ -17,7 +18,6 @@ from common.models import load_model
 from common.models.dflash import load_pair
 from common.options import CACHE_SHORTHANDS, CACHE_TYPES, CacheChoice, GenerationOptions
 from common.reference import NumpyOps
-from common.session import Session
 from common.storage import NATIVE, all_specs
 from common.tokenizer import load_tokenizer
 from generate.__main__ import main
@@ -113,8 +113,8 @@ def test_fit_and_inspect_count_the_bytes(capsys):
 def test_load_and_generate(capsys):
     with generate.load("demo", backend="numpy", kv="q4", kv_calibration=64) as llm:
         reply = llm.generate(CODE, max_tokens=8)
-        assert llm._session.model.cache == CacheOptions("lm4", "lm4", calibration=64)
-        specs = [s for s in all_specs(llm._session.model.state_spec) if getattr(s, "is_packed", False)]
+        assert llm._engine.model.cache == CacheOptions("lm4", "lm4", calibration=64)
+        specs = [s for s in all_specs(llm._engine.model.state_spec) if getattr(s, "is_packed", False)]
         assert reply.stats.state_bytes >= sum(s.row_bytes(4) for s in specs)
     assert len(reply.tokens) == 8
 
@@ -131,7 +131,7 @@ def test_speculation_is_lossless_with_the_same_cache(demo, pair):
 
     def tokens(of, kind):
         options = GenerationOptions(max_tokens=28, spec=kind, tree_budget=None if kind == "off" else 12)
-        return [t for piece in Session(of, tokenizer, 200).stream(ids, options) for t in piece.tokens]
+        return [t for piece in Engine(of, tokenizer, 200).stream(ids, options) for t in piece.tokens]
 
     plain = tokens(model, "off")
     assert len(plain) == 28

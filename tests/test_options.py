@@ -75,6 +75,7 @@ WRONG_LOADING = {
     "devices": (0, "01", (0, True), (-1,)),
     "split": ("1,3", (1, 0), (1, "3")),
     "draft_device": (-1, "1"),
+    "parallel": (0, 2.5),
     "cache_type_k": ("q9", 8),
     "cache_type_v": ("native", ["q8_0"]),
     "kv": ("q8_0", 8),

@@ -48,8 +48,8 @@ def test_metadata_of_a_gguf(tmp_path):
 def test_calls_take_what_they_are_not_given(folder, monkeypatch):
     with generate.load(str(folder), backend="numpy") as llm:
         seen = []
-        stream = llm._session.stream
-        monkeypatch.setattr(llm._session, "stream", lambda ids, o, *rest: (seen.append(o), stream(ids, o, *rest))[1])
+        submit = llm._engine.submit
+        monkeypatch.setattr(llm._engine, "submit", lambda call: (seen.append(call.options), submit(call))[1])
         llm.generate("hi", max_tokens=2)
         llm.chat([{"role": "user", "content": "hi"}], max_tokens=2, temperature=0.0, top_k=None)
         assert [(o.temperature, o.top_k, o.top_p) for o in seen] == [(0.6, 20, 0.95), (0.0, 20, 0.95)]

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from tiny_chat import CONTEXT, write
 
+from common.decode.requests import Emit
+from common.engine import PREFILL_ROWS, Engine
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import log_softmax
-from common.session import PREFILL_ROWS, Session
 from common.stop import StopText
 from common.tokenizer import load_tokenizer
 
@@ -26,7 +27,7 @@ def parts(tmp_path_factory):
 
 @pytest.fixture
 def session(parts):
-    return Session(*parts, CONTEXT)
+    return Engine(*parts, CONTEXT)
 
 
 def generate(session, prompt=PROMPT, max_tokens=30, **options):
@@ -59,9 +60,8 @@ def test_the_last_piece_alone_carries_reason_and_stats(session):
 
 def test_a_character_that_the_end_cuts_is_not_shown(session, monkeypatch):
     """The reply ends after two of the three bytes of "€"."""
-    euro = session.tokenizer.encode("a€", add_special_tokens=False)
-    tokens = iter([(token, None) for token in euro])
-    monkeypatch.setattr("common.session.run_alone", lambda _: tokens)
+    euro = session.target.tokenizer.encode("a€", add_special_tokens=False)
+    monkeypatch.setattr("common.sequence.decode", lambda _: (Emit(token, None) for token in euro))
     text, reply, reason, _ = generate(session, max_tokens=3)
     assert (text, reply, reason) == ("a", euro[:3], "length")
 
@@ -72,27 +72,27 @@ def test_max_tokens_one(session):
 
 
 def test_the_context_ends_the_reply(parts):
-    session = Session(*parts, 25)
+    session = Engine(*parts, 25)
     _, tokens, reason, _ = generate(session, max_tokens=None)
     assert reason == "length"
     assert len(tokens) == 25 - len(PROMPT) + 1  # the token after the last place is still known
-    assert session.state.length == 25
+    assert session.slots[0].state.length == 25
 
 
 def test_a_prompt_that_fills_the_context_gets_one_token(parts):
-    _, tokens, reason, _ = generate(Session(*parts, len(PROMPT)), max_tokens=None)
+    _, tokens, reason, _ = generate(Engine(*parts, len(PROMPT)), max_tokens=None)
     assert (len(tokens), reason) == (1, "length")
 
 
 def test_an_end_token_ends_the_reply_and_is_not_part_of_it(session):
     _, tokens, _, _ = generate(session)
     end = tokens[10]
-    session.tokenizer.end_ids, before = frozenset({end}), session.tokenizer.end_ids
+    session.target.tokenizer.end_ids, before = frozenset({end}), session.target.tokenizer.end_ids
     try:
         session.reset()
         _, cut, reason, pieces = generate(session)
     finally:
-        session.tokenizer.end_ids = before
+        session.target.tokenizer.end_ids = before
     assert (cut, reason) == (tokens[: tokens.index(end)], "stop")
     assert pieces[-1].stats.new_tokens == len(cut) + 1
 
@@ -197,7 +197,7 @@ def test_a_reply_left_in_the_middle_leaves_a_usable_session(session):
     for _ in range(5):
         next(stream)
     stream.close()
-    assert session.committed == (PROMPT + whole)[: session.state.length]
+    assert session.slots[0].committed == (PROMPT + whole)[: session.slots[0].state.length]
     assert generate(session)[1] == whole
 
 
@@ -215,7 +215,7 @@ def test_cancel_before_prefill_and_while_decoding(session):
 
 def test_prefill_in_pieces_reports_progress(parts):
     model, tokenizer = parts
-    session = Session(model, tokenizer, 2 * PREFILL_ROWS + 10)
+    session = Engine(model, tokenizer, 2 * PREFILL_ROWS + 10)
     seen = []
     prompt = [40 + i % 50 for i in range(PREFILL_ROWS + 7)]
     options = GenerationOptions(max_tokens=1, on_prefill=lambda read, total: seen.append((read, total)))
@@ -240,8 +240,8 @@ def test_refusals(session):
 
 def test_another_prompt_begins_the_same_state_anew(session):
     """The state is reused, and with it what a backend has captured for it."""
-    state, (_, first, *_) = session.state, generate(session)
+    state, (_, first, *_) = session.slots[0].state, generate(session)
     generate(session, prompt=list(range(70, 90)))
-    assert session.state is state
+    assert session.slots[0].state is state
     assert generate(session)[1] == first
     assert state.length == len(PROMPT) + 29

@@ -15,13 +15,13 @@ import generate
 from common.decode.lookup import Lookup
 from common.decode.run import PHASES
 from common.decoders import DECODERS
+from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.models.window import bounded, windowed
 from common.options import GenerationOptions
 from common.reference import NumpyOps
-from common.session import Session
 from common.step import MAX_DECODE_ROWS, Step
 from common.tokenizer import load_tokenizer
 from generate.__main__ import main
@@ -84,7 +84,7 @@ def right(llm, monkeypatch):
             ids = np.array(ahead(state.length + 1), np.int32)
             return ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1))
 
-        monkeypatch.setattr("common.decode.alone.drafted", drafted)
+        monkeypatch.setattr("common.engine.drafted", drafted)
         monkeypatch.setattr(Lookup, "find", lambda self, count: (ahead(len(self.tokens))[:count], 4))
 
     return know
@@ -219,13 +219,12 @@ def test_the_lossy_window_hides_what_lies_before_it(name, ops):
 
 def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
     model, tokenizer = load_model(folder, NumpyOps()), load_tokenizer(folder, {})
-    session = Session(model, tokenizer, 128, fa_window=4)
+    session = Engine(model, tokenizer, 128, fa_window=4)
     prompt = list(range(40, 70))
-    logits = session._prefill(prompt, len(prompt), len(prompt), None, None)
-    assert np.array_equal(
-        logits[-1], Session(model, tokenizer, 128)._prefill(prompt, len(prompt), len(prompt), None, None)[-1]
-    )
-    options, other = GenerationOptions(max_tokens=20), Session(model, tokenizer, 128)
+    options, other = GenerationOptions(max_tokens=20), Engine(model, tokenizer, 128)
+    one = GenerationOptions(max_tokens=1, logprobs=3)
+    first, whole = (next(engine.stream(prompt, one)).logprobs for engine in (session, other))
+    assert first == whole
     tokens = [t for p in session.stream(prompt, replace(options, spec="lookup")) for t in p.tokens]
     assert tokens == [t for p in session.stream(prompt, options) for t in p.tokens]
     whole = [t for p in other.stream(prompt, options) for t in p.tokens]

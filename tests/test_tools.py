@@ -570,20 +570,22 @@ def folder(tmp_path_factory):
 
 
 def scripted(text, finish_reason="stop"):
-    """Session.stream of a model that writes `text`, one character per token."""
+    """Engine.submit of a model that writes `text`, one character per token."""
 
-    def stream(prompt, *rest):
+    def submit(call):
         for at, char in enumerate(text):
-            yield Piece(char, tokens=[at])
-        yield Piece(finish_reason=finish_reason, stats=Stats(len(prompt), 0, len(text), 1.0, 1.0, 0, 0, 0))
+            call.put(Piece(char, tokens=[at]))
+        stats = Stats(len(call.prompt), 0, len(text), 1.0, 1.0, 0, 0, 0)
+        call.put(Piece(finish_reason=finish_reason, stats=stats))
+        call.ended(None)
 
-    return stream
+    return submit
 
 
 @pytest.fixture
 def llm(folder, monkeypatch):
     with generate.load(str(folder), backend="numpy") as llm:
-        llm.say = lambda *args: monkeypatch.setattr(llm._session, "stream", scripted(*args))
+        llm.say = lambda *args: monkeypatch.setattr(llm._engine, "submit", scripted(*args))
         yield llm
 
 

@@ -7,10 +7,11 @@ import pytest
 import tiny_chat
 
 import generate
+from common.checks import speculation_of
 from common.decoders import PRESETS, WedlmOptions
+from common.engine import Engine
 from common.errors import UsageError
 from common.options import GenerationOptions
-from common.session import Session, speculation_of
 from generate.__main__ import main
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -144,7 +145,7 @@ def test_cancelling(folder):
     from common.reference import NumpyOps
     from common.tokenizer import load_tokenizer
 
-    session = Session(load_model(folder, NumpyOps()), load_tokenizer(folder, {}), 128)
+    session = Engine(load_model(folder, NumpyOps()), load_tokenizer(folder, {}), 128)
     cancel, prompt = threading.Event(), list(range(10, 40))
     pieces = []
     for piece in session.stream(prompt, GenerationOptions(**LOOSE), cancel):
@@ -152,7 +153,7 @@ def test_cancelling(folder):
         cancel.set()
     assert pieces[-1].finish_reason == "cancelled"
     assert pieces[-1].stats.new_tokens < 20
-    assert session.tokens[: session.state.length] == session.committed
+    assert session.slots[0].tokens[: session.slots[0].state.length] == session.slots[0].committed
 
 
 def test_log_probabilities_are_of_the_row_that_chose(llm):

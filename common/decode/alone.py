@@ -7,7 +7,7 @@ import numpy as np
 
 from common.decode.plain import target_of
 from common.decode.registry import decode
-from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Request, Rows
+from common.decode.requests import EVERY, Choose, Computed, Emit, Read, Rows
 from common.decode.run import Run
 from common.models import Model
 from common.models.dflash import Pair
@@ -33,20 +33,17 @@ def run_alone(run: Run) -> Generator[tuple[int, Array], None, None]:
         decoder.close()
 
 
-def answered(model: Model, state: State, request: Request) -> Any:
+def answered(model: Model, state: State, request: Any) -> Any:
     """The answer to a request of one decoder that is not an Emit."""
-    ops = model.ops
-    match request:
-        case Rows():
-            runs = target_of(model) if request.target_only else model
-            return computed(ops, runs.forward(state, request.step), request)
-        case Read(of):
-            return ops.read_all(*of)
-        case Choose(logits, sampler):
-            return ops.sample(logits, sampler)
-        case Draft(token, k):
-            return drafted(model, state, token, k)
-    raise TypeError(f"a decoder asked for {request!r}")
+    ops, kind = model.ops, type(request)
+    if kind is Read:
+        return ops.read_all(*request.of)
+    if kind is Rows:
+        runs = target_of(model) if request.target_only else model
+        return computed(ops, runs.forward(state, request.step), request)
+    if kind is Choose:
+        return ops.sample(request.logits, request.sampler)
+    return drafted(model, state, request.token, request.k)
 
 
 def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:

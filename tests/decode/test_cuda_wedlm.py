@@ -14,12 +14,12 @@ from wedlm_simulator import simulate
 from common.decode.alone import run_alone
 from common.decode.run import Run
 from common.decoders import Speculation, WedlmOptions
+from common.engine import Engine
 from common.models import load_model
 from common.models.window import KEEP, bounded
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
-from common.session import Session
 from common.step import Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -187,7 +187,7 @@ def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
             vocab_size=model.config.vocab,
             decoder=lambda: SimpleNamespace(push=lambda token: "", flush=lambda: ""),
         )
-        pieces = list(Session(model, tokenizer, 64).stream(PROMPT, GenerationOptions(max_tokens=count, **window)))
+        pieces = list(Engine(model, tokenizer, 64).stream(PROMPT, GenerationOptions(max_tokens=count, **window)))
         return [token for piece in pieces for token in piece.tokens], pieces[-1].finish_reason
 
     whole, reason = reply(14)

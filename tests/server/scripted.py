@@ -9,10 +9,10 @@ from typing import Any
 from tiny_chat import END
 from tiny_chat import write as write_model
 
+from common.checks import check_fits
 from common.options import ChatOptions, GenerationOptions
 from common.pieces import Logprob, Piece, Stats, parse_pieces
 from common.reply import ReplyParser
-from common.session import check_fits
 from common.tokenizer import load_tokenizer
 from generate.llm import Prepared
 

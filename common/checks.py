@@ -1,0 +1,96 @@
+"""What a call asks for, checked before anything runs: token ids, the speculative mode and its options."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
+from common.errors import PromptTooLongError, UsageError
+from common.models.dflash import Pair
+from common.options import GenerationOptions
+
+
+def check_tokens(tokens: Any, vocab: int) -> list[int]:
+    """Return the token ids of a prompt as plain integers; raises UsageError for anything else, and if there are none.
+
+    vocab  ids are 0 to vocab - 1
+    """
+    if hasattr(tokens, "tolist"):  # an array
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
+        raise UsageError(f"the prompt is {tokens!r:.80}; it must be text or a sequence of token ids")
+    if not tokens:
+        raise UsageError("the prompt is empty; it must have at least one token")
+    for token in tokens:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool):
+            raise UsageError(f"the prompt has a token id {token!r:.80}; it must be a whole number")
+        if not 0 <= token < vocab:
+            raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")
+    return [int(token) for token in tokens]
+
+
+def check_fits(tokens: int, context: int, trained: int) -> None:
+    """Refuse a prompt of more `tokens` than the context holds, of a model that was trained for `trained`."""
+    if tokens > context:
+        raise PromptTooLongError(
+            f"the prompt has {tokens} tokens and the context holds {context}; shorten it or raise ctx "
+            f"(the model was trained for {trained})",
+            tokens,
+            context,
+        )
+
+
+def default_spec(model: Any) -> str:
+    """The speculative mode of `model` where none is chosen: tree with a draft, wedlm with a mask token, else off."""
+    if isinstance(model, Pair):
+        return "tree"
+    return "off" if getattr(model.config, "mask_id", None) is None else "wedlm"
+
+
+def default_window(model: Any) -> WedlmOptions:
+    """The window of `model` where none is chosen: as calibrated, else the preset `balanced`."""
+    return getattr(model, "window", PRESETS["balanced"])
+
+
+def speculation_of(options: GenerationOptions, default: str, window: WedlmOptions = PRESETS["balanced"]) -> Speculation:
+    """Return the speculative mode that `options` choose; raises UsageError for options of other modes.
+
+    default  the mode of the model, as `default_spec` has it
+    window   its window, as `default_window` has it
+    """
+    kind = options.spec or default
+    plain_topk = GenerationOptions.tree_topk
+    given = {
+        "tree_budget": options.tree_budget is not None,
+        "chain_seed": options.chain_seed,
+        "tree_topk": options.tree_topk != plain_topk,
+        "wedlm_preset": options.wedlm_preset is not None,
+        "wedlm_window": options.wedlm_window is not None,
+        "wedlm_tau": options.wedlm_tau is not None,
+        "wedlm_lambda": options.wedlm_lambda is not None,
+        "wedlm_verify": options.wedlm_verify,
+        "wedlm_order": options.wedlm_order is not None,
+    }
+    for name in (name for name, asked in given.items() if asked):
+        if name in DECODERS[kind].takes:
+            continue
+        if kind == "off" and name not in DECODERS["wedlm"].takes:
+            raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
+        takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
+        raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
+    return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed, _window_of(options, window))
+
+
+def _window_of(options: GenerationOptions, default: WedlmOptions) -> WedlmOptions:
+    """The options of a window: those that are given, and the others of the preset that is named, else of `default`."""
+    own: dict[str, Any] = {
+        "window": options.wedlm_window,
+        "tau": options.wedlm_tau,
+        "penalty": options.wedlm_lambda,
+        "order": options.wedlm_order,
+        "verify": options.wedlm_verify,
+    }
+    base = default if options.wedlm_preset is None else PRESETS[options.wedlm_preset]
+    return replace(base, **{k: v for k, v in own.items() if v is not None})

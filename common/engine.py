@@ -1,0 +1,388 @@
+"""Many sequences over one model: a loop that begins calls, joins the rows of those that decode, and ends them.
+
+One thread turns the engine; any thread may submit calls. Nothing here touches tensors beyond handing them on.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from common.checks import check_tokens
+from common.decode.alone import drafted
+from common.decode.requests import Choose, Computed, Draft, Emit, Read, Rows
+from common.decode.speculative import new_tuner
+from common.decode.tuner import Tuner
+from common.decoders import Speculation
+from common.errors import BimetalError
+from common.joined import RowRunner, read
+from common.models import Model
+from common.models.window import windowed
+from common.ops import Array, Ops
+from common.options import GenerationOptions
+from common.pieces import Logprob, Piece
+from common.schedule import QUEUE, Schedule
+from common.sequence import Call, Sequence, Target
+from common.slot import Prefixes, Slot
+from common.step import Step
+from common.tokenizer import Tokenizer
+
+PREFILL_ROWS = Ops.prefill_rows  # rows of a step of which all logits are read
+SPARE = 0.05  # of free memory, for what is not predicted
+DEFAULTS = GenerationOptions()
+
+
+class Engine:
+    """A loaded model and the sequences that run on it.
+
+    parallel   sequences that may run at once, each in a slot of its own
+    fa_window  most positions that decoding attends to; None: all. Changes the text
+    prefixes   a store of states beside the slots
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        context: int,
+        parallel: int = 1,
+        fa_window: int | None = None,
+        queue: int = QUEUE,
+        prefixes: Prefixes | None = None,
+    ):
+        decoding = model if fa_window is None else windowed(model, fa_window)
+        self.target = Target(model, decoding, tokenizer, context)
+        self.model, self.parallel, self.prefixes = model, parallel, prefixes
+        self.schedule = Schedule(model.ops.joins and isinstance(model, Model), queue)
+        self.slots = [Slot(model, context)]
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
+        self._rows = RowRunner(decoding)
+        self._inbox: deque[Sequence] = deque()
+        self._lock = threading.Lock()
+        self._arrivals = 0
+
+    # -- from any thread ---------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> Sequence:
+        """Queue a call; raises UsageError or BimetalError where it cannot be served, BusyError for a full queue."""
+        sequence = Sequence(self.target, call)
+        with self._lock:
+            self.schedule.check_room(len(self._inbox) + len(self.waiting))
+            self._arrivals += 1
+            sequence.arrival = self._arrivals
+            self._inbox.append(sequence)
+        return sequence
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Run one step of a prompt or of decoding; whether more is left to be run."""
+        try:
+            self._collect()
+            if self.running:
+                self._turn()
+        except Exception as error:
+            if not self.running:
+                raise
+            self._fail(error)
+        return bool(self.running or self.waiting or self._inbox)
+
+    def _turn(self) -> None:
+        schedule, running = self.schedule, self.running
+        if len(running) == 1 and type(running[0].request) is Rows:  # alone: nothing to choose or to count
+            self._step([running[0]])
+            return
+        began = time.perf_counter()
+        reader = schedule.reader(running)
+        if reader is not None:
+            self._read_prompt(reader)
+            schedule.has_read(time.perf_counter() - began, any(not each.reads for each in running))
+            return
+        for each in [each for each in running if type(each.request) is Draft]:
+            self._draft(each)
+        chosen = schedule.step([each for each in running if not each.reads])
+        if chosen:
+            self._step(chosen)
+        schedule.has_decoded(time.perf_counter() - began)
+
+    def drain(self) -> None:
+        """Run what was submitted to its end."""
+        while self.turn():
+            pass
+
+    def stream(
+        self,
+        prompt: List[int],
+        options: GenerationOptions = DEFAULTS,
+        cancel: threading.Event | None = None,
+        shared: int | None = None,
+    ) -> Iterator[Piece]:
+        """Generate a reply to `prompt` (token ids), piece by piece, turning the engine in this thread.
+
+        cancel, shared  as in Call
+        """
+        pieces, ends = deque[Piece](), list[BaseException | None]()
+        call = Call(prompt, options, pieces.append, ends.append, cancel or threading.Event(), shared)
+        sequence = self.submit(call)
+        try:
+            while not ends or pieces:
+                while pieces:
+                    yield pieces.popleft()
+                if not ends:
+                    self.turn()
+            if ends[0] is not None:
+                raise ends[0]
+        finally:
+            if not ends:
+                self._leave(sequence)
+
+    def logits(self, tokens: List[int]) -> np.ndarray:
+        """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
+        return np.concatenate(list(self._logits(tokens)))
+
+    def score(self, tokens: List[int], top: int, cancel: threading.Event | None = None) -> list[Logprob]:
+        """Score each of `tokens` but the first, after those before it, with the `top` best alternatives.
+
+        cancel  ends the scores at the next step
+        """
+        scores: list[Logprob] = []
+        for rows in self._logits(tokens):
+            if cancel is not None and cancel.is_set():
+                break
+            following = tokens[len(scores) + 1 : len(scores) + 1 + len(rows)]
+            scores += [Logprob.of(row, token, top) for row, token in zip(rows, following, strict=False)]
+        return scores
+
+    def _logits(self, tokens: List[int]) -> Iterator[np.ndarray]:
+        """Yield the logits after each of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
+        ids = check_tokens(tokens, self.model.config.vocab)
+        self.target.check_fits(len(ids))
+        state = self.model.new_state(self.target.context)
+        for at in range(0, len(ids), PREFILL_ROWS):
+            chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
+            yield self.model.ops.read(self.model.forward(state, Step.chain(chunk, at)))
+            state.commit(np.arange(len(chunk)))
+
+    def reset(self) -> None:
+        """Forget what idle slots hold."""
+        for slot in self._idle():
+            slot.reset()
+
+    # -- beginning and ending ----------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take in what was submitted, end what was cancelled, and begin what may begin."""
+        while self._inbox:
+            self.waiting.append(self._inbox.popleft())
+        for queue in (self.running, self.waiting):
+            for each in queue:
+                if each.call.cancel.is_set():
+                    break
+            else:
+                continue
+            for each in [each for each in queue if each.cancelled]:
+                each.reason = "cancelled"
+                self._end(each)
+        if self.waiting and len(self.running) < self.parallel:
+            self.schedule.admit(self.waiting, self._begin)
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Give `sequence` a slot and begin its prompt, where slot and memory are free."""
+        if len(self.running) >= self.parallel:
+            return False
+        try:
+            slot = self._slot_for(sequence)
+            if slot is None:
+                return False
+            self.running.append(sequence)
+            slot.used = sequence.arrival
+            sequence.slot = slot
+            cached = slot.rewind(sequence.prompt, self.prefixes)
+            if not sequence.begin(slot, cached):
+                logits = slot.turn[2] if slot.turn is not None and cached == len(sequence.prompt) else ()
+                self._decode(sequence, logits)
+        except Exception as error:
+            self._end(sequence, error)
+        return True
+
+    def _idle(self) -> list[Slot]:
+        taken = {id(each.slot) for each in self.running}
+        return [slot for slot in self.slots if id(slot) not in taken]
+
+    def _slot_for(self, sequence: Sequence) -> Slot | None:
+        """The idle slot that holds most of the prompt, else an empty one, else the one used longest ago.
+
+        None where memory is not free for `sequence` beside those that run. One alone always has a slot.
+        """
+        idle = sorted(self._idle(), key=lambda slot: slot.used)
+        best = max(idle, key=lambda slot: slot.reusable(sequence.prompt), default=None)
+        if best is None or not best.reusable(sequence.prompt):
+            best = next((slot for slot in idle if not slot.tokens), None)
+        room = len(self.slots) < self.parallel
+        if best is None and idle and not (room and self._fits(sequence, None, [])):
+            best = idle[0]
+        if self.running and not self._fits(sequence, best, [slot for slot in idle if slot is not best]):
+            return None
+        if best is None:
+            best = Slot(self.model, self.target.context)
+            self.slots.append(best)
+        return best
+
+    def _fits(self, sequence: Sequence, slot: Slot | None, others: list[Slot]) -> bool:
+        """Is memory free for `sequence` in `slot`, or in a new one? Drops idle slots, `others`, where that helps."""
+        model, ops = self.model, self.model.ops
+        if not isinstance(model, Model) or (ops.reserves and slot is not None):
+            return True
+        needed = self._bytes(self.target.context if ops.reserves else sequence.tokens_needed)
+        if not ops.reserves:
+            needed -= slot.state.nbytes if slot is not None else 0
+            for each in self.running:
+                assert each.slot
+                needed += max(0, self._bytes(each.tokens_needed) - each.slot.state.nbytes)
+        while needed > ops.free_bytes()[0] * (1 - SPARE):
+            if not others:
+                return False
+            self.slots.remove(others.pop(0))
+        return True
+
+    def _bytes(self, tokens: int) -> int:
+        return self.model.ops.held_state_bytes(self.model.state_spec, tokens, self.model.ops.prefill_rows)
+
+    def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
+        """End a sequence: with its last piece, or with an error."""
+        error = self._leave(sequence) or error
+        if error is None:
+            try:
+                sequence.finish()
+            except Exception as raised:  # of the caller's own functions
+                error = raised
+        if error is not None:
+            sequence.call.ended(error)
+
+    def _leave(self, sequence: Sequence) -> Exception | None:
+        """Take a sequence out, and leave its slot as good as it can be; what went wrong with that."""
+        for queue in (self.running, self.waiting):
+            with suppress(ValueError):
+                queue.remove(sequence)
+        if sequence.reads:
+            sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
+        if sequence.tuner is not None:
+            self._tuners(sequence).append(sequence.tuner)
+        slot, error = sequence.slot, None
+        if slot is None:
+            return None
+        try:
+            if sequence.decoder is not None:
+                sequence.decoder.close()
+                if self.prefixes is not None:
+                    self.prefixes.offer(slot.committed, slot.state)
+        except Exception as raised:
+            error = raised
+            self.slots.remove(slot)
+        return error
+
+    def _tuners(self, sequence: Sequence) -> list[Tuner]:
+        """Tuners of such options that no sequence uses."""
+        return self.tuners.setdefault((sequence.speculation, sequence.sampler.is_argmax), [])
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _read_prompt(self, sequence: Sequence) -> None:
+        """Run the next step of a prompt."""
+        assert sequence.slot
+        step, rows = sequence.prompt_step(self.model.ops.prefill_rows)
+        try:
+            logits = self.model.forward(sequence.slot.state, step, rows)
+        except BimetalError as error:
+            self._end(sequence, error)
+            return
+        except Exception as error:
+            self._fail(error)
+            return
+        try:
+            if not sequence.has_read(step, logits, self.prefixes):
+                self._decode(sequence, logits)
+        except Exception as error:
+            self._end(sequence, error)
+
+    def _decode(self, sequence: Sequence, logits: Array) -> None:
+        """Begin to decode after the prompt."""
+        tuner, speculation = None, sequence.speculation
+        if speculation.drafts and speculation.budget is None:
+            free = self._tuners(sequence)
+            tuner = free.pop() if free else new_tuner(speculation, self.model)
+        sequence.decode(logits, tuner)
+        self._advance(sequence, None)
+
+    def _draft(self, sequence: Sequence) -> None:
+        """Answer a Draft, one sequence at a time."""
+        assert sequence.slot
+        assert type(sequence.request) is Draft
+        try:
+            answer = drafted(self.target.decoding, sequence.slot.state, sequence.request.token, sequence.request.k)
+        except BimetalError as error:
+            self._end(sequence, error)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._advance(sequence, answer)
+
+    def _step(self, chosen: list[Sequence]) -> None:
+        """Run the rows that sequences asked for, and go on with what they chose."""
+        answers: List[Computed | Exception]
+        try:
+            if len(chosen) == 1:
+                answers = [self._rows.alone(chosen[0].slot.state, chosen[0].request)]  # type: ignore[union-attr,arg-type]
+            else:
+                asked = [(each.slot.state, each.request) for each in chosen]  # type: ignore[union-attr]
+                answers = self._rows.together(asked)  # type: ignore[arg-type]
+        except BimetalError as error:
+            answers = [error for _ in chosen]
+        except Exception as error:
+            self._fail(error)
+            return
+        for sequence, answer in zip(chosen, answers, strict=True):
+            if type(answer) is Computed:
+                self._advance(sequence, answer)
+            else:
+                self._end(sequence, answer)  # type: ignore[arg-type]
+
+    def _advance(self, sequence: Sequence, answer: Any) -> None:
+        """Hand a decoder the answer to its request, and serve it until it asks for rows or a draft, or ends."""
+        decoder, ops = sequence.decoder, self.model.ops
+        assert decoder is not None
+        try:
+            while True:
+                request = decoder.send(answer)
+                if type(request) is Emit:
+                    if not sequence.take(request.token, request.row):
+                        break
+                    answer = None
+                elif type(request) is Read:
+                    answer = read(ops, request.of)
+                elif type(request) is Choose:
+                    answer = ops.sample(request.logits, request.sampler)
+                else:
+                    sequence.request = request  # type: ignore[assignment]  # a Rows or a Draft
+                    return
+        except StopIteration:
+            pass
+        except Exception as error:
+            self._end(sequence, error)
+            return
+        self._end(sequence)
+
+    def _fail(self, error: Exception) -> None:
+        """End all that run: the backend failed, and what it left in any state is unknown."""
+        failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
+        failed.__cause__ = error
+        for sequence in list(self.running):
+            self._end(sequence, failed)
+        self.slots.clear()

@@ -1,0 +1,154 @@
+"""One step for several sequences: rows lie one sequence after another, and each sequence keeps its own state.
+
+Ops that read or write a state run once per sequence, over its rows; all others take the rows of the step at once.
+`expanded_attention` is for steps of prompts, which are never joined.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from common.models import Model
+from common.ops import Array, DeltaWeights, Ops
+from common.step import PAST, State, Step
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedStep(Step):
+    """The rows of `parts`, the steps of one sequence each; `slots` counts them."""
+
+    parts: Sequence[Step]
+
+    @classmethod
+    def of(cls, parts: Sequence[Step], tokens: Any) -> "JoinedStep":
+        """Join steps that are no blocks; `tokens` are theirs in that order."""
+        firsts = [0, *accumulate(len(part) for part in parts)]
+        parents = [_moved(part.parents, first) for part, first in zip(parts, firsts, strict=False)]
+        slots = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+        positions = np.concatenate([part.positions for part in parts])
+        return cls(tokens, positions, np.concatenate(parents).astype(np.int32), slots, parts)
+
+    @cached_property
+    def runs(self) -> list[slice]:
+        """The rows of each part."""
+        return [slice(a, b) for a, b in pairwise([0, *accumulate(len(part) for part in self.parts)])]
+
+
+def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:
+    """Parents of rows that lie from row `first` on."""
+    assert parents is not None
+    return np.where(parents == PAST, PAST, parents + first)
+
+
+class JoinedState:
+    """The states of several sequences: `joined[i].kv` holds the kv of each, in the order of a step's parts.
+
+    own  of each, the number of layers that are its own: later ones, those of a draft, are left as they are
+    """
+
+    length = 0  # of no one sequence: steps of few rows are computed alike at any length
+
+    def __init__(self, states: Sequence[State], own: Sequence[int]):
+        self.states, self.own = states, own
+        self._layers: dict[int, SimpleNamespace] = {}
+
+    def __getitem__(self, layer: int) -> SimpleNamespace:
+        if layer not in self._layers:
+            names = vars(self.states[0][layer])
+            held = {
+                name: tuple(
+                    getattr(state[layer], name) if layer < own else None
+                    for state, own in zip(self.states, self.own, strict=True)
+                )
+                for name in names
+            }
+            self._layers[layer] = SimpleNamespace(**held)
+        return self._layers[layer]
+
+
+class Joined:
+    """The ops of a backend over a JoinedStep and a JoinedState."""
+
+    def __init__(self, ops: Ops):
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def _each(self, step: JoinedStep, op: Callable[[int, slice, Step], Array]) -> Array:
+        runs = zip(step.runs, step.parts, strict=True)
+        return self._ops.concatenate([op(i, rows, part) for i, (rows, part) in enumerate(runs)])
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        kv: Any,
+        step: JoinedStep,
+        scale: float,
+        window: int | None = None,
+        causal: bool = False,
+    ) -> Array:
+        attend = self._ops.attention
+        return self._each(step, lambda i, at, part: attend(q[at], k[at], v[at], kv[i], part, scale, window, causal))
+
+    def write_kv(self, k: Array, v: Array, kv: Any, step: JoinedStep) -> None:
+        for own, at, part in zip(kv, step.runs, step.parts, strict=True):
+            if own is not None:
+                self._ops.write_kv(k[at], v[at], own, part)
+
+    def latent_attention(
+        self, q_latent: Array, q_rope: Array, latent: Array, k_rope: Array, kv: Any, step: JoinedStep, scale: float
+    ) -> Array:
+        attend = self._ops.latent_attention
+        return self._each(
+            step, lambda i, at, part: attend(q_latent[at], q_rope[at], latent[at], k_rope[at], kv[i], part, scale)
+        )
+
+    def short_conv(self, x: Array, taps: Array, conv: Any, step: JoinedStep) -> Array:
+        return self._each(step, lambda i, at, part: self._ops.short_conv(x[at], taps, conv[i], part))
+
+    def gated_delta(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        a: Array,
+        b: Array,
+        decay: Array,
+        dt_bias: Array,
+        delta: Any,
+        step: JoinedStep,
+    ) -> Array:
+        rule = self._ops.gated_delta
+        return self._each(
+            step,
+            lambda i, at, part: rule(q[at], k[at], v[at], a[at], b[at], decay, dt_bias, delta[i], part),
+        )
+
+    def delta_mixer(
+        self,
+        qkv: Array,
+        z: Array,
+        a: Array,
+        b: Array,
+        w: DeltaWeights,
+        key_heads: int,
+        conv: Any,
+        delta: Any,
+        step: JoinedStep,
+    ) -> Array:
+        ops: Any = self
+        return Ops.delta_mixer(ops, qkv, z, a, b, w, key_heads, conv, delta, step)
+
+
+def joined(model: Model) -> Model:
+    """`model` for a JoinedStep and a JoinedState; weights are shared."""
+    ops: Any = Joined(model.ops)
+    return replace(model, ops=ops)

@@ -1,0 +1,113 @@
+"""Which sequences begin, and which run next: the policy of an engine, without tensors.
+
+- A waiting sequence begins when a slot and memory are free for it: the highest priority first, of equal ones the
+  oldest. One for which memory is not free may be passed by later ones, MOST_SKIPS times at most, after which nothing
+  begins before it.
+- While sequences decode, steps of prompts take at most half of the time. Prompts are read one after another.
+- A step of decoding has at most `most_rows` rows. A sequence that a step had no room for comes first in the next.
+- At most `queue` sequences wait; a further one is refused.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeVar
+
+from common.errors import BimetalError
+from common.step import MAX_DECODE_ROWS
+
+MOST_SKIPS = 4
+QUEUE = 256  # sequences that may wait
+
+
+class BusyError(BimetalError):
+    """The queue is full."""
+
+
+class Item(Protocol):
+    """What the policy sees of a sequence.
+
+    priority  higher begins first, and has its prompt read first
+    arrival   grows from one to the next
+    reads     whether its next step is one of its prompt
+    rows      of its next step, where it decodes
+    waited    steps of decoding since the last that had room for it
+    skips     later arrivals that began before it
+    """
+
+    priority: int
+    arrival: int
+    waited: int
+    skips: int
+
+    @property
+    def reads(self) -> bool: ...
+
+    @property
+    def rows(self) -> int: ...
+
+
+T = TypeVar("T", bound=Item)
+
+
+class Schedule:
+    """The policy, and the time that decoding is owed for steps of prompts.
+
+    joins  whether a step may have rows of several sequences
+    """
+
+    def __init__(self, joins: bool, queue: int = QUEUE, most_rows: int = MAX_DECODE_ROWS):
+        self.joins, self.queue, self.most_rows = joins, queue, most_rows
+        self.owed = 0.0  # seconds
+
+    def check_room(self, waiting: int) -> None:
+        """Refuse a further sequence; raises BusyError."""
+        if waiting >= self.queue:
+            raise BusyError(f"{waiting} calls wait for the model, and the queue holds {self.queue}; call again later")
+
+    def admit(self, waiting: list[T], begin: Callable[[T], bool]) -> list[T]:
+        """Begin what may begin, and return it; it leaves `waiting`.
+
+        begin  takes slot and memory for a sequence, or returns False
+        """
+        begun: list[T] = []
+        for item in sorted(waiting, key=lambda item: (item.skips < MOST_SKIPS, -item.priority, item.arrival)):
+            waiting.remove(item)
+            if begin(item):
+                begun.append(item)
+                for other in waiting:
+                    other.skips += other.arrival < item.arrival
+                continue
+            waiting.append(item)
+            if item.skips >= MOST_SKIPS:
+                break
+        return begun
+
+    def reader(self, running: Collection[T]) -> T | None:
+        """The sequence whose prompt is read next, or None where it is decoding's turn."""
+        readers = [item for item in running if item.reads]
+        if not readers or (self.owed > 0 and any(not item.reads for item in running)):
+            return None
+        return min(readers, key=lambda item: (-item.priority, item.arrival))
+
+    def step(self, decoders: list[T]) -> list[T]:
+        """Those whose rows fit one step: first the ones that waited longest, then those of fewest rows."""
+        if len(decoders) < 2:
+            return decoders
+        chosen: list[T] = []
+        rows = 0
+        for item in sorted(decoders, key=lambda item: (-item.waited, item.rows, item.arrival)):
+            fits = rows + item.rows <= self.most_rows if self.joins else not chosen
+            if fits:
+                chosen.append(item)
+                rows += item.rows
+                item.waited = 0
+            else:
+                item.waited += 1
+        return chosen
+
+    def has_read(self, seconds: float, decoders: bool) -> None:
+        """Count a step of a prompt; whether sequences decode beside it."""
+        self.owed += seconds if decoders else 0.0
+
+    def has_decoded(self, seconds: float) -> None:
+        """Count a step of decoding."""
+        self.owed = max(0.0, self.owed - seconds)

@@ -1,0 +1,242 @@
+"""One reply while it is generated: the prompt's steps, the decoder, the text, and the figures at the end."""
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.checks import check_fits, check_tokens, default_spec, default_window, speculation_of
+from common.decode.registry import check, decode
+from common.decode.requests import Draft, Request, Rows
+from common.decode.run import Run
+from common.decode.tuner import Tuner
+from common.decode.wedlm import most_unread
+from common.errors import UsageError
+from common.expert_stats import ExpertStats
+from common.models import Model
+from common.ops import Array
+from common.options import GenerationOptions
+from common.pieces import Logprob, Piece, Stats
+from common.sampling import Sampler
+from common.slot import Prefixes, Slot, next_cut
+from common.step import Step
+from common.stop import StopText
+from common.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Target:
+    """What sequences run on.
+
+    decoding  the model with attention as decoding has it; it is `model` itself without `fa_window`
+    context   tokens that a sequence may hold
+    """
+
+    model: Model
+    decoding: Model
+    tokenizer: Tokenizer
+    context: int
+
+    def check_fits(self, tokens: int) -> None:
+        """Raises PromptTooLongError."""
+        check_fits(tokens, self.context, self.model.config.context)
+
+
+@dataclass(eq=False)
+class Call:
+    """What a caller asks for.
+
+    put       called with each piece
+    ended     called once, after the last piece or with the error that ended the reply
+    cancel    ends the reply at the next step, also during prefill and while it waits
+    shared    tokens of the prompt that the next one will begin with, whatever the reply; None: all
+    priority  of those that wait, the highest comes first
+    """
+
+    prompt: Any
+    options: GenerationOptions
+    put: Callable[[Piece], object]
+    ended: Callable[[BaseException | None], object]
+    cancel: threading.Event = field(default_factory=threading.Event)
+    shared: int | None = None
+    priority: int = 0
+
+
+RESERVED = 1024  # tokens of a reply for which memory must be free before it begins
+
+
+class Sequence:
+    """A prompt and the reply to it. Making one checks the call: UsageError, BimetalError.
+
+    request  what its decoder asks for: Rows or a Draft; None while the prompt is read
+    rows     of its next step, while it decodes
+    waited   turns since it last ran
+    skips    how many later calls began before it
+    """
+
+    def __init__(self, target: Target, call: Call):
+        self.target, self.call, self.options = target, call, call.options
+        model = target.model
+        self.prompt = check_tokens(call.prompt, model.config.vocab)
+        if call.options.logprobs is not None and call.options.logprobs > model.config.vocab:
+            vocab = model.config.vocab
+            raise UsageError(f"logprobs is {call.options.logprobs}; it must be at most the vocabulary of {vocab}")
+        if (most := max(call.options.logit_bias or (), default=0)) >= model.config.vocab:
+            raise UsageError(f"logit_bias has the token id {most}; the vocabulary has {model.config.vocab}")
+        target.check_fits(len(self.prompt))
+        self.speculation = speculation_of(call.options, default_spec(model), default_window(model))
+        self.sampler = Sampler(call.options, self.prompt)
+        check(self.speculation, model, self.sampler)
+        self.text, self.detokenizer = StopText(call.options.stop), target.tokenizer.decoder()
+        self.priority, self.arrival, self.waited, self.skips = call.priority, 0, 0, 0
+        self.slot: Slot | None = None
+        self.decoder: Generator[Request, Any, None] | None = None
+        self.request: Rows | Draft | None = None
+        self.tuner: Tuner | None = None
+        self.run: Run | None = None
+        self.cached = self.new = 0
+        self.started = self.first = self.last = 0.0
+        self.experts: ExpertStats | None = None  # before it began
+        self.pending = Piece()
+        self.reason = "length"
+
+    @property
+    def cancelled(self) -> bool:
+        return self.call.cancel.is_set()
+
+    @property
+    def tokens_needed(self) -> int:
+        """Tokens for which memory must be free before it begins; a reply without an end counts as one of RESERVED."""
+        reply = min(self.options.max_tokens or RESERVED, RESERVED)
+        return min(len(self.prompt) + reply, self.target.context)
+
+    @property
+    def reads(self) -> bool:
+        """Whether its next step is one of the prompt."""
+        return self.decoder is None
+
+    @property
+    def rows(self) -> int:
+        """Rows of its next step, while it decodes."""
+        return len(self.request.step) if type(self.request) is Rows else 1
+
+    # -- the prompt --------------------------------------------------------------------------------------------------
+
+    def begin(self, slot: Slot, cached: int) -> bool:
+        """Take a slot whose state holds the first `cached` tokens of the prompt; whether some are left to be read."""
+        self.started = self.first = self.last = time.perf_counter()
+        stream = getattr(self.target.model, "expert_stream", None)  # a model run by mlx-lm has none
+        self.experts = None if stream is None else stream.stats()
+        self.slot, self.cached = slot, cached
+        self.end = len(self.prompt) - self._unread(len(self.prompt) - cached)
+        self.shared = self.end if self.call.shared is None else min(self.call.shared, self.end)
+        if cached == self.shared and cached < len(self.prompt):
+            slot.mark(cached)
+        return cached < self.end
+
+    def _unread(self, new: int) -> int:
+        """Of `new` tokens at the prompt's end, those that prefill leaves to the decoder's first step.
+
+        All of few, which saves a forward; of more the last one, as prefill then reads the others at its own speed. The
+        decoder must see what prefill does: none with `fa_window`.
+        """
+        if self.speculation.kind != "wedlm" or self.target.decoding is not self.target.model:
+            return 0
+        most = most_unread(self.speculation.wedlm)
+        return new if new <= most else min(most, 1)
+
+    def prompt_step(self, grid: int) -> tuple[Step, slice]:
+        """The next step of the prompt, and the rows of which logits are needed."""
+        assert self.slot
+        at = self.slot.state.length
+        cut = next_cut(at, self.end, grid, self.shared)
+        n = cut - at
+        rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
+        return Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
+
+    def has_read(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
+        """Commit a step of the prompt; whether more are left."""
+        assert self.slot
+        state = self.slot.state
+        state.commit(np.arange(len(step)))
+        at = state.length
+        if at == self.shared:
+            self.slot.mark(at, logits if at == len(self.prompt) else None)
+        if prefixes is not None and at in (self.shared, self.end):
+            prefixes.offer(self.prompt[:at], state)
+        if self.options.on_prefill:
+            self.options.on_prefill(at - self.cached, self.end - self.cached)
+        return at < self.end
+
+    # -- the reply ---------------------------------------------------------------------------------------------------
+
+    def decode(self, logits: Array, tuner: Tuner | None) -> None:
+        """Begin to decode from the logits (1, vocab) of the prompt's last row, unless some of the prompt is unread."""
+        assert self.slot
+        state, target = self.slot.state, self.target
+        unread = self.prompt[state.length :]
+        self.run = Run(target.decoding, state, logits, self.sampler, self.prompt, self.speculation, unread=unread)
+        self.run.tuner = self.tuner = tuner
+        self.first = self.last = time.perf_counter()
+        self.decoder = decode(self.run)
+
+    def take(self, token: int, row: Array) -> bool:
+        """Add a token of the reply, with the logits (1, vocab) of its row; whether the reply goes on."""
+        assert self.slot
+        self.last = time.perf_counter()
+        if not self.new:
+            self.first = self.last
+        self.new += 1
+        self.slot.tokens.append(token)
+        if self.cancelled:
+            self.reason = "cancelled"
+            return False
+        tokenizer, pending = self.target.tokenizer, self.pending
+        if token in tokenizer.end_ids:
+            self.reason = "stop"
+            if self.options.logprobs is not None:
+                pending.end = Logprob.of(self.target.model.ops.read(row)[-1], token, self.options.logprobs)
+            return False
+        pending.tokens.append(token)
+        if self.options.logprobs is not None:
+            host = self.target.model.ops.read(row)[-1]
+            pending.logprobs.append(Logprob.of(host, token, self.options.logprobs))
+        known = token < tokenizer.vocab_size  # a padded vocabulary ends in ids without text
+        pending.text = self.text.push(self.detokenizer.push(token) if known else "")
+        if self.text.stopped:
+            self.reason = "stop"
+            return False
+        if self.new == self.options.max_tokens:
+            return False
+        if pending.text:
+            self.call.put(pending)
+            self.pending = Piece()
+        return True
+
+    def finish(self) -> None:
+        """Put the last piece, with the reason and the figures, and tell the caller of the end."""
+        if not self.text.stopped:
+            self.pending.text += self.text.flush()  # a character that the end cuts in half is not shown
+        self.pending.finish_reason = self.reason
+        self.pending.stop = self.text.stopped_by
+        model, run = self.target.model, self.run
+        stream = None if self.experts is None else model.expert_stream
+        self.pending.stats = Stats(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
+            new_tokens=self.new,
+            prefill_seconds=self.first - self.started,
+            decode_seconds=self.last - self.first,
+            step_bytes=model.step_bytes,
+            state_bytes=self.slot.state.nbytes if self.slot else 0,
+            peak_bytes=model.ops.peak_bytes(),
+            accepted=None if run is None or not self.speculation.drafts else run.stats,
+            wedlm=None if run is None or self.speculation.kind != "wedlm" else run.wedlm,
+            plain_seconds=None if self.tuner is None else self.tuner.plain_seconds,
+            experts=None if stream is None else stream.stats(self.experts),
+        )
+        self.call.put(self.pending)
+        self.call.ended(None)

@@ -1,0 +1,374 @@
+"""A text does not depend on what else runs: joined steps against each sequence alone, to the bit on NumPy."""
+
+import threading
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import tiny_draft
+
+from common.demo import demo_path
+from common.engine import Engine
+from common.errors import BimetalError
+from common.kv_cache import CacheOptions
+from common.models import load_model
+from common.models.dflash import load_pair
+from common.models.window import bounded
+from common.options import GenerationOptions
+from common.reference import NumpyOps
+from common.schedule import BusyError
+from common.sequence import Call
+from common.step import Step
+
+CONTEXT, MASK = 400, 90
+
+
+class Ids:
+    """A tokenizer of tokens without text or end."""
+
+    end_ids: frozenset[int] = frozenset()
+    vocab_size = 0
+
+    def decoder(self):
+        return SimpleNamespace(push=lambda token: "")
+
+
+@dataclass(eq=False)
+class Reply:
+    """What a call gave, and the logits that its state gives for one more token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    reason: str | None = None
+    error: BaseException | None = None
+    ended: bool = False
+    after: Any = None
+    length: int = 0
+    call: Call | None = None
+
+    def put(self, piece):
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.reason = piece.finish_reason
+
+    def end(self, error):
+        self.error, self.ended = error, True
+
+
+def submit(engine, prompt, cancel=None, **options):
+    reply = Reply()
+    reply.call = Call(prompt, GenerationOptions(**options), reply.put, reply.end, cancel or threading.Event())
+    reply.sequence = engine.submit(reply.call)
+    return reply
+
+
+def look(engine, reply):
+    """Note what the state of a reply that has just ended gives for one more token."""
+    state = reply.sequence.slot.state
+    step = Step.chain(np.array([7], np.int32), state.length)
+    reply.after, reply.length = engine.model.ops.read(engine.model.forward(state, step)), state.length
+
+
+def drain(engine, replies, arrivals=(), random=None, cancels=()):
+    """Turn the engine, submitting `arrivals` (functions) at random turns, until all replies have ended."""
+    arrivals = list(arrivals)
+    looked = set()
+    for _ in range(5000):
+        if arrivals and random.random() < 0.4:
+            replies.append(arrivals.pop(0)())
+        for reply, tokens in cancels:
+            if reply.sequence.new >= tokens:
+                reply.call.cancel.set()
+        more = engine.turn()
+        for reply in replies:
+            if reply.ended and id(reply) not in looked:
+                looked.add(id(reply))
+                if reply.error is None and reply.sequence.slot is not None:
+                    look(engine, reply)
+        if not more and not arrivals:
+            return replies
+    raise AssertionError("the engine does not come to an end")
+
+
+def alone(model, prompt, **options):
+    engine = Engine(model, Ids(), CONTEXT)
+    return drain(engine, [submit(engine, prompt, **options)])[0]
+
+
+def prompts_of(name, count, random):
+    ids = np.arange(40, 600) if name == "demo" else tiny.golden(name)["ids"]
+    return [random.choice(ids, int(random.integers(2, 40))).tolist() for _ in range(count)]
+
+
+PLAIN = [
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.1, "top_k": 12, "top_p": 0.9, "min_p": 0.01, "seed": 4},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": 5},
+]
+DRAFTED = [
+    {"spec": "chain", "tree_budget": 5},
+    {"spec": "tree", "tree_budget": 17},
+    {"spec": "lookup", "tree_budget": 7},
+    {"spec": "off"},
+    {"spec": "tree"},
+    {"spec": "lookup+tree", "tree_budget": 40, "temperature": 0.8, "seed": 2},
+    {"spec": "lookup+chain", "tree_budget": 9, "repetition_penalty": 1.2},
+]
+WINDOWS = [
+    {"wedlm_window": 6, "wedlm_tau": 4.3},
+    {"wedlm_window": 16, "wedlm_tau": 4.4, "wedlm_verify": True},
+    {"wedlm_window": 40, "wedlm_tau": 3.0, "wedlm_order": "paper"},
+    {"wedlm_window": 8, "wedlm_tau": 4.3, "temperature": 0.9, "seed": 8},
+    {"spec": "off"},
+    {"spec": "lookup", "tree_budget": 7},
+]
+
+
+def models(kind, name, ops, folder):
+    """A model of a family, and the options to run it with."""
+    if name == "demo":  # heads wide enough to be packed
+        cache = CacheOptions("q8_0", "lm4", calibration=24, recent=9, sinks=2)
+        model = replace(load_model(demo_path(), ops), cache=cache)
+        return (load_pair(demo_path("draft"), model), DRAFTED[:3]) if kind == "packed draft" else (model, PLAIN[:3])
+    model = tiny.load(name, ops)
+    if kind == "draft":
+        if name == "qwen35":
+            return load_pair(tiny.FOLDER / "dflash", model), DRAFTED
+        c, layers = model.config, len(model.layout.layers)
+        write = tiny_draft.write(folder / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")
+        return load_pair(write, model), DRAFTED
+    if kind == "wedlm":
+        config = replace(model.config, mask_id=MASK)
+        return replace(model, config=config), WINDOWS
+    if kind == "latent":
+        return replace(model, cache=CacheOptions("q8_0", "q8_0")), PLAIN[:3]
+    if kind == "bounded":
+        return bounded(model, 20), PLAIN[:3]
+    return model, PLAIN
+
+
+CASES = [
+    *[("plain", name) for name in ("llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm")],
+    *[("draft", name) for name in ("qwen35", "laguna", "glm", "qwen3")],
+    ("wedlm", "qwen3"),
+    ("latent", "glm"),
+    ("packed", "demo"),
+    ("packed draft", "demo"),
+    ("bounded", "qwen3"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_text_does_not_depend_on_what_else_runs(kind, name, tmp_path):
+    """Random arrivals, lengths, samplers, decoders and cancellations: tokens, log-probabilities and the final state."""
+    model, options = models(kind, name, NumpyOps(), tmp_path)
+    random = np.random.default_rng(len(kind) * 10 + len(name))
+    engine = Engine(model, Ids(), CONTEXT, parallel=5)
+    prompts = prompts_of(name, 12, random)
+    if kind == "wedlm":
+        prompts = [[token % 90 for token in prompt] for prompt in prompts]
+    asked = []
+    for i, prompt in enumerate(prompts):
+        how = {"max_tokens": int(random.integers(3, 24)), "logprobs": 1} | options[i % len(options)]
+        asked.append((prompt, how))
+    replies: list[Reply] = []
+    arrivals = [lambda prompt=prompt, how=how: submit(engine, prompt, **how) for prompt, how in asked]
+    first = [arrivals.pop(0)() for _ in range(3)]
+    drain(engine, first, arrivals, random, cancels=[(first[0], 4)])
+    replies = first
+    assert len(engine.slots) > 1
+    assert not engine.running
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.error is None
+        expected = alone(model, prompt, **how)
+        if reply is first[0] and reply.reason == "cancelled":
+            assert reply.tokens == expected.tokens[: len(reply.tokens)]
+            continue
+        assert reply.tokens == expected.tokens
+        assert reply.logprobs == expected.logprobs
+        if how.get("spec") == "tree" and "tree_budget" not in how:
+            continue  # the budgets, and with them what the state of WeDLM or a draft holds, depend on time
+        assert reply.length == expected.length
+        assert np.array_equal(reply.after, expected.after)
+
+
+def test_steps_are_joined():
+    """Sequences that decode share one pass over the weights."""
+    model = tiny.load("qwen35", NumpyOps())
+    engine, rows = Engine(model, Ids(), CONTEXT, parallel=4), []
+    forward = type(model).forward
+
+    def counted(self, state, step, *rest):
+        rows.append(len(step))
+        return forward(self, state, step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", counted)
+        replies = [submit(engine, [5, 6, 7 + n], max_tokens=20) for n in range(4)]
+        while engine.turn():
+            pass
+    assert all(len(reply.tokens) == 20 for reply in replies)
+    assert rows.count(4) >= 10
+    assert len(rows) < 40
+
+
+@pytest.mark.parametrize("name", ["qwen35", "laguna", "glm"])
+def test_greedy_texts_on_mlx(name):
+    """Up to near-ties: MLX multiplies several rows in another order than one."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    from mlx_backend.ops import MlxOps
+
+    model, random = tiny.load(name, MlxOps()), np.random.default_rng(1)
+    engine = Engine(model, Ids(), CONTEXT, parallel=4)
+    asked = [(prompt, {"max_tokens": 16, "logprobs": 2}) for prompt in prompts_of(name, 6, random)]
+    replies = drain(engine, [submit(engine, prompt, **how) for prompt, how in asked], (), random)
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        expected = alone(model, prompt, **how)
+        for ours, theirs in zip(reply.logprobs, expected.logprobs, strict=True):
+            if ours.token != theirs.token:
+                (_, best), (_, second) = theirs.top
+                assert best - second < 1e-3
+                break
+
+
+def test_an_error_of_one_sequence_ends_it_alone():
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=4)
+
+    def fail(read, total):
+        raise RuntimeError("the caller's own")
+
+    good = [submit(engine, [5, 6, 7 + n], max_tokens=12) for n in range(2)]
+    bad = submit(engine, [8, 9], max_tokens=12, on_prefill=fail)
+    drain(engine, [*good, bad])
+    assert "the caller's own" in str(bad.error)
+    assert [reply.tokens for reply in good] == [alone(model, [5, 6, 7 + n], max_tokens=12).tokens for n in range(2)]
+
+
+def test_logits_that_are_nan_end_their_sequence_alone(monkeypatch):
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=4)
+    replies = [submit(engine, [5, 6, 7 + n], max_tokens=12) for n in range(3)]
+    while any(reply.sequence.new < 4 for reply in replies):
+        engine.turn()
+    forward = type(model).forward
+
+    def spoiled(self, state, step, *rest):
+        logits = np.array(forward(self, state, step, *rest))
+        logits[1] = np.nan
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", spoiled)
+        engine.turn()
+    while engine.turn():
+        pass
+    assert [reply.error is None for reply in replies] == [True, False, True]
+    assert "NaN" in str(replies[1].error)
+    for n in (0, 2):
+        assert replies[n].tokens == alone(model, [5, 6, 7 + n], max_tokens=12).tokens
+
+
+def test_a_failing_backend_ends_all_with_one_sentence(monkeypatch):
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=4)
+    replies = [submit(engine, [5, 6, 7 + n], max_tokens=12) for n in range(3)]
+    for _ in range(6):
+        engine.turn()
+
+    def full(self, *rest):
+        raise MemoryError("no 7 GB more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", full)
+        while engine.turn():
+            pass
+    said = "the numpy backend failed, and all replies in progress ended: no 7 GB more"
+    for reply in replies:
+        assert isinstance(reply.error, BimetalError)
+        assert str(reply.error) == said
+    again = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])[0]
+    assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
+
+
+def test_a_cancelled_sequence_leaves_at_the_next_turn():
+    """While it decodes, while its prompt is read, and while it waits."""
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=2)
+    long = [5 + n % 50 for n in range(300)]
+    replies = [submit(engine, [5, 6], max_tokens=50), submit(engine, long), submit(engine, [5, 7])]
+    for _ in range(4):
+        engine.turn()
+    for reply in replies:
+        reply.call.cancel.set()
+    engine.turn()
+    assert [reply.reason for reply in replies] == ["cancelled"] * 3
+    assert not engine.running
+    assert not engine.waiting
+
+
+def test_a_full_queue_is_refused():
+    engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, queue=2)
+    for n in range(2):
+        submit(engine, [5, n], max_tokens=2)
+    with pytest.raises(BusyError, match="2 calls wait for the model"):
+        submit(engine, [5, 6])
+    engine.drain()
+    submit(engine, [5, 6], max_tokens=2)
+
+
+def test_memory_that_is_not_free_is_waited_for(monkeypatch):
+    """One call alone always runs; others wait until they fit beside those that run."""
+    model = tiny.load("llama", NumpyOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=4)
+    monkeypatch.setattr(NumpyOps, "free_bytes", lambda self: (1000, "a test"))
+    replies = [submit(engine, [5, 6, 7 + n], max_tokens=6) for n in range(3)]
+    most = 0
+    while engine.turn():
+        most = max(most, len(engine.running))
+    assert most == 1
+    assert all(len(reply.tokens) == 6 for reply in replies)
+
+
+def test_the_slot_that_holds_most_of_a_prompt_is_taken():
+    engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel=3)
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    texts = [drain(engine, [submit(engine, prompt, max_tokens=9)])[0].tokens for prompt in prompts]
+    for prompt, text in zip(prompts, texts, strict=True):
+        reply = drain(engine, [submit(engine, [*prompt, *text, 20], max_tokens=3)])[0]
+        assert reply.sequence.cached == len(prompt) + len(text) - 1
+    other = drain(engine, [submit(engine, [30, 31], max_tokens=3)])[0]
+    assert other.sequence.cached == 0
+    assert len(engine.slots) == 3
+
+
+def test_prompts_are_cut_at_places_of_their_own(monkeypatch):
+    """On a fixed grid and at the shared point, whatever the state held before and what else runs."""
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    engine, steps = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel=2), []
+    forward = type(engine.model).forward
+    monkeypatch.setattr(
+        type(engine.model),
+        "forward",
+        lambda self, state, step, *rest: (
+            steps.append((int(step.positions[0]), len(step))),
+            forward(self, state, step, *rest),
+        )[1],
+    )
+    prompt = [5 + n % 60 for n in range(50)]
+    reply = Reply()
+    reply.sequence = engine.submit(Call(prompt, GenerationOptions(max_tokens=1), reply.put, reply.end, shared=20))
+    engine.drain()
+    assert steps == [(0, 16), (16, 4), (20, 12), (32, 16), (48, 2)]
+    steps.clear()
+    again = Reply()
+    call = Call([*prompt[:30], 9, 9, 9, 9], GenerationOptions(max_tokens=1), again.put, again.end, shared=20)
+    again.sequence = engine.submit(call)
+    engine.drain()
+    assert again.sequence.cached == 20
+    assert steps == [(20, 12), (32, 2)]
