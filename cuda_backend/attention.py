@@ -1,22 +1,25 @@
 """Attention: keys and values into the cache, rows over pieces of the past, and the pieces added up."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
+from common.storage import KVSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV
-from cuda_backend.caches.planes import Planes
+from cuda_backend.caches.planes import Places, Planes, plane_of
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
 from cuda_backend.launch import kernel
 from cuda_backend.layout import SPLIT_TILE, padded, piece_places, run_count, split_tiles, tail_places
 from cuda_backend.lazy import Lazy, Op, Target
+from cuda_backend.occupancy import Card
 from cuda_backend.replay import DeviceStep
 from cuda_backend.rows import before_heads, emit_copy, norm_and_rope
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, turns, view
@@ -44,6 +47,13 @@ class Pieces(NamedTuple):
     shares: int
     trunk: int
     turn_back: int = 0
+
+
+def check_room(card: Card, spec: Sequence[LayerSpec]) -> None:
+    """Refuse caches whose rows a card's shared memory cannot take; BimetalError."""
+    for s in dict.fromkeys(s for s in all_specs(spec) if isinstance(s, KVSpec)):
+        keys, values = (plane_of(plane, 1, Places(0, 1)) for plane in s.planes)
+        split_tiles(card, keys.width, 32, packed_bytes(keys, values))
 
 
 def attention(

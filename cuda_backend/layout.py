@@ -274,6 +274,11 @@ def split_tiles(
 
     choices = (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4)  # others spill registers
     ctas, buffers, shared = max(fit(n) for n in choices)
+    if not ctas:
+        raise BimetalError(
+            f"{card.name} has too little shared memory for heads of {width} in rows of {packed} bytes; "
+            "supported are keys and values of fewer bits, or both in f16"
+        )
     return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
 
 

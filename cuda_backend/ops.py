@@ -145,6 +145,7 @@ class CudaOps(Ops):
         return int(cupy.cuda.runtime.memGetInfo()[0]), f"free memory of {self.context.card.name}"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        attending.check_room(self.context.card, spec)
         return CudaState(spec, capacity, partial(recurrent.apply_path, self.context), self.context.stream)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:

@@ -4,7 +4,7 @@ from common.hadamard import group_of
 from common.storage import NATIVE
 from cuda_backend.caches.planes import HALF, Plane
 
-PACKED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "lm2", "lm3", "lm4", "tq3_0")
+PACKED = ("bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "lm2", "lm3", "lm4", "tq3_0")
 PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *PACKED) for values in (NATIVE, HALF, *PACKED))
 
 

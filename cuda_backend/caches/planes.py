@@ -75,6 +75,8 @@ def plane_of(stored: storage.Plane, layers: int, places: Places) -> Plane:
     """The rows of `layers` layers, not yet anywhere; float16 rows are padded to 16 values, others as they are."""
     format_ = HALF if stored.format == storage.NATIVE else stored.format
     width = padded(stored.dim) if format_ == HALF else stored.dim
+    if format_ != HALF and width % 32:
+        raise BimetalError(f"heads of {width} in {format_} have no CUDA kernel; supported are multiples of 32")
     row_bytes = FORMATS[format_].row_bytes(width)
     return Plane(0, layers * stored.heads, row_bytes, width, places, format_, stored.rotated)
 

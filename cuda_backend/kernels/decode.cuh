@@ -71,6 +71,10 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
     const u8* from = row + block / per * block_bytes(F, WIDE);
     if constexpr (F == F16) {
         load_words(out, from);
+    } else if constexpr (F == BF16) {
+        load_words(out, from);
+#pragma unroll
+        for (int i = 0; i < 16; i++) out[i] = to_half2(__uint_as_float(out[i] << 16), __uint_as_float(out[i] & 0xffff0000u));
     } else if constexpr (is_lloyd_max(F)) {
         constexpr int group = wht_group(WIDE);
         const int part = block % per;

@@ -114,6 +114,8 @@ __device__ __forceinline__ void write_row(u8* row, int chunk, int lane, float4 v
     u8* to = row + d / block_values(F, WIDE) * block_bytes(F, WIDE);
     if constexpr (F == F16) {
         if (ours) *(uint2*)(row + d * 2) = make_uint2(to_half2(v.x, v.y), to_half2(v.z, v.w));
+    } else if constexpr (F == BF16) {
+        if (ours) *(uint2*)(row + d * 2) = make_uint2(to_bf16x2(v.x, v.y), to_bf16x2(v.z, v.w));
     } else if constexpr (is_lloyd_max(F)) {
         write_lloyd_max<F, wht_group(WIDE)>(to, lane, v, ours);
     } else {

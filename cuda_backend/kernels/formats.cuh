@@ -1,10 +1,10 @@
 // formats: how the rows of a cache, each a head's vector, are stored; encode.cuh writes rows, decode.cuh reads them
 // Meaning   common/kv_formats.py and common/hadamard.py: the same bytes, arithmetic in the same order
 // Build     KEYS and VALUES: formats below; TURN_KEYS, TURN_VALUES: are vectors rotated before they are stored?
-// Layout    a row is a run of blocks: of 32 values in ggml's formats, of `wht_group` values in Lloyd-Max formats, where a
+// Layout    a row is a run of blocks: of 32 values in ggml's formats and in bfloat16, of `wht_group` values in Lloyd-Max formats, where a
 //           block is a float16 scale and the codes. Blocks lie at multiples of 2 bytes
 
-enum Format { F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0 };
+enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0 };
 
 #ifndef KEYS
 #define KEYS F16
@@ -25,9 +25,9 @@ enum Format { F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0 };
 __device__ constexpr int wht_group(int WIDE) { return WIDE % 128 == 0 ? 128 : WIDE % 64 == 0 ? 64 : 32; }
 __device__ constexpr bool is_lloyd_max(Format f) { return f >= LM2; }
 __device__ constexpr int code_bits(Format f) {
-    return f == F16 ? 16 : f == Q8_0 ? 8 : f == Q5_0 || f == Q5_1 ? 5 : f == LM2 ? 2 : f == LM3 || f == TQ3_0 ? 3 : 4;
+    return f == F16 || f == BF16 ? 16 : f == Q8_0 ? 8 : f == Q5_0 || f == Q5_1 ? 5 : f == LM2 ? 2 : f == LM3 || f == TQ3_0 ? 3 : 4;
 }
-__device__ constexpr int scale_bytes(Format f) { return f == F16 ? 0 : f == Q4_1 || f == Q5_1 ? 4 : 2; }
+__device__ constexpr int scale_bytes(Format f) { return f == F16 || f == BF16 ? 0 : f == Q4_1 || f == Q5_1 ? 4 : 2; }
 __device__ constexpr int block_values(Format f, int WIDE) { return is_lloyd_max(f) ? wht_group(WIDE) : 32; }
 __device__ constexpr int block_bytes(Format f, int WIDE) { return scale_bytes(f) + block_values(f, WIDE) * code_bits(f) / 8; }
 __device__ constexpr int row_bytes(Format f, int WIDE) { return f == F16 ? 2 * WIDE : WIDE / block_values(f, WIDE) * block_bytes(f, WIDE); }

@@ -86,7 +86,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
-    __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows behind the committed ones
+    [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows behind the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + (PACKED ? 1 : BUFFERS) * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16
@@ -271,7 +271,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     multiply(s[0], d);
                     if (D / 16 % 2 == 0 || d + 1 < D / 16) multiply(s[1], d + 1);
                 }
-                const bool all = at + TILE <= mask.past && !window;
+                [[maybe_unused]] const bool all = at + TILE <= mask.past && !window;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float most = MINUS_INFINITY;
@@ -282,13 +282,13 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                         for (int e = 0; e < 2; e++) {
                             float& x = s[0][n][2 * half + e];
                             const int position = at + c * 16 + n * 8 + lane % 4 * 2 + e;
-                            bool see = all || (position <= span.y && (position >= span.x || position < keep));
-                            x += s[1][n][2 * half + e];
-                            if (EXACT) {
-                                const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
-                                see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
-                            }
-                            x = see ? x * scale : MINUS_INFINITY;
+#if EXACT
+                            const int own = position - mask.past, p = job < 0 && own >= 0 ? mask.past + offsets[min(own, MAX_DECODE_ROWS)] : position;
+                            const bool see = position <= span.y && (u32)(p - exact.first) < (u32)span.x != is_exact();
+#else
+                            const bool see = all || (position <= span.y && (position >= span.x || position < keep));
+#endif
+                            x = see ? (x + s[1][n][2 * half + e]) * scale : MINUS_INFINITY;
                             most = fmaxf(most, x);
                         }
                     most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
 from common.hadamard import rotate
+from common.kv_cache import CacheOptions, check_pairs, packed
 from common.kv_formats import FORMATS
 from common.ops import Rope
 from common.reference import NumpyOps
@@ -23,7 +24,7 @@ from cuda_backend.caches.formats import PACKED, PAIRS  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-MIXED = [("q8_0", "lm4"), ("lm4", "tq3_0"), ("q5_1", NATIVE), (NATIVE, "q4_0"), ("f16", "f16")]
+MIXED = [("q8_0", "lm4"), ("lm4", "tq3_0"), ("q5_1", NATIVE), (NATIVE, "q4_0"), ("f16", "f16"), ("bf16", "lm4")]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ class Latents:
 
 
 @pytest.mark.parametrize("R", [64, 128, 512])
-@pytest.mark.parametrize("format_", ["q8_0", "q4_0", "lm4", "tq3_0"])
+@pytest.mark.parametrize("format_", ["bf16", "q8_0", "q4_0", "lm4", "tq3_0"])
 def test_latents(format_, R, ops):
     """Against NumPy over equal codes: prompts in both forms, a chain, a tree, and what a committed path leaves."""
     made, numpy = Latents(R, format_), NumpyOps()
@@ -252,8 +253,13 @@ def test_bytes_of_a_state(ops):
 
 
 def test_refusals(ops):
-    """Widths that differ are refused."""
-    assert {("q8_0", "q8_0"), ("lm4", "tq3_0")} <= PAIRS
+    """Formats without kernels and widths that differ are refused."""
+    assert {("q8_0", "q8_0"), ("lm4", "tq3_0"), ("bf16", "bf16")} <= PAIRS
+    coded = packed([{"kv": KVSpec(2, 128, 128)}], CacheOptions("turboquant", "turboquant"))
+    with pytest.raises(UsageError, match="cuda backend has no cache of keys in turboquant and values in tq3_0; suppor"):
+        check_pairs(coded, ops.name, ops.cache_pairs)
+    with pytest.raises(BimetalError, match="heads of 80 in bf16 have no CUDA kernel"):
+        ops.new_state([{"kv": KVSpec(2, 80, 80, None, 0, "bf16", "bf16")}], 100)
     with pytest.raises(BimetalError, match="keys are 128 and values 64 wide"):
         ops.new_state([{"kv": KVSpec(2, 128, 64)}], 100)
 
