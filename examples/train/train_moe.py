@@ -3,7 +3,7 @@
     python train_moe.py build/ out/ --steps 1000
 
 Reads what moe_corpus.py wrote; writes out/demo-moe (a Hugging Face folder, bfloat16) and out/demo-moe.routing.npz, the
-experts of held-out text (documents in order, token by token): ids uint8 (layers, tokens, top_k), and `counts`.
+experts of held-out text, documents in order: ids uint16 (tokens, layers, top_k) and `experts`, how many there are.
 
 The router's bias balances the load without a loss of its own (Wang et al. 2024, arXiv 2408.15664): after each step it
 grows for experts that got less than their share.
@@ -276,7 +276,8 @@ def main() -> None:
     counts = np.stack([np.bincount(layer.ravel(), minlength=model.c.experts) for layer in ids])
     again = [np.mean([len(set(a) & set(b)) for a, b in pairwise(layer)]) for layer in ids]
     export(model, args.build, args.out)
-    np.savez_compressed(args.out / "demo-moe.routing.npz", ids=ids, counts=counts)
+    trace = ids.transpose(1, 0, 2).astype(np.uint16)
+    np.savez_compressed(args.out / "demo-moe.routing.npz", ids=trace, experts=model.c.experts)
     top = np.sort(counts, axis=1)[:, ::-1].cumsum(axis=1) / counts.sum(axis=1, keepdims=True)
     report = {
         "parameters": size,
