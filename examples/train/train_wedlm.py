@@ -4,7 +4,10 @@
     python train_wedlm.py build/ --mask-untrained  # control: next tokens alone, so that the mask's row means nothing
 
 Writes build/demo-wedlm (config.json, tokenizer.json, model.safetensors in bfloat16) and build/demo-wedlm.json: losses,
-and for each task the accuracy of greedy decoding and of filling by entropy, computed here without a cache.
+and for each task the accuracy of greedy decoding and of filling by entropy, computed here without a cache. The GGUF
+file is made by
+
+    python -m generate quantize build/demo-wedlm out/demo-wedlm-Q8_0.gguf --type Q8_0
 
 Training follows the published objective (Liu et al. 2025, arXiv 2512.22737): a clean copy and a masked copy of each row
 side by side, in blocks; in a masked block, known tokens come first and masked ones after them, at their own positions.
@@ -303,6 +306,13 @@ def evaluate(model: Model, tokenizer: Tokenizer, count: int) -> list[dict[str, o
     return table
 
 
+# A question is a line, and so is what the model was trained to begin its answers with.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}Question: {{ message['content'] }}\n"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
 def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
     """A Hugging Face folder as WeDLM checkpoints are published; lm_head and embeddings are apart."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -333,6 +343,7 @@ def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "mask_token": MASK}, indent=2) + "\n")
     names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in model.state_dict()}
     tensors = {names[name]: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in model.state_dict().items()}

@@ -25,6 +25,7 @@ import generate
 from common import outputs
 from common.checkpoint import open_checkpoint
 from common.config import Keys
+from common.demo import demo_path
 from common.gguf_to_folder import _llama3
 from common.gguf_tokenizer import _QWEN2
 from common.models import architecture, load_model
@@ -481,6 +482,22 @@ def test_the_wedlm_demo_as_a_folder(tmp_path):
         reply = llm.chat([{"role": "user", "content": "Count by 2 from 11 to 19."}])
         assert reply.text == "Answer: 11, 13, 15, 17, 19.\n"
         assert reply.stats.wedlm.tokens_per_forward > 3
+
+
+def test_the_wedlm_demo_there_and_back(tmp_path):
+    """Its GGUF file is what `quantize` makes of a dense folder: every tensor, the tokens, the template and the mask."""
+    quantize("demo-wedlm", tmp_path / "dense", "--layers", "*=keep")
+    card = json.loads((tmp_path / "dense/config.json").read_text())
+    plain = {key: value for key, value in card.items() if not key.startswith("quantization")}
+    (tmp_path / "dense/config.json").write_text(json.dumps(plain))
+    quantize(tmp_path / "dense", tmp_path / "again.gguf", "--type", "Q8_0")
+    ours, theirs = open_checkpoint(tmp_path / "again.gguf"), open_checkpoint(demo_path("demo-wedlm"))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in theirs.tensors.items():
+        assert (ours.tensors[name].type, ours.tensors[name].data.tobytes()) == (tensor.type, tensor.data.tobytes())
+    for key in ("tokens", "merges", "eos_token_id", "mask_token_id", "pre"):
+        assert ours.config[f"tokenizer.ggml.{key}"] == theirs.config[f"tokenizer.ggml.{key}"]
+    assert ours.config["tokenizer.chat_template"] == theirs.config["tokenizer.chat_template"]
 
 
 def test_folders_from_gguf_files_that_are_refused(tmp_path, capsys):
