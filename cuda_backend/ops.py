@@ -136,7 +136,7 @@ class CudaOps(Ops):
         return state_bytes(spec, tokens)
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-        kept = 2 * sizes.snapshot_bytes(layers)  # an empty state, and the last turn's
+        kept = 2 * sizes.snapshot_bytes(layers, tokens)  # an empty state, and the last turn's
         return sizes.work_bytes(layers, tokens, rows) + kept
 
     def free_bytes(self) -> tuple[int, str]:

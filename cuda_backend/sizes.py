@@ -7,7 +7,11 @@ tests/models/test_cuda_work.py compares them with it.
 from collections.abc import Sequence
 
 from common.ops import LayerSize
-from common.storage import NATIVE, DeltaSpec, KVSpec, LatentSpec
+from common.storage import NATIVE, DeltaSpec, KVSpec, LatentSpec, Spec
+from cuda_backend.caches.kv import kv_planes
+from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes
+from cuda_backend.caches.planes import TILE, planes_bytes
+from cuda_backend.caches.window import window_places
 from cuda_backend.layout import padded
 from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
@@ -16,10 +20,20 @@ from cuda_backend.weights import UPLOAD
 SLACK, CHUNKS = 1.1, 3  # what chunks leave unused: a share of what they hold, and one of each part
 
 
-def snapshot_bytes(layers: Sequence[LayerSize]) -> int:
-    """Of the recurrent states, a copy of which a session keeps to go back to."""
-    states = [s for layer in layers for s in layer.states.values() if isinstance(s, DeltaSpec)]
-    return sum(s.matrix_bytes for s in states)
+def snapshot_bytes(layers: Sequence[LayerSize], tokens: int) -> int:
+    """Of recurrent states and of rings, a copy of which a session keeps to go back to."""
+    return sum(_copied_bytes(s, tokens) for layer in layers for s in layer.states.values())
+
+
+def _copied_bytes(s: Spec, tokens: int) -> int:
+    match s:
+        case DeltaSpec():
+            return s.matrix_bytes
+        case KVSpec() if s.window is None and keeps_exact(s):
+            return _copied_bytes(exact_spec(s), tokens) + stats_bytes(s, 1)
+        case KVSpec() if s.window is not None:
+            return planes_bytes(kv_planes(s, 1, window_places(s, tokens)))
+    return 0
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
@@ -30,15 +44,18 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
     """float32 that enters and leaves matrices, and what lies between."""
-    values, past = layer.mixer + layer.ffn + 2 * layer.hidden, 0
+    values, past, beside = layer.mixer + layer.ffn + 2 * layer.hidden, 0, 0
     for s in layer.states.values():
         match s:
             case KVSpec():
                 values += layer.heads * s.key_dim // 2 + layer.heads * s.value_dim
+                if s.window is None and keeps_exact(s):  # queries and rows in float16 once more, and the ring's
+                    values += layer.heads * (s.key_dim // 2 + 1) + s.numbers // 2
+                    beside += (s.packing.first + s.packing.recent + 2 * TILE) * s.numbers // 2
             case DeltaSpec():
                 values += 2 * s.key_heads * s.key_dim + 3 * s.heads * s.value_dim
             case LatentSpec():
                 past += layer.expanded  # keys and values of all heads in float16, made of float16
                 if s.latent_format != NATIVE:
                     past += (padded(s.latent_dim) + padded(s.rope_dim)) // 2  # rows in float16
-    return 4 * (rows * values + tokens * past)
+    return 4 * (rows * values + tokens * past + beside)

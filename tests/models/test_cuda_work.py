@@ -1,6 +1,7 @@
 """The workspace that `fit` predicts for a prompt on a GPU against what launchers take; nothing is launched."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import generate
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.fit import LEAST_CONTEXT, layer_size
+from common.kv_cache import CacheOptions
 from common.step import Step
 from generate.__main__ import main
 from generate.synthetic import METADATA, synthetic
@@ -57,11 +59,12 @@ def ops(monkeypatch, request):
     return ops
 
 
-@pytest.mark.parametrize("rows", [1024, 8192])
+@pytest.mark.parametrize(("rows", "cache"), [(1024, ""), (8192, ""), (8192, "q8_0"), (1024, "lm4")])
 @pytest.mark.parametrize("name", METADATA)
-def test_work(name, rows, ops):
+def test_work(name, rows, cache, ops):
     model = synthetic(f"{name}:q4_k_m", ops)
-    spec = model.definition.state_spec(model.config)
+    model = replace(model, cache=CacheOptions(cache, cache)) if cache else model
+    spec = model.state_spec
     model.forward(model.new_state(rows), Step.chain(np.zeros(rows, np.int32), 0), slice(rows - 1, rows))
     layers = [layer_size(t, s, model.config) for t, s in zip(model.layout.layers, spec, strict=True)]
     predicted, taken = work_bytes(layers, rows, rows), ops.context.arena.nbytes + UPLOAD
