@@ -1,11 +1,15 @@
 """The examples run from top to bottom."""
 
+import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from generate.cli import parse
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -21,3 +25,14 @@ def test_notebook():
     assert any("SmolLM2" in shown.get("text/html", "") for shown in data)
     bars = [shown["text/plain"] for shown in data if "application/vnd.jupyter.widget-view+json" in shown]
     assert bars[0].partition(":")[0] == "loading"  # a slow machine shows bars of prefill as well
+
+
+def test_deployments_start_the_server_with_flags_that_exist():
+    unit = (EXAMPLES / "deploy" / "bimetal.service").read_text()
+    image = (EXAMPLES / "deploy" / "Dockerfile").read_text()
+    started = re.findall(r"^ExecStart=\S+ (.*)$", unit, re.M)
+    entry, command = (json.loads(re.search(rf"^{name} (\[.*\])$", image, re.M)[1]) for name in ("ENTRYPOINT", "CMD"))
+    for words in (started[0].split(), [*entry[3:], *command]):
+        args = parse(words)
+        assert args.command == "serve"
+        assert args.model == "demo"
