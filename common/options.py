@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from common import rules
 from common.decoders import DECODERS, MOST_WINDOW, ORDERS, PRESETS
 from common.errors import UsageError
 from common.rules import Rule
+
+if TYPE_CHECKING:
+    from common.guide import Guide
 
 MOST_TOKENS = 2**31 - 1  # of a context: positions are 32-bit numbers
 MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS less the root
@@ -53,6 +56,9 @@ class Sampling(Options):
     presence_penalty: float = option(0.0, rules.FINITE, "subtracted once from the logits of tokens in the reply")
     logit_bias: Mapping[int, float] | None = option(
         None, rules.BIAS, "added to the logits of tokens, by token id, after the penalties"
+    )
+    guide: "Callable[[], Guide] | None" = option(  # noqa: RUF009
+        None, rules.CALLBACK, "makes what allows the tokens of one reply, after the bias (common/guide.py)"
     )
     seed: int | None = option(None, rules.whole(0), "the same seed gives the same text; None draws a new one")
 

@@ -1,6 +1,6 @@
 """Draw a token from a row of logits, on the host: the definition of every sampling parameter.
 
-Order: penalties, logit bias, temperature, top-k, top-p, min-p, then one draw. A draw consumes one uniform number per
+Order: penalties, logit bias, guide, temperature, top-k, top-p, min-p, then one draw. A draw consumes one number per
 token, so a seed gives the same text with every decoder that draws in the order of the text. The weights of a draw are
 whole numbers: sums of whole numbers do not depend on their order, and devices add in other orders.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.errors import NotFiniteError
+from common.errors import BimetalError, NotFiniteError
 from common.options import Sampling
 
 ONE = 1 << 40  # draw weight of the likeliest token
@@ -93,13 +93,15 @@ class Sampler:
         self.sampling = sampling
         self.reply: Counter[int] = Counter()
         self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+        self.guide = sampling.guide and sampling.guide()
         self.random = np.random.Generator(np.random.Philox(sampling.seed))
 
     @property
     def penalizes(self) -> bool:
-        """Does the host change logits before the choice, by penalties or a bias?"""
+        """Does the host change logits before the choice, by penalties, a bias or a guide?"""
         s = self.sampling
-        return s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0 or bool(s.logit_bias)
+        penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
+        return penalties or bool(s.logit_bias) or self.guide is not None
 
     @property
     def is_argmax(self) -> bool:
@@ -113,6 +115,8 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Count a token of the reply."""
         self.reply[token] += 1
+        if self.guide is not None:
+            self.guide.accept(token)
         if self.sampling.repetition_penalty != 1:
             self.seen.add(token)
 
@@ -143,7 +147,13 @@ class Sampler:
                 ids = np.fromiter(s.logit_bias, np.int64)
                 row[ids] += np.fromiter(s.logit_bias.values(), np.float32)
         largest = np.finfo(np.float32).max
-        return row.clip(-largest, largest)
+        row = row.clip(-largest, largest)
+        allowed = None if self.guide is None else self.guide.allowed()
+        if allowed is None:
+            return row
+        if not allowed.any():
+            raise BimetalError("the grammar of the reply allows no further token")
+        return np.where(allowed, row, -np.inf)
 
 
 class Ahead(Sampler):

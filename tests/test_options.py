@@ -44,6 +44,7 @@ WRONG = {
     "repetition_penalty": (0, "1"),
     "frequency_penalty": (float("-inf"), "x"),
     "presence_penalty": (float("nan"), {}),
+    "guide": (5, "json"),
     "logit_bias": ({"1": 1.0}, {-1: 1.0}, {1: float("nan")}, [1]),
     "seed": ("x", 1.5, -1, False),
     "max_tokens": ("x", 0, 2.0, True),

@@ -10,14 +10,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from generate.llm import LLM, Prepared
+from generate.llm import LLM
 from generate.server.body import read_json
 from generate.server.errors import ApiError
 from generate.server.events import Event, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.service import Service
-from generate.server.task import events, prepare, whole
+from generate.server.task import Ready, events, prepare, whole
 from generate.server.wire import Parsed, dumps
 
 HEARTBEAT = 5.0  # seconds after which a silent stream gets a sign of life
@@ -50,7 +50,7 @@ class Generate:
         task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
             llm = self.service.llm
-            prompts = await run_in_threadpool(prepare, llm, task)
+            prompts = await run_in_threadpool(prepare, llm, facts, task)
             async with (
                 aclosing(events(llm, prompts, task)) as found,
                 aclosing(self.service.metrics.watched(found, task, began)) as watched,
@@ -66,7 +66,7 @@ class Generate:
     async def _stream(
         self,
         parsed: Parsed,
-        prompts: list[Prepared],
+        prompts: list[Ready],
         found: AsyncIterator[tuple[int, Event]],
         scope: Message,
         send: Send,
@@ -90,7 +90,7 @@ class Generate:
         usages: dict[int, Usage] = {}
         beating = asyncio.ensure_future(beat())
         try:
-            await write(b"".join(writer.begin(sum(len(prompt.tokens) for prompt in prompts))))
+            await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
             async for index, event in found:
                 if isinstance(event, Finish):
                     usages[index] = event.usage

@@ -6,6 +6,7 @@ from typing import Any
 
 from common.pieces import Stats
 from common.rules import number, whole
+from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import arrange, messages_of, tools_of
 from generate.server.errors import ApiError, envelope
 from generate.server.events import (
@@ -55,10 +56,11 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         options["logprobs"] = top or 0
     _refuse_unsupported(fields)
     tools = tools_of(fields)
-    choice = tool_choice(fields, tools)
-    rendering = effort_options(fields.text("reasoning_effort"), facts)
+    choice, several = openai_choice(fields, tools), fields.flag("parallel_tool_calls", True)
+    effort = fields.text("reasoning_effort")
+    rendering = effort_options(effort, facts)
     rendering |= template_options(fields.object("chat_template_kwargs"), facts)
-    if tools and choice != "none":
+    if tools and choice.mode != "none":
         rendering["tools"] = tools
     stream = fields.flag("stream", False)
     streaming = fields.object("stream_options")
@@ -68,7 +70,9 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         options=options,
         n=n,
         stream=stream,
-        first_call_only=not fields.flag("parallel_tool_calls", True),
+        first_call_only=not several,
+        grammar=grammar_of(facts, tools, choice, openai_format(fields.object("response_format")), several),
+        budget=budget_of(fields, effort, "thinking_budget", "reasoning_budget"),
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
     head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n)
@@ -89,18 +93,8 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
     return {"logit_bias": found}
 
 
-def tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> str:
-    """Return "none" or "auto"; raises ApiError for a choice that is not supported."""
-    choice = fields.values.get("tool_choice")
-    if choice is None or choice in ("auto", "none"):
-        return choice or "auto"
-    raise fields.refuse("tool_choice", "it must be auto or none")
-
-
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would be wrong to ignore."""
-    if form := fields.object("response_format"):
-        form.choice("type", "text")
     if fields.has("audio") or (fields.has("modalities") and fields.values["modalities"] != ["text"]):
         raise fields.refuse("modalities", "only text is supported")
 

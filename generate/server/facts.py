@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError
+from common.grammar import Grammars
 from common.tokenizer import Tokenizer
 from generate.llm import LLM
 
@@ -23,6 +24,7 @@ class Facts:
     late_system   whether the template takes a system message after others
     is_gguf       its files are GGUF, and not safetensors
     size          their bytes
+    grammars      makes what constrains replies
     """
 
     name: str
@@ -35,6 +37,7 @@ class Facts:
     late_system: bool
     is_gguf: bool
     size: int
+    grammars: Grammars
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -66,6 +69,7 @@ def facts_of(llm: LLM, name: str) -> Facts:
         template=llm.tokenizer.chat_template or "",
         late_system=_renders(llm, late),
         is_gguf=llm.path.is_file(),
+        grammars=Grammars(llm.tokenizer, llm.vocab_size),
         size=sum(file.stat().st_size for file in _files(llm.path)),
     )
 

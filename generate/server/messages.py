@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.rules import whole
-from generate.server.chat import tool_choice
+from generate.server.constraints import anthropic_choice, budget_of, grammar_of, openai_format
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
 from generate.server.errors import envelope
 from generate.server.events import (
@@ -64,15 +64,19 @@ def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
         if tool.text("type", "custom") == "custom"
     ]
     rendering, thoughts = _thinking(fields, facts)
-    choice = fields.object("tool_choice") or Fields({"type": "auto"})
-    named = tool_choice(Fields({"tool_choice": choice.need("type", TEXT)}, "tool_choice"), tools)
-    if tools and named != "none":
+    choice = anthropic_choice(fields, tools)
+    several = not (fields.object("tool_choice") or Fields({})).flag("disable_parallel_tool_use", False)
+    if tools and choice.mode != "none":
         rendering["tools"] = tools
+    output = fields.object("output_config") or Fields({})
+    budget = budget_of(fields.object("thinking") or Fields({}), output.text("effort"), "budget_tokens")
     task = Task(
         [Chat(arrange([*_system(fields), *messages_of(fields)], facts), rendering)],
         options,
         stream=fields.flag("stream", False),
-        first_call_only=choice.flag("disable_parallel_tool_use", False),
+        first_call_only=not several,
+        grammar=grammar_of(facts, tools, choice, openai_format(output.object("format")), several),
+        budget=budget,
     )
     return task, thoughts
 
@@ -81,8 +85,6 @@ def _thinking(fields: Fields, facts: Facts) -> tuple[dict[str, Any], bool]:
     rendering: dict[str, Any] = {}
     if output := fields.object("output_config"):
         rendering = effort_options(output.text("effort"), facts)
-        if form := output.object("format"):
-            raise form.refuse("type", "it is not supported")
     thinking = fields.object("thinking")
     if thinking is None:
         return rendering, True

@@ -9,6 +9,7 @@ from typing import Any
 
 from common.rules import whole
 from generate import __version__
+from generate.server.constraints import Choice, grammar_of, ollama_format
 from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, tools_of
 from generate.server.errors import envelope
 from generate.server.events import CallArguments, CallBegin, CallEnd, Event, Failed, Finish, Reasoning, Text, Whole
@@ -95,10 +96,13 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
     options = sampling(given) | stops(given, "stop")
     if (most := given.take("num_predict", whole(-2))) is not None and most > 0:
         options["max_tokens"] = most
-    if fields.has("format") and fields.values["format"] != "":
-        raise fields.refuse("format", "it is not supported")
-    stream = fields.flag("stream", True)
-    task = Task([] if prompt is None else [prompt], options, stream=stream)
+    tools = prompt.options.get("tools", ()) if isinstance(prompt, Chat) else ()
+    task = Task(
+        [] if prompt is None else [prompt],
+        options,
+        stream=fields.flag("stream", True),
+        grammar=grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True),
+    )
     return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.rules import whole
-from generate.server.chat import MOST_LOGPROBS, tool_choice
+from generate.server.chat import MOST_LOGPROBS
+from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import Message, arrange
 from generate.server.events import (
     CallArguments,
@@ -84,13 +85,12 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
     logprobs = top is not None or (isinstance(include, list) and "message.output_text.logprobs" in include)
     if logprobs:
         options["logprobs"] = top or 0
-    if (text := fields.object("text")) and (form := text.object("format")):
-        form.choice("type", "text")
+    text = fields.object("text")
     tools, named = tools_of(fields)
-    choice = tool_choice(fields, tools)
+    choice, several = openai_choice(fields, tools), fields.flag("parallel_tool_calls", True)
     reasoning = fields.object("reasoning") or Fields({})
     rendering = effort_options(reasoning.text("effort"), facts)
-    if tools and choice != "none":
+    if tools and choice.mode != "none":
         rendering["tools"] = tools
     messages = messages_of(fields)
     if (previous := fields.text("previous_response_id")) is not None:
@@ -101,7 +101,9 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         [Chat(arrange([*leading, *messages], facts), rendering)],
         options,
         stream=fields.flag("stream", False),
-        first_call_only=not fields.flag("parallel_tool_calls", True),
+        first_call_only=not several,
+        grammar=grammar_of(facts, tools, choice, openai_format(text.object("format") if text else None), several),
+        budget=budget_of(reasoning, reasoning.text("effort"), "max_tokens"),
     )
     fields.take("metadata", OBJECT)
     keeps = fields.flag("store", True)

@@ -1,14 +1,18 @@
 """What a request asks for, whatever dialect it came in, and how it runs on a model."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from common.guide import AfterReasoning, Guide
+from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
 from generate.server.errors import failure
 from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
+from generate.server.facts import Facts
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Task:
     first_call_only  a reply ends with its first tool call
     echo             the prompt comes before the reply, with log-probabilities if the options ask for them
     generates        whether there is a reply at all, or only an echo
+    grammar          what the reply must follow, after its reasoning
+    budget           most tokens of the reasoning
     """
 
     prompts: Sequence[Chat | str | list[int]]
@@ -41,17 +47,43 @@ class Task:
     first_call_only: bool = False
     echo: bool = False
     generates: bool = True
+    grammar: str | None = None
+    budget: int | None = None
 
 
-def prepare(llm: LLM, task: Task) -> list[Prepared]:
-    """Render and encode the prompts. Takes up to seconds; raises BimetalError."""
+@dataclass(frozen=True)
+class Ready:
+    """A prompt that can be replied to; `guide` makes what constrains one reply, if anything does."""
+
+    prompt: Prepared
+    guide: Callable[[], Guide] | None = None
+
+
+def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
+    """Render and encode the prompts, and compile the grammar. Takes up to seconds; raises BimetalError."""
+    inner = None if task.grammar is None else facts.grammars.guide(task.grammar)
+    return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in rendered(llm, task)]
+
+
+def rendered(llm: LLM, task: Task) -> list[Prepared]:
+    """Render and encode the prompts."""
     return [
         llm.prepare_chat(prompt.messages, **prompt.options) if isinstance(prompt, Chat) else llm.prepare(prompt)
         for prompt in task.prompts
     ]
 
 
-async def events(llm: LLM, prompts: Sequence[Prepared], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
+def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:
+    """What constrains replies to one prompt: a reply that reasons first is free, and bounded, until it has done so."""
+    is_open = prompt.parser is not None and prompt.parser().in_reasoning
+    if task.budget is None and not is_open:
+        return inner
+    if not facts.thinks or (task.budget is None and inner is None):
+        return inner
+    return partial(AfterReasoning, facts.tokenizer, facts.vocab, (THINK, END_THINK), is_open, inner, task.budget)
+
+
+async def events(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
     """Yield the events of all replies, each with the reply's index: of prompt p and repetition i, p * n + i.
 
     Leaving the loop, or cancelling the task that runs it, ends the replies at their next step.
@@ -81,9 +113,13 @@ async def events(llm: LLM, prompts: Sequence[Prepared], task: Task) -> AsyncGene
         await asyncio.gather(*writers, return_exceptions=True)
 
 
-async def one(llm: LLM, prompt: Prepared, task: Task, index: int) -> AsyncGenerator[Event, None]:
+async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[Event, None]:
     """Yield the events of reply number `index`; the last one is Finish or Failed."""
-    options = dict(task.options)
+    options, prompt = dict(task.options), ready.prompt
+    if ready.guide is not None:
+        options["guide"] = ready.guide
+        if llm.default_spec == "wedlm":  # whose windows fill tokens out of order
+            options["spec"] = "off"
     if index % task.n and "seed" in options:
         options["seed"] = (options["seed"] + index % task.n) % 2**64
     try:

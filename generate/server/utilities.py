@@ -11,7 +11,7 @@ from generate.server.conversation import arrange, messages_of, tools_of
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields
 from generate.server.store import Store
-from generate.server.task import Chat, Task, prepare
+from generate.server.task import Chat, Task, rendered
 from generate.server.thinking import template_options
 from generate.server.wire import token_text
 
@@ -21,7 +21,7 @@ Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
 def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
     """The token ids of a text (`content` as in llama.cpp, `prompt` as in vLLM) or of `messages`."""
     if fields.has("messages"):
-        ids = prepare(llm, Task([_chat(fields, facts)], {}))[0].tokens
+        ids = rendered(llm, Task([_chat(fields, facts)], {}))[0].tokens
     else:
         text = fields.text("content") if fields.has("content") else fields.need("prompt", TEXT)
         special = fields.flag("add_special", not fields.has("content"))
@@ -74,6 +74,6 @@ def count_messages(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
 
 def _count(task: Task, llm: LLM) -> dict[str, Any]:
     try:
-        return {"input_tokens": len(prepare(llm, task)[0].tokens)}
+        return {"input_tokens": len(rendered(llm, task)[0].tokens)}
     except PromptTooLongError as error:
         return {"input_tokens": error.tokens}

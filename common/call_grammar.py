@@ -1,0 +1,109 @@
+"""Grammars of tool calls, in the syntax that a chat template teaches its model."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.errors import UsageError
+from common.grammar import json_rule
+from common.tokenizer import Tokenizer
+from common.tools import CLOSE, GLM, HERMES, OPEN, QWEN_XML, Schemas, Syntax
+
+MOST_CALLS = 16  # of one reply
+
+
+def reply_grammar(schema: Any, calls: str) -> str:
+    """A Lark grammar of a reply: JSON of `schema`, the rules `calls` of `call_rules`, or either where both are given.
+
+    schema  None: no JSON; calls: "" without
+    """
+    starts = (["reply"] if schema is not None else []) + (["calls"] if calls else [])
+    return f"start: {' | '.join(starts)}\n" + (json_rule("reply", schema) if schema is not None else "") + calls
+
+
+def call_rules(syntax: Syntax, tools: Schemas, tokenizer: Tokenizer, several: bool) -> str:
+    """The rule `calls`, and those that it needs: one call of any of `tools`, or with `several` more after it."""
+    build = {HERMES: _hermes, QWEN_XML: _qwen_xml, GLM: _glm}.get(syntax)
+    if build is None or not tools:
+        raise UsageError("the model's chat template shows no syntax of tool calls that a grammar could follow")
+    literals = _Literals(tokenizer)
+    names = [f"call_{at}" for at in range(len(tools))]
+    more = f" ({literals.of(chr(10))} call){{0,{MOST_CALLS - 1}}}" if several else ""
+    rules = [f"calls: call{more}\n", f"call: {' | '.join(names)}\n"]
+    for rule, (name, schema) in zip(names, tools.items(), strict=True):
+        rules.append(build(rule, name, schema, literals))
+    return "".join(rules)
+
+
+class _Literals:
+    """Texts as terminals of a grammar, in which control tokens have a form of their own."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._ids = {text: tokenizer.token_to_id(text) for text in tokenizer.control_tokens}
+
+    def of(self, text: str) -> str:
+        control = [tag for tag in self._ids if tag in text]
+        parts = re.split(f"({'|'.join(map(re.escape, control))})", text) if control else [text]
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
+
+
+def _hermes(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
+    begin = f'{OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+    body = f"{rule}: {literals.of(begin)} {rule}_json {literals.of('}' + chr(10) + CLOSE)}\n"
+    return body + json_rule(f"{rule}_json", _object(schema), lenient=True)
+
+
+def _qwen_xml(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
+    begin, end = f"{OPEN}\n<function={name}>\n", f"</function>\n{CLOSE}"
+    return _arguments(rule, schema, literals, (begin, "<parameter={}>\n", "\n</parameter>\n", end))
+
+
+def _glm(rule: str, name: str, schema: Mapping[str, Any], literals: _Literals) -> str:
+    begin = f"{OPEN}{name}\n"
+    return _arguments(rule, schema, literals, (begin, "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", CLOSE))
+
+
+def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame: tuple[str, str, str, str]) -> str:
+    """A call whose arguments follow each other in the order of the schema, texts as they are and the rest as JSON.
+
+    frame  what begins the call, what begins a value after the key {}, what ends a value, and what ends the call
+    """
+    begin, opening, closing, end = frame
+    properties = schema.get("properties")
+    known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+    needed: Sequence[Any] = schema["required"] if isinstance(schema.get("required"), list) else ()
+    parts, rules = [literals.of(begin)], list[str]()
+    for at, (key, given) in enumerate(known.items()):
+        if re.search(r"[<>\n]", key):
+            raise UsageError(f"a tool's parameter is named {key!r:.80}, which no call can spell")
+        value, optional = f"{rule}_{at}", "" if key in needed else "?"
+        parts.append(f"{value}_arg{optional}")
+        head = literals.of(opening.format(key))
+        if isinstance(given, Mapping) and given.get("type") == "string" and not {"enum", "const"} & given.keys():
+            rules.append(f"{value}_arg: {head} {value}\n{value}[suffix={json.dumps(closing)}]: {_text(given)}\n")
+        elif isinstance(given, Mapping) and _words(given):
+            words = " | ".join(json.dumps(word) for word in _words(given))
+            rules.append(f"{value}_arg: {head} ({words}) {literals.of(closing)}\n")
+        else:
+            described = {**given, **{k: schema[k] for k in ("$defs", "definitions") if k in schema}} if given else {}
+            rules.append(f"{value}_arg: {head} {value} {literals.of(closing)}\n{json_rule(value, described, True)}")
+    return f"{rule}: {' '.join([*parts, literals.of(end)])}\n" + "".join(rules)
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """A pattern of any text, as long as the schema lets it be."""
+    most = schema.get("maxLength")
+    return f"/(?s:.{{0,{most}}})/" if isinstance(most, int) and 0 < most <= 10000 else "/(?s:.*)/"
+
+
+def _words(schema: Mapping[str, Any]) -> list[str]:
+    """The texts that a schema lists, if it lists only texts; a call spells them without quotes."""
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    return listed if isinstance(listed, list) and listed and all(isinstance(v, str) and v for v in listed) else []
+
+
+def _object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which has no others than it names unless it says so."""
+    closed = {"additionalProperties": False} if isinstance(schema.get("properties"), Mapping) else {}
+    return {"type": "object", **closed, **schema}

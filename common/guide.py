@@ -1,0 +1,109 @@
+"""What a reply may go on with: a guide allows tokens before each choice, and hears of each token that was chosen.
+
+A decoder that drafts asks the same questions in the same order as plain decoding, because the sampler of a guided reply
+chooses on the host, row after row along the accepted path: the text is the same with every decoder.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from common.tokenizer import Tokenizer
+
+
+class Guide(Protocol):
+    """Restricts one reply."""
+
+    def allowed(self) -> np.ndarray | None:
+        """Return which tokens may come next, (vocab,) bool; None: all of them."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Take note of the next token of the reply."""
+        ...
+
+
+class AfterReasoning:
+    """Leaves the reasoning free, ends it after `budget` tokens, and hands over to `inner` when it has ended.
+
+    tokenizer  of the model, whose logits have `vocab` tokens
+    tags       what opens and what closes the reasoning
+    is_open    whether the prompt has opened the reasoning; else the reply may do so
+    inner      makes the guide of what follows; None: it is free
+    budget     most tokens of the reasoning, the closing tag not counted; None: any number
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        tags: tuple[str, str],
+        is_open: bool,
+        inner: Callable[[], Guide] | None,
+        budget: int | None,
+    ):
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._opening, self._closing = (tag.encode() for tag in tags)
+        self._inner, self._budget = inner, budget
+        self._guide: Guide | None = None
+        self._reasons = is_open
+        self._ended = False
+        self._text = b""  # of the reasoning so far, or of the reply before it
+        self._forced: list[int] = []
+        self._count = 0
+        if not is_open and inner is not None:  # a reply that must follow a grammar cannot open its reasoning itself
+            self._end()
+
+    def allowed(self) -> np.ndarray | None:
+        if self._ended:
+            return None if self._guide is None else self._guide.allowed()
+        if self._reasons and self._budget is not None and self._count >= self._budget and not self._forced:
+            self._forced = self._tokenizer.encode(f"\n{self._closing.decode()}\n\n", False)
+        if self._forced:
+            mask = np.zeros(self._vocab, bool)
+            mask[self._forced[0]] = True
+            return mask
+        if not self._reasons or self._inner is None:
+            return None
+        mask = np.ones(self._vocab, bool)
+        mask[list(self._tokenizer.end_ids)] = False  # the reply has not begun
+        held = next((n for n in range(len(self._closing) - 1, -1, -1) if self._text.endswith(self._closing[:n])), 0)
+        mask[self._spilling(self._closing[held:])] = False
+        return mask
+
+    def accept(self, token: int) -> None:
+        if self._ended:
+            if self._guide is not None:
+                self._guide.accept(token)
+            return
+        if self._forced:
+            del self._forced[0]
+            if not self._forced:
+                self._end()
+            return
+        known = token < self._tokenizer.vocab_size
+        self._text += self._tokenizer.token_bytes(token) if known else b""
+        if self._reasons:
+            self._count += 1
+            if self._closing in self._text:
+                self._end()
+            self._text = self._text[-len(self._closing) :]
+        else:
+            begun = self._text.lstrip()
+            if begun.startswith(self._opening):
+                self._reasons, self._text = True, begun[len(self._opening) :]
+            elif begun and not self._opening.startswith(begun):
+                self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._guide = None if self._inner is None else self._inner()
+
+    @lru_cache(maxsize=16)  # noqa: B019  a guide lives as long as its reply
+    def _spilling(self, rest: bytes) -> list[int]:
+        """Tokens that would close the reasoning and begin the reply at once, unseen by the guide of the reply."""
+        tokens = range(self._tokenizer.vocab_size)
+        texts = ((token, self._tokenizer.token_bytes(token)) for token in tokens)
+        return [token for token, text in texts if text.startswith(rest) and text[len(rest) :].strip()]

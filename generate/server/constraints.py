@@ -1,0 +1,122 @@
+"""What a request demands of a reply's form: JSON of a schema, a tool call, or reasoning that ends in time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.call_grammar import call_rules, reply_grammar
+from common.errors import UsageError
+from common.rules import whole
+from common.tools import Syntax, find_syntax, schemas
+from generate.server.errors import ApiError
+from generate.server.facts import Facts
+from generate.server.fields import OBJECT, TEXT, Fields
+
+ANY_OBJECT = {"type": "object"}
+EFFORT_BUDGETS = {"minimal": 512, "low": 2048}  # tokens of reasoning; higher efforts reason as long as the model does
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether tools may or must be called.
+
+    mode  "none", "auto" or "required"
+    name  the only tool that may be called; None: any
+    """
+
+    mode: str
+    name: str | None = None
+
+
+def openai_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
+    """The `tool_choice` of Chat Completions and Responses."""
+    given = fields.values.get("tool_choice")
+    if given is None or isinstance(given, str):
+        if given not in (None, "none", "auto", "required"):
+            raise fields.refuse("tool_choice", "it must be none, auto, required or a function")
+        return _checked(fields, Choice(given or "auto"), tools)
+    chosen = fields.object("tool_choice")
+    assert chosen is not None
+    if chosen.text("type") not in ("function", "custom"):
+        raise chosen.refuse("type", "it must be function")
+    named = chosen.object("function") or chosen
+    return _checked(fields, Choice("required", named.need("name", TEXT)), tools)
+
+
+def anthropic_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice:
+    """The `tool_choice` of Messages."""
+    given = fields.object("tool_choice")
+    if given is None:
+        return Choice("auto")
+    mode = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}.get(given.need("type", TEXT))
+    if mode is None:
+        raise given.refuse("type", "it must be auto, any, tool or none")
+    named = given.need("name", TEXT) if given.values["type"] == "tool" else None
+    return _checked(fields, Choice(mode, named), tools)
+
+
+def _checked(fields: Fields, choice: Choice, tools: Sequence[dict[str, Any]]) -> Choice:
+    names = [tool["function"]["name"] for tool in tools]
+    if choice.mode == "required" and (not names or (choice.name is not None and choice.name not in names)):
+        known = ", ".join(names[:20]) or "none"
+        raise fields.refuse("tool_choice", f"the functions among the tools are: {known}")
+    return choice
+
+
+def openai_format(form: Fields | None) -> dict[str, Any] | None:
+    """The JSON schema of `response_format` or `text.format`, whose schema stands inside; None for text."""
+    if form is None:
+        return None
+    kind = form.choice("type", "text", "json_object", "json_schema")
+    if kind == "json_schema":
+        holder = form.object("json_schema") or form
+        schema: dict[str, Any] = holder.need("schema", OBJECT)
+        return schema
+    return form.take("schema", OBJECT, ANY_OBJECT) if kind == "json_object" else None
+
+
+def ollama_format(fields: Fields) -> dict[str, Any] | None:
+    """The JSON schema of Ollama's `format`: "json" or a schema; None for text."""
+    given = fields.values.get("format")
+    if given is None or given == "":
+        return None
+    if given == "json":
+        return ANY_OBJECT
+    if not isinstance(given, dict):
+        raise fields.refuse("format", "it must be json or a JSON schema")
+    return given
+
+
+def syntax_of(facts: Facts) -> Syntax | None:
+    """How the model writes tool calls, by the template for conversations with tools."""
+    return find_syntax(facts.tokenizer.chat_templates.get("tool_use", facts.template))
+
+
+def grammar_of(
+    facts: Facts, tools: Sequence[dict[str, Any]], choice: Choice, schema: dict[str, Any] | None, several: bool
+) -> str | None:
+    """The grammar of a reply: calls that are required, else JSON of `schema`, beside which tools may be called.
+
+    several  a reply may have more than one call
+    """
+    syntax = syntax_of(facts)
+    named = {name: s for name, s in schemas(list(tools)).items() if choice.name in (None, name)}
+    try:
+        if choice.mode == "required":
+            if syntax is None:
+                raise ApiError(400, "tool_choice cannot be kept: the model's chat template shows no syntax of calls")
+            return reply_grammar(None, call_rules(syntax, named, facts.tokenizer, several))
+        if schema is None:
+            return None
+        calls = syntax is not None and named and choice.mode == "auto"
+        return reply_grammar(schema, call_rules(syntax, named, facts.tokenizer, several) if syntax and calls else "")
+    except UsageError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def budget_of(fields: Fields, effort: str | None, *keys: str) -> int | None:
+    """Most tokens of reasoning: the first given of the entries `keys`, else what the effort stands for."""
+    for key in keys:
+        if (budget := fields.take(key, whole(-1))) is not None:
+            return None if budget < 0 else int(budget)
+    return EFFORT_BUDGETS.get(effort or "")

@@ -1,0 +1,168 @@
+"""Constrained replies through every dialect, over a model with random weights: they parse, whatever it would write."""
+
+import json
+
+import pytest
+from conftest import client_of
+from tiny_chat import write as write_model
+
+import generate
+
+pytest.importorskip("llguidance", reason="the grammar extra is not installed")
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{# tools #}"
+HERMES = HEAD + '{# <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call> #}<|im_start|>assistant\n'
+THINKING = HERMES + "{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["noun", "verb"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+USER = [{"role": "user", "content": "Hello?"}]
+OPENAI = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("one", "two")]
+SAMPLING = {"temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    with generate.load(
+        write_model(tmp_path_factory.mktemp("model"), template=THINKING), backend="numpy", ctx=2048
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def nonsense(model):
+    return client_of(model, "nonsense")
+
+
+def follows(text):
+    value = json.loads(text)
+    return value.keys() == SCHEMA["properties"].keys() and value["kind"] in ("noun", "verb")
+
+
+def chat(client, **fields):
+    response = client.post("/v1/chat/completions", json={"messages": USER, **SAMPLING, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"name": "word", "strict": True, "schema": SCHEMA}},
+        {"type": "json_schema", "schema": SCHEMA},
+        {"type": "json_object", "schema": SCHEMA},
+    ],
+)
+def test_chat_completions_follow_a_schema(nonsense, form):
+    choice = chat(nonsense, response_format=form)
+    assert follows(choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+
+
+def test_any_object(nonsense):
+    choice = chat(nonsense, response_format={"type": "json_object"}, max_tokens=400)
+    assert choice["message"]["content"].startswith("{")
+
+
+def test_responses_follow_a_schema(nonsense):
+    text = {"format": {"type": "json_schema", "name": "word", "schema": SCHEMA, "strict": True}}
+    body = nonsense.post("/v1/responses", json={"input": "Hello?", "text": text, **SAMPLING}).json()
+    assert follows(body["output"][0]["content"][0]["text"])
+    assert (body["text"], body["status"]) == (text, "completed")
+
+
+def test_messages_follow_a_schema(nonsense):
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    fields = {"max_tokens": 1000, "messages": USER, "output_config": output, **SAMPLING}
+    body = nonsense.post("/v1/messages", json=fields).json()
+    assert follows(body["content"][0]["text"])
+    assert body["stop_reason"] == "end_turn"
+
+
+def test_ollama_follows_a_schema(nonsense):
+    fields = {"model": "m", "messages": USER, "format": SCHEMA, "options": SAMPLING, "stream": False}
+    assert follows(nonsense.post("/api/chat", json=fields).json()["message"]["content"])
+    body = nonsense.post("/api/generate", json={**fields, "prompt": "Hello?", "format": "json"}).json()
+    assert body["response"].startswith("{")
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", [None, "two"])
+def test_calls_that_are_required(nonsense, name, several):
+    chosen = "required" if name is None else {"type": "function", "function": {"name": name}}
+    choice = chat(nonsense, tools=OPENAI, tool_choice=chosen, parallel_tool_calls=several)
+    calls = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert len(calls) == 1 or several
+    assert all(follows(call["function"]["arguments"]) for call in calls)
+    assert {call["function"]["name"] for call in calls} <= ({"one", "two"} if name is None else {name})
+
+
+def test_calls_that_are_required_in_the_other_dialects(nonsense):
+    flat = [{"type": "function", **tool["function"]} for tool in OPENAI]
+    chosen = {"type": "function", "name": "two"}
+    fields = {"input": "Hello?", "tools": flat, "tool_choice": chosen, "parallel_tool_calls": False, **SAMPLING}
+    [item] = nonsense.post("/v1/responses", json=fields).json()["output"]
+    assert (item["type"], item["name"]) == ("function_call", "two")
+    tools = [{"name": tool["function"]["name"], "input_schema": SCHEMA} for tool in OPENAI]
+    for chosen, names in (({"type": "any"}, ("one", "two")), ({"type": "tool", "name": "one"}, ("one",))):
+        fields = {"max_tokens": 1000, "messages": USER, "tools": tools, "tool_choice": chosen, **SAMPLING}
+        body = nonsense.post("/v1/messages", json=fields).json()
+        assert body["stop_reason"] == "tool_use"
+        assert all(block["name"] in names for block in body["content"])
+
+
+def test_a_schema_leaves_room_for_calls(nonsense):
+    """An agent with a schema for its last message calls its tools before that."""
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    kinds = set()
+    for push in (-9, 9):
+        bias = {str(nonsense.llm.tokenizer.token_to_id("<")): push}
+        choice = chat(nonsense, tools=OPENAI, response_format=form, logit_bias=bias)
+        kinds.add(choice["finish_reason"])
+        assert choice["finish_reason"] == "tool_calls" or follows(choice["message"]["content"])
+    assert kinds == {"stop", "tool_calls"}
+
+
+def test_reasoning_comes_before_the_schema(nonsense):
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    fields = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 20}
+    choice = chat(nonsense, response_format=form, **fields)
+    assert choice["message"]["reasoning_content"]
+    assert follows(choice["message"]["content"])
+
+
+@pytest.mark.parametrize("effort", ["minimal", "low"])
+def test_a_low_effort_ends_the_reasoning(nonsense, effort):
+    body = nonsense.post(
+        "/v1/chat/completions",
+        json={"messages": USER, **SAMPLING, "reasoning_effort": effort, "max_tokens": 700, "thinking_budget": 30},
+    ).json()
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 30 + len("\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "schema is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "not supported"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "must be an object"),
+        ({"tool_choice": "required"}, "tools are: none"),
+        ({"tools": OPENAI, "tool_choice": {"type": "function", "function": {"name": "three"}}}, "one, two"),
+        ({"tools": OPENAI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(nonsense, fields, words):
+    response = nonsense.post("/v1/chat/completions", json={"messages": USER, **fields})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_template_without_calls_cannot_require_them(client):
+    fields = {"messages": USER, "tools": OPENAI, "tool_choice": "required"}
+    response = client.post("/v1/chat/completions", json=fields)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")

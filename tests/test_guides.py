@@ -1,0 +1,196 @@
+"""Guided replies: the same text with every decoder, tool calls in each syntax, and reasoning that ends in time."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from tiny_chat import write as write_model
+
+import generate
+from common.call_grammar import call_rules, reply_grammar
+from common.errors import UsageError
+from common.guide import AfterReasoning
+from common.tools import GLM, HERMES, QWEN_XML, find_syntax, read_call
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+TOOLS = {
+    "look_up": {
+        "type": "object",
+        "properties": {
+            "word": {"type": "string", "maxLength": 8},
+            "count": {"type": "integer", "maximum": 99, "minimum": 0},
+            "kind": {"enum": ["noun", "verb"]},
+        },
+        "required": ["word", "kind"],
+    },
+    "now": {},
+}
+TAGS = ("<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with generate.load("demo", backend="numpy", draft="demo") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def nonsense(tmp_path_factory):
+    """A model with random weights and a token for each byte."""
+    with generate.load(write_model(tmp_path_factory.mktemp("model")), backend="numpy", ctx=2048) as llm:
+        yield llm
+
+
+def guide_of(llm, grammar):
+    pytest.importorskip("llguidance", reason="the grammar extra is not installed")
+    from common.grammar import Grammars
+
+    return Grammars(llm.tokenizer, llm.vocab_size).guide(grammar)
+
+
+def check(text):
+    """The value of JSON that follows SCHEMA."""
+    value = json.loads(text)
+    assert list(value) == ["name", "age", "tags"]
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 12
+    assert 0 <= value["age"] <= 150
+    assert set(value["tags"]) <= {"a", "b"}
+    assert len(value["tags"]) <= 3
+    return value
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.5, "seed": 4}]
+)
+def test_the_text_is_the_same_with_every_decoder(demo, sampling):
+    guide = guide_of(demo, reply_grammar(SCHEMA, ""))
+    plain = demo.generate("person = ", guide=guide, spec="off", **sampling)
+    check(plain.text)
+    assert plain.finish_reason == "stop"
+    for spec in ("lookup", "chain", "tree", "lookup+tree"):
+        for budget in (None, 7):
+            reply = demo.generate("person = ", guide=guide, spec=spec, tree_budget=budget, **sampling)
+            assert (reply.text, reply.tokens) == (plain.text, plain.tokens), (spec, budget)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_json_of_a_model_that_writes_nonsense_ends(nonsense, seed):
+    reply = nonsense.generate(
+        "x", guide=guide_of(nonsense, reply_grammar(SCHEMA, "")), temperature=1.0, seed=seed, max_tokens=1500
+    )
+    assert reply.finish_reason == "stop"
+    check(reply.text)
+    places = 2 * (2 + 3 * 3 + 3)  # where white space may stand, before and after each token of the text
+    assert len(reply.text) < 120 + 25 * places
+
+
+@pytest.mark.parametrize("syntax", [HERMES, QWEN_XML, GLM], ids=["hermes", "qwen", "glm"])
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_of_a_model_that_writes_nonsense_are_calls(nonsense, syntax, seed):
+    rules = call_rules(syntax, TOOLS, nonsense.tokenizer, False)
+    options = {"temperature": 1.0, "seed": seed, "max_tokens": 1500}
+    reply = nonsense.generate("x", guide=guide_of(nonsense, reply_grammar(None, rules)), **options)
+    assert reply.finish_reason == "stop"
+    body = reply.text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert len(body) == len(reply.text) - 23
+    call = read_call(syntax, body, TOOLS)
+    assert call["name"] in TOOLS
+    arguments = json.loads(call["arguments"])
+    if call["name"] == "look_up":
+        assert {"word", "kind"} <= arguments.keys() <= {"word", "kind", "count"}
+        assert arguments["kind"] in ("noun", "verb")
+
+
+def test_a_grammar_that_is_none_is_refused(nonsense):
+    guide_of(nonsense, reply_grammar({}, ""))
+    for schema in ({"type": "frob"}, {"$ref": "http://elsewhere/"}, {"type": "string", "pattern": "(?=a)b"}):
+        with pytest.raises(UsageError, match="grammar is not supported"):
+            guide_of(nonsense, reply_grammar(schema, ""))
+    with pytest.raises(UsageError, match="no syntax of tool calls"):
+        call_rules(find_syntax("<tool_call> arguments"), {}, nonsense.tokenizer, False)
+
+
+def test_windows_of_wedlm_take_no_guide(tmp_path):
+    with generate.load(write_model(tmp_path / "model", masked=True), backend="numpy") as llm:
+        guide = guide_of(llm, reply_grammar(SCHEMA, ""))
+        with pytest.raises(UsageError, match="choose spec off"):
+            llm.generate("x", guide=guide, max_tokens=4)
+
+
+class Only:
+    """A guide that allows one token for ever."""
+
+    def __init__(self, token, vocab):
+        self.token, self.vocab, self.heard = token, vocab, []
+
+    def allowed(self):
+        mask = np.zeros(self.vocab, bool)
+        mask[self.token] = True
+        return mask
+
+    def accept(self, token):
+        self.heard.append(token)
+
+
+def tokens_of(llm, text):
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_reasoning_is_closed_after_its_budget(nonsense):
+    for is_open, prompt in ((True, "x"), (False, "x")):
+        guide = partial(AfterReasoning, nonsense.tokenizer, nonsense.vocab_size, TAGS, is_open, None, 5)
+        reply = nonsense.generate(prompt, guide=guide, temperature=0, max_tokens=40)
+        free = nonsense.generate(prompt, temperature=0, max_tokens=40)
+        if is_open:
+            assert reply.text[:5] == free.text[:5]
+            assert reply.text[5:].startswith("\n</think>\n\n")
+        else:
+            assert reply.text == free.text
+
+
+def test_a_reply_may_open_its_reasoning_itself(nonsense):
+    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, False, None, 2)
+    for token in tokens_of(nonsense, "\n<think>ab"):
+        assert guide.allowed() is None
+        guide.accept(token)
+    forced = []
+    while (mask := guide.allowed()) is not None:
+        [token] = np.flatnonzero(mask)
+        forced.append(int(token))
+        guide.accept(token)
+    assert nonsense.tokenizer.decode(forced) == "\n</think>\n\n"
+
+
+def test_a_grammar_begins_where_the_reasoning_ends(nonsense):
+    only = Only(7, nonsense.vocab_size)
+    guide = AfterReasoning(nonsense.tokenizer, nonsense.vocab_size, TAGS, True, lambda: only, None)
+    for token in tokens_of(nonsense, "so < it </thin and </think>"):
+        mask = guide.allowed()
+        assert mask[token]
+        assert not mask[list(nonsense.tokenizer.end_ids)].any()
+        guide.accept(token)
+    assert np.flatnonzero(guide.allowed()).tolist() == [7]
+    guide.accept(7)
+    assert only.heard == [7]
+
+
+def test_no_token_closes_the_reasoning_and_begins_the_reply(demo):
+    guide = AfterReasoning(demo.tokenizer, demo.vocab_size, TAGS, True, lambda: Only(7, demo.vocab_size), None)
+    for token in tokens_of(demo, "so </think"):
+        guide.accept(token)
+    mask, texts = guide.allowed(), [demo.tokenizer.token_bytes(id) for id in range(demo.tokenizer.vocab_size)]
+    spilling = [id for id, text in enumerate(texts) if text.startswith(b">") and text[1:].strip()]
+    assert spilling
+    assert not mask[spilling].any()
+    assert mask[demo.tokenizer.token_to_id(">")]
