@@ -204,9 +204,9 @@ class Engine:
             self.running.append(sequence)
             slot.used = sequence.arrival
             sequence.slot = slot
-            cached = slot.rewind(sequence.prompt, self.prefixes)
-            if not sequence.begin(slot, cached):
-                logits = slot.turn[2] if slot.turn is not None and cached == len(sequence.prompt) else ()
+            if not sequence.begin(slot, slot.rewind(sequence.prompt), self.prefixes):
+                whole = slot.turn is not None and sequence.cached == len(sequence.prompt)
+                logits = slot.turn[2] if slot.turn is not None and whole else ()
                 self._decode(sequence, logits)
         except Exception as error:
             self._end(sequence, error)
@@ -297,7 +297,7 @@ class Engine:
     def _read_prompt(self, sequence: Sequence) -> None:
         """Run the next step of a prompt."""
         assert sequence.slot
-        step, rows = sequence.prompt_step(self.model.ops.prefill_rows)
+        step, rows = sequence.prompt_step()
         try:
             logits = self.model.forward(sequence.slot.state, step, rows)
         except BimetalError as error:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,9 @@ from common.models import Model
 from common.ops import Array
 from common.options import GenerationOptions
 from common.pieces import Logprob, Piece, Stats
+from common.reading import Reading, Span
 from common.sampling import Sampler
-from common.slot import Prefixes, Slot, next_cut
+from common.slot import Prefixes, Slot
 from common.step import Step
 from common.stop import StopText
 from common.tokenizer import Tokenizer
@@ -53,6 +55,8 @@ class Call:
     ended     called once, after the last piece or with the error that ended the reply
     cancel    ends the reply at the next step, also during prefill and while it waits
     shared    tokens of the prompt that the next one will begin with, whatever the reply; None: all
+    marks     further ends of steps of the prompt, and why a state is worth keeping there, as in Reading
+    replies   stretches of earlier replies, as in Reading
     priority  of those that wait, the highest comes first
     """
 
@@ -62,6 +66,8 @@ class Call:
     ended: Callable[[BaseException | None], object]
     cancel: threading.Event = field(default_factory=threading.Event)
     shared: int | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
+    replies: List[Span] = ()
     priority: int = 0
 
 
@@ -99,6 +105,8 @@ class Sequence:
         self.run: Run | None = None
         self.cached = self.new = 0
         self.started = self.first = self.last = 0.0
+        self.reading = Reading(0, 1)
+        self.kept: dict[int, str] = {}  # cuts after which a store is offered the state, and why
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
         self.reason = "length"
@@ -125,17 +133,30 @@ class Sequence:
 
     # -- the prompt --------------------------------------------------------------------------------------------------
 
-    def begin(self, slot: Slot, cached: int) -> bool:
+    def begin(self, slot: Slot, cached: int, prefixes: Prefixes | None) -> bool:
         """Take a slot whose state holds the first `cached` tokens of the prompt; whether some are left to be read."""
         self.started = self.first = self.last = time.perf_counter()
         stream = getattr(self.target.model, "expert_stream", None)  # a model run by mlx-lm has none
         self.experts = None if stream is None else stream.stats()
-        self.slot, self.cached = slot, cached
-        self.end = len(self.prompt) - self._unread(len(self.prompt) - cached)
-        self.shared = self.end if self.call.shared is None else min(self.call.shared, self.end)
+        self.slot = slot
+        self.reading = self._reading(cached)
+        if prefixes is not None and cached < len(self.prompt):
+            found = prefixes.restore(self.prompt, slot.state, self.reading, cached)
+            if found.length:
+                cached, slot.turn = found.length, None
+                self.reading = self._reading(cached)
+            self.kept = self.reading.kept() | ({found.branch: "branch"} if found.branch else {})
+        self.cached = cached
         if cached == self.shared and cached < len(self.prompt):
             slot.mark(cached)
-        return cached < self.end
+        return cached < self.reading.end
+
+    def _reading(self, cached: int) -> Reading:
+        """The steps of the prompt, of which `cached` tokens are read."""
+        end = len(self.prompt) - self._unread(len(self.prompt) - cached)
+        self.shared = end if self.call.shared is None else min(self.call.shared, end)
+        marks = {**self.call.marks, self.shared: "turn"}
+        return Reading(end, self.target.model.ops.prefill_rows, marks, self.call.replies)
 
     def _unread(self, new: int) -> int:
         """Of `new` tokens at the prompt's end, those that prefill leaves to the decoder's first step.
@@ -148,11 +169,11 @@ class Sequence:
         most = most_unread(self.speculation.wedlm)
         return new if new <= most else min(most, 1)
 
-    def prompt_step(self, grid: int) -> tuple[Step, slice]:
+    def prompt_step(self) -> tuple[Step, slice]:
         """The next step of the prompt, and the rows of which logits are needed."""
         assert self.slot
         at = self.slot.state.length
-        cut = next_cut(at, self.end, grid, self.shared)
+        cut = self.reading.next_cut(at)
         n = cut - at
         rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
         return Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
@@ -160,16 +181,16 @@ class Sequence:
     def has_read(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
         """Commit a step of the prompt; whether more are left."""
         assert self.slot
-        state = self.slot.state
+        state, end = self.slot.state, self.reading.end
         state.commit(np.arange(len(step)))
         at = state.length
         if at == self.shared:
             self.slot.mark(at, logits if at == len(self.prompt) else None)
-        if prefixes is not None and at in (self.shared, self.end):
-            prefixes.offer(self.prompt[:at], state)
+        if prefixes is not None and at in self.kept:
+            prefixes.offer(self.prompt[:at], state, self.kept[at])
         if self.options.on_prefill:
-            self.options.on_prefill(at - self.cached, self.end - self.cached)
-        return at < self.end
+            self.options.on_prefill(at - self.cached, end - self.cached)
+        return at < end
 
     # -- the reply ---------------------------------------------------------------------------------------------------
 

@@ -5,20 +5,24 @@ from typing import Any, Protocol
 
 from common.models import Model
 from common.ops import Array
+from common.prefix_cache import Found
+from common.reading import Reading
 from common.step import Snapshot, State
 
 
 class Prefixes(Protocol):
-    """A store of states beside the slots, by the tokens that led to them."""
+    """A store of states beside the slots, by the tokens that led to them: common.prefix_cache.PrefixCache is one."""
 
-    def restore(self, tokens: Sequence[int], state: State, more_than: int) -> int:
-        """Bring `state` to the longest stored prefix of `tokens` that is longer than `more_than`, and not all of them.
+    def restore(self, tokens: Sequence[int], state: State, reading: Reading, more_than: int = 0) -> Found:
+        """Bring `state` to the longest stored prefix of `tokens`, longer than `more_than` and shorter than all of them.
 
-        Returns the prefix's length, or 0, after which `state` is as it was.
+        Only to one whose bits are those that `reading` gives.
         """
+        ...
 
-    def offer(self, tokens: Sequence[int], state: State) -> None:
-        """Store, if it is worth it, `state`, which holds exactly `tokens`: a cut of a prompt, or the end of a reply."""
+    def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
+        """Keep `state`, which holds exactly `tokens`, if it is worth it: at a cut of a prompt, or at a reply's end."""
+        ...
 
 
 class Slot:
@@ -52,11 +56,11 @@ class Slot:
             return self.state.length
         return len(self.turn[0]) if self._returns(prompt) and self.turn else 0
 
-    def rewind(self, prompt: list[int], prefixes: Prefixes | None = None) -> int:
+    def rewind(self, prompt: list[int]) -> int:
         """Bring the state to a prefix of `prompt`, and return its length.
 
         A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after what the last
-        prompt shares with this one, a stored one, or empty.
+        prompt shares with this one, or empty.
         """
         kept = self.reusable(prompt)
         if not self._goes_on(prompt):
@@ -65,11 +69,8 @@ class Slot:
                 self.state.restore(self.turn[1])
             else:
                 self.reset()
-        stored = 0 if prefixes is None else prefixes.restore(prompt, self.state, kept)
-        if stored:
-            self.turn = None
         self.tokens = list(prompt)
-        return stored or kept
+        return kept
 
     def _goes_on(self, prompt: list[int]) -> bool:
         length = self.state.length
@@ -84,12 +85,3 @@ class Slot:
     def mark(self, length: int, logits: Any = None) -> None:
         """Remember the state as it is: after `length` tokens, which are the whole prompt where `logits` are given."""
         self.turn = self.tokens[:length], self.state.snapshot(), logits
-
-
-def next_cut(at: int, end: int, grid: int, shared: int) -> int:
-    """Where the step of a prompt that begins at token `at` ends.
-
-    Cuts are the multiples of `grid`, `shared` and `end`: they depend on the prompt alone, never on what else runs or on
-    how much of it a state held before. Backends multiply long steps in an order that depends on their rows.
-    """
-    return min(cut for cut in ((at // grid + 1) * grid, shared, end) if cut > at)

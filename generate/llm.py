@@ -4,15 +4,17 @@ import asyncio
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_tokens, default_spec, speculation_of
@@ -38,6 +40,7 @@ from generate.progress import PrefillBar
 from generate.streaming import opener, save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
+AHEAD = 4  # times as many replies of a list are submitted as run at once: none waits for the oldest
 PARALLEL = 8  # replies at the same time, where a step may serve several
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -161,8 +164,14 @@ class LLM:
         return Stream(self._owner, self._starter(self.prepare(prompt), options))
 
     @takes_options(GenerationOptions)
-    def generate(self, prompt: Prompt, options: GenerationOptions) -> Reply:
-        """Generate the whole reply to `prompt` (text or token ids)."""
+    def generate(self, prompt: Any, options: GenerationOptions) -> Any:
+        """Generate the whole reply to `prompt` (text or token ids), or to each of a list of them.
+
+        The replies to a list are generated side by side, and come in the order of the prompts. A list of numbers is one
+        prompt's token ids.
+        """
+        if is_many(prompt, (str, list, tuple, np.ndarray)):
+            return self._replies([self.prepare(each) for each in prompt], options)
         with Stream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
             return stream.reply()
 
@@ -175,11 +184,16 @@ class LLM:
         return Stream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
     @takes_options(ChatOptions)
-    def chat(self, messages: Sequence[Message], options: ChatOptions) -> Reply:
-        """Generate the assistant's whole reply to `messages`; stop strings count in reasoning and calls too.
+    def chat(self, messages: Any, options: ChatOptions) -> Any:
+        """Generate the assistant's whole reply to `messages`, or to each of a list of conversations.
+
+        The replies to a list are generated side by side, and come in its order. Stop strings count in reasoning and
+        calls too.
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
+        if is_many(messages, (list, tuple)):
+            return self._replies([self._prepare_chat(each, options) for each in messages], options)
         with Stream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return stream.reply()
 
@@ -309,13 +323,33 @@ class LLM:
         shared = 0 if later.text.startswith(prompt.text) else shared
         return Prepared(prompt.tokens, parser, shared or len(prompt.tokens))
 
-    def _starter(self, prompt: Prepared, options: GenerationOptions) -> Start:
-        """Return a function that submits the call: the owner thread puts pieces, then DONE or an exception."""
+    def _replies(self, prompts: Sequence[Prepared], options: GenerationOptions) -> list[Reply]:
+        """The replies to prompts, in their order; a few more than run at once wait in the engine's queue."""
+        replies: list[Reply] = []
+        left, streams = iter(prompts), deque[Stream]()
+        try:
+            with tqdm(total=len(prompts), desc="replies", disable=not self._progress) as bar:
+                for _ in prompts:
+                    for prompt in islice(left, AHEAD * self.parallel - len(streams)):
+                        streams.append(Stream(self._owner, self._starter(prompt, options, bar=False)))
+                    replies.append(streams[0].reply())
+                    streams.popleft()
+                    bar.update()
+        finally:
+            for stream in streams:
+                stream.cancel()
+        return replies
+
+    def _starter(self, prompt: Prepared, options: GenerationOptions, bar: bool = True) -> Start:
+        """Return a function that submits the call: the owner thread puts pieces, then DONE or an exception.
+
+        bar  whether progress over a long prompt may be shown
+        """
         speculation_of(options, self.default_spec)  # refused in the caller's thread
 
         def start(put: Callable[[Any], None], cancel: threading.Event) -> None:
             self._check_open()
-            bar, parse = PrefillBar(), PieceParser(prompt.parser and prompt.parser())
+            prefill, parse = PrefillBar(), PieceParser(prompt.parser and prompt.parser())
 
             def put_parsed(piece: Piece) -> None:
                 self.peak_bytes = piece.stats.peak_bytes if piece.stats else self.peak_bytes
@@ -323,16 +357,21 @@ class LLM:
                     put(parsed)
 
             def ended(error: BaseException | None) -> None:
-                bar.close()
+                prefill.close()
                 put(DONE if error is None else error)
 
-            on_prefill = options.on_prefill or (bar.update if self._progress else None)
+            on_prefill = options.on_prefill or (prefill.update if self._progress and bar else None)
             how = replace(options, on_prefill=on_prefill)
             self._engine.submit(Call(prompt.tokens, how, put_parsed, ended, cancel, prompt.shared))
             self._running.add(cancel)
             self._owner.wake()
 
         return start
+
+
+def is_many(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether `value` is a list of prompts or conversations, each of one of `kinds`, and not one alone."""
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, kinds) for each in value)
 
 
 def in_notebook() -> bool:

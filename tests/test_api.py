@@ -128,6 +128,40 @@ def test_two_threads_neither_crash_nor_interleave(llm):
     assert [results[i] for i in range(len(prompts))] == expected
 
 
+def test_replies_of_threads_are_generated_side_by_side(llm):
+    """The second reply ends while the first, which began before it, goes on."""
+    first = llm.stream("one", max_tokens=200)
+    next(first)
+    second = llm.generate("two", max_tokens=5)
+    assert len(second.tokens) == 5
+    assert first.finish_reason is None
+    assert len(first.reply().tokens) == 200
+
+
+def test_a_list_of_prompts(llm):
+    prompts = [f"prompt {i}" for i in range(70)]
+    replies = llm.generate(prompts, max_tokens=6)
+    assert [reply.tokens for reply in replies[:4]] == [llm.generate(p, max_tokens=6).tokens for p in prompts[:4]]
+    assert len(replies) == 70
+    ids = [llm.tokenizer.encode(prompt) for prompt in prompts[:3]]
+    assert [reply.tokens for reply in llm.generate(ids, max_tokens=6)] == [reply.tokens for reply in replies[:3]]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts[:3]]
+    replies = llm.chat(chats, max_tokens=4)
+    assert [reply.tokens for reply in replies] == [llm.chat(each, max_tokens=4).tokens for each in chats]
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        llm.generate(["a", ""], max_tokens=4)
+    assert llm.generate([5, 6], max_tokens=4).finish_reason
+
+
+def test_an_error_in_a_list_ends_the_others(llm):
+    def fail(read, total):
+        raise RuntimeError("the caller's own")
+
+    with pytest.raises(RuntimeError, match="the caller's own"):
+        llm.generate(["new one", "new two"], on_prefill=fail)
+    assert llm.generate("hello", max_tokens=2).finish_reason == "length"
+
+
 def test_two_tasks_share_a_model(llm):
     async def both():
         return await asyncio.gather(*(llm.agenerate(p, max_tokens=15) for p in ("one", "two")))
@@ -284,6 +318,9 @@ def test_messages_are_a_list(llm, entry, messages):
     ],
 )
 def test_every_entry_checks_the_prompt(llm, entry, prompt, message):
+    if entry == "generate" and isinstance(prompt, list) and prompt[:1] == ["a"]:
+        pytest.skip("a list of texts is many prompts")
+
     async def call():
         result = getattr(llm, entry)(prompt)
         return await result if asyncio.iscoroutine(result) else result

@@ -18,6 +18,7 @@ from common.models import load_model
 from common.models.dflash import load_pair
 from common.models.window import bounded
 from common.options import GenerationOptions
+from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
 from common.schedule import BusyError
 from common.sequence import Call
@@ -372,3 +373,25 @@ def test_prompts_are_cut_at_places_of_their_own(monkeypatch):
     engine.drain()
     assert again.sequence.cached == 20
     assert steps == [(20, 12), (32, 2)]
+
+
+def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
+    """States kept at the cuts of a prompt, across engines whose slots are new."""
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 150)
+    model, cache = tiny.load("qwen35", NumpyOps()), PrefixCache(b"a test", 10**9)
+    ids = tiny.golden("qwen35")["ids"].tolist()
+    shared = [ids[n % len(ids)] for n in range(320)]
+
+    def reply(prefixes, prompt):
+        engine, got = Engine(model, Ids(), CONTEXT, parallel=2, prefixes=prefixes), Reply()
+        how = GenerationOptions(max_tokens=9, logprobs=1)
+        got.sequence = engine.submit(Call(prompt, how, got.put, got.end, shared=310))
+        return drain(engine, [got])[0]
+
+    first = reply(cache, shared)
+    assert first.sequence.cached == 0
+    for tail in ([7, 8, 9], [9, 8, 7, 6]):
+        hit, miss = (reply(prefixes, [*shared[:310], *tail]) for prefixes in (cache, None))
+        assert hit.sequence.cached == 310
+        assert (hit.tokens, hit.logprobs, hit.length) == (miss.tokens, miss.logprobs, miss.length)
+        assert np.array_equal(hit.after, miss.after)
