@@ -49,7 +49,7 @@ class Need:
 
 def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:
     """Bytes of the loaded weights on the backend of `ops`; nothing is loaded. Raises BimetalError as loading would."""
-    return sum(predict_layers(checkpoint, layout, ops))
+    return sum(predict_layers(checkpoint, layout, ops)) + ops.expert_vram
 
 
 def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[int]:
@@ -66,6 +66,17 @@ def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[int
             sizes[layer] += held(*parts)
         elif entry is not None:
             sizes[layer] += VECTOR_ITEM * math.prod(entry.stored.shape)
+    return sizes
+
+
+def predict_stacks(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[tuple[int, ...]]:
+    """Bytes of each stack of experts, by layer, if `ops` held all of them; () where a layer has none."""
+    kinds: dict[Any, Tensor] = {}
+    sizes = []
+    for table in layout.layers:
+        stacks = [(name, entry) for name, entry in table.items() if isinstance(entry, ExpertMatrix)]
+        parts = [[_shaped(checkpoint, p, (name, i), kinds) for i, p in enumerate(e.parts)] for name, e in stacks]
+        sizes.append(tuple(ops.held_bytes(*tensors) for tensors in parts))
     return sizes
 
 

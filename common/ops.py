@@ -110,6 +110,7 @@ class Ops(ABC):
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
     reserves = False  # does a state take the memory of its whole capacity at once?
     cache_pairs: frozenset[tuple[str, str]] = frozenset()  # (keys, values): formats of caches beside its own float type
+    expert_vram = 0  # bytes that a mixture's experts take in all, where `held_expert_bytes` counts none of them
     checks_scales = False  # are scales that are not finite refused here? Reading them once more takes its time
 
     # -- weights and states ----------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
+from common.hot_experts import HotExperts
 from common.ops import Ops
+from common.routing import Trace
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps
@@ -28,18 +30,25 @@ def find_card() -> str:
     return words[0] if len(words) == 1 else "; ".join(f"GPU {i}: {text}" for i, text in enumerate(words))
 
 
-def random_ops() -> "CudaOps":
-    """The current GPU, for models whose quantized matrices are random: it makes them itself."""
+def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
+    """The current GPU, for models whose quantized matrices are random: it makes them itself.
+
+    experts  what experts may take of its memory; None: all of them lie there
+    trace    the routing of steps, from token `start` on; None: by random routers
+    """
     from cuda_backend.random_weights import RandomOps
 
-    return RandomOps()
+    return RandomOps(experts, trace, start)
 
 
-def open_ops(checkpoint: Checkpoint, wide: bool = False) -> "CudaOps":
-    """The current GPU. Matrices stay in the types that `checkpoint` stores; activations are float32, `wide` or not."""
+def open_ops(checkpoint: Checkpoint, wide: bool = False, experts: HotExperts | None = None) -> "CudaOps":
+    """The current GPU. Matrices stay in the types that `checkpoint` stores; activations are float32, `wide` or not.
+
+    experts  what experts may take of its memory; None: all of them lie there
+    """
     from cuda_backend.ops import CudaOps  # needs CuPy, which `layout` and the kernels do not
 
-    return CudaOps()
+    return CudaOps(experts)
 
 
 def open_devices(

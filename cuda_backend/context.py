@@ -7,16 +7,18 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
+from common.hot_experts import HotExperts
 from common.ops import Rope
 from cuda_backend.arrays import Array
 from cuda_backend.caches.kv import KVStore
 from cuda_backend.caches.latent import LatentStore
-from cuda_backend.experts import ExpertBudget, ExpertStore
+from cuda_backend.experts import ExpertStore
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory, upload
 from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import ROPE
 from cuda_backend.replay import DeviceStep, Replay
+from cuda_backend.routing import Routing
 from cuda_backend.states import NO_ORDER, Recurrent
 
 NO_PATH = np.empty(0, np.int32)
@@ -32,6 +34,7 @@ class Context:
     ropes   frequencies on the device, by rope
     groups  tables of `head_linear`, by rows and heads
     experts  where a mixture's experts lie, of which this GPU holds some; None: it holds all
+    routing  of steps, where a benchmark replays it
     """
 
     card: Card
@@ -44,6 +47,7 @@ class Context:
     ropes: dict[Rope, Memory] = field(default_factory=dict)
     groups: dict[tuple[int, int], Any] = field(default_factory=dict)
     experts: ExpertStore | None = None
+    routing: Routing | None = None
 
     def branch(self) -> "Context":
         """This context with the streams exchanged."""
@@ -83,7 +87,7 @@ class Context:
         return np.array((self.ropes[rope].address, positions.address, len(rope.frequencies), rope.magnitude), ROPE)
 
 
-def make(card: Card, budget: ExpertBudget | None = None) -> Context:
+def make(card: Card, budget: HotExperts | None = None) -> Context:
     """A context of its own on the current GPU, with `budget` one that holds some experts of a mixture."""
     stream, side, arena = Stream(), Stream(), Arena()
     replay = Replay(arena, stream, side, overlap=card.capability >= 90)

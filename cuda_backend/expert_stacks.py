@@ -7,9 +7,10 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
+from common.hot_experts import ALIGN
 from cuda_backend.host_memory import HostMemory
 from cuda_backend.launch import Stream, kernel
-from cuda_backend.memory import ALIGN, Memory, copy_in
+from cuda_backend.memory import Memory, copy_in
 from cuda_backend.weights import Segment, Weight
 
 GATE_UP, DOWN = 0, 1  # the stacks of a layer, in the order in which they are loaded

@@ -11,15 +11,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.expert_profile import Profile, least_bytes
+from common.expert_stats import ExpertStats
 from common.experts import Load, Residency
+from common.hot_experts import HotExperts, HotSizes, check_hot
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.expert_stacks import DOWN, GATE_UP, Stack, Staging, Tables, copy, parts_of_expert, to_host
 from cuda_backend.host_memory import HostMemory
@@ -35,21 +35,8 @@ MISSES = 1.5  # of an expert, each fading by FADE per step, from which it is cop
 FADE = 0.98
 COPIES = 8  # experts that are being copied at a time: more would keep misses from the link
 SWAPS = 64  # experts that change places between two requests
+LINK_BYTES = 1 << 28  # of a measured copy
 SWAP_GAIN = 8  # uses by which an expert must be ahead of the one whose slot it takes
-
-
-@dataclass(frozen=True)
-class ExpertBudget:
-    """How much of the GPU's memory experts may take.
-
-    nbytes   slots, and the room through which prefill brings a layer
-    used     experts per token
-    profile  counts that say which experts are copied to slots at first; None: the first of each layer
-    """
-
-    nbytes: int
-    used: int
-    profile: Profile | None = None
 
 
 class Logged(NamedTuple):
@@ -84,7 +71,7 @@ class ExpertStore:
     residency  which experts are in slots; None until `open`
     """
 
-    def __init__(self, budget: ExpertBudget, stream: Stream):
+    def __init__(self, budget: HotExperts, stream: Stream):
         self.budget, self.stream, self.copies = budget, stream, Stream()
         self.stacks: dict[int, list[Stack]] = {}
         self.layers: list[int] = []
@@ -116,7 +103,7 @@ class ExpertStore:
         sizes = [self._slot_bytes(layer) for layer in range(self.layers[-1] + 1)]
         cupy.get_default_memory_pool().free_all_blocks()  # of stacks that have moved
         self.staging = Staging(self.stacks, self.stream, self.copies)
-        check_budget(self.budget.nbytes, self.experts, sizes, self.staging.nbytes)
+        check_hot(self.budget.nbytes, HotSizes(self.experts, tuple(sizes), self.staging.nbytes))
         slots = self.budget.nbytes - self.staging.nbytes
         self.residency = Residency(self.experts, sizes, self.budget.used, slots, self.budget.profile)
         slots_of = self.residency.slots
@@ -320,28 +307,19 @@ class ExpertStore:
     def _entry(self, segment: Any, expert: int, address: int) -> tuple[int, int]:
         return segment.table + 8 * expert, address
 
+    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
+        """What steps did with experts, or since `before`."""
+        assert self.residency
+        self._settle()
+        return self.residency.counters.stats(before)
+
+    def link_rate(self) -> float:
+        """Bytes per second that the link to the host carries: the limit of copies, and of experts that are missed."""
+        return HostMemory(LINK_BYTES, "a measurement").rate(self.copies)
+
     # -- between requests ----------------------------------------------------------------------------------------------
 
     def swap(self) -> None:
         """Give slots to the experts that requests have used most, before the next request's first step."""
         if self.residency is not None and not self.copying:
             self._start(self.residency.swap(self.residency.counts, SWAPS, SWAP_GAIN))
-
-
-def check_budget(budget: int, experts: int, sizes: Sequence[int], staging: int) -> None:
-    """Refuse a budget that is too small, or one that holds all experts.
-
-    sizes    bytes of an expert's slot in each layer, 0 where there are no experts
-    staging  bytes through which prefill brings a layer
-    """
-    least, all_of_them = least_bytes(sizes, experts) + staging, experts * sum(sizes)
-    if budget < least:
-        raise BimetalError(
-            f"expert_vram is {budget / 1e9:.3g} GB; the least for this model is {least / 1e9:.3g} GB ({least} bytes): "
-            f"one layer's {experts} experts of each size, and as much again for prefill"
-        )
-    if budget >= all_of_them + staging:
-        raise BimetalError(
-            f"expert_vram is {budget / 1e9:.3g} GB and the experts take {all_of_them / 1e9:.3g} GB, so spark has no "
-            "effect; leave it out"
-        )

@@ -7,6 +7,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
+from cuda_backend.launch import Stream
 
 PORTABLE, MAPPED = 1, 2  # flags of cudaHostAlloc
 
@@ -24,6 +25,19 @@ class HostMemory:
             raise BimetalError(f"the host cannot pin {nbytes / 1e9:.2f} GB more for {what}: {error}") from None
         weakref.finalize(self, cupy.cuda.runtime.freeHost, self.address)
         self.nbytes = nbytes
+
+    def rate(self, stream: Stream) -> float:
+        """Bytes per second of copies to the device."""
+        runtime, device = cupy.cuda.runtime, cupy.cuda.alloc(self.nbytes)
+        best = float("inf")
+        for _ in range(5):
+            begun, done = cupy.cuda.Event(), cupy.cuda.Event()
+            stream.record(begun)
+            runtime.memcpyAsync(device.ptr, self.address, self.nbytes, runtime.memcpyHostToDevice, stream.ptr)
+            stream.record(done)
+            done.synchronize()
+            best = min(best, cupy.cuda.get_elapsed_time(begun, done) / 1e3)
+        return self.nbytes / best
 
     def numbers(self) -> np.ndarray:
         """The memory as int32, for as long as this object lives."""

@@ -96,6 +96,8 @@ def _chosen(
 ) -> Array:
     """What the experts that each row chooses return, weighted and added up: first who is chosen, then the products."""
     logits = rows.linear(context, x, matrix)
+    if context.routing and experts.gate_up.layer is not None:  # the router takes its time, and is not asked
+        logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
     router = router._replace(gate=rows.linear(context, x, shared_gate) if shared_gate else None)
     log = _log(context, experts.gate_up, x.shape[0], router.taken)
     at_once = x.shape[0] == 1 and router.top_k <= 31 and matrix.rows <= 512

@@ -13,6 +13,7 @@ import cupy
 import numpy as np
 
 from common.errors import NotFiniteError
+from common.hot_experts import HotExperts
 from common.ops import Array as AnyArray
 from common.ops import DeltaWeights, ExpertWeights, LayerSize, Ops
 from common.quants import dequantize
@@ -26,7 +27,6 @@ from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
-from cuda_backend.experts import ExpertBudget
 from cuda_backend.layout import FLOATS, UNITS
 from cuda_backend.memory import Memory, upload
 from cuda_backend.replay import bucket
@@ -55,9 +55,10 @@ class CudaOps(Ops):
     cache_pairs = PAIRS
     tree_rows = MAX_DECODE_ROWS
 
-    def __init__(self, experts: ExpertBudget | None = None) -> None:
+    def __init__(self, experts: HotExperts | None = None) -> None:
         """experts  what experts may take of the GPU's memory, the others being in the host's; None: all are loaded"""
         self.context = make(available(), experts)
+        self.expert_vram = experts.nbytes if experts else 0
         self.layer: int | None = None  # for which weights are loaded
         total = cupy.cuda.runtime.memGetInfo()[1]
         self.prefill_rows = 8192 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows

@@ -1,16 +1,48 @@
 """CudaOps that ignores what a tensor holds and makes random blocks of its type on the device, for measuring shapes."""
 
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+from common.hot_experts import HotExperts
 from common.quants import BLOCKS, RANDOM_HALVES
+from common.routing import Trace
+from common.step import MAX_DECODE_ROWS, Step
 from common.tensors import Tensor
 from cuda_backend.launch import kernel
 from cuda_backend.ops import CudaOps
-from cuda_backend.weights import Stage
+from cuda_backend.replay import bucket
+from cuda_backend.routing import Routing
+from cuda_backend.weights import Stage, Weight
 
 
 class RandomOps(CudaOps):
+    def __init__(self, experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> None:
+        """trace  what steps route by, from token `start` on; None: random routers"""
+        super().__init__(experts)
+        routing = Routing(trace, self.context.stream, start) if trace else None
+        self.context = replace(self.context, routing=routing)
+        self.experts_of: dict[int, int] = {}  # by layer
+
+    def expert_weight(self, *parts: Tensor) -> Weight:
+        if self.layer is not None:
+            self.experts_of[self.layer] = parts[0].shape[0]
+        return super().expert_weight(*parts)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        with super().loading():
+            yield
+            if self.context.routing:
+                self.context.routing.open(sorted(self.experts_of), max(self.experts_of.values(), default=0))
+
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+        if self.context.routing and len(step) <= MAX_DECODE_ROWS:
+            self.context.routing.step(len(step), bucket(len(step)))
+        return super().run(fn, state, step)
+
     @property
     def stage(self) -> Stage:
         return self._random_rows

@@ -84,9 +84,16 @@ class SyntheticBench(BenchOptions):
     rows: Sequence[int] = (1, 2, 4, 8, 16, 22, 32, 64)
     prefill: Sequence[int] = (512, 8192)
     runs: int = 5
+    spark: bool = False
+    expert_vram: str | None = None
+    routing: str | None = None
 
     def __post_init__(self) -> None:
         _refuse_all(self)
+        if self.spark != (self.expert_vram is not None):
+            raise UsageError("--spark and --expert-vram go together in a bench: what is measured is a stated budget")
+        if self.spark and self.routing is None:
+            raise UsageError("--spark needs --routing: random routers choose uniformly, which no cache can use")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from common.sampling import Sampler, Sampling
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import state_bytes
 from common.weights import Matrix
+from generate import bench_spark
 from generate.backends import choose, open_backend, placement_of
 from generate.bench_log import environment, log, machine, note
 from generate.bench_options import SyntheticBench, SyntheticSpecBench, SyntheticWindowBench
@@ -20,6 +21,7 @@ from generate.caches import cached_spec, with_cache
 from generate.synthetic import synthetic, synthetic_checkpoint
 from generate.timing import Clock, announced
 
+WARM_RUNS = 16  # during which hot experts find their slots
 REPEATS = 32  # steps between two readings of the clock, launched one after the other: only the first waits for the host
 
 
@@ -45,6 +47,7 @@ def run(options: SyntheticBench) -> int:
             common
             | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": note(options)}
         )
+    experts = bench_spark.Measured(ops) if options.spark else None
     head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
     state = model.new_state(max(options.contexts) + MAX_DECODE_ROWS)
@@ -56,6 +59,9 @@ def run(options: SyntheticBench) -> int:
             )  # as in decoding: no step finds more than a row that layers have still to apply
         for n in options.rows:
             with announced(f"steps of {n} rows at a context of {context} tokens, {3 + options.runs * REPEATS} of them"):
+                if experts:
+                    _steps(model, state, n, WARM_RUNS)
+                    experts.begin()
                 times, kernels = _steps(model, state, n, options.runs)
             ms, low, high = (1e3 * f(times) for f in (statistics.median, min, max))
             rate = read_bytes(model, n, context) / ms * 1e3
@@ -65,6 +71,8 @@ def run(options: SyntheticBench) -> int:
                 f"{kernels or '-':>8} {ops.peak_bytes() / 1e9:8.2f}",
                 flush=True,
             )
+            if experts:
+                print(f"{'':14} {experts}", flush=True)
             rows.append(
                 common
                 | {
@@ -78,6 +86,7 @@ def run(options: SyntheticBench) -> int:
                     "gb_per_s": f"{rate / 1e9:.1f}",
                     "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
                     "note": f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; "
+                    + (f"{experts}; " if experts else "")
                     + note(options),
                 }
             )
@@ -99,7 +108,10 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
             f"{options.synthetic} is {size / 1e9:.1f} GB, this machine has no GPU that we can use, and a CPU takes "
             f"hours; --backend {found.name} runs it all the same"
         )
-    ops = open_backend(found.name, checkpoint, placement_of(options), random=True)
+    if isinstance(options, SyntheticBench) and options.routing:
+        ops = bench_spark.open_ops(options, checkpoint, found.name)
+    else:
+        ops = open_backend(found.name, checkpoint, placement_of(options), random=True)
     needed = fit.predict_weights(checkpoint, definition.layout(config, checkpoint), ops)
     spec = cached_spec(definition.state_spec(config), options.cache, ops)
     needed += ops.held_state_bytes(spec, tokens, ops.prefill_rows)

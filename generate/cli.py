@@ -299,6 +299,10 @@ def _bench(p: Parser) -> None:
     p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
     p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")
     flags.cache(p)
+    e = p.add_argument_group("experts of a synthetic mixture")
+    e.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")
+    e.add_argument("--expert-vram", metavar="SIZE", help="VRAM for experts: 10GB, or a share of them such as 60%%")
+    e.add_argument("--routing", metavar="FILE", help="the trace that steps route by (examples/routing_trace.py)")
     _speculation_bench(p.add_argument_group("speculative decoding"))
     _serve_bench(p.add_argument_group("a server"))
     p.add_argument(

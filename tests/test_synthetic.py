@@ -140,6 +140,12 @@ def test_bench_commits_a_row_after_a_prompt(small, monkeypatch):
             "--rows goes with --synthetic, not",
         ),
         (["--synthetic", "wedlm-8b:q4_k_m", "--draft", "synthetic", "--contexts", "3,4"], "one of --contexts"),
+        (["--synthetic", "laguna-xs.2:q4_k_m", "--spark"], "--spark and --expert-vram go together"),
+        (["--synthetic", "laguna-xs.2:q4_k_m", "--spark", "--expert-vram", "9GB"], "--spark needs --routing"),
+        (
+            ["--synthetic", "laguna-xs.2:q4_k_m", "--routing", "t.npz"],
+            "--routing is for CUDA, and the backend is numpy",
+        ),
         (["--synthetic", "wedlm-8b:q4_k_m", "--spec", "prompts.jsonl"], "--spec and --synthetic exclude each other"),
     ],
 )

@@ -1,6 +1,6 @@
-// random: blocks of a GGUF type with random codes and tame scales, for measuring shapes without a download
+// random: blocks of a GGUF type with random codes and tame scales, and routing by a trace, for measuring shapes without a download
 // Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
-// Out       words [n] uint32; float16 `value` at byte `at` of every block
+// Out       words [n] uint32; float16 `value` at byte `at` of every block; logits by which rows choose what a trace has
 // Bound     bytes written
 
 extern "C" __global__ void fill(u32* words, s64 n, u32 seed) {
@@ -16,4 +16,16 @@ extern "C" __global__ void set_halves(u8* blocks, s64 n, int size, int at, float
     if (i >= n) return;
     const u16 half = to_half(value);
     blocks[i * size + at] = (u8)half, blocks[i * size + at + 1] = (u8)(half >> 8);
+}
+
+// Logits [layer][T][E] by which row t chooses the experts that ids [token][layer][k] has for token `first` + t: best first.
+extern "C" __global__ void routed(const int* ids, int tokens, int first, int T, int layers, int k, int E, float* logits) {
+    const int t = blockIdx.x, layer = blockIdx.y;
+    const int* of = ids + ((s64)((first + t) % tokens) * layers + layer) * k;
+    for (int e = threadIdx.x; e < E; e += blockDim.x) {
+        float logit = -4.0f;
+        for (int j = 0; j < k; j++)
+            if (of[j] == e) logit = 4.0f - 0.1f * j;
+        logits[((s64)layer * T + t) * E + e] = logit;
+    }
 }

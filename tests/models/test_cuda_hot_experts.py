@@ -7,13 +7,13 @@ from gguf_files import write_gguf
 
 from common.errors import BimetalError
 from common.expert_profile import Profile
+from common.hot_experts import HotExperts
 from common.models import load_model
 from common.step import PAST, Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import experts  # noqa: E402
-from cuda_backend.experts import ExpertBudget  # noqa: E402
 from cuda_backend.memory import ALIGN  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
@@ -64,7 +64,7 @@ def spark(path, model, share, profile=None):
     """The model with some experts in slots, and the store that holds them."""
     least, most = budgets(model)
     budget = least + int(share * (most - least))
-    ops = CudaOps(ExpertBudget(budget, model.config.experts.top_k, profile))
+    ops = CudaOps(HotExperts(budget, model.config.experts.top_k, profile))
     return load_model(path, ops), ops.context.experts
 
 
@@ -180,11 +180,11 @@ def test_budgets_that_are_refused(path, whole):
     least, most = budgets(whole)
     used = whole.config.experts.top_k
     with pytest.raises(BimetalError, match=r"the least for this model is .* one layer's .* experts of each size"):
-        load_model(path, CudaOps(ExpertBudget(least - 1, used)))
+        load_model(path, CudaOps(HotExperts(least - 1, used)))
     with pytest.raises(BimetalError, match="so spark has no effect"):
-        load_model(path, CudaOps(ExpertBudget(most, used)))
+        load_model(path, CudaOps(HotExperts(most, used)))
 
 
 def test_a_model_without_experts():
     with pytest.raises(BimetalError, match="the model has no experts, so spark has no effect"):
-        load_model(tiny.checkpoint("qwen3"), CudaOps(ExpertBudget(10**9, 4)))
+        load_model(tiny.checkpoint("qwen3"), CudaOps(HotExperts(10**9, 4)))

@@ -53,7 +53,12 @@ def test_tables_of_experts():
     ],
 )
 def test_hot_and_cold_experts(chosen):
-    on_cpu("models/test_cuda_experts.py", chosen)
+    on_cpu("models/test_cuda_hot_experts.py", chosen)
+
+
+@pytest.mark.parametrize("chosen", ["trace", pytest.param("bench or refusals", marks=pytest.mark.slow)])
+def test_replayed_routing(chosen):
+    on_cpu("models/test_cuda_bench_spark.py", chosen)
 
 
 def test_draws():

@@ -1,0 +1,72 @@
+"""Hot experts in a GPU's memory and cold ones in the host's: the budget, and what it must hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import BimetalError
+from common.expert_profile import Profile, least_bytes
+
+ALIGN = 256  # bytes of which the parts of an expert in a slot are multiples
+
+
+@dataclass(frozen=True)
+class HotExperts:
+    """How much of a GPU's memory a mixture's experts may take, the others being in the host's memory.
+
+    nbytes   slots, and the room through which prefill brings a layer
+    used     experts per token
+    profile  counts that say which experts are copied to slots at first; None: each layer's first ones
+    """
+
+    nbytes: int
+    used: int
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class HotSizes:
+    """What a model's experts take in a GPU's memory.
+
+    experts  of each layer
+    sizes    bytes of an expert's slot in each layer, 0 where there are no experts
+    staging  bytes through which prefill brings a layer: its two stacks
+    """
+
+    experts: int
+    sizes: tuple[int, ...]
+    staging: int
+
+    @property
+    def least(self) -> int:
+        """Bytes of the least budget."""
+        return least_bytes(self.sizes, self.experts) + self.staging
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the budget with which all experts have slots."""
+        return self.experts * sum(self.sizes) + self.staging
+
+    def share(self, part: float) -> int:
+        """Bytes of the budget with which `part` of all experts' bytes have slots."""
+        return int(part * (self.whole - self.staging)) + self.staging
+
+
+def hot_sizes(stacks: Sequence[Sequence[int]], experts: int) -> HotSizes:
+    """The sizes for stacks of `experts` experts, given the bytes of a layer's stacks; () for a layer without."""
+    sizes = tuple(sum(-(-nbytes // experts // ALIGN) * ALIGN for nbytes in layer) for layer in stacks)
+    staging = sum(max(parts) for parts in zip(*filter(None, stacks), strict=True))
+    return HotSizes(experts, sizes, staging)
+
+
+def check_hot(nbytes: int, of: HotSizes) -> None:
+    """Refuse a budget that is too small, or one that holds all experts. Raises BimetalError."""
+    if nbytes < of.least:
+        raise BimetalError(
+            f"expert_vram is {nbytes / 1e9:.3g} GB; the least for this model is {of.least / 1e9:.3g} GB ({of.least} "
+            f"bytes): one layer's {of.experts} experts of each size, and as much again for prefill"
+        )
+    if nbytes >= of.whole:
+        raise BimetalError(
+            f"expert_vram is {nbytes / 1e9:.3g} GB, and all experts take {of.whole / 1e9:.3g} GB, so spark has no "
+            "effect; leave it out"
+        )
