@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from common.errors import BimetalError, UsageError
 from common.rules import ITEMS
 from common.template import TemplateStoppedError, run
-from common.tools import schemas
+from common.tools import lacks_tools, schemas, spelled_out
 
 Message = Mapping[str, Any]
 
@@ -159,8 +159,6 @@ def _source(vocabulary: Vocabulary, tools: Any) -> str:
     if tools:
         schemas(tools)  # refuses what is no tool
         source = vocabulary.chat_templates.get("tool_use", source)
-        if source is not None and "tools" not in source:
-            raise UsageError("the model's chat template has no place for tools; leave them out")
     if source is None:
         raise BimetalError("the model has no chat template; give one, or send plain text")
     return source
@@ -205,6 +203,8 @@ def _inputs(
 ) -> dict[str, Any]:
     messages = ITEMS.accept("messages", messages)
     chat = [_prepare(message, at, template) for at, message in enumerate(messages)]
+    if tools and lacks_tools(template):
+        chat, tools = spelled_out(chat, tools), None
     given = {"messages": chat, "tools": list(tools) if tools else None, "documents": None}
     return given | {"add_generation_prompt": add_generation_prompt} | more
 

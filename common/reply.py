@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.tools import CLOSE, OPEN, find_syntax, read_call, schemas
+from common.tools import CLOSE, OPEN, read_call, schemas, syntax_of
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -34,7 +34,7 @@ class ReplyParser:
     def __init__(self, template: str, prompt: str, tools: Sequence[Any] | None = None):
         """template: Jinja source; prompt: what it rendered; tools: as in OpenAI's API."""
         self._schemas = schemas(tools or ())
-        self._syntax = find_syntax(template) if tools else None
+        self._syntax = syntax_of(template) if tools else None
         bare = self._syntax.bare if self._syntax else ""
         self._openers = (OPEN, *(bare.format(name) for name in self._schemas if bare))
         self._thinks = THINK in template

@@ -12,7 +12,7 @@ The last two write strings as they are and other values as JSON; the tool's JSON
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from common.errors import UsageError
@@ -49,6 +49,64 @@ def find_syntax(template: str) -> Syntax | None:
     if "<arg_key>" in template:
         return GLM
     return HERMES if "arguments" in template else None
+
+
+def syntax_of(template: str) -> Syntax | None:
+    """The syntax of calls in replies to prompts of a chat template: its own, or that of `spelled_out`."""
+    return HERMES if lacks_tools(template) else find_syntax(template)
+
+
+def lacks_tools(template: str) -> bool:
+    """Whether a chat template has no place for tools."""
+    return "tools" not in template
+
+
+TEACHING = """You may call functions, whose signatures are:
+<tools>
+TOOLS
+</tools>
+To call one, write a JSON object with its name and its arguments between tags, for each call:
+<tool_call>
+{"name": "NAME", "arguments": {"KEY": VALUE}}
+</tool_call>"""
+
+
+def spelled_out(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """A conversation with tools for a template that has no place for them: tools, calls and results become text.
+
+    messages  as templates take them; the tools go to the end of the system message, results to the user
+    """
+    told = TEACHING.replace("TOOLS", "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    out: list[dict[str, Any]] = []
+    results = False  # whether the last message holds results of calls
+    for message in messages:
+        role, text, calls = message["role"], plain_text(message.get("content")), message.get("tool_calls") or ()
+        if role == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if results:
+                out[-1]["content"] += f"\n{text}"
+                continue
+        written = [json.dumps(_signature(call), ensure_ascii=False) for call in calls]
+        text = "\n".join([*([text] if text else []), *(f"{OPEN}\n{call}\n{CLOSE}" for call in written)])
+        kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        results = role == "tool"
+        out.append(kept | {"role": "user" if results else role, "content": text})
+    if not out or out[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": told}, *out]
+    out[0]["content"] += f"\n\n{told}"
+    return out
+
+
+def plain_text(content: Any) -> str:
+    """The text of a message's content: text, parts of text, or None."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
+
+
+def _signature(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    return {"name": function.get("name"), "arguments": function.get("arguments", {})}
 
 
 def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:

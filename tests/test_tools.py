@@ -675,15 +675,36 @@ def test_a_template_that_never_thinks_need_not_be_told(llm, monkeypatch):
     assert llm.render(ASK, think=False) == llm.render(ASK)
 
 
-def test_tools_need_a_place_in_the_template(llm, monkeypatch):
+def test_a_template_of_its_own_for_tools(llm, monkeypatch):
     monkeypatch.setitem(llm.tokenizer.chat_templates, "default", "{{ messages }}")
-    with pytest.raises(UsageError, match="the model's chat template has no place for tools"):
-        llm.chat(ASK, tools=WEATHER)
     monkeypatch.setitem(llm.tokenizer.chat_templates, "tool_use", HERMES_TEMPLATE)
     llm.say(hermes("weather", {"city": "Ulm"}))
     assert llm.chat(ASK, tools=WEATHER).finish_reason == "tool_calls"
     monkeypatch.setitem(llm.tokenizer.chat_templates, "tool_use", "{{ tools }}[TOOL_CALLS]")
     assert llm.chat(ASK, tools=WEATHER).text == hermes("weather", {"city": "Ulm"})
+
+
+def test_tools_are_spelled_out_where_the_template_has_no_place_for_them(llm, monkeypatch):
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    past = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Rain?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "dry"},
+        {"role": "tool", "tool_call_id": "2", "content": "wet"},
+    ]
+    text = llm.render(past, tools=WEATHER)
+    system, user, assistant, results = re.split(r"\[(?:system|user|assistant)\]", text)[1:]
+    assert system.startswith("Be brief.\n\nYou may call functions")
+    assert json.dumps(WEATHER[0]) in system
+    assert user == "Rain?"
+    assert assistant == hermes("weather", {"city": "Ulm"})
+    assert results == "<tool_response>\ndry\n</tool_response>\n<tool_response>\nwet\n</tool_response>"
+    assert llm.render(past[1:], tools=WEATHER).startswith("[system]You may call functions")
+    parts, _ = take(template, [hermes("weather", {"city": "Ulm"})], WEATHER)
+    assert json.loads(parts.tool_calls[0]["function"]["arguments"]) == {"city": "Ulm"}
 
 
 def test_errors_reach_the_caller(llm):

@@ -7,7 +7,7 @@ from typing import Any
 from common.call_grammar import call_rules, reply_grammar
 from common.errors import UsageError
 from common.rules import whole
-from common.tools import Syntax, find_syntax, schemas
+from common.tools import Syntax, schemas, syntax_of
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import OBJECT, TEXT, Fields
@@ -87,9 +87,9 @@ def ollama_format(fields: Fields) -> dict[str, Any] | None:
     return given
 
 
-def syntax_of(facts: Facts) -> Syntax | None:
+def call_syntax(facts: Facts) -> Syntax | None:
     """How the model writes tool calls, by the template for conversations with tools."""
-    return find_syntax(facts.tokenizer.chat_templates.get("tool_use", facts.template))
+    return syntax_of(facts.tokenizer.chat_templates.get("tool_use", facts.template))
 
 
 def grammar_of(
@@ -99,7 +99,7 @@ def grammar_of(
 
     several  a reply may have more than one call
     """
-    syntax = syntax_of(facts)
+    syntax = call_syntax(facts)
     named = {name: s for name, s in schemas(list(tools)).items() if choice.name in (None, name)}
     try:
         if choice.mode == "required":
