@@ -40,7 +40,7 @@ class OpenFile:
     """A file of which experts are read; `stat` is its state when its header was read."""
 
     def __init__(self, path: Path, stat: os.stat_result):
-        self.path, self.stat = path, stat
+        self.path, self.stat, self._identity = path, stat, _identity(stat)
         self.drops_cache = False
         try:
             self._file: IO[bytes] = path.open("rb", buffering=0)
@@ -50,8 +50,7 @@ class OpenFile:
 
     def check(self) -> None:
         """Refuse a file that is another one than at loading, or that was written to."""
-        now = os.fstat(self._file.fileno())
-        if any(getattr(now, key) != getattr(self.stat, key) for key in ("st_dev", "st_ino", "st_size", "st_mtime_ns")):
+        if _identity(os.fstat(self._file.fileno())) != self._identity:
             raise BimetalError(f"{self.path} has changed since the model was loaded; load the model again")
 
     def bypass_cache(self) -> None:
@@ -61,7 +60,7 @@ class OpenFile:
             fcntl.fcntl(self._file, fcntl.F_NOCACHE, 1)
 
     def read(self, offset: int, buffers: Sequence[np.ndarray]) -> None:
-        """Fill `buffers`, one after the other, with the bytes from `offset`. Raises BimetalError."""
+        """Fill `buffers`, one after the other, with the bytes from `offset`; `check` follows. Raises BimetalError."""
         views = [memoryview(buffer.data).cast("B") for buffer in buffers]
         at, end = offset, offset + sum(len(view) for view in views)
         while at < end:
@@ -82,7 +81,10 @@ class OpenFile:
                 views[0] = views[0][count:]
         if self.drops_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), offset, end - offset, os.POSIX_FADV_DONTNEED)
-        self.check()
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class ExpertSource:
@@ -116,6 +118,7 @@ class ExpertSource:
         runs = self._runs[layer]
         for file, offset, buffer in zip(runs.files[expert], runs.offsets[expert], buffers, strict=True):
             self.files[file].read(int(offset), [buffer])
+            self.files[file].check()
 
     def read(self, layer: int, expert: int, buffers: Sequence[np.ndarray]) -> None:
         """Fill `buffers`, one per run of `forms[layer].sizes`, contiguous; adjacent runs in one call of the system."""
@@ -129,6 +132,8 @@ class ExpertSource:
             if not adjacent:
                 self.files[files[first]].read(offsets[first], buffers[first:i])
                 first = i
+        for file in set(files):
+            self.files[file].check()
 
 
 def expert_matrices(layout: Layout) -> dict[int, tuple[ExpertMatrix, ExpertMatrix]]:

@@ -1,7 +1,7 @@
 """How a mixture stores its experts, and what stands for their weights while they are read from files."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -52,15 +52,18 @@ def filled(tensors: Sequence[Tensor], buffers: Iterable[np.ndarray]) -> list[Ten
     """Tensors like `tensors` whose bytes are those of `buffers`, one per component."""
     taken = iter(buffers)
 
-    def with_bytes(part: Tensor) -> Tensor:
-        return replace(part, data=next(taken).reshape(part.data.shape))
+    def part(t: Tensor) -> Tensor:  # dataclasses.replace takes longer than a read of some experts
+        return Tensor(t.name, t.type, t.shape, next(taken).reshape(t.data.shape), bits=t.bits, group_size=t.group_size)
 
-    made = []
-    for tensor in tensors:
-        parts = [with_bytes(part) for part in components(tensor)]
-        companions = dict(zip(("scales", "biases"), parts[1:], strict=False))
-        made.append(replace(parts[0], **companions))  # type: ignore[arg-type]
-    return made
+    def whole(t: Tensor) -> Tensor:
+        if t.scales is None:
+            return part(t)
+        own = part(t)
+        scales = part(t.scales)
+        biases = None if t.biases is None else part(t.biases)
+        return Tensor(t.name, t.type, t.shape, own.data, scales, biases, t.bits, t.group_size)
+
+    return [whole(tensor) for tensor in tensors]
 
 
 class SlotMemory(Protocol):

@@ -117,6 +117,10 @@ def run(args: argparse.Namespace) -> int:
             from generate import pack
 
             return pack.run(args)
+        case "plan":
+            from generate import plan
+
+            return plan.run(args)
         case "serve":
             return _serve(args)
         case "launch":

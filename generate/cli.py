@@ -40,6 +40,7 @@ COMMANDS = {
     "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
     "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
     "pack": "write a mixture's experts into one file, from which each is read at once",
+    "plan": "tokens per second of a mixture whose experts are streamed, on a machine described by its rates",
     "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "launch": "start a coding agent (codex, claude, opencode) on a running server",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
@@ -138,6 +139,7 @@ def _parser() -> Parser:
         "quantize": _quantize,
         "calibrate": _calibrate,
         "pack": _pack,
+        "plan": _plan,
         "serve": _serve,
         "launch": _launch,
         "selftest": _selftest,
@@ -244,6 +246,24 @@ def _inspect(p: Parser) -> None:
 def _pack(p: Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("out", metavar="OUT", help="name of a new file, such as model.experts")
+
+
+def _plan(p: Parser) -> None:
+    p.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"{MODEL_HELP}; or the shapes of qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3.6-35b-a3b or laguna-xs.2",
+    )
+    p.add_argument(
+        "--machine",
+        required=True,
+        metavar="NAME",
+        help="m1-ultra-64gb, m5-pro-64gb, m4-16gb, rtx3090-24gb, or a JSON file of a machine's rates",
+    )
+    p.add_argument("--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: several)")
+    p.add_argument("--expert-profile", metavar="FILE", help="how often each expert was used (default: --skew)")
+    p.add_argument("--skew", type=values.number, metavar="X", help="exponent of Zipf's law of their use (default: 0.9)")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _bench_options(args: argparse.Namespace) -> BenchOptions:

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.expert_forms import ExpertForm, components, filled
-from common.quants import check_scales, dequantize
+from common.quants import check_scales, dequantize, floats
 from common.tensors import Tensor
 from mlx_backend.quantized import fill_blocks, new_blocks
 from mlx_backend.quantized import filled as zeros
@@ -123,7 +123,15 @@ class _Place:
         elif target is None:
             if not self.direct[0]:
                 own[0][...] = bits(dequantize(tensor), self._dtype)
-        elif not all(self.direct):
+        elif tensor.scales is not None:
+            for which, part in enumerate(components(tensor)):
+                if self.direct[which]:
+                    continue
+                if part.type == "BF16" and self._dtype == mx.float32:  # the low halves stay 0
+                    own[which].view("<u2")[..., 1::2] = part.data.view("<u2")
+                else:
+                    own[which][...] = _scales(floats(part.data, part.type), self._dtype, tensor)
+        else:
             scales = [
                 np.empty(array.shape, np.float32 if target.mode == "affine" else array.dtype) for array in own[1:]
             ]
@@ -133,10 +141,12 @@ class _Place:
 
 
 def _scales(values: np.ndarray, dtype: mx.Dtype, tensor: Tensor) -> np.ndarray:
+    """Finite float32 scales as bits of `dtype`. Raises BimetalError for one beyond its range."""
+    if dtype == mx.float32:
+        return values
     stored = bits(values, dtype)
-    exponent = {mx.float32: 0x7F800000, mx.float16: 0x7C00, mx.bfloat16: 0x7F80}[dtype]
-    words = stored.view("<u4" if dtype == mx.float32 else "<u2").astype(np.uint32)
-    if ((words & np.uint32(exponent)) == exponent).any():
+    exponent = np.uint16(0x7C00 if dtype == mx.float16 else 0x7F80)
+    if ((stored.view(np.uint16) & exponent) == exponent).any():
         raise BimetalError(f"{tensor.name}: a scale of its {tensor.type} groups is beyond {dtype}")
     return stored
 

@@ -1,0 +1,96 @@
+"""`python -m generate plan MODEL --machine NAME`: tokens per second by the memory that experts may take."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from common.amounts import parse_size
+from common.checkpoint import open_checkpoint
+from common.errors import BimetalError, UsageError
+from common.expert_plan import (
+    MIXTURES,
+    SKEW,
+    Hits,
+    Machine,
+    Mixture,
+    budgets,
+    hits_of,
+    mixture_of,
+    plan,
+    read_machine,
+    room,
+    zipf,
+)
+from common.expert_profile import read_profile
+from common.hub import resolve_model
+from common.models import architecture
+from common.storage import state_bytes
+
+TOKENS, ITEM_BYTES = 4096, 2  # of the context whose states stay in memory, in a 16-bit type
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.expert_profile is not None and args.skew is not None:
+        raise UsageError("--expert-profile and --skew exclude each other; a profile has the skew of its traffic")
+    mixture, machine = _mixture(args.model), read_machine(args.machine)
+    hits, traffic = _hits(args, mixture)
+    sizes = _budgets(args.expert_cache, mixture, machine)
+    rates = [plan(mixture, machine, size, hits) for size in sizes]
+    best = max(rates, key=lambda rate: rate.tokens_per_second)
+    if args.json:
+        rows = [asdict(rate) | {"tokens_per_second": rate.tokens_per_second, "limit": rate.limit} for rate in rates]
+        print(json.dumps({"mixture": asdict(mixture), "machine": asdict(machine), "traffic": traffic, "rates": rows}))
+        return 0
+    print(
+        f"{mixture.name} on {machine.name}: {mixture.layers} layers of {mixture.experts} experts, {mixture.used} per "
+        f"token, {mixture.expert_bytes / 1e6:.2f} MB each, {mixture.total / 1e9:.1f} GB in all; {traffic}"
+    )
+    print(f"{'experts in memory':>18} {'hits':>6} {'cached':>7} {'compute':>9} {'wait':>9} {'tok/s':>7}  limit")
+    for rate in rates:
+        size = f"{rate.budget / 1e9:.1f} GB {rate.budget / mixture.total:4.0%}"
+        shares = f"{rate.hits:6.1%} {rate.cached:7.1%}"
+        times = f"{rate.compute * 1e3:6.1f} ms {rate.wait * 1e3:6.1f} ms"
+        print(f"{size:>18} {shares} {times} {rate.tokens_per_second:7.2f}  {rate.limit}")
+    print(f"best: {best.budget / 1e9:.1f} GB, {best.tokens_per_second:.2f} tok/s, limited by {best.limit}")
+    return 0
+
+
+def _mixture(name: str) -> Mixture:
+    if name in MIXTURES:
+        return MIXTURES[name]
+    checkpoint = open_checkpoint(resolve_model(name))
+    definition = architecture(checkpoint)[1]
+    config = definition.read_config(checkpoint)
+    states = state_bytes(definition.state_spec(config), min(TOKENS, config.context), ITEM_BYTES)
+    return mixture_of(checkpoint, definition.layout(config, checkpoint), config, states)
+
+
+def _hits(args: argparse.Namespace, mixture: Mixture) -> tuple[Hits, str]:
+    """Hits by share of the experts, and what they follow from."""
+    if args.expert_profile is None:
+        skew = SKEW if args.skew is None else args.skew
+        if not 0 <= skew <= 3:
+            raise UsageError(f"--skew is {skew}; it must be from 0, where all experts are used alike, to 3")
+        return zipf(mixture.experts, skew), f"use by Zipf's law with exponent {skew:g}"
+    profile = read_profile(Path(args.expert_profile))
+    counted = int(profile.counts.any(axis=1).sum())
+    if profile.counts.shape[1] != mixture.experts or counted > mixture.layers:
+        theirs, ours = f"{counted} layers of {profile.counts.shape[1]}", f"{mixture.layers} of {mixture.experts}"
+        raise BimetalError(
+            f"{args.expert_profile} is the profile of another model: it counts {theirs}, not {ours} experts"
+        )
+    return hits_of(profile), f"use as counted in {args.expert_profile}"
+
+
+def _budgets(given: str | None, mixture: Mixture, machine: Machine) -> list[int]:
+    several = budgets(mixture, machine)
+    if given is None:
+        return several
+    size = min(parse_size(given), mixture.total)
+    if not several[0] <= size <= several[-1]:
+        raise UsageError(
+            f"--expert-cache is {size / 1e9:.2f} GB; on {machine.name} it must be from {several[0] / 1e9:.2f} to "
+            f"{room(mixture, machine) / 1e9:.2f} GB"
+        )
+    return [size]
