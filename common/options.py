@@ -283,6 +283,7 @@ class LoadOptions(CacheChoice, ExpertChoice):
         "replies that are generated at the same time, each with a state of its own; further ones wait. None: 8, on "
         "CUDA and for models that mlx-lm runs 1",
     )
+    queue: int = option(256, rules.whole(1), "replies that may wait; further ones are refused")
 
 
 # -- functions whose keyword arguments are options ---------------------------------------------------------------------

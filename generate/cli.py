@@ -50,7 +50,19 @@ SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
 WINDOW = DECODERS["wedlm"].takes
 CACHE = tuple(CacheChoice.__dataclass_fields__)
 EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
-LOAD = ("backend", "ctx", "draft", "fa_window", "max_kv_size", "devices", "split", "draft_device", *CACHE, *EXPERTS)
+LOAD = (
+    "backend",
+    "ctx",
+    "parallel",
+    "draft",
+    "fa_window",
+    "max_kv_size",
+    "devices",
+    "split",
+    "draft_device",
+    *CACHE,
+    *EXPERTS,
+)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
@@ -464,6 +476,12 @@ def _serve(p: Parser) -> None:
     s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")
     s.add_argument("--api-key", action="append", type=values.key, metavar="KEY", help="required of clients; repeatable")
     s.add_argument("--api-key-file", metavar="FILE", help="keys, one per line; BIMETAL_API_KEY holds one too")
+    s.add_argument(
+        "--parallel",
+        type=values.positive,
+        metavar="N",
+        help="replies that are generated at the same time (default: 8, on CUDA and for models that mlx-lm runs 1)",
+    )
     s.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
     s.add_argument("--allow-host", action="append", metavar="NAME", help="serve this host name too; repeatable")
     s.add_argument(

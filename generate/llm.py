@@ -125,7 +125,7 @@ class LLM:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
         self.parallel = options.parallel or (PARALLEL if model.ops.joins else 1)
-        engine = Engine(model, self.tokenizer, self.context, self.parallel, options.fa_window)
+        engine = Engine(model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue)
         self._owner.turn = engine.turn
         return engine
 

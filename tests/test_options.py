@@ -77,6 +77,7 @@ WRONG_LOADING = {
     "split": ("1,3", (1, 0), (1, "3")),
     "draft_device": (-1, "1"),
     "parallel": (0, 2.5),
+    "queue": (0, "all"),
     "cache_type_k": ("q9", 8),
     "cache_type_v": ("native", ["q8_0"]),
     "kv": ("q8_0", 8),

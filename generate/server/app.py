@@ -11,14 +11,14 @@ from starlette.routing import BaseRoute, Route, Router
 from generate.server import chat, completions, messages, ollama, page, responses, utilities
 from generate.server.answer import Generate, Utility
 from generate.server.body import read_json
-from generate.server.errors import ApiError
+from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.guard import Guard, Policy
 from generate.server.log import Log
 from generate.server.metrics import MEDIA
 from generate.server.models import model_entry, model_list
-from generate.server.service import RETRY, Service
+from generate.server.service import Service
 from generate.server.wire import Parsed, dumps
 
 PREFIXES = ("/v1", "")  # some clients leave the version out

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import BimetalError, PromptTooLongError
+from common.schedule import BusyError
+
+RETRY = 5  # seconds after which a client that was refused may try again
 
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -76,6 +79,8 @@ def refusal(error: Exception) -> ApiError | None:
     if isinstance(error, PromptTooLongError):
         numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
         return ApiError(400, str(error), "context_length_exceeded", "messages", numbers)
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), retry=RETRY)
     return ApiError(400, str(error)) if isinstance(error, BimetalError) else None
 
 
@@ -83,6 +88,6 @@ def failure(error: Exception) -> ApiError:
     """What a reply that has begun ends with."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, PromptTooLongError):
-        return refusal(error) or ApiError(400, str(error))
+    if isinstance(error, PromptTooLongError | BusyError) and (refused := refusal(error)) is not None:
+        return refused
     return ApiError(500, str(error) if isinstance(error, BimetalError) else "the server failed to write this reply")

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -40,20 +39,18 @@ def run(args: argparse.Namespace) -> int:
     server = Server(config, service, log, args.grace)
     errors: list[BaseException] = []
 
-    def failed(error: BaseException) -> None:
-        errors.append(error)
-        server.should_exit = True
-
-    def load() -> LLM:
-        began = time.perf_counter()
-        llm = LLM(args.model, args.load)
-        log.line("ready", model=args.model, context=llm.context, seconds=round(time.perf_counter() - began, 1))
-        return llm
+    def ended(error: BaseException | None) -> None:
+        if error is None:
+            seconds = round(service.metrics.load_seconds, 1)
+            log.line("ready", model=args.model, context=service.llm.context, parallel=service.slots, seconds=seconds)
+        else:
+            errors.append(error)
+            server.should_exit = True
 
     listening = listen(args.host, args.port)
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     log.line("listening", url=url_of(listening), model=args.model)
-    service.load(args.model, load, failed)
+    service.load(args.model, partial(LLM, args.model, args.load), ended)
     try:
         server.run([listening])
     finally:

@@ -8,12 +8,10 @@ from typing import Any
 
 from generate import __version__
 from generate.llm import LLM
-from generate.server.errors import ApiError
+from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts, facts_of
 from generate.server.metrics import Metrics
 from generate.server.store import Store
-
-RETRY = 5  # seconds after which a refused client may try again
 
 
 class Service:
@@ -33,8 +31,8 @@ class Service:
         self._llm: LLM | None = None
         self._facts: Facts | None = None
 
-    def load(self, name: str, make: Callable[[], LLM], failed: Callable[[BaseException], None]) -> None:
-        """Load the model in a thread of its own; `failed` is called there with what went wrong."""
+    def load(self, name: str, make: Callable[[], LLM], ended: Callable[[BaseException | None], None]) -> None:
+        """Load the model in a thread of its own, in which `ended` is called at last, with what went wrong or None."""
 
         def run() -> None:
             try:
@@ -43,13 +41,16 @@ class Service:
                 self.metrics.load_seconds = time.perf_counter() - began
                 self.serve(llm, name)
             except BaseException as error:
-                failed(error)
+                ended(error)
+            else:
+                ended(None)
 
         threading.Thread(target=run, name="bimetal loading", daemon=True).start()
 
     def serve(self, llm: LLM, name: str) -> None:
         """Take requests for a loaded model."""
         self._facts = facts_of(llm, name)
+        self.slots = llm.parallel
         self._llm = llm
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from tiny_chat import END
 from tiny_chat import write as write_model
 
-from common.checks import check_fits
+from common.checks import check_fits, check_tokens
 from common.options import ChatOptions, GenerationOptions
 from common.pieces import Logprob, Piece, Stats, parse_pieces
 from common.reply import ReplyParser
@@ -70,7 +70,7 @@ class Scripted:
         self.tokenizer = load_tokenizer(folder, {"model_type": "llama"})
         self.context = self.trained_context = context
         self.vocab_size, self.architecture = VOCABULARY, "scripted"
-        self.backend = "numpy"
+        self.backend, self.parallel = "numpy", 2
         self.peak_bytes = 1 << 20
         self.text, self.cut, self.finish, self.stop = "Hello", 2, "stop", None
         self.pause, self.running, self.steps = 0.0, 0, 0
@@ -82,7 +82,7 @@ class Scripted:
         return self.tokenizer.chat_prompt(messages, **more).text
 
     def prepare(self, prompt: Any) -> Prepared:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = check_tokens(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, self.vocab_size)
         check_fits(len(tokens), self.context, self.context)
         return Prepared(tokens)
 

@@ -122,4 +122,4 @@ def test_figures(scripted):
     assert values[f"bimetal:num_requests_running{label}}}"] == 0
     named = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
     assert len(named) == len(set(named))
-    assert scripted.get("/props").json()["total_slots"] == len(scripted.get("/slots").json()) == 1
+    assert scripted.get("/props").json()["total_slots"] == len(scripted.get("/slots").json()) == 2

@@ -1,0 +1,312 @@
+"""Who may call, what is refused when, what the log says, and what happens when a client or the server leaves."""
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from asgi import call
+from conftest import client_of
+
+from generate.cli import parse
+
+USER = {"messages": [{"role": "user", "content": "Hello?"}]}
+BODY = json.dumps(USER).encode()
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def policy():
+    pytest.importorskip("starlette", reason="the server extra is not installed")
+    from generate.server.guard import Policy, digest
+
+    return Policy([digest("first-key"), digest("second-key")], ("my.host",), ("https://page.example",))
+
+
+def test_keys(scripted, policy):
+    log = io.StringIO()
+    client = client_of(scripted.llm, "scripted", policy, log=log)
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": ""}, {"authorization": "first-key"}):
+        for path, envelope in (
+            (CHAT, "error"),
+            ("/v1/messages", "type"),
+            ("/api/chat", "error"),
+            ("/metrics", "error"),
+        ):
+            response = client.post(path, json=USER, headers=headers)
+            assert response.status_code == 401
+            assert envelope in response.json()
+    for headers in ({"authorization": "Bearer second-key"}, {"x-api-key": "first-key"}):
+        assert client.post(CHAT, json=USER, headers=headers).status_code == 200
+    assert client.get("/health").status_code == 200
+    written = log.getvalue()
+    assert "status=401" in written
+    assert not re.search("first-key|second-key|wrong|Hello", written)
+
+
+def test_keys_come_from_flag_file_and_environment(tmp_path):
+    pytest.importorskip("starlette", reason="the server extra is not installed")
+    from common.errors import BimetalError
+    from generate.server.guard import digest, keys_of
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\ntwo \n")
+    assert keys_of(["zero"], str(file), "three") == [digest(key) for key in ("zero", "three", "one", "two")]
+    file.write_text("# none\n")
+    with pytest.raises(BimetalError, match="holds no API key"):
+        keys_of([], str(file), None)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8080", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8080", 200),
+        ("192.168.1.7:8080", 200),
+        ("my.host", 200),
+        ("app.localhost", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("", 403),
+        ("[::1", 403),
+    ],
+)
+def test_hosts(scripted, policy, host, status):
+    client = client_of(scripted.llm, "scripted", policy)
+    assert client.get("/health", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost", 200),
+        ("https://page.example", 200),
+        ("null", 403),
+        ("http://localhost:3000", 403),
+        ("https://evil.example", 403),
+        ("file://localhost", 403),
+        ("http://localhost.evil.example", 403),
+    ],
+)
+def test_origins(scripted, policy, origin, status):
+    client = client_of(scripted.llm, "scripted", policy)
+    headers = {"origin": origin, "authorization": "Bearer first-key"}
+    response = client.post(CHAT, json=USER, headers=headers)
+    assert response.status_code == status
+    assert response.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+    asked = {"origin": origin, "access-control-request-headers": "x-stainless-os"}
+    preflight = client.options(CHAT, headers=asked)
+    assert preflight.status_code == (204 if status == 200 else 403)
+    if status == 200:
+        assert preflight.headers["access-control-allow-headers"] == "x-stainless-os"
+
+
+def test_listening_beyond_this_machine_needs_a_key(monkeypatch):
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    from common.errors import UsageError
+    from generate.server.serve import policy_of
+
+    monkeypatch.delenv("BIMETAL_API_KEY", raising=False)
+    for host in ("0.0.0.0", "::", "192.168.1.7", "my.host"):
+        with pytest.raises(UsageError, match="reached from other machines"):
+            policy_of(parse(["serve", "--host", host]))
+        policy_of(parse(["serve", "--host", host, "--insecure"]))
+        assert policy_of(parse(["serve", "--host", host, "--api-key", "k"])).keys
+    for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
+        assert not policy_of(parse(["serve", "--host", host])).keys
+    monkeypatch.setenv("BIMETAL_API_KEY", "k")
+    assert policy_of(parse(["serve", "--host", "0.0.0.0"])).keys
+
+
+def test_a_server_that_loads_is_full_or_ends_refuses_for_a_while(scripted):
+    service = scripted.service
+    service.most = 0
+    full = scripted.post(CHAT, json=USER)
+    service.most, service.draining = 64, True
+    draining = scripted.post("/v1/messages", json={**USER, "max_tokens": 5})
+    health = scripted.get("/health")
+    service.draining, service._facts, service._llm = False, None, None
+    loading = [
+        scripted.post(CHAT, json=USER),
+        scripted.get("/health"),
+        scripted.get("/v1/models"),
+        scripted.get("/metrics"),
+    ]
+    for response in (full, draining, health, *loading):
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) > 0
+    assert draining.json()["error"]["type"] == "overloaded_error"
+    assert loading[0].json()["error"]["message"] == "Loading model"
+
+
+def test_unknown_routes_and_methods(scripted):
+    assert scripted.get("/v2/chat").json()["error"]["type"] == "not_found_error"
+    assert scripted.get("/v2/chat").status_code == 404
+    assert scripted.get(CHAT).status_code == 405
+    assert scripted.get("/api/chat").json()["error"].startswith("GET /api/chat is not a route")
+
+
+def test_a_long_body_is_refused_before_it_is_read(scripted):
+    response = scripted.post(CHAT, content=b"{}", headers={"content-length": str(1 << 40)})
+    assert response.status_code == 413
+    wide = json.dumps({"messages": [0] * (1 << 20)}).encode()
+    assert scripted.post(CHAT, content=wide).status_code == 413
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_reply_within_a_step(scripted, stream):
+    model, app = scripted.llm, scripted.app
+    model.text, model.cut, model.pause = "x" * 4000, 1, 0.001
+
+    async def run():
+        left = asyncio.Event()
+        body = json.dumps(USER | {"stream": stream}).encode()
+        answer = await call(app, "POST", CHAT, body, left=left)
+        while model.steps < 5:
+            await asyncio.sleep(0.001)
+        left.set()
+        await answer.task
+        return model.steps
+
+    steps = asyncio.run(run())
+    assert (model.running, scripted.service.running) == (0, 0)
+    assert model.steps == steps < 4000
+    assert "status=499" in scripted.log.getvalue()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_a_prefill(demo, stream):
+    """A prompt of many steps: the engine has dropped it before it has read the half."""
+    client = client_of(demo)
+    steps = []
+    forward = demo._engine.model.forward
+
+    def counted(state, step, *rest):
+        steps.append(len(step))
+        return forward(state, step, *rest)
+
+    async def run():
+        left = asyncio.Event()
+        ids = [5 + at % 1000 for at in range(4000)]
+        body = json.dumps({"prompt": ids, "stream": stream, "max_tokens": 50}).encode()
+        answer = await call(client.app, "POST", "/v1/completions", body, left=left)
+        while not steps:
+            await asyncio.sleep(0.001)
+        left.set()
+        await answer.task
+        while demo._engine.running or demo._engine.waiting:
+            await asyncio.sleep(0.001)
+
+    object.__setattr__(demo._engine.model, "forward", counted)
+    try:
+        asyncio.run(run())
+    finally:
+        object.__delattr__(demo._engine.model, "forward")
+    assert sum(steps) < 4000
+    assert client.service.running == 0
+
+
+def test_a_silent_stream_gets_signs_of_life(scripted, monkeypatch):
+    from generate.server import answer
+
+    monkeypatch.setattr(answer, "HEARTBEAT", 0.02)
+    scripted.llm.pause = 0.2
+    assert ": waiting\n\n" in scripted.post(CHAT, json={**USER, "stream": True}).text
+    messages = scripted.post("/v1/messages", json={**USER, "max_tokens": 9, "stream": True}).text
+    assert "event: ping\n" in messages
+
+
+def test_the_log_as_json(scripted):
+    from generate.server.log import Log
+
+    stream = io.StringIO()
+    scripted.app.log = Log(as_json=True, stream=stream)
+    scripted.post(CHAT, json=USER)
+    asyncio.run(call(scripted.app, "GET", "/a\x1b[31m"))
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["path"], first["status"], first["new"]) == (CHAT, 200, 5)
+    assert second["status"] == 404
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_fault_of_ours_names_its_place_and_nothing_else(scripted):
+    def fail(messages, **options):
+        raise RuntimeError("Hello? is a secret")
+
+    scripted.llm.prepare_chat = fail
+    response = scripted.post(CHAT, json=USER)
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    written = scripted.log.getvalue()
+    assert "RuntimeError at test_guard.py" in written
+    assert "secret" not in written + response.text
+
+
+def test_many_clients_are_served_in_order(demo):
+    """64 clients on 8 slots: each gets the text that it gets alone."""
+    client = client_of(demo, most=64)
+    prompts = [f"def f{at}(x):" for at in range(64)]
+
+    async def run():
+        bodies = [json.dumps({"prompt": p, "max_tokens": 6, "temperature": 0}).encode() for p in prompts]
+        return await asyncio.gather(*(call(client.app, "POST", "/v1/completions", body) for body in bodies))
+
+    answers = asyncio.run(run())
+    texts = [answer.json["choices"][0]["text"] for answer in answers]
+    assert texts == [demo.generate(prompt, max_tokens=6, temperature=0).text for prompt in prompts]
+
+
+@pytest.fixture
+def process():
+    """A server in a process of its own, its address, and its log when it has ended."""
+    command = [sys.executable, "-m", "generate", "serve", "--port", "0", "--backend", "numpy", "--grace", "20"]
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    made = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, cwd=root)
+    lines = []
+    while "ready" not in (line := made.stderr.readline()):
+        assert line, lines
+        lines.append(line)
+    made.url = re.search(r"http://\S+", "".join(lines))[0]
+    yield made
+    made.kill()
+    made.wait()
+
+
+def test_sigterm_lets_replies_finish_and_refuses_new_ones(process):
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    body = json.dumps({"prompt": "def f(x):", "max_tokens": 300, "stream": True, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{process.url}/v1/completions", body)
+    with urllib.request.urlopen(request) as response:
+        response.readline()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(OSError, match=r"refused|503|reset"):
+            urllib.request.urlopen(f"{process.url}/health", timeout=5)
+        rest = response.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in rest or b'"finish_reason":"stop"' in rest
+    assert process.wait(timeout=30) == 0
+    assert "draining" in process.stderr.read()
+
+
+def test_what_cannot_be_served_ends_with_a_sentence(tmp_path, capsys):
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    from generate.__main__ import main
+
+    assert main(["serve", "--model", str(tmp_path / "none.gguf"), "--port", "0"]) in (1, 2)
+    assert main(["serve", "--host", "0.0.0.0"]) == 2
+    assert main(["serve", "--host", "256.1.1.1", "--insecure"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("error: ") == 3
+    assert "Traceback" not in err
+    assert threading.active_count() < 50
