@@ -9,11 +9,9 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import suppress
+from traceback import clear_frames
 from typing import Any
 
-import numpy as np
-
-from common.checks import check_tokens
 from common.decode.alone import drafted
 from common.decode.requests import Choose, Computed, Draft, Emit, Read, Rows
 from common.decode.speculative import new_tuner
@@ -23,17 +21,15 @@ from common.errors import BimetalError
 from common.joined import RowRunner, read
 from common.models import Model
 from common.models.window import windowed
-from common.ops import Array, Ops
+from common.ops import Array
 from common.options import GenerationOptions
-from common.pieces import Logprob, Piece
+from common.pieces import Piece
 from common.schedule import QUEUE, Schedule
 from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
-from common.step import Step
+from common.slots import Slots
 from common.tokenizer import Tokenizer
 
-PREFILL_ROWS = Ops.prefill_rows  # rows of a step of which all logits are read
-SPARE = 0.05  # of free memory, for what is not predicted
 DEFAULTS = GenerationOptions()
 
 
@@ -59,7 +55,7 @@ class Engine:
         self.target = Target(model, decoding, tokenizer, context)
         self.model, self.parallel, self.prefixes = model, parallel, prefixes
         self.schedule = Schedule(model.ops.joins and isinstance(model, Model), queue)
-        self.slots = [Slot(model, context)]
+        self.memory = Slots(model, context, parallel)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
@@ -67,6 +63,11 @@ class Engine:
         self._inbox: deque[Sequence] = deque()
         self._lock = threading.Lock()
         self._arrivals = 0
+
+    @property
+    def slots(self) -> List[Slot]:
+        """What sequences run in, idle ones among them."""
+        return self.memory.slots
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -143,37 +144,9 @@ class Engine:
             if not ends:
                 self._leave(sequence)
 
-    def logits(self, tokens: List[int]) -> np.ndarray:
-        """The logits after each of `tokens`, read from an empty state: (T, vocab) float32."""
-        return np.concatenate(list(self._logits(tokens)))
-
-    def score(self, tokens: List[int], top: int, cancel: threading.Event | None = None) -> list[Logprob]:
-        """Score each of `tokens` but the first, after those before it, with the `top` best alternatives.
-
-        cancel  ends the scores at the next step
-        """
-        scores: list[Logprob] = []
-        for rows in self._logits(tokens):
-            if cancel is not None and cancel.is_set():
-                break
-            following = tokens[len(scores) + 1 : len(scores) + 1 + len(rows)]
-            scores += [Logprob.of(row, token, top) for row, token in zip(rows, following, strict=False)]
-        return scores
-
-    def _logits(self, tokens: List[int]) -> Iterator[np.ndarray]:
-        """Yield the logits after each of `tokens`, read from an empty state, a step of rows (T, vocab) at a time."""
-        ids = check_tokens(tokens, self.model.config.vocab)
-        self.target.check_fits(len(ids))
-        state = self.model.new_state(self.target.context)
-        for at in range(0, len(ids), PREFILL_ROWS):
-            chunk = np.asarray(ids[at : at + PREFILL_ROWS], np.int32)
-            yield self.model.ops.read(self.model.forward(state, Step.chain(chunk, at)))
-            state.commit(np.arange(len(chunk)))
-
     def reset(self) -> None:
         """Forget what idle slots hold."""
-        for slot in self._idle():
-            slot.reset()
+        self.memory.reset([each.slot for each in self.running])
 
     # -- beginning and ending ----------------------------------------------------------------------------------------
 
@@ -198,11 +171,11 @@ class Engine:
         if len(self.running) >= self.parallel:
             return False
         try:
-            slot = self._slot_for(sequence)
+            running = [(each.slot, each.tokens_needed) for each in self.running if each.slot]
+            slot = self.memory.take(sequence.prompt, sequence.tokens_needed, running)
             if slot is None:
                 return False
             self.running.append(sequence)
-            slot.used = sequence.arrival
             sequence.slot = slot
             if not sequence.begin(slot, slot.rewind(sequence.prompt), self.prefixes):
                 whole = slot.turn is not None and sequence.cached == len(sequence.prompt)
@@ -211,49 +184,6 @@ class Engine:
         except Exception as error:
             self._end(sequence, error)
         return True
-
-    def _idle(self) -> list[Slot]:
-        taken = {id(each.slot) for each in self.running}
-        return [slot for slot in self.slots if id(slot) not in taken]
-
-    def _slot_for(self, sequence: Sequence) -> Slot | None:
-        """The idle slot that holds most of the prompt, else an empty one, else the one used longest ago.
-
-        None where memory is not free for `sequence` beside those that run. One alone always has a slot.
-        """
-        idle = sorted(self._idle(), key=lambda slot: slot.used)
-        best = max(idle, key=lambda slot: slot.reusable(sequence.prompt), default=None)
-        if best is None or not best.reusable(sequence.prompt):
-            best = next((slot for slot in idle if not slot.tokens), None)
-        room = len(self.slots) < self.parallel
-        if best is None and idle and not (room and self._fits(sequence, None, [])):
-            best = idle[0]
-        if self.running and not self._fits(sequence, best, [slot for slot in idle if slot is not best]):
-            return None
-        if best is None:
-            best = Slot(self.model, self.target.context)
-            self.slots.append(best)
-        return best
-
-    def _fits(self, sequence: Sequence, slot: Slot | None, others: list[Slot]) -> bool:
-        """Is memory free for `sequence` in `slot`, or in a new one? Drops idle slots, `others`, where that helps."""
-        model, ops = self.model, self.model.ops
-        if not isinstance(model, Model) or (ops.reserves and slot is not None):
-            return True
-        needed = self._bytes(self.target.context if ops.reserves else sequence.tokens_needed)
-        if not ops.reserves:
-            needed -= slot.state.nbytes if slot is not None else 0
-            for each in self.running:
-                assert each.slot
-                needed += max(0, self._bytes(each.tokens_needed) - each.slot.state.nbytes)
-        while needed > ops.free_bytes()[0] * (1 - SPARE):
-            if not others:
-                return False
-            self.slots.remove(others.pop(0))
-        return True
-
-    def _bytes(self, tokens: int) -> int:
-        return self.model.ops.held_state_bytes(self.model.state_spec, tokens, self.model.ops.prefill_rows)
 
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """End a sequence: with its last piece, or with an error."""
@@ -285,7 +215,7 @@ class Engine:
                     self.prefixes.offer(slot.committed, slot.state)
         except Exception as raised:
             error = raised
-            self.slots.remove(slot)
+            self.memory.slots.remove(slot)
         return error
 
     def _tuners(self, sequence: Sequence) -> list[Tuner]:
@@ -383,6 +313,8 @@ class Engine:
         """End all that run: the backend failed, and what it left in any state is unknown."""
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error
+        clear_frames(error.__traceback__)  # which hold what the backend's memory is full of
         for sequence in list(self.running):
             self._end(sequence, failed)
-        self.slots.clear()
+        self._rows = RowRunner(self.target.decoding)
+        self.memory.renew()

@@ -42,9 +42,14 @@ class RowRunner:
     def _together(self, states: list[State], asked: list[Rows]) -> list[Computed | Exception]:
         """One step for all; those that choose greedily come first."""
         steps = [rows.step for rows in asked]
-        step = JoinedStep.of(steps, tokens_of(self.ops, steps))
-        state: Any = self._state_of(states, asked)
-        logits = self._model(all(rows.target_only for rows in asked)).forward(state, step)
+        tokens, target_only = tokens_of(self.ops, steps), all(rows.target_only for rows in asked)
+        pool: Any = states[0].pool
+        if pool is not None:
+            step = JoinedStep.of(steps, tokens, [state.slot for state in states])
+            logits = (self.target if target_only else self.model).forward(pool, step)
+        else:
+            step, state = JoinedStep.of(steps, tokens), self._state_of(states, asked)
+            logits = self._model(target_only).forward(state, step)
         greedy = sum(map(_is_greedy, asked))
         whole = None
         if greedy and asked[0].sampler is not None:
@@ -66,7 +71,7 @@ class RowRunner:
             self._joined[target_only] = joined(self.target if target_only else self.model)
         return self._joined[target_only]
 
-    def _state_of(self, states: list[State], asked: list[Rows]) -> JoinedState:
+    def _state_of(self, states: list[State], asked: list[Rows]) -> Any:
         layers = len(self.model.weights.layers)
         own = [layers if rows.target_only else layers + DRAFT_LAYERS for rows in asked]
         if self._state is None or self._state.states != states or self._state.own != own:

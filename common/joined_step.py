@@ -20,18 +20,19 @@ from common.step import PAST, State, Step
 
 @dataclass(frozen=True, eq=False)
 class JoinedStep(Step):
-    """The rows of `parts`, the steps of one sequence each; `slots` counts them."""
+    """The rows of `parts`, the steps of one sequence each."""
 
     parts: Sequence[Step]
 
     @classmethod
-    def of(cls, parts: Sequence[Step], tokens: Any) -> "JoinedStep":
-        """Join steps that are no blocks; `tokens` are theirs in that order."""
+    def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
+        """Join steps that are no blocks; `tokens` are theirs in that order. `slots`: of each; None: 0, 1, 2, ..."""
         firsts = [0, *accumulate(len(part) for part in parts)]
         parents = [_moved(part.parents, first) for part, first in zip(parts, firsts, strict=False)]
-        slots = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+        of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
+        of_rows = np.repeat(of_parts, [len(part) for part in parts])
         positions = np.concatenate([part.positions for part in parts])
-        return cls(tokens, positions, np.concatenate(parents).astype(np.int32), slots, parts)
+        return cls(tokens, positions, np.concatenate(parents).astype(np.int32), of_rows, parts)
 
     @cached_property
     def runs(self) -> list[slice]:

@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.expert_forms import ExpertForm, SlotMemory, Streamed
 from common.sampling import Sampler, argmax_entropy, top_k
-from common.step import State, Step
+from common.step import Pool, State, Step
 from common.storage import LayerSpec, RowSpec
 from common.tensors import Tensor
 
@@ -105,7 +105,7 @@ class Ops(ABC):
     item_bytes: int  # of an activation, and of a cached key or value
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
-    joins = False  # may a step have rows of several sequences, each with a state of its own?
+    joins = False  # may a step have rows of several sequences: of a pool, or each with a state of its own?
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
     reserves = False  # does a state take the memory of its whole capacity at once?
@@ -160,6 +160,13 @@ class Ops(ABC):
     def expert_memory(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int]) -> SlotMemory:
         """Memory for so many slots of each `ExpertForm.kind`, for layers whose experts have `forms`."""
         raise BimetalError(f"the {self.name} backend does not stream experts from files; mlx and numpy do")
+
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> Pool | None:
+        """States of up to `slots` sequences, over which one step runs at once; None where each has a state of its own.
+
+        A step over the pool says by `slots` whose rows it has.
+        """
+        return None
 
     # -- what a model will take, from its types and shapes alone ----------------------------------------------------
 

@@ -7,7 +7,7 @@ from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
 from common.reading import Reading
-from common.step import Snapshot, State
+from common.step import Pool, Snapshot, State
 
 
 class Prefixes(Protocol):
@@ -33,8 +33,8 @@ class Slot:
     used    when the slot was last taken, as a count
     """
 
-    def __init__(self, model: Model, context: int):
-        self.state: State = model.new_state(context)
+    def __init__(self, model: Model, context: int, pool: Pool | None = None):
+        self.state: State = model.new_state(context) if pool is None else pool.new_state()
         self._empty = self.state.snapshot()
         self.used = 0
         self.tokens: list[int] = []

@@ -149,6 +149,8 @@ class State:
     """One sequence's memory over all layers: `state[i].kv`, `state[i].conv`, ... as the model's spec names them."""
 
     can_save = True
+    pool: "Pool | None" = None  # whose `slot` this is
+    slot = 0
 
     def __init__(self, layers: Sequence[Mapping[str, LayerState]], capacity: int):
         self.layers = [SimpleNamespace(**layer) for layer in layers]
@@ -254,3 +256,11 @@ class State:
             rows, point = rows[own:], point[beside:]
         self.length = length
         self._rewound_to.append(0)  # the rows of earlier snapshots are gone
+
+
+class Pool(Protocol):
+    """The states of several sequences in one memory: a step over the pool has rows of any of them."""
+
+    def new_state(self) -> State:
+        """An empty state in a slot that is free; the slot is free again when the state is gone."""
+        ...

@@ -13,11 +13,11 @@ from tqdm import tqdm
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.decode.alone import run_alone
 from common.decode.run import Run
-from common.engine import PREFILL_ROWS
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models import Model
 from common.sampling import Sampler, Sampling
+from common.scores import PREFILL_ROWS
 from common.step import Step
 from generate.backends import backend_package, choose, leave_thread, open_model, placement_of, usable
 from generate.bench_log import environment, log, machine, note

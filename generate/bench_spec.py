@@ -17,6 +17,7 @@ from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.dflash import load_pair
 from common.options import GenerationOptions
+from common.scores import logits_of
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.bench_log import environment, log, machine, note
@@ -172,7 +173,7 @@ def is_near_tie(session: Engine, prompt: list[int], expected: list[int], tokens:
     at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b), None)
     if at is None:
         return False  # one ends where the other goes on
-    row = session.logits([*prompt, *expected[:at]])[-1]
+    row = logits_of(session.model, [*prompt, *expected[:at]], session.target.context)[-1]
     return bool(row[expected[at]] - row[tokens[at]] < NEAR_TIE)
 
 

@@ -30,6 +30,7 @@ from common.pieces import Logprob, Piece, PieceParser
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
+from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import Placement, check_draft, leave_thread, open_model
@@ -244,12 +245,12 @@ class LLM:
     def logits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32."""
         ids = self._ids(prompt)
-        return self._submit(lambda: self._engine.logits(ids)).result()
+        return self._submit(lambda: logits_of(self._engine.model, ids, self.context)).result()
 
     async def alogits(self, prompt: Prompt) -> np.ndarray:
         """Compute the logits after each token of `prompt` (text or token ids): (T, vocab) float32, awaited."""
         ids = self._ids(prompt)
-        return await asyncio.wrap_future(self._submit(lambda: self._engine.logits(ids)))
+        return await asyncio.wrap_future(self._submit(lambda: logits_of(self._engine.model, ids, self.context)))
 
     async def ascore(self, prompt: Prompt, top: int = 0) -> list[Logprob]:
         """Score each token of `prompt` but the first, with the `top` best alternatives, awaited.
@@ -259,7 +260,9 @@ class LLM:
         ids, cancel = self._ids(prompt), threading.Event()
         self._running.add(cancel)
         try:
-            return await asyncio.wrap_future(self._submit(lambda: self._engine.score(ids, top, cancel)))
+            return await asyncio.wrap_future(
+                self._submit(lambda: score(self._engine.model, ids, self.context, top, cancel))
+            )
         finally:
             cancel.set()
 

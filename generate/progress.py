@@ -2,7 +2,7 @@
 
 from tqdm.auto import tqdm
 
-from common.engine import PREFILL_ROWS
+from common.scores import PREFILL_ROWS
 
 
 class PrefillBar:

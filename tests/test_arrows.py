@@ -17,7 +17,9 @@ CHOOSER = "generate.backends"  # the one module that imports a backend, in one f
 BACKENDS = {"mlx_backend", "cuda_backend"}
 ORACLES = {"mlx_lm", "torch", "transformers"}
 # what the rest of common and the backends never see
-ENGINE = {f"common.{name}" for name in ("checks", "engine", "joined", "joined_step", "sequence", "slot")}
+ENGINE = {
+    f"common.{name}" for name in ("checks", "engine", "joined", "joined_step", "scores", "sequence", "slot", "slots")
+}
 UPPER = {"common.models", "common.decode", "common.pieces"} | ENGINE
 
 # What the modules of a package may not import; the longest prefix of a module's name decides.

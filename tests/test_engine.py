@@ -395,3 +395,41 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
         assert hit.sequence.cached == 310
         assert (hit.tokens, hit.logprobs, hit.length) == (miss.tokens, miss.logprobs, miss.length)
         assert np.array_equal(hit.after, miss.after)
+
+
+class PooledOps(NumpyOps):
+    """Numpy's ops over a pool: a step over it has rows of several slots, which run one after another."""
+
+    def new_pool(self, spec, slots, capacity):
+        return SlotsOf(self, spec, slots, capacity)
+
+    def run(self, fn, state, step):
+        if not isinstance(state, SlotsOf):
+            return fn(state, step)
+        state.steps.append(step.slots.tolist())
+        parts = [fn(state.states[step.slots[at.start]], part) for at, part in zip(step.runs, step.parts, strict=True)]
+        return np.concatenate(parts)
+
+
+class SlotsOf:
+    def __init__(self, ops, spec, slots, capacity):
+        self.new = lambda: ops.new_state(spec, capacity)
+        self.free, self.states, self.steps = list(range(slots)), {}, []
+
+    def new_state(self):
+        state = self.new()
+        state.pool, state.slot = self, self.free.pop()
+        self.states[state.slot] = state
+        return state
+
+
+def test_a_step_over_a_pool_names_its_slots(tmp_path):
+    pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
+    alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
+    random = np.random.default_rng(3)
+    engine = Engine(pair, Ids(), CONTEXT, parallel=4)
+    asked = [(prompt, {"max_tokens": 12} | options[i % 4]) for i, prompt in enumerate(prompts_of("qwen35", 8, random))]
+    replies = drain(engine, [submit(engine, prompt, **how) for prompt, how in asked])
+    assert max(len(set(slots)) for slots in engine.memory.pool.steps) == 4
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.tokens == alone(alike, prompt, **how).tokens

@@ -10,8 +10,8 @@ from nbclient import NotebookClient
 
 import generate
 from common.decode.run import DecodeStats
-from common.engine import PREFILL_ROWS
 from common.pieces import Stats
+from common.scores import PREFILL_ROWS
 from generate.notebook import model_card, safe_markdown
 from generate.streams import Reply
 

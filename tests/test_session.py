@@ -7,12 +7,13 @@ import pytest
 from tiny_chat import CONTEXT, write
 
 from common.decode.requests import Emit
-from common.engine import PREFILL_ROWS, Engine
+from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.models import load_model
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import log_softmax
+from common.scores import PREFILL_ROWS, logits_of
 from common.stop import StopText
 from common.tokenizer import load_tokenizer
 
@@ -39,7 +40,7 @@ def generate(session, prompt=PROMPT, max_tokens=30, **options):
 
 def test_greedy_is_the_argmax_of_the_logits(session):
     _, tokens, reason, _ = generate(session)
-    logits = session.logits(PROMPT + tokens)
+    logits = logits_of(session.model, PROMPT + tokens, CONTEXT)
     assert tokens == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert reason == "length"
 
@@ -129,7 +130,7 @@ def test_stop_text_equals_a_search_over_the_whole(text, stop):
 
 def test_log_probabilities_are_those_of_the_model(session):
     _, tokens, _, pieces = generate(session, logprobs=3, temperature=1.0, seed=5)
-    rows = session.logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    rows = logits_of(session.model, PROMPT + tokens, CONTEXT)[len(PROMPT) - 1 : -1]
     logprobs = [lp for p in pieces for lp in p.logprobs]
     assert [lp.token for lp in logprobs] == tokens
     for lp, row in zip(logprobs, rows, strict=True):

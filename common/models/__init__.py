@@ -14,7 +14,7 @@ from common.expert_stream import ExpertStream
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
-from common.step import State, Step
+from common.step import Pool, State, Step
 from common.storage import LayerSpec
 from common.weights import Layout, Matrix, load_weights
 
@@ -87,6 +87,10 @@ class Model:
 
     def new_state(self, capacity: int) -> State:
         return self.ops.new_state(self.state_spec, capacity)
+
+    def new_pool(self, slots: int, capacity: int) -> Pool | None:
+        """As Ops.new_pool."""
+        return self.ops.new_pool(self.state_spec, slots, capacity)
 
     @cached_property
     def state_spec(self) -> list[LayerSpec]:

@@ -21,7 +21,7 @@ from common.errors import BimetalError
 from common.models import Model
 from common.models.blocks import check_sizes, ffn_weights, gguf_rope, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
-from common.step import State, Step
+from common.step import Pool, State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights, rows
 
@@ -343,6 +343,9 @@ class Pair(Model):
 
     def new_state(self, capacity: int) -> State:
         return self.ops.new_state([*self.state_spec, *state_spec(self.draft)], capacity)
+
+    def new_pool(self, slots: int, capacity: int) -> Pool | None:
+        return self.ops.new_pool([*self.state_spec, *state_spec(self.draft)], slots, capacity)
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         taps, layers = self.draft.taps, len(self.weights.layers)

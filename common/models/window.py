@@ -8,7 +8,7 @@ from common.errors import UsageError
 from common.kv_cache import with_window
 from common.models import Model
 from common.ops import Array, Ops
-from common.step import State, Step
+from common.step import Pool, State, Step
 from common.storage import Kind, LatentSpec, LayerSpec
 
 KEEP = 4  # first tokens that a bounded cache keeps: attention rests on them (Xiao et al., arXiv 2309.17453)
@@ -47,7 +47,13 @@ class Bounded(Windowed):
         return window or self._window
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        return self._ops.new_state([{name: self._bounded(s) for name, s in layer.items()} for layer in spec], capacity)
+        return self._ops.new_state(self._bounded_layers(spec), capacity)
+
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> Pool | None:
+        return self._ops.new_pool(self._bounded_layers(spec), slots, capacity)
+
+    def _bounded_layers(self, spec: Sequence[LayerSpec]) -> list[LayerSpec]:
+        return [{name: self._bounded(s) for name, s in layer.items()} for layer in spec]
 
     def _bounded(self, s: Any) -> Any:
         return with_window(s, self._window, KEEP) if s.kind is Kind.APPENDS else s

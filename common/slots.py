@@ -1,0 +1,81 @@
+"""The slots of an engine: which one a call takes, and whether memory is free for it."""
+
+from collections.abc import Collection, Sequence
+
+from common.models import Model
+from common.slot import Slot
+from common.step import Pool
+
+SPARE = 0.05  # of free memory, for what is not predicted
+
+
+class Slots:
+    """Up to `parallel` slots for sequences of up to `context` tokens, made as they are needed.
+
+    pool  of their states, where the backend has one for several sequences
+    """
+
+    def __init__(self, model: Model, context: int, parallel: int):
+        self.model, self.context, self.parallel = model, context, parallel
+        self._taken = 0  # slots so far
+        self.pool = self._new_pool()
+        self.slots = [Slot(model, context, self.pool)]
+
+    def _new_pool(self) -> Pool | None:
+        if self.parallel == 1 or not isinstance(self.model, Model):
+            return None
+        return self.model.new_pool(self.parallel, self.context)
+
+    def renew(self) -> None:
+        """Drop all slots, and the pool with what a backend that failed has left in it."""
+        self.slots.clear()
+        self.pool = None  # before another one takes its memory
+        self.pool = self._new_pool()
+
+    def reset(self, taken: Collection[Slot | None]) -> None:
+        """Forget what idle slots hold."""
+        for slot in self.slots:
+            if slot not in taken:
+                slot.reset()
+
+    def take(self, prompt: list[int], tokens: int, running: Sequence[tuple[Slot, int]]) -> Slot | None:
+        """The idle slot that holds most of `prompt`, else an empty one, else the one used longest ago.
+
+        None where memory for `tokens` tokens is not free beside sequences that run. One alone always has a slot.
+
+        running  slots that are taken, and the tokens that each will hold
+        """
+        taken = [slot for slot, _ in running]
+        idle = sorted((slot for slot in self.slots if slot not in taken), key=lambda slot: slot.used)
+        best = max(idle, key=lambda slot: slot.reusable(prompt), default=None)
+        if best is None or not best.reusable(prompt):
+            best = next((slot for slot in idle if not slot.tokens), None)
+        room = len(self.slots) < self.parallel
+        if best is None and idle and not (room and self._fits(tokens, None, running, [])):
+            best = idle[0]
+        if running and not self._fits(tokens, best, running, [slot for slot in idle if slot is not best]):
+            return None
+        if best is None:
+            best = Slot(self.model, self.context, self.pool)
+            self.slots.append(best)
+        self._taken += 1
+        best.used = self._taken
+        return best
+
+    def _fits(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
+        """Is memory free for `tokens` tokens in `slot`, or in a new one? Drops slots of `idle` where that helps."""
+        model, ops = self.model, self.model.ops
+        if not isinstance(model, Model) or self.pool is not None or (ops.reserves and slot is not None):
+            return True
+        needed = self._bytes(self.context if ops.reserves else tokens)
+        if not ops.reserves:
+            needed -= slot.state.nbytes if slot is not None else 0
+            needed += sum(max(0, self._bytes(most) - other.state.nbytes) for other, most in running)
+        while needed > ops.free_bytes()[0] * (1 - SPARE):
+            if not idle:
+                return False
+            self.slots.remove(idle.pop(0))
+        return True
+
+    def _bytes(self, tokens: int) -> int:
+        return self.model.ops.held_state_bytes(self.model.state_spec, tokens, self.model.ops.prefill_rows)
