@@ -72,6 +72,7 @@ def speculation_of(options: GenerationOptions, default: str, window: WedlmOption
         "wedlm_lambda": options.wedlm_lambda is not None,
         "wedlm_verify": options.wedlm_verify,
         "wedlm_order": options.wedlm_order is not None,
+        "wedlm_sure": options.wedlm_sure is not None,
     }
     for name in (name for name, asked in given.items() if asked):
         if name in DECODERS[kind].takes:
@@ -90,6 +91,7 @@ def _window_of(options: GenerationOptions, default: WedlmOptions) -> WedlmOption
         "tau": options.wedlm_tau,
         "penalty": options.wedlm_lambda,
         "order": options.wedlm_order,
+        "sure": options.wedlm_sure,
         "verify": options.wedlm_verify,
     }
     base = default if options.wedlm_preset is None else PRESETS[options.wedlm_preset]

@@ -31,7 +31,7 @@ class Decoder:
 
 
 _CHAIN, _TREE = ("tree_budget",), ("tree_budget", "tree_topk", "chain_seed")
-_WEDLM = ("wedlm_preset", "wedlm_window", "wedlm_tau", "wedlm_lambda", "wedlm_verify", "wedlm_order")
+_WEDLM = ("wedlm_preset", "wedlm_window", "wedlm_tau", "wedlm_lambda", "wedlm_verify", "wedlm_order", "wedlm_sure")
 DECODERS = {
     row.name: row
     for row in (
@@ -55,6 +55,7 @@ class WedlmOptions:
     penalty  nats added per position of distance from the first mask (lambda in the paper)
     verify   confirm every token by the next-token logits, so that the text is that of plain greedy decoding
     order    "streaming": as many masks as `window` in every step; "paper": filled slots count into the window
+    sure     entropy in nats from which a filled mask is confirmed by the next-token logits; inf: none is
     """
 
     window: int = 8
@@ -62,6 +63,7 @@ class WedlmOptions:
     penalty: float = 0.05
     verify: bool = False
     order: str = "streaming"
+    sure: float = math.inf
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= MOST_WINDOW:
@@ -70,18 +72,27 @@ class WedlmOptions:
             raise UsageError(f"wedlm_tau is {self.tau}; it must be at least 0")
         if not 0 <= self.penalty < math.inf:
             raise UsageError(f"wedlm_lambda is {self.penalty}; it must be finite and at least 0")
+        if not self.sure >= 0:
+            raise UsageError(f"wedlm_sure is {self.sure}; it must be at least 0")
         if self.order not in ORDERS:
             raise UsageError(f"wedlm_order is {self.order!r}; supported: {', '.join(ORDERS)}")
 
     @property
     def words(self) -> str:
-        return f"{self.window}, {self.tau:g}, {self.penalty:g}"
+        checked = f", sure {self.sure:g}" if self.checks else ""
+        return f"{self.window}, {self.tau:g}, {self.penalty:g}{checked}"
+
+    @property
+    def checks(self) -> bool:
+        """Whether filled masks that the model was not sure of are confirmed."""
+        return self.sure < math.inf
 
 
 PRESETS = {
     "quality": WedlmOptions(16, 0.2, 0.02),
     "balanced": WedlmOptions(8, 0.4, 0.05),
     "fast": WedlmOptions(16, 0.6, 0.02),
+    "checked": WedlmOptions(16, 0.6, 0.02, sure=0.1),
 }
 
 

@@ -118,6 +118,12 @@ class GenerationOptions(Sampling):
         rules.one_of(*ORDERS),
         "streaming: a full window of masks in each step; paper: filled positions count into it. None: streaming",
     )
+    wedlm_sure: float | None = option(
+        None,
+        rules.NOT_NEGATIVE,
+        "entropy in nats from which a filled mask is confirmed by the next-token logits, with greedy decoding; None: "
+        "as the preset has it",
+    )
 
 
 # The other arguments of common.chat.chat_prompt and of a tokenizer's method over it.

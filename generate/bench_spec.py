@@ -116,7 +116,8 @@ def generation_options(speculation: Speculation, new_tokens: int) -> GenerationO
     window: dict[str, Any] = {}
     if speculation.kind == "wedlm":
         w = speculation.wedlm
-        window = {"window": w.window, "tau": w.tau, "lambda": w.penalty, "verify": w.verify, "order": w.order}
+        window = {"window": w.window, "tau": w.tau, "lambda": w.penalty, "sure": w.sure}
+        window |= {"verify": w.verify, "order": w.order}
     return GenerationOptions(
         max_tokens=new_tokens,
         spec=speculation.kind,

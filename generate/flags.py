@@ -136,6 +136,12 @@ def window(p: Any) -> None:
     p.add_argument(
         "--wedlm-verify", action="store_true", default=None, help="keep the text of greedy decoding without windows"
     )
+    p.add_argument(
+        "--wedlm-sure",
+        type=values.number,
+        metavar="X",
+        help="entropy in nats from which a filled mask is confirmed by the next-token logits (default: as the preset)",
+    )
     p.add_argument("--wedlm-order", choices=ORDERS, help="when masks are added (default: streaming)")
 
 

@@ -125,6 +125,8 @@ WINDOWS = [
     {"wedlm_window": 16, "wedlm_tau": 4.4, "wedlm_verify": True},
     {"wedlm_window": 40, "wedlm_tau": 3.0, "wedlm_order": "paper"},
     {"wedlm_window": 8, "wedlm_tau": 4.3, "temperature": 0.9, "seed": 8},
+    {"wedlm_window": 8, "wedlm_tau": 4.4, "wedlm_sure": 4.2},
+    {"wedlm_window": 12, "wedlm_tau": 9.0, "wedlm_lambda": 0.0, "wedlm_sure": 0.0},
     {"spec": "off"},
     {"spec": "lookup", "tree_budget": 7},
 ]

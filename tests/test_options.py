@@ -61,6 +61,7 @@ WRONG = {
     "wedlm_lambda": (float("nan"), float("inf"), -1),
     "wedlm_verify": ("yes", 1),
     "wedlm_order": ("engine", 0),
+    "wedlm_sure": (float("nan"), -0.1, "0.1"),
     "think": ("yes", 1),
     "parse_special": ("yes", 1),
     "tools": (5, "weather"),

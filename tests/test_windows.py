@@ -45,6 +45,8 @@ def test_presets_and_what_replaces_them():
     assert chosen() == chosen(wedlm_preset="balanced") == WedlmOptions(8, 0.4, 0.05)
     assert chosen(wedlm_preset="fast") == PRESETS["fast"] == WedlmOptions(16, 0.6, 0.02)
     assert chosen(wedlm_preset="quality", wedlm_tau=0) == WedlmOptions(16, 0.0, 0.02)
+    assert chosen(wedlm_preset="checked") == WedlmOptions(16, 0.6, 0.02, sure=0.1)
+    assert chosen(wedlm_preset="checked", wedlm_sure=1).sure == 1
     whole = {"wedlm_window": 3, "wedlm_tau": 1, "wedlm_lambda": 0, "wedlm_order": "paper", "wedlm_verify": True}
     assert chosen(**whole) == WedlmOptions(3, 1.0, 0.0, True, "paper")
 
@@ -56,7 +58,10 @@ def test_one_token_per_step_from_left_to_right_is_any_windows_end(llm):
     assert texts[0].tokens == llm.generate("hello", max_tokens=12, wedlm_window=1).tokens
 
 
-@pytest.mark.parametrize("options", [LOOSE, LOOSE | {"wedlm_order": "paper"}, {"wedlm_verify": True} | LOOSE])
+CHECKED = LOOSE | {"wedlm_sure": 3.5}
+
+
+@pytest.mark.parametrize("options", [LOOSE, LOOSE | {"wedlm_order": "paper"}, {"wedlm_verify": True} | LOOSE, CHECKED])
 def test_ends_within_a_window(llm, options, monkeypatch):
     """Stop strings, end tokens and max_tokens cut what a step yields; nothing follows."""
     whole = llm.generate("hello", max_tokens=40, **options)
@@ -93,7 +98,7 @@ def test_verified_text_is_that_of_plain_decoding(llm):
             assert reply.stats.wedlm.forwards <= 60
 
 
-@pytest.mark.parametrize("options", [LOOSE, LOOSE | {"wedlm_verify": True}])
+@pytest.mark.parametrize("options", [LOOSE, LOOSE | {"wedlm_verify": True}, CHECKED])
 def test_chats_go_on_from_the_state(folder, options):
     """Text does not depend on what the state holds from before: a regenerated turn, a next turn, a long prompt."""
 
@@ -194,6 +199,7 @@ def test_the_command_line(folder, capsys):
         (["--wedlm-tau", "nan"], "wedlm_tau is nan; it must be a number of at least 0"),
         (["--wedlm-lambda", "-1"], "wedlm_lambda is -1.0; it must be a finite number of at least 0"),
         (["--wedlm-verify", "--temp", "1"], "wedlm_verify gives the text of greedy decoding"),
+        (["--wedlm-preset", "checked", "--temp", "1"], "wedlm_sure 0.1 confirms tokens by greedy decoding"),
         (["--spec", "off", "--wedlm-window", "4"], "wedlm_window is for spec wedlm, and spec is off"),
         (["--tree-budget", "4"], "tree_budget is for spec lookup, chain, tree"),
     ):

@@ -7,6 +7,9 @@ for their distance from the first mask, lies below a threshold are filled with t
 slot is final. The leading run of filled slots had exactly the committed tokens before it, so its keys and values are
 those of a prefill, and are committed by the same forward that fills further slots.
 
+Where the options check, a slot that was filled with less certainty is confirmed in that forward too, by the logits of
+the row before it, or replaced by their token, after which all later slots are masks again.
+
 Source: Liu et al. 2025, arXiv 2512.22737; streaming order and defaults as in the published engine.
 """
 
@@ -36,6 +39,10 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
         raise UsageError("wedlm_verify gives the text of greedy decoding; leave temperature and penalties out")
     if sampler.guide is not None:
         raise UsageError("spec wedlm fills masks out of order, which a guide cannot follow; choose spec off")
+    if options.wedlm.checks and not sampler.is_argmax:
+        raise UsageError(
+            f"wedlm_sure {options.wedlm.sure:g} confirms tokens by greedy decoding; leave temperature and penalties out"
+        )
 
 
 def mask_id(model: Model) -> int:
@@ -81,6 +88,7 @@ class _Window:
     tokens: list[int] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
     logits: dict[int, Array] = field(default_factory=dict)  # row (1, vocab) that each filled position was chosen from
+    doubtful: set[int] = field(default_factory=set)  # filled positions that are to be confirmed
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -90,9 +98,35 @@ class _Window:
         """Filled slots before the first mask."""
         return self.filled.index(False) if False in self.filled else len(self)
 
+    @property
+    def settled(self) -> int:
+        """Leading slots before the first doubtful one."""
+        leading = range(self.leading)
+        return next((slot for slot in leading if self.base + slot in self.doubtful), len(leading))
+
+    def confirmed(self, following: np.ndarray) -> int:
+        """Leading slots up to the first doubtful one that differs from the token `following` the slot before it."""
+        for slot in range(1, len(following)):
+            if self.base + slot in self.doubtful and following[slot - 1] != self.tokens[slot]:
+                return slot
+        return len(following)
+
+    def restart(self, count: int, token: int, row: Array) -> None:
+        """Drop `count` slots, and all after them, in whose place `token` is filled."""
+        self.base += count
+        self.tokens, self.filled, self.logits = [token], [True], {self.base: row}
+        self.doubtful.clear()
+
     def add(self, token: int, filled: bool) -> None:
         self.tokens.append(token)
         self.filled.append(filled)
+
+    def emitted(self, run: Run, slot: int) -> Emit:
+        """Hand over the token of a slot."""
+        token = self.tokens[slot]
+        run.sampler.accept(token)
+        run.wedlm.tokens += 1
+        return Emit(token, self.logits.pop(self.base + slot))
 
     def drop(self, count: int) -> None:
         self.base += count
@@ -122,6 +156,10 @@ def windows(run: Run) -> Generator[Request, Any, None]:
     unread = len(run.unread)
     window = _Window(state.length, list(run.unread), [True] * unread)
     yielded = first = state.length + unread  # positions of the reply
+    if options.checks and not unread:
+        (values,) = yield Read(((yield Choose(run.logits, run.sampler)),))
+        window.add(int(values[0]), True)
+        window.logits[window.base] = run.logits
     while yielded < state.capacity:
         began = time.perf_counter()
         leading = window.leading
@@ -130,28 +168,45 @@ def windows(run: Run) -> Generator[Request, Any, None]:
             window.add(mask, False)
         step, masks = window.step()
         done, ahead = yield from _computed(run, window, step, masks, yielded)
+        keep, following = leading, None
+        if options.checks:
+            (best,) = yield Read((done.sampled,))
+            keep = window.confirmed(best)
+            following = int(best[keep - 1])
         computed = time.perf_counter()
-        state.commit(np.arange(leading))
+        held = None
+        try:
+            for slot in range(yielded - window.base, keep):  # those that have been confirmed
+                held, yielded = slot, yielded + 1
+                yield window.emitted(run, slot)
+            held = None
+        finally:
+            emitted = time.perf_counter()
+            state.commit(np.arange(keep if held is None else held))
         committed = time.perf_counter()
-        if masks:
+        if keep < leading:
+            assert following is not None
+            window.restart(keep, following, done.logits[keep - 1 : keep])
+        elif following is not None and masks:
+            yield from _fill_checked(run, window, masks, done, following)
+        elif masks:
             yield from _fill(run, window, masks, done, ahead)
-            stats.fills += 1
+        stats.fills += bool(masks) or keep < leading
         chosen = time.perf_counter()
         prompt = unread if window.base < first else 0
-        window.drop(leading)
+        if keep == leading:
+            window.drop(leading)
         stats.forwards += 1
         stats.rows += len(step) - prompt
-        stats.committed += leading - prompt
+        stats.committed += keep - prompt
         stats.seconds["forward"] += computed - began
-        stats.seconds["commit"] += committed - computed
+        stats.seconds["host"] += emitted - computed
+        stats.seconds["commit"] += committed - emitted
         stats.seconds["choice"] += chosen - committed
         try:
-            for position in range(yielded, window.base + window.leading):
-                token = window.tokens[position - window.base]
-                run.sampler.accept(token)
-                stats.tokens += 1
+            for slot in range(yielded - window.base, window.settled):
                 yielded += 1
-                yield Emit(token, window.logits.pop(position))
+                yield window.emitted(run, slot)
         finally:
             stats.seconds["host"] += time.perf_counter() - chosen
 
@@ -161,9 +216,12 @@ def _computed(
 ) -> Generator[Request, Any, tuple[Computed, Ahead | None]]:
     """Compute a window's step; by what its masks draw, where they draw by chance."""
     rows = slice(len(step) - len(masks), len(step))
+    mask, sampler = mask_id(run.model), run.sampler
+    if run.options.wedlm.checks:
+        run_of = slice(0, window.leading)
+        return (yield Rows(step, sampler, run_of, mask if masks else None, rows, target_only=True)), None
     if not masks:
         return (yield Rows(step, target_only=True)), None
-    mask, sampler = mask_id(run.model), run.sampler
     if sampler.is_argmax:
         return (yield Rows(step, mask=mask, masked=rows, target_only=True)), None
     ahead = Ahead(sampler, window.base + np.asarray(masks) - yielded)  # a position draws with its own number always
@@ -185,6 +243,29 @@ def _fill(
         best = np.array([ahead.pick(row) for row in host])
     for j in chosen.tolist():
         window.fill(int(slots[j]), int(best[j]), rows[j : j + 1])
+
+
+def _fill_checked(
+    run: Run, window: _Window, masks: Sequence[int], done: Computed, following: int
+) -> Generator[Request, Any, None]:
+    """Fill the first mask, and those that the options choose, which are doubtful where the model was not sure.
+
+    following  the likeliest token after the leading run, which the first mask takes unless its own row is sure. Where
+               they differ, the other rows counted on another token, and all are doubtful.
+    """
+    options, slots, rows = run.options.wedlm, np.asarray(masks), done.logits[len(done.logits) - len(masks) :]
+    best, entropies = yield Read(done.masked)
+    last = window.leading
+    if entropies[0] < options.sure:
+        window.fill(masks[0], int(best[0]), rows[:1])
+    else:
+        window.fill(masks[0], following, done.logits[last - 1 : last])
+    differs = window.tokens[masks[0]] != best[0]
+    below = np.flatnonzero(entropies + options.penalty * (slots - slots[0]) < options.tau)
+    for j in below[below > 0].tolist():
+        window.fill(masks[j], int(best[j]), rows[j : j + 1])
+        if differs or entropies[j] >= options.sure:
+            window.doubtful.add(window.base + masks[j])
 
 
 def verified(run: Run) -> Generator[Request, Any, None]:

@@ -106,6 +106,7 @@ def questions(llm, count):
 
 VERIFIED = [WedlmOptions(16, 1.0, verify=True), WedlmOptions(5, 100.0, verify=True)]
 OTHERS = [WedlmOptions(1, 1.0, verify=True), WedlmOptions(68, 0.3, verify=True), WedlmOptions(8, 0.0, verify=True)]
+OTHERS.append(WedlmOptions(16, 2.0, 0.0, sure=0.0))  # every fill but the first mask's is confirmed
 
 
 def test_verified_text_at_every_setting(llm):

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import tiny
-from wedlm_simulator import qwen3, simulate, visible
+from wedlm_simulator import qwen3, simulate, simulate_checked, visible
 
 from common.decode.alone import run_alone
 from common.decode.registry import check
@@ -95,6 +95,41 @@ def test_tokens_and_forwards_are_the_simulators(window, tau, penalty, model, net
         expected, fills = simulate(network, prompt, 24, window, tau, penalty, MASK)
         out, stats, _ = decoded(model, prompt, 24, WedlmOptions(window, tau, penalty))
         assert (out, stats.fills) == (expected, fills)
+
+
+@pytest.mark.parametrize("sure", [0.0, 4.0, 4.2, 4.3, 50.0])
+@pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0), (1, 4.0, 0.0)])
+def test_checked_windows_are_the_simulators(window, tau, penalty, sure, model, network):
+    for prompt in (PROMPT, PROMPT[::-1], [1]):
+        expected, fills = simulate_checked(network, prompt, 24, window, tau, penalty, sure, MASK)
+        out, stats, state = decoded(model, prompt, 24, WedlmOptions(window, tau, penalty, sure=sure))
+        assert (out, stats.fills) == (expected, fills)
+        fresh, _ = read(model, [*prompt, *out][: state.length])
+        ours, theirs = tiny.arrays_of(model, state), tiny.arrays_of(model, fresh)
+        assert all(np.abs(ours[name] - theirs[name]).max() < 1e-4 for name in ours)
+
+
+@pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (8, 4.4), (16, 100.0)])
+def test_what_is_always_checked_is_plain_decodings_text(window, tau, model):
+    for prompt in (PROMPT, [1]):
+        state, logits = read(model, prompt)
+        expected = [token for token, _ in islice(run_alone(Run(model, state, logits, Sampler(Sampling()))), 30)]
+        for count in (30, 1, 2, 5, 11):
+            for unread in (0, 1):
+                options = WedlmOptions(window, tau, 0.0, sure=0.0)
+                out, stats, state = decoded(model, prompt, count, options, unread=unread)
+                assert out == expected[:count]
+                assert state.length < len(prompt) + count  # never a token that nobody has seen
+                assert stats.tokens == count
+
+
+@pytest.mark.parametrize("capacity", [8, 9, 20])
+def test_checked_windows_fill_the_state(capacity, model):
+    for unread in (0, 1):
+        options = WedlmOptions(6, 100.0, 0.0, sure=4.0)
+        out, _, state = decoded(model, PROMPT, 99, options, capacity=capacity, unread=unread)
+        assert len(out) == capacity - len(PROMPT)
+        assert state.length <= capacity
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0)])
@@ -261,6 +296,7 @@ def test_refusals(folder, tmp_path):
         ({"tau": float("nan")}, "wedlm_tau is nan"),
         ({"penalty": -1.0}, "wedlm_lambda is -1"),
         ({"order": "x"}, "wedlm_order is 'x'"),
+        ({"sure": float("nan")}, "wedlm_sure is nan"),
     ):
         with pytest.raises(UsageError, match=name):
             WedlmOptions(**bad)
@@ -270,6 +306,9 @@ def test_refusals(folder, tmp_path):
     greedy = Speculation("wedlm", wedlm=WedlmOptions(verify=True))
     with pytest.raises(UsageError, match="wedlm_verify gives the text of greedy decoding"):
         check(greedy, load_model(folder, NumpyOps()), Sampler(Sampling(temperature=1.0)))
+    checked = Speculation("wedlm", wedlm=WedlmOptions(sure=0.1))
+    with pytest.raises(UsageError, match=r"wedlm_sure 0.1 confirms tokens by greedy decoding"):
+        check(checked, load_model(folder, NumpyOps()), Sampler(Sampling(temperature=1.0)))
     shutil.copytree(folder, tmp_path / "bad")
     config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": 10**6}
     (tmp_path / "bad/config.json").write_text(json.dumps(config))

@@ -80,3 +80,47 @@ def simulate(
         for j in chosen if len(chosen) else [adjusted.argmin()]:
             tokens[slots[j]], filled[slots[j]] = int(ids[rows[j].argmax()]), True
         fills += 1
+
+
+def simulate_checked(
+    forward: Forward,
+    prompt: list[int],
+    count: int,
+    window: int,
+    tau: float,
+    penalty: float,
+    sure: float,
+    mask: int,
+) -> tuple[list[int], int]:
+    """As `simulate`, where fills of at least `sure` nats are confirmed by the row before them in a later forward."""
+    tokens, filled, fills = list(prompt), [True] * len(prompt), 0
+    doubtful: set[int] = set()
+    while True:
+        first = filled.index(False) if False in filled else len(filled)
+        if min([first, *(at for at in doubtful if at < first)]) >= len(prompt) + count:
+            return tokens[len(prompt) : len(prompt) + count], fills
+        tokens += [mask] * (first + window - len(tokens))
+        filled += [False] * (first + window - len(filled))
+        flags = np.array(filled)
+        logits = forward(np.array(tokens), np.arange(len(tokens)), visible(flags))
+        fills += 1
+        wrong = [at for at in sorted(doubtful) if at < first and logits[at - 1].argmax() != tokens[at]]
+        if wrong:
+            tokens = [*tokens[: wrong[0]], int(logits[wrong[0] - 1].argmax())]
+            filled, doubtful = [True] * len(tokens), set()
+            continue
+        doubtful = {at for at in doubtful if at > first}
+        slots = np.flatnonzero(~flags)
+        rows = logits[slots].copy()
+        rows[:, mask] = -np.inf
+        best = rows.argmax(-1)
+        p = np.exp(rows - rows.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        entropies = -(p * np.log(np.maximum(p, 1e-300))).sum(-1)
+        tokens[first] = int(best[0] if entropies[0] < sure else logits[first - 1].argmax())
+        filled[first], other = True, tokens[first] != best[0]
+        for slot, token, entropy in zip(slots[1:], best[1:], entropies[1:], strict=True):
+            if entropy + penalty * (slot - first) < tau:
+                tokens[slot], filled[slot] = int(token), True
+                if other or entropy >= sure:
+                    doubtful.add(int(slot))
