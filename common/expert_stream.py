@@ -74,6 +74,10 @@ class ExpertStream:
         self._start(loads)
         self._wait(loads)
 
+    def begin_request(self) -> ExpertStats:
+        """What was counted so far."""
+        return self.stats()
+
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
         """What was counted, or what was counted since `before`."""
         return self.residency.counters.stats(before)

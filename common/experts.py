@@ -10,15 +10,30 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from common.errors import BimetalError
 from common.expert_profile import Profile, least_bytes, place, uniform
-from common.expert_stats import ExpertCounters
+from common.expert_stats import ExpertCounters, ExpertStats
 
 PROTECTED = 0.8  # share of the slots of a size
+
+
+class ExpertSupply(Protocol):
+    """A mixture's experts of which some are in memory: read from files, or held by a backend itself."""
+
+    residency: "Residency"
+
+    def begin_request(self) -> ExpertStats:
+        """What was counted so far. Called before a request's first step, when experts may change places."""
+
+    def stats(self, before: ExpertStats | None = None) -> ExpertStats:
+        """What was counted, or what was counted since `before`."""
+
+    def close(self) -> None:
+        """End what copies or reads experts."""
 
 
 class Where(Enum):

@@ -18,6 +18,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.expert_forms import ExpertForm, SlotMemory, Streamed
+from common.experts import ExpertSupply
 from common.sampling import Sampler, argmax_entropy, top_k
 from common.step import Pool, State, Step
 from common.storage import LayerSpec, RowSpec
@@ -110,6 +111,7 @@ class Ops(ABC):
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
     reserves = False  # does a state take the memory of its whole capacity at once?
     cache_pairs: frozenset[tuple[str, str]] = frozenset()  # (keys, values): formats of caches beside its own float type
+    expert_supply: ExpertSupply | None = None  # what holds a mixture's experts where the backend has some in memory
     expert_vram = 0  # bytes that a mixture's experts take in all, where `held_expert_bytes` counts none of them
     checks_scales = False  # are scales that are not finite refused here? Reading them once more takes its time
 

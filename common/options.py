@@ -200,6 +200,13 @@ class CacheChoice(Options):
     kv_boundary: int = option(0, rules.whole(0), "first and last layers, counted among those with a cache, in q8_0")
 
 
+EXPERT_SWITCHES = {  # by option, those of which one must be on
+    **dict.fromkeys(("expert_cache", "memory", "expert_pack"), ("stream_experts",)),
+    "expert_vram": ("spark",),
+    "expert_profile": ("stream_experts", "spark"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoice(Options):
     """How the experts of a mixture are held. The text stays the same."""
@@ -225,17 +232,28 @@ class ExpertChoice(Options):
     expert_profile: str | PathLike[str] | None = option(  # noqa: RUF009
         None,
         rules.PATH,
-        "with stream_experts, a file of how often each expert was used, such as model.gguf.spark.csv: its most used "
-        "are read first, and the file is written anew when the model is closed",
+        "with stream_experts or spark, a file of how often each expert was used, such as model.gguf.spark.csv: its "
+        "most used are read first, and the file is written anew when the model is closed",
+    )
+    spark: bool = option(
+        False,
+        rules.FLAG,
+        "on CUDA, hold all of a mixture's experts in pinned host memory, and hot ones in the GPU's memory as well",
+    )
+    expert_vram: int | str | None = option(
+        None,
+        rules.AMOUNT,
+        "with spark, the GPU's memory for experts, in bytes or such as '10GB'. None: what everything else leaves",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        alone = [
-            f.name for f in fields(ExpertChoice) if f.name != "stream_experts" and getattr(self, f.name) is not None
-        ]
-        if alone and not self.stream_experts:
-            raise UsageError(f"{alone[0]} goes with stream_experts, which is off")
+        if self.spark and self.stream_experts:
+            raise UsageError("spark and stream_experts exclude each other: experts come from memory, or from files")
+        for name, switches in EXPERT_SWITCHES.items():
+            if getattr(self, name) is not None and not any(getattr(self, switch) for switch in switches):
+                off = "is off" if len(switches) == 1 else "are off"
+                raise UsageError(f"{name} goes with {' or '.join(switches)}, which {off}")
 
 
 @dataclass(frozen=True, kw_only=True)

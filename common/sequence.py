@@ -137,7 +137,7 @@ class Sequence:
         """Take a slot whose state holds the first `cached` tokens of the prompt; whether some are left to be read."""
         self.started = self.first = self.last = time.perf_counter()
         stream = getattr(self.target.model, "expert_stream", None)  # a model run by mlx-lm has none
-        self.experts = None if stream is None else stream.stats()
+        self.experts = None if stream is None else stream.begin_request()
         self.slot = slot
         self.reading = self._reading(cached)
         if prefixes is not None and cached < len(self.prompt):

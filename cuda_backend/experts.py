@@ -68,14 +68,16 @@ class ExpertStore:
     """The experts of one model. Owned by one thread.
 
     layers     layers that have experts, in order
-    residency  which experts are in slots; None until `open`
+    residency  which experts are in slots, once `open` has been called
     """
+
+    residency: Residency
 
     def __init__(self, budget: HotExperts, stream: Stream):
         self.budget, self.stream, self.copies = budget, stream, Stream()
         self.stacks: dict[int, list[Stack]] = {}
         self.layers: list[int] = []
-        self.residency: Residency | None = None
+        self.is_open = False
         self.copying: list[Copying] = []
         self.logged: deque[Logged] = deque()
         self.logs: weakref.WeakSet[Any] = weakref.WeakSet()  # functions whose steps leave a log
@@ -86,7 +88,7 @@ class ExpertStore:
     def hold(self, weight: Weight) -> Weight:
         """Move a stack that has just been loaded to the host: first a layer's gates and ups, then its downs."""
         assert weight.layer is not None
-        if self.residency is not None:
+        if self.is_open:
             raise BimetalError("spark holds the experts of one model, and a second one has experts as well")
         stack = to_host(weight, self.stream)
         self.stacks.setdefault(weight.layer, []).append(stack)
@@ -94,13 +96,14 @@ class ExpertStore:
 
     def open(self) -> None:
         """Make the slots, once all experts are loaded, and copy the first experts there. Raises BimetalError."""
-        if self.residency is not None:
+        if self.is_open:
             return
         if not self.stacks:
             raise BimetalError("the model has no experts, so spark has no effect; leave it out")
         self.layers = sorted(self.stacks)
         self.experts = self.stacks[self.layers[0]][0].weight.segments[0].experts
-        sizes = [self._slot_bytes(layer) for layer in range(self.layers[-1] + 1)]
+        count = 0 if self.budget.profile is None else len(self.budget.profile.counts)
+        sizes = [self._slot_bytes(layer) for layer in range(max(count, self.layers[-1] + 1))]
         cupy.get_default_memory_pool().free_all_blocks()  # of stacks that have moved
         self.staging = Staging(self.stacks, self.stream, self.copies)
         check_hot(self.budget.nbytes, HotSizes(self.experts, tuple(sizes), self.staging.nbytes))
@@ -119,6 +122,7 @@ class ExpertStore:
         self.resident = np.zeros((len(self.layers), self.experts), bool)
         self.uses, self.misses = (np.zeros(self.resident.shape, t) for t in (np.int64, np.float32))
         self.turn = 0
+        self.is_open = True
         self._start(self.residency.preload())
         self.copies.synchronize()
         self._land()
@@ -138,7 +142,6 @@ class ExpertStore:
     def staged(self, weight: Weight) -> Iterator[Weight]:
         """The stack for a product of prefill that is launched within; behind it the next layer's is copied."""
         assert weight.layer is not None
-        assert self.residency
         layer, which = weight.layer, GATE_UP if weight is self.stacks[weight.layer][GATE_UP].weight else DOWN
         for part in (GATE_UP, DOWN)[which:]:
             if self.staging.held[part] != layer:
@@ -155,7 +158,6 @@ class ExpertStore:
             self._bring(following, which)
 
     def _bring(self, layer: int, which: int) -> None:
-        assert self.residency
         slots = self.residency.tables[layer]
         size = self._slot_bytes(layer)
         places = np.uint64(self.memory[size].address) + slots.clip(0).astype(np.uint64) * np.uint64(size)
@@ -177,7 +179,7 @@ class ExpertStore:
 
     def step(self, fn: Any, rows: int, T: int, run: Callable[[], R]) -> R:
         """What `run` returns, which launches a step of `rows` rows, T with those that fill the graph."""
-        if self.residency is None:
+        if not self.is_open:
             return run()
         if T > MAX_DECODE_ROWS:
             self._settle()  # the log of the last one is in the same memory
@@ -214,7 +216,6 @@ class ExpertStore:
 
     def _advance(self) -> None:
         """Count what steps have left, write tables of copies that have landed, and begin others."""
-        assert self.residency
         while self.logged and self.logged[0].done.done:
             self._count(self.logged.popleft())
         while self.waits and self.waits[0][2].done:
@@ -224,7 +225,6 @@ class ExpertStore:
         self._start(self._chosen())
 
     def _count(self, step: Logged) -> None:
-        assert self.residency
         L, E, counters = len(self.layers), self.experts, self.residency.counters
         at = np.arange(step.rows)[:, None] * step.taken[:, None, None] + np.arange(self.budget.used)
         ids = np.take_along_axis(step.ids, at.reshape(L, -1), 1)
@@ -243,7 +243,6 @@ class ExpertStore:
 
     def _chosen(self) -> list[Load]:
         """The experts of the layers whose turn it is that are to be copied now."""
-        assert self.residency
         loads: list[Load] = []
         for i in range(self.turn % TURNS, len(self.layers), TURNS):
             layer = self.layers[i]
@@ -260,7 +259,6 @@ class ExpertStore:
 
     def _start(self, loads: Sequence[Load]) -> None:
         """Begin copies to slots, once no step reads the slots any more that other experts leave."""
-        assert self.residency
         if not loads:
             return
         left = [load.replaces for load in loads if load.replaces is not None]
@@ -287,7 +285,6 @@ class ExpertStore:
 
     def _land(self) -> None:
         """Let steps read what has been copied since the last call."""
-        assert self.residency
         landed = list(itertools.takewhile(lambda copying: copying.done.done, self.copying))
         self.copying = self.copying[len(landed) :]
         entries = []
@@ -309,7 +306,6 @@ class ExpertStore:
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
         """What steps did with experts, or since `before`."""
-        assert self.residency
         self._settle()
         return self.residency.counters.stats(before)
 
@@ -319,7 +315,14 @@ class ExpertStore:
 
     # -- between requests ----------------------------------------------------------------------------------------------
 
-    def swap(self) -> None:
-        """Give slots to the experts that requests have used most, before the next request's first step."""
-        if self.residency is not None and not self.copying:
+    def begin_request(self) -> ExpertStats:
+        """Give slots to the experts that requests have used most, and return what was counted so far."""
+        stats = self.stats()
+        if not self.copying:
             self._start(self.residency.swap(self.residency.counts, SWAPS, SWAP_GAIN))
+        return stats
+
+    def close(self) -> None:
+        """Wait for copies."""
+        self._settle()
+        self.copies.synchronize()

@@ -58,6 +58,7 @@ class CudaOps(Ops):
     def __init__(self, experts: HotExperts | None = None) -> None:
         """experts  what experts may take of the GPU's memory, the others being in the host's; None: all are loaded"""
         self.context = make(available(), experts)
+        self.expert_supply = self.context.experts
         self.expert_vram = experts.nbytes if experts else 0
         self.layer: int | None = None  # for which weights are loaded
         total = cupy.cuda.runtime.memGetInfo()[1]

@@ -13,6 +13,7 @@ from typing import Any
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
+from common.hot_experts import HotExperts
 from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model
 from common.ops import Ops
 
@@ -152,10 +153,17 @@ def _fits_numpy(checkpoint: Checkpoint) -> bool:
     return weights + sum(run) <= ops.free_bytes()[0]
 
 
-def open_backend(name: str | None, checkpoint: Checkpoint, placement: Placement = ONE_GPU, random: bool = False) -> Ops:
+def open_backend(
+    name: str | None,
+    checkpoint: Checkpoint,
+    placement: Placement = ONE_GPU,
+    random: bool = False,
+    hot: HotExperts | None = None,
+) -> Ops:
     """The ops of the chosen backend, in the precision of `checkpoint`; call it in the thread that will use them.
 
     random  on CUDA, ops that make quantized matrices at random
+    hot     on one CUDA GPU, what experts may take of its memory; None: all of them lie there
     """
     chosen = choose(name, checkpoint).name
     if placement.devices:
@@ -169,6 +177,8 @@ def open_backend(name: str | None, checkpoint: Checkpoint, placement: Placement 
         from common.reference import NumpyOps
 
         return NumpyOps()
+    if hot is not None:
+        return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint), hot)
     return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
 
 
@@ -182,15 +192,17 @@ def open_model(
     backend: str | None,
     progress: bool = False,
     placement: Placement = ONE_GPU,
-    open_experts: Callable[[Ops], OpenExperts] | None = None,
+    experts: Callable[[Ops], OpenExperts] | HotExperts | None = None,
 ) -> Model:
     """The checkpoint on the chosen backend: by our definition, or on MLX by mlx-lm's where we have none.
 
-    open_experts  gives what `load_model` opens experts with that are read while the model runs
+    experts  gives what `load_model` opens experts with that are read while the model runs; or what experts may take of
+             a GPU's memory
     """
-    ops = open_backend(backend, checkpoint, placement)
-    if is_defined(checkpoint) or checkpoint.format != "safetensors" or open_experts is not None:
-        return load_model(checkpoint, ops, progress, open_experts and open_experts(ops))
+    hot = experts if isinstance(experts, HotExperts) else None
+    ops = open_backend(backend, checkpoint, placement, hot=hot)
+    if is_defined(checkpoint) or checkpoint.format != "safetensors" or experts is not None:
+        return load_model(checkpoint, ops, progress, experts(ops) if callable(experts) else None)
     if ops.name == "mlx" and find_spec("mlx_lm"):
         print(f"{checkpoint.config.get('model_type')} is run by mlx-lm's own definition", file=sys.stderr)
         return backend_package("mlx").load_fallback(checkpoint, ops)

@@ -23,6 +23,7 @@ from common.ops import Ops
 from common.options import CacheChoice
 from generate.backends import open_backend
 from generate.caches import cache_of, cached_spec
+from generate.spark import hot_budget
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
 ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
@@ -33,7 +34,7 @@ ON_TOP_OF_CUDA = "of --memory, CUDA's context and libraries take some more"
 class Candidate:
     """One model of a folder or a repository: what to call it, and what it takes at a number of tokens.
 
-    streamed  of a mixture: what is in memory with --stream-experts, from tokens and bytes of memory
+    streamed  of a mixture: what is in memory with --stream-experts, on CUDA --spark, from tokens and bytes of memory
     """
 
     label: str
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     for candidate in candidates:
         tokens = contexts[0]
         if candidate.streamed is not None and needs[candidate.label, tokens].total > limit:
-            print(f"{candidate.label} with --stream-experts, {tokens} tokens: {candidate.streamed(tokens, limit)}")
+            flag = "--spark" if candidate.backend == "cuda" else "--stream-experts"
+            print(f"{candidate.label} with {flag}, {tokens} tokens: {candidate.streamed(tokens, limit)}")
     if best is None:
         label, tokens = min(needs, key=lambda row: needs[row].total)
         print(f"nothing fits; the least is {label} at {tokens} tokens with {_size(needs[label, tokens].total)}")
@@ -171,6 +173,8 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice)
 
     def streamed(tokens: int, memory: int) -> str:
         try:
+            if ops.name == "cuda":
+                return str(hot_budget(checkpoint, layout, config, ops, spec, tokens, memory=memory))
             return str(expert_budget(checkpoint, layout, config, ops, spec, tokens, memory=memory))
         except BimetalError as error:
             return str(error)

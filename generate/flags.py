@@ -77,6 +77,12 @@ def experts(p: Parser) -> None:
         metavar="FILE",
         help="how often each expert was used, such as model.gguf.spark.csv: read at the start, written at the end",
     )
+    g.add_argument(
+        "--spark", action="store_true", default=None, help="on CUDA: all experts in host memory, hot ones in VRAM too"
+    )
+    g.add_argument(
+        "--expert-vram", metavar="SIZE", help="VRAM for experts, such as 10GB (default: what everything else leaves)"
+    )
 
 
 def expert_memory(g: Any) -> None:

@@ -21,6 +21,7 @@ from common.tokenizer import load_tokenizer
 from common.weights import Layout, misfits
 from generate.backends import open_backend
 from generate.caches import cache_of, cached_spec
+from generate.spark import hot_budget
 
 CONTEXTS = (512, 4096, 32768, 131072)
 
@@ -145,6 +146,13 @@ def _experts(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops) -> N
         f"\nexperts: {count} in each of {len(forms)} layers, {used} per token, at most {largest} bytes each as stored"
     )
     print(f"  a token reads {token} bytes where none is in memory")
+    if ops.name == "cuda":
+        spec = architecture(checkpoint)[1].state_spec(config)
+        try:
+            print(f"  --spark here: {hot_budget(checkpoint, layout, config, ops, spec)}")
+        except BimetalError as error:
+            print(f"  --spark here: {error}")
+        return
     try:
         budget = expert_budget(checkpoint, layout, config, ops, architecture(checkpoint)[1].state_spec(config))
         print(f"  --stream-experts here: {str(budget).removeprefix('experts: ')}")

@@ -38,6 +38,7 @@ from generate.caches import with_cache
 from generate.notebook import model_card
 from generate.owner import Owner
 from generate.progress import PrefillBar
+from generate.spark import hot_experts
 from generate.streaming import opener, save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
@@ -108,7 +109,8 @@ class LLM:
         self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
 
     def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Engine:
-        model = open_model(checkpoint, options.backend, self._progress, placement, opener(options))
+        experts = opener(options) or hot_experts(options, checkpoint)
+        model = open_model(checkpoint, options.backend, self._progress, placement, experts)
         model = with_cache(model, options, options.ctx or model.config.context)
         if options.max_kv_size is not None:
             model = bounded(model, options.max_kv_size)

@@ -11,6 +11,7 @@ from common.expert_files import ExpertSource, checkpoint_source
 from common.expert_pack import pack_source
 from common.expert_profile import Profile, check_profile, read_profile, write_profile
 from common.expert_stream import ExpertStream, open_stream
+from common.experts import ExpertSupply
 from common.models import OpenExperts
 from common.ops import Ops
 from common.options import ExpertChoice, LoadOptions
@@ -58,7 +59,7 @@ def _profile(options: ExpertChoice, source: ExpertSource, layers: int) -> Profil
     return profile
 
 
-def save_profile(options: ExpertChoice, stream: ExpertStream) -> None:
+def save_profile(options: ExpertChoice, stream: ExpertSupply) -> None:
     """Write what was used, with what the file counted before, where a profile is named."""
     if options.expert_profile is not None:
         path = Path(options.expert_profile)

@@ -87,13 +87,35 @@ def test_counters_are_those_of_each_reply(folder):
     assert first.waits[0] == 0 < first.wait
 
 
-@pytest.mark.parametrize("name", ["expert_cache", "memory", "expert_pack", "expert_profile"])
-def test_a_flag_without_effect_is_an_error(name, run):
-    with pytest.raises(UsageError, match=f"{name} goes with stream_experts, which is off"):
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        *((name, "stream_experts, which is off") for name in ("expert_cache", "memory", "expert_pack")),
+        ("expert_vram", "spark, which is off"),
+        ("expert_profile", "stream_experts or spark, which are off"),
+    ],
+)
+def test_a_flag_without_effect_is_an_error(name, switches, run):
+    with pytest.raises(UsageError, match=f"{name} goes with {switches}"):
         LoadOptions(**{name: "8GB"})
     code, _, err = run("--prompt", "x", f"--{name.replace('_', '-')}", "8GB")
     assert code == 2
-    assert "goes with stream_experts" in err
+    assert f"goes with {switches}" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--spark", "--backend", "numpy"), "spark holds hot experts on an NVIDIA GPU, and the backend is numpy"),
+        (("--spark", "--stream-experts"), "spark and stream_experts exclude each other"),
+        (("--spark", "--expert-cache", "8GB"), "expert_cache goes with stream_experts, which is off"),
+        (("--spark", "--expert-vram", "lots"), "expert_vram is 'lots'; it must be bytes, or an amount of memory"),
+    ],
+)
+def test_hot_experts_elsewhere_are_refused(argv, message, run):
+    code, out, err = run("--raw", "--prompt", "x", *argv)
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ WRONG_LOADING = {
     "memory": (-1, "much", True),
     "expert_pack": (5, ""),
     "expert_profile": (b"p", ""),
+    "spark": ("yes", 1),
+    "expert_vram": (0, "lots", 1.5),
 }
 
 

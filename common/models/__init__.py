@@ -11,6 +11,7 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.decoders import PRESETS, WedlmOptions
 from common.errors import BimetalError
 from common.expert_stream import ExpertStream
+from common.experts import ExpertSupply
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
@@ -69,7 +70,7 @@ class Model:
     weights: SimpleNamespace
     ops: Ops
     cache: CacheOptions = field(default=CacheOptions(), kw_only=True)
-    expert_stream: ExpertStream | None = field(default=None, kw_only=True)  # of experts that are read while it runs
+    expert_stream: ExpertSupply | None = field(default=None, kw_only=True)  # of experts, of which some are in memory
     window: WedlmOptions = field(default=PRESETS["balanced"], kw_only=True)  # of replies that are given none
 
     @cached_property
@@ -132,4 +133,5 @@ def load_model(path: Any, ops: Ops, progress: bool = False, open_experts: OpenEx
     streamed = {} if stream is None else stream.handles(layout)
     weights = load_weights(checkpoint, layout, ops, progress, streamed=streamed)
     window = PRESETS["balanced"] if getattr(config, "mask_id", None) is None else window_beside(checkpoint.path)
-    return Model(name, definition, config, layout, weights, ops, expert_stream=stream, window=window)
+    supply = stream or ops.expert_supply
+    return Model(name, definition, config, layout, weights, ops, expert_stream=supply, window=window)

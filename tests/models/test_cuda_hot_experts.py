@@ -116,7 +116,7 @@ def test_what_moves_in_and_out(path, name, whole, monkeypatch):
     for _ in range(2):
         for n, (out, want) in enumerate(zip(traffic(model, ids), expected, strict=True)):
             assert np.array_equal(out, want), f"step {n}"
-        store.swap()
+        store.begin_request()
     assert store.residency.counters.evictions > 0
     assert store.residency.counters.prefetched > 0
 

@@ -61,6 +61,11 @@ def test_replayed_routing(chosen):
     on_cpu("models/test_cuda_bench_spark.py", chosen)
 
 
+@pytest.mark.slow
+def test_spark():
+    on_cpu("models/test_cuda_spark.py", "test_")
+
+
 def test_draws():
     on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
 

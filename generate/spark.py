@@ -1,0 +1,114 @@
+"""Hot experts in a GPU's memory and cold ones in the host's (--spark), as a person asks for them."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.errors import BimetalError, UsageError
+from common.expert_profile import Profile, check_profile, read_profile
+from common.fit import SPARE, predict_run, predict_stacks, predict_weights
+from common.hot_experts import HotExperts, HotSizes, check_hot, hot_sizes
+from common.models import architecture, is_defined
+from common.ops import Ops
+from common.options import LoadOptions
+from common.storage import LayerSpec
+from common.weights import Layout
+from generate.backends import choose, open_backend
+from generate.caches import cached_spec
+
+CONTEXT = 32768  # tokens beside whose cache experts are fitted where no context is given
+
+
+@dataclass(frozen=True)
+class HotBudget:
+    """What experts take of a GPU's memory, and what they leave: bytes.
+
+    experts  slots, and the room through which prefill brings a layer
+    fixed    the other weights
+    run      states and work
+    """
+
+    experts: int
+    sizes: HotSizes
+    fixed: int
+    run: int
+
+    def __str__(self) -> str:
+        slots, whole = self.experts - self.sizes.staging, self.sizes.whole - self.sizes.staging
+        return (
+            f"hot experts: {slots / 1e9:.2f} of {whole / 1e9:.2f} GB in VRAM ({slots / whole:.0%}), all of them in "
+            f"pinned host memory; prefill {self.sizes.staging / 1e9:.2f} GB, other weights {self.fixed / 1e9:.2f} GB, "
+            f"states and work {self.run / 1e9:.2f} GB"
+        )
+
+
+def hot_budget(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    config: Any,
+    ops: Ops,
+    spec: Sequence[LayerSpec],
+    tokens: int | None = None,
+    asked: int | None = None,
+    memory: int | None = None,
+) -> HotBudget:
+    """Divide a GPU's memory: `asked` bytes for experts, or what everything else leaves of `memory`.
+
+    tokens  of the context; None: 32768, or what the model was trained for
+    memory  None: what is free
+
+    Raises BimetalError for a model without experts, and where too few or all experts fit.
+    """
+    stacks = predict_stacks(checkpoint, layout, ops)
+    if not any(stacks):
+        raise BimetalError(f"{checkpoint.path} has no experts, so spark has no effect; leave it out")
+    sizes = hot_sizes(stacks, config.experts.count)
+    fixed = predict_weights(checkpoint, layout, ops) - sum(map(sum, stacks))
+    run = sum(predict_run(ops, config, layout, spec, tokens or min(CONTEXT, config.context), ops.prefill_rows))
+    free = int((1 - SPARE) * (ops.free_bytes()[0] if memory is None else memory))
+    if asked is None and free - fixed - run < sizes.least:
+        raise BimetalError(
+            f"{free / 1e9:.2f} GB of VRAM leave {max(0, free - fixed - run) / 1e9:.2f} GB for experts, and the least "
+            f"is {sizes.least / 1e9:.2f} GB: one layer's {sizes.experts} experts of each size, and as much for prefill"
+        )
+    if asked is None and free - fixed - run >= sizes.whole:
+        raise BimetalError(
+            f"all experts, {sizes.whole / 1e9:.2f} GB, fit beside everything else, so spark has no effect; leave it out"
+        )
+    experts = asked or free - fixed - run
+    check_hot(experts, sizes)
+    return HotBudget(experts, sizes, fixed, run)
+
+
+def hot_experts(options: LoadOptions, checkpoint: Checkpoint) -> HotExperts | None:
+    """What --spark asks for, printed; None where it is not given. Call it in the thread that will load the model."""
+    if not options.spark:
+        return None
+    backend = choose(options.backend, checkpoint).name
+    if backend != "cuda":
+        raise UsageError(f"spark holds hot experts on an NVIDIA GPU, and the backend is {backend}; try stream_experts")
+    if options.devices:
+        raise UsageError("spark runs on one GPU, the first one; leave devices out")
+    if not is_defined(checkpoint):
+        raise BimetalError(f"{checkpoint.path}: spark needs an architecture that this package defines")
+    definition = architecture(checkpoint)[1]
+    config, ops = definition.read_config(checkpoint), open_backend(backend, checkpoint)
+    layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), options, ops)
+    asked: Any = options.expert_vram  # the option's rule has made it bytes
+    budget = hot_budget(checkpoint, layout, config, ops, spec, options.ctx, asked)
+    profile = _profile(options, budget.sizes)
+    print(budget, file=sys.stderr)
+    return HotExperts(budget.experts, config.experts.top_k, profile)
+
+
+def _profile(options: LoadOptions, sizes: HotSizes) -> Profile | None:
+    """The profile that is named, if its file exists yet."""
+    path = None if options.expert_profile is None else Path(options.expert_profile)
+    if path is None or not path.exists():
+        return None
+    profile = read_profile(path)
+    check_profile(path, profile, sizes.sizes, sizes.experts)
+    return profile
