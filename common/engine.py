@@ -172,12 +172,12 @@ class Engine:
             return False
         try:
             running = [(each.slot, each.tokens_needed) for each in self.running if each.slot]
-            slot = self.memory.take(sequence.prompt, sequence.tokens_needed, running)
+            slot = self.memory.take(sequence.prompt, sequence.reading, sequence.tokens_needed, running)
             if slot is None:
                 return False
             self.running.append(sequence)
             sequence.slot = slot
-            if not sequence.begin(slot, slot.rewind(sequence.prompt), self.prefixes):
+            if not sequence.begin(slot, slot.rewind(sequence.prompt, sequence.reading), self.prefixes):
                 whole = slot.turn is not None and sequence.cached == len(sequence.prompt)
                 logits = slot.turn[2] if slot.turn is not None and whole else ()
                 self._decode(sequence, logits)
@@ -191,10 +191,17 @@ class Engine:
         if error is None:
             try:
                 sequence.finish()
+                self._offer(sequence)
             except Exception as raised:  # of the caller's own functions
                 error = raised
         if error is not None:
             sequence.call.ended(error)
+
+    def _offer(self, sequence: Sequence) -> None:
+        """Keep the state at the end of a reply, whose rows have the bits of a prompt's."""
+        slot, same_bits = sequence.slot, self.target.decoding is self.model
+        if self.prefixes is not None and slot is not None and sequence.decoder is not None and same_bits:
+            self.prefixes.offer(slot.committed, slot.state)
 
     def _leave(self, sequence: Sequence) -> Exception | None:
         """Take a sequence out, and leave its slot as good as it can be; what went wrong with that."""
@@ -211,8 +218,6 @@ class Engine:
         try:
             if sequence.decoder is not None:
                 sequence.decoder.close()
-                if self.prefixes is not None:
-                    self.prefixes.offer(slot.committed, slot.state)
         except Exception as raised:
             error = raised
             self.memory.slots.remove(slot)

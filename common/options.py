@@ -257,7 +257,23 @@ class ExpertChoice(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions(CacheChoice, ExpertChoice):
+class PrefixChoice(Options):
+    """Where states of sequences are kept, so that a prompt that begins as an earlier one is not read twice."""
+
+    cache_memory: int | str | None = option(
+        None,
+        rules.NO_AMOUNT,
+        "host memory for states of earlier prompts and replies; 0: none. None: a tenth of the memory that is free, at "
+        "most 8GiB",
+    )
+    cache_dir: str | PathLike[str] | None = option(  # noqa: RUF009
+        None, rules.PATH, "a folder for such states, which outlive the process; None: none"
+    )
+    cache_disk: int | str = option(20 * 10**9, rules.AMOUNT, "most bytes of all files in cache_dir, or such as '20GB'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
     """How a model is loaded."""
 
     backend: str | None = option(

@@ -39,6 +39,7 @@ class Stats:
     step_bytes: int  # weight bytes read per decoded token
     state_bytes: int
     peak_bytes: int
+    matched_tokens: int = 0  # prompt tokens that an earlier text begins with; of some, no state was kept
     accepted: DecodeStats | None = None  # with speculative decoding
     wedlm: WedlmStats | None = None  # with the windows of a WeDLM model
     experts: ExpertStats | None = None  # with experts that are read while the model runs

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from common.errors import BimetalError
-from common.reading import GRID_POINTS, Reading
+from common.reading import GRID_POINTS, Reading, common_length
 from common.step import LongStep, Shape, State
 
 PAGE = 256  # tokens
@@ -52,6 +52,9 @@ class Store(Protocol):
 
     def put(self, saved: Saved) -> None:
         """Keep a state, of which the rows before `saved.first` are kept already."""
+
+    def close(self) -> None:
+        """Return once all that was put is kept."""
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
         """The whole state of the longest prefix longer than `more_than` that `reading` can go on from."""
@@ -290,7 +293,7 @@ class PrefixCache:
         """Tokens that the prompt and some kept text begin with."""
         last, rest = path[-1] if path else self.root, ids[len(path) * PAGE :]
         held = [*(page.tokens for page in last.children.values()), *(entry.tail for entry in last.entries.values())]
-        return len(path) * PAGE + max((_common(rest, tokens) for tokens in held), default=0)
+        return len(path) * PAGE + max((common_length(rest, tokens) for tokens in held), default=0)
 
     def _resumable(
         self, ids: np.ndarray, path: list[Page], reading: Reading, any_page: bool
@@ -378,6 +381,11 @@ class PrefixCache:
         if self.freed is not None:
             self.freed(arrays)
 
+    def close(self) -> None:
+        """Wait until the slower tier has all that it was given."""
+        if self.store is not None:
+            self.store.close()
+
     def clear(self) -> None:
         """Give everything back but what the slower tier has."""
         for page in reversed(list(self.pages())):
@@ -444,12 +452,6 @@ def _key(parent: bytes, tokens: np.ndarray, steps: Sequence[LongStep]) -> bytes:
 
 def _bytes(shapes: Sequence[Shape]) -> int:
     return sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes)
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    n = min(len(one), len(other))
-    differ = np.flatnonzero(one[:n] != other[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _begins(entry: Entry, tail: np.ndarray) -> bool:

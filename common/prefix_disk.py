@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class PrefixDisk:
         self._scan()
         self._thread = threading.Thread(target=self._write_all, name="bimetal saved states", daemon=True)
         self._thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, self._thread)  # at exit, what is in flight is written
 
     # -- what the memory tier calls ------------------------------------------------------------------------------------
 
@@ -120,9 +122,7 @@ class PrefixDisk:
 
     def close(self) -> None:
         """Write what is in flight, and end the thread."""
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
+        self._end()
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -263,6 +263,11 @@ class PrefixDisk:
         if delete:
             with suppress(OSError):
                 self._path(key).unlink(missing_ok=True)
+
+
+def _end(jobs: "queue.Queue[tuple[str, Saved] | None]", thread: threading.Thread) -> None:
+    jobs.put(None)
+    thread.join()
 
 
 def _rows_alike(saved: Saved) -> list[tuple[int, int, str]]:

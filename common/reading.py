@@ -66,7 +66,7 @@ class Reading:
 
 
 def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int]) -> list[Span]:
-    """The stretches of a chat's prompt that are replies: behind each `header`, to the end token included.
+    """The stretches of a chat's prompt that are replies: behind each `header`, to the next end token included.
 
     header  tokens by which the template begins a reply; none: no stretches
     """
@@ -81,6 +81,29 @@ def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int
     for start in starts.tolist():
         if start >= free and start < len(ids):
             at = int(np.searchsorted(stops, start, side="right"))
-            free = int(stops[at]) if at < len(stops) else len(ids)
+            if at == len(stops):
+                break
+            free = int(stops[at])
             spans.append((start, free))
     return spans
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a chat template shows of a prompt, by counts of its tokens.
+
+    shared   those that the next prompt will begin with, whatever the reply; None: all
+    system   those before the first message that is not of the system; 0: none
+    replies  stretches of earlier replies
+    """
+
+    shared: int | None = None
+    system: int = 0
+    replies: Sequence[Span] = ()
+
+
+def common_length(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
+    """Tokens that both begin with."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
+    return int(differ[0]) if len(differ) else n

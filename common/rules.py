@@ -126,6 +126,10 @@ def _bias(value: Any) -> Mapping[int, float]:
     return {token.convert(key): FINITE.convert(bias) for key, bias in _typed(value, Mapping).items()}
 
 
+NO_AMOUNT = Rule(
+    "0, bytes, or an amount of memory such as '8GB'",
+    lambda value: 0 if value in (0, "0") and not isinstance(value, bool) else _amount(value),
+)
 AMOUNT = Rule("bytes, or an amount of memory such as '8GB' or '7.5GiB'", _amount)
 FLAG = Rule("True or False", lambda value: _typed(value, bool))
 PATH = Rule("a name or a path", _path)

@@ -24,7 +24,7 @@ from common.pieces import Logprob, Piece, Stats
 from common.reading import Reading, Span
 from common.sampling import Sampler
 from common.slot import Prefixes, Slot
-from common.step import Step
+from common.step import MAX_DECODE_ROWS, Step
 from common.stop import StopText
 from common.tokenizer import Tokenizer
 
@@ -103,9 +103,9 @@ class Sequence:
         self.request: Rows | Draft | None = None
         self.tuner: Tuner | None = None
         self.run: Run | None = None
-        self.cached = self.new = 0
+        self.cached = self.matched = self.new = 0
         self.started = self.first = self.last = 0.0
-        self.reading = Reading(0, 1)
+        self.reading = self._reading()
         self.kept: dict[int, str] = {}  # cuts after which a store is offered the state, and why
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
@@ -139,24 +139,28 @@ class Sequence:
         stream = getattr(self.target.model, "expert_stream", None)  # a model run by mlx-lm has none
         self.experts = None if stream is None else stream.begin_request()
         self.slot = slot
-        self.reading = self._reading(cached)
         if prefixes is not None and cached < len(self.prompt):
             found = prefixes.restore(self.prompt, slot.state, self.reading, cached)
             if found.length:
                 cached, slot.turn = found.length, None
-                self.reading = self._reading(cached)
-            self.kept = self.reading.kept() | ({found.branch: "branch"} if found.branch else {})
-        self.cached = cached
+            self.matched = found.matched
+            self.kept = {found.branch: "branch", **self.reading.kept()}
+        self.cached, self.matched = cached, max(self.matched, cached)
+        self.end = len(self.prompt) - self._unread(len(self.prompt) - cached)
+        self.shared = self._shared(self.end)
         if cached == self.shared and cached < len(self.prompt):
             slot.mark(cached)
-        return cached < self.reading.end
+        return cached < self.end
 
-    def _reading(self, cached: int) -> Reading:
-        """The steps of the prompt, of which `cached` tokens are read."""
-        end = len(self.prompt) - self._unread(len(self.prompt) - cached)
-        self.shared = end if self.call.shared is None else min(self.call.shared, end)
-        marks = {**self.call.marks, self.shared: "turn"}
-        return Reading(end, self.target.model.ops.prefill_rows, marks, self.call.replies)
+    def _shared(self, end: int) -> int:
+        return end if self.call.shared is None else min(self.call.shared, end)
+
+    def _reading(self) -> Reading:
+        """The steps of the prompt where it is read from its beginning. Those of earlier ones ended where it ends."""
+        last, grid = self._unread(MAX_DECODE_ROWS), self.target.model.ops.prefill_rows
+        end = len(self.prompt) - last
+        replies = [(max(first - last, 0), behind) for first, behind in self.call.replies]
+        return Reading(end, grid, {**self.call.marks, self._shared(end): "turn"}, replies)
 
     def _unread(self, new: int) -> int:
         """Of `new` tokens at the prompt's end, those that prefill leaves to the decoder's first step.
@@ -181,7 +185,7 @@ class Sequence:
     def has_read(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
         """Commit a step of the prompt; whether more are left."""
         assert self.slot
-        state, end = self.slot.state, self.reading.end
+        state, end = self.slot.state, self.end
         state.commit(np.arange(len(step)))
         at = state.length
         if at == self.shared:
@@ -248,6 +252,7 @@ class Sequence:
         self.pending.stats = Stats(
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached,
+            matched_tokens=self.matched,
             new_tokens=self.new,
             prefill_seconds=self.first - self.started,
             decode_seconds=self.last - self.first,

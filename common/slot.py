@@ -24,6 +24,10 @@ class Prefixes(Protocol):
         """Keep `state`, which holds exactly `tokens`, if it is worth it: at a cut of a prompt, or at a reply's end."""
         ...
 
+    def close(self) -> None:
+        """Return once all that is to outlive the process is kept."""
+        ...
+
 
 class Slot:
     """A state, the tokens committed to it, and a point that it can go back to.
@@ -50,20 +54,20 @@ class Slot:
         self.state.restore(self._empty)
         self.tokens, self.turn = [], None
 
-    def reusable(self, prompt: list[int]) -> int:
-        """Tokens of `prompt` that `rewind` would keep."""
-        if self._goes_on(prompt):
+    def reusable(self, prompt: list[int], reading: Reading) -> int:
+        """Tokens of `prompt`, which `reading` divides into steps, that `rewind` would keep."""
+        if self._goes_on(prompt, reading):
             return self.state.length
-        return len(self.turn[0]) if self._returns(prompt) and self.turn else 0
+        return len(self.turn[0]) if self._returns(prompt, reading) and self.turn else 0
 
-    def rewind(self, prompt: list[int]) -> int:
-        """Bring the state to a prefix of `prompt`, and return its length.
+    def rewind(self, prompt: list[int], reading: Reading) -> int:
+        """Bring the state to a prefix of `prompt` that has the bits of `reading`, and return its length.
 
         A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after what the last
         prompt shares with this one, or empty.
         """
-        kept = self.reusable(prompt)
-        if not self._goes_on(prompt):
+        kept = self.reusable(prompt, reading)
+        if not self._goes_on(prompt, reading):
             if kept:
                 assert self.turn
                 self.state.restore(self.turn[1])
@@ -72,15 +76,18 @@ class Slot:
         self.tokens = list(prompt)
         return kept
 
-    def _goes_on(self, prompt: list[int]) -> bool:
+    def _goes_on(self, prompt: list[int], reading: Reading) -> bool:
         length = self.state.length
-        return 0 < length < len(prompt) and self.tokens[:length] == prompt[:length]
+        same = 0 < length < len(prompt) and self.tokens[:length] == prompt[:length]
+        return same and reading.goes_on_from(length, self.state.long_steps)
 
-    def _returns(self, prompt: list[int]) -> bool:
+    def _returns(self, prompt: list[int], reading: Reading) -> bool:
         if self.turn is None:
             return False
-        tokens, _, logits = self.turn
-        return tokens == prompt[: len(tokens)] and (len(tokens) < len(prompt) or logits is not None)
+        tokens, snapshot, logits = self.turn
+        same = tokens == prompt[: len(tokens)] and (len(tokens) < len(prompt) or logits is not None)
+        before = [step for step in self.state.long_steps if step[0] < snapshot.length]
+        return same and reading.goes_on_from(snapshot.length, before)
 
     def mark(self, length: int, logits: Any = None) -> None:
         """Remember the state as it is: after `length` tokens, which are the whole prompt where `logits` are given."""

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from common.models import Model
+from common.reading import Reading
 from common.slot import Slot
 from common.step import Pool
 
@@ -38,8 +39,10 @@ class Slots:
             if slot not in taken:
                 slot.reset()
 
-    def take(self, prompt: list[int], tokens: int, running: Sequence[tuple[Slot, int]]) -> Slot | None:
-        """The idle slot that holds most of `prompt`, else an empty one, else the one used longest ago.
+    def take(
+        self, prompt: list[int], reading: Reading, tokens: int, running: Sequence[tuple[Slot, int]]
+    ) -> Slot | None:
+        """The idle slot that holds most of `prompt` as `reading` has it, else an empty one, else the oldest in use.
 
         None where memory for `tokens` tokens is not free beside sequences that run. One alone always has a slot.
 
@@ -47,8 +50,8 @@ class Slots:
         """
         taken = [slot for slot, _ in running]
         idle = sorted((slot for slot in self.slots if slot not in taken), key=lambda slot: slot.used)
-        best = max(idle, key=lambda slot: slot.reusable(prompt), default=None)
-        if best is None or not best.reusable(prompt):
+        best = max(idle, key=lambda slot: slot.reusable(prompt, reading), default=None)
+        if best is None or not best.reusable(prompt, reading):
             best = next((slot for slot in idle if not slot.tokens), None)
         room = len(self.slots) < self.parallel
         if best is None and idle and not (room and self._fits(tokens, None, running, [])):

@@ -173,9 +173,15 @@ class State:
         path = np.asarray(path, np.int64)
         for state in self._all():
             state.commit(path)
-        if len(path) > MAX_DECODE_ROWS:
-            self.long_steps.append((self.length, self.length + len(path)))
+        self._note_long(len(path))
         self.length += len(path)
+
+    def _note_long(self, rows: int) -> None:
+        if rows > MAX_DECODE_ROWS:
+            self.long_steps.append((self.length, self.length + rows))
+
+    def _forget_long(self) -> None:
+        self.long_steps = [step for step in self.long_steps if step[0] < self.length]
 
     def snapshot(self) -> Snapshot:
         """Where the state stands now, for `restore` on the same state; good until a restore to before it."""
@@ -187,7 +193,7 @@ class State:
             raise ValueError(f"the snapshot at {snapshot.length} tokens is gone: the state went back to before it")
         self._rewound_to.append(snapshot.length)
         self.length = snapshot.length
-        self.long_steps = [step for step in self.long_steps if step[0] < self.length]
+        self._forget_long()
         for state, saved in zip(self._all(), snapshot.layers, strict=True):
             state.restore(saved)
 

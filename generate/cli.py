@@ -14,6 +14,7 @@ from common.options import (
     ExpertChoice,
     GenerationOptions,
     LoadOptions,
+    PrefixChoice,
 )
 from generate import __version__, flags, values
 from generate.bench_options import (
@@ -50,19 +51,9 @@ SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
 WINDOW = DECODERS["wedlm"].takes
 CACHE = tuple(CacheChoice.__dataclass_fields__)
 EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
-LOAD = (
-    "backend",
-    "ctx",
-    "parallel",
-    "draft",
-    "fa_window",
-    "max_kv_size",
-    "devices",
-    "split",
-    "draft_device",
-    *CACHE,
-    *EXPERTS,
-)
+PREFIX = tuple(PrefixChoice.__dataclass_fields__)
+PLACES = ("devices", "split", "draft_device")
+LOAD = ("backend", "ctx", "parallel", "draft", "fa_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
@@ -208,6 +199,7 @@ def _text(p: Parser) -> None:
     )
     flags.cache(p)
     flags.experts(p)
+    flags.prefixes(p)
     s = p.add_argument_group(
         "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
         "A flag that is left out takes the value that the model's files recommend, else the default given here.",
@@ -471,6 +463,7 @@ def _serve(p: Parser) -> None:
     flags.draft(p, "a DFlash draft for the model, named as models are; or demo")
     flags.cache(p)
     flags.experts(p)
+    flags.prefixes(p)
     s = p.add_argument_group("server")
     s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
     s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")

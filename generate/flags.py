@@ -92,6 +92,18 @@ def expert_memory(g: Any) -> None:
     g.add_argument("--memory", metavar="SIZE", help="memory for everything, such as 16GB (default: what is free)")
 
 
+def prefixes(p: Parser) -> None:
+    g = p.add_argument_group("prefix cache (a prompt that begins as an earlier one is not read twice; the same text)")
+    g.add_argument(
+        "--cache-memory",
+        metavar="SIZE",
+        help="host memory for states of earlier prompts, such as 4GB; 0: none (default: a tenth of what is free, at "
+        "most 8GiB)",
+    )
+    g.add_argument("--cache-dir", metavar="DIR", help="a folder for such states, which outlive the process")
+    g.add_argument("--cache-disk", metavar="SIZE", help="most bytes in --cache-dir (default: 20GB)")
+
+
 def named_model(p: Parser) -> None:
     p.add_argument("named", nargs="?", metavar="MODEL", help=MODEL_HELP)
     p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")

@@ -6,9 +6,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,25 @@ from common.engine import Engine
 from common.errors import BimetalError
 from common.fit import context_that_fits
 from common.hub import resolve_model
+from common.models import Model
 from common.models.dflash import load_pair
 from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
 from common.pieces import Logprob, Piece, PieceParser
+from common.prefix_cache import PrefixCache
+from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
 from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
-from generate.backends import Placement, check_draft, leave_thread, open_model
+from common.turns import Render, turns_of
+from generate.backends import Placement, check_draft, choose, leave_thread, open_model
 from generate.caches import with_cache
 from generate.notebook import model_card
 from generate.owner import Owner
+from generate.prefixes import open_prefixes
 from generate.progress import PrefillBar
 from generate.spark import hot_experts
 from generate.streaming import opener, save_profile
@@ -67,12 +72,12 @@ class Prepared:
 
     tokens  of the prompt
     parser  makes what parses one reply; None: the reply is plain text
-    shared  tokens of the prompt that the next one will begin with, whatever the reply; None: all
+    turns   what a chat template shows of it
     """
 
     tokens: list[int]
     parser: Callable[[], ReplyParser] | None = None
-    shared: int | None = None
+    turns: Turns = field(default_factory=Turns)
 
 
 class LLM:
@@ -128,9 +133,18 @@ class LLM:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
         self.parallel = options.parallel or (PARALLEL if model.ops.joins else 1)
-        engine = Engine(model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue)
+        prefixes = self._open_prefixes(model, checkpoint, options)
+        engine = Engine(
+            model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue, prefixes=prefixes
+        )
         self._owner.turn = engine.turn
         return engine
+
+    def _open_prefixes(self, model: Model, checkpoint: Checkpoint, options: LoadOptions) -> PrefixCache | None:
+        checkpoints = [checkpoint, *([] if self.draft_path is None else [open_checkpoint(self.draft_path)])]
+        placed = options.devices, options.split, options.draft_device
+        facts = [choose(self.backend).what, *placed, options.fa_window, options.max_kv_size]
+        return open_prefixes(model, checkpoints, options, facts)
 
     def __repr__(self) -> str:
         return f"<LLM {self.path.name}: {self.architecture} on {self.backend}, context {self.context}>"
@@ -285,6 +299,8 @@ class LLM:
         self._engine.drain()
         stream = getattr(self._engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
+        if self._engine.prefixes is not None:
+            self._engine.prefixes.close()
         del self._engine
         if stream is not None:
             stream.close()
@@ -312,21 +328,14 @@ class LLM:
         return check_tokens(prompt, self.vocab_size)
 
     def _prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
-        """The prompt that the chat template writes. The next turn's prompt may begin with less than this prompt:
-        templates leave out what an assistant thought before."""
+        """The prompt that the chat template writes, and what the next turn repeats of it."""
         how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
-        prompt = self.tokenizer.chat_prompt(messages, options.tools, context=self.context, **how)
+        render: Render = partial(self.tokenizer.chat_prompt, tools=options.tools, **how)
+        prompt = render(messages, context=self.context)
         check_fits(len(prompt.tokens), self.context, self.trained_context)
         parser = partial(ReplyParser, prompt.template, prompt.text, options.tools)
-        try:
-            turn = {"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}
-            later = self.tokenizer.chat_prompt([*messages, *turn], options.tools, **how)
-        except BimetalError:  # nobody asked for that turn
-            return Prepared(prompt.tokens, parser)
-        pairs = zip(prompt.tokens, later.tokens, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        shared = 0 if later.text.startswith(prompt.text) else shared
-        return Prepared(prompt.tokens, parser, shared or len(prompt.tokens))
+        turns = turns_of(render, messages, prompt, self.tokenizer.end_ids, bool(options.tools))
+        return Prepared(prompt.tokens, parser, turns)
 
     def _replies(self, prompts: Sequence[Prepared], options: GenerationOptions) -> list[Reply]:
         """The replies to prompts, in their order; a few more than run at once wait in the engine's queue."""
@@ -367,7 +376,10 @@ class LLM:
 
             on_prefill = options.on_prefill or (prefill.update if self._progress and bar else None)
             how = replace(options, on_prefill=on_prefill)
-            self._engine.submit(Call(prompt.tokens, how, put_parsed, ended, cancel, prompt.shared))
+            turns = prompt.turns
+            marks = {turns.system: "system"}
+            call = Call(prompt.tokens, how, put_parsed, ended, cancel, turns.shared, marks, turns.replies)
+            self._engine.submit(call)
             self._running.add(cancel)
             self._owner.wake()
 

@@ -80,6 +80,7 @@ class FallbackState(State):
     def commit(self, path: Sequence[int] | np.ndarray) -> None:
         if list(path) != list(range(self.rows)):
             raise BimetalError(f"mlx-lm's caches keep all {self.rows} rows of a step, not {list(path)}")
+        self._note_long(self.rows)
         self.length += self.rows
         if self.rows > 1:  # a prefill chunk: bound the lazy graph
             mx.eval(_arrays(self.caches))
@@ -90,6 +91,7 @@ class FallbackState(State):
 
     def restore(self, snapshot: Snapshot) -> None:
         self.length, self.rows = snapshot.length, 0
+        self._forget_long()
         self.caches = [_copied(c) for c in snapshot.layers]
 
     @property

@@ -68,6 +68,9 @@ WRONG = {
     "template": ([("a", 1)], "x", {1: 2}, {"tools": []}, {"messages": []}, {"template": "x"}, {"self": 1}),
 }
 WRONG_LOADING = {
+    "cache_memory": (-1, 1.5, "some"),
+    "cache_dir": (5, ""),
+    "cache_disk": (0, "20 apples"),
     "backend": (5, b"numpy"),
     "ctx": (0, True, 1.5, "4096"),
     "progress": ("yes",),

@@ -1,0 +1,180 @@
+"""Chats over the prefix cache: how much of each turn is read, and that the text is the one of reading it all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import generate
+from common.demo import demo_path
+from common.prefix_cache import PrefixCache
+from generate.prefixes import fingerprint, memory_budget
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+THINKING = (  # earlier reasoning is left out
+    "{% for m in messages %}[{{ m.role }}]\n{{ m.content.split('</think>')[-1] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n<think>\n{% endif %}"
+)
+TEMPLATES = {"plain": PLAIN, "thinking": THINKING}
+CODE = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, 2))\n"
+
+
+def load(template="plain", parallel=1, **options):
+    llm = generate.load(str(demo_path()), backend="numpy", parallel=parallel, **options)
+    llm.tokenizer.chat_templates["default"] = TEMPLATES[template]
+    return llm
+
+
+def forget(llm):
+    """Empty the slots, so that what comes next is in the cache or is read."""
+    llm._submit(llm._engine.reset).result()
+
+
+def opening(topic, repeats):
+    system = {"role": "system", "content": f"You complete code about {topic}. " + CODE * repeats}
+    return [system, {"role": "user", "content": f"Begin with {topic}."}]
+
+
+def turn(llm, messages, number):
+    """The reply to `messages`, which get it and the next question; how many tokens were read."""
+    reply = llm.chat(messages, max_tokens=8, temperature=0, repetition_penalty=1)
+    stats = reply.stats
+    messages += [
+        {"role": "assistant", "content": f"hm {number}</think>{reply.text}" if number % 2 else reply.text},
+        {"role": "user", "content": f"And {number}? " + CODE},
+    ]
+    return reply.text, stats.prompt_tokens - stats.cached_tokens, stats
+
+
+def texts_without_cache(template, conversations, turns):
+    with load(template, cache_memory=0) as llm:
+        out = []
+        for messages in conversations:
+            replies = []
+            for number in range(turns):
+                forget(llm)
+                replies.append(turn(llm, messages, number)[0])
+            out.append(replies)
+        return out
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(("repeats", "turns"), [(16, 4), pytest.param(65, 20, marks=pytest.mark.slow)])
+def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_path):
+    """Each turn reads its own tokens alone; the text is that of a model without a cache."""
+    chats = [opening("lists", repeats), opening("graphs", repeats)]
+    replies = [[], []]
+
+    def run(llm, numbers, first):
+        for number in numbers:
+            for chat in range(2):
+                text, read, stats = turn(llm, chats[chat], number)
+                replies[chat].append(text)
+                assert read < 300 or number == first == 0, f"turn {number} of {chat}: {stats}"
+
+    with load(template, cache_dir=tmp_path, ctx=8192) as llm:
+        run(llm, range(turns - 1), 0)
+        assert llm._engine.prefixes.check() > 0
+    with load(template, cache_dir=tmp_path, ctx=8192) as again:
+        run(again, [turns - 1], turns - 1)
+    if repeats < 20:
+        alone = [opening("lists", repeats), opening("graphs", repeats)]
+        assert replies == texts_without_cache(template, alone, turns)
+
+
+def test_an_agent_that_sends_everything_again():
+    """Tool results, a repeated request, a changed last message, and the same system prompt in another conversation."""
+    messages = opening("files", 16)
+    with load(parallel=None) as llm:
+        turn(llm, messages, 0)
+        for number in range(1, 4):
+            messages += [{"role": "assistant", "content": "call()"}, {"role": "tool", "content": CODE}]
+            assert turn(llm, messages, number)[1] < 300
+        again = llm.chat(messages, max_tokens=3).stats
+        assert again.prompt_tokens - llm.chat(messages, max_tokens=3).stats.cached_tokens < 300
+        changed = [*messages[:-1], {"role": "user", "content": "Something else."}]
+        stats = llm.chat(changed, max_tokens=3).stats
+        assert stats.prompt_tokens - stats.cached_tokens < 300
+        assert stats.matched_tokens >= stats.cached_tokens
+        other = llm.chat([messages[0], {"role": "user", "content": "Hello!"}], max_tokens=3).stats
+        assert other.prompt_tokens - other.cached_tokens < 30
+
+
+@pytest.mark.parametrize("spec", ["off", "lookup"])
+def test_hits_have_the_bits_of_misses(spec):
+    """Logits behind a reply that was decoded, kept, restored and continued are those of reading everything."""
+    messages = opening("bits", 12)
+    with load() as warm, load(cache_memory=0) as cold:
+        for number in range(3):
+            kept = [dict(message) for message in messages]
+            turn(warm, messages, number)
+            forget(warm)
+            replies = []
+            forget(cold)
+            for llm in (warm, cold):
+                reply = llm.chat([*kept, *messages[len(kept) :]], max_tokens=6, temperature=0, logprobs=3, spec=spec)
+                replies.append([(lp.token, lp.logprob, lp.top) for lp in reply.logprobs])
+            assert replies[0] == replies[1]
+
+
+def test_branches_of_a_long_text():
+    """A text that leaves an earlier one in its middle is read from the last cut; the next such one finds that cut."""
+    random = np.random.default_rng(0)
+    with load() as llm:
+        ids = random.integers(10, 9000, 1600).tolist()
+        llm.generate(ids, max_tokens=2)
+        forget(llm)
+        first = llm.generate([*ids[:1200], *random.integers(10, 9000, 60).tolist()], max_tokens=2).stats
+        assert (first.cached_tokens, first.matched_tokens) == (0, 1200)
+        forget(llm)
+        other = [*ids[:1200], *random.integers(10, 9000, 60).tolist()]
+        reply = llm.generate(other, max_tokens=8, temperature=0, logprobs=0)
+        assert reply.stats.cached_tokens == 1024
+    with load(cache_memory=0) as cold:
+        assert cold.generate(other, max_tokens=8, temperature=0, logprobs=0).logprobs == reply.logprobs
+
+
+def test_the_share_of_memory(monkeypatch):
+    choice = generate.llm.LoadOptions()
+    monkeypatch.setattr("generate.prefixes.available_bytes", lambda: (10**9, "x"))
+    assert memory_budget(choice) == 10**8
+    monkeypatch.setattr("generate.prefixes.available_bytes", lambda: (10**12, "x"))
+    assert memory_budget(choice) == 8 << 30
+    assert memory_budget(replace(choice, cache_memory="1GB")) == 10**9
+    assert memory_budget(replace(choice, cache_memory=0)) == 0
+
+
+def test_what_changes_bits_changes_the_fingerprint(tmp_path):
+    from tiny_chat import write
+
+    from common.checkpoint import open_checkpoint
+    from common.kv_cache import CacheOptions
+    from common.models import load_model
+    from common.reference import NumpyOps
+
+    def named(folder, facts=("a card",), **changes):
+        checkpoint = open_checkpoint(folder)
+        return fingerprint(replace(load_model(checkpoint, NumpyOps()), **changes), [checkpoint], facts)
+
+    one, copy, tuned = (write(tmp_path / name, seed) for name, seed in (("one", 0), ("copy", 0), ("tuned", 1)))
+    base = named(one)
+    assert len(base) == 32
+    assert named(copy) == base
+    model = load_model(one, NumpyOps())
+    others = [
+        named(tuned),
+        named(one, ("another card",)),
+        named(one, cache=CacheOptions("f16", "f16")),
+        named(one, config=replace(model.config, rope=replace(model.config.rope, magnitude=2.0))),
+    ]
+    assert len({base, *others}) == 5
+
+
+def test_a_model_without_a_cache():
+    with load(cache_memory=0) as llm:
+        assert llm._engine.prefixes is None
+    with load() as llm:
+        assert isinstance(llm._engine.prefixes, PrefixCache)
