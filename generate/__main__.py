@@ -14,6 +14,7 @@ from generate.bench_options import (
     ModelBench,
     ServeBench,
     SpecBench,
+    StreamsBench,
     SyntheticBench,
     SyntheticSpecBench,
     SyntheticWindowBench,
@@ -147,7 +148,16 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _bench(options: BenchOptions) -> int:
-    from generate import bench, bench_log, bench_serve, bench_spec, bench_synthetic, bench_synthetic_spec, bench_wedlm
+    from generate import (
+        bench,
+        bench_log,
+        bench_serve,
+        bench_spec,
+        bench_streams,
+        bench_synthetic,
+        bench_synthetic_spec,
+        bench_wedlm,
+    )
 
     if options.log:
         bench_log.check_log(Path(options.log))
@@ -162,6 +172,8 @@ def _bench(options: BenchOptions) -> int:
             return bench_synthetic_spec.run(options)
         case SyntheticWindowBench():
             return bench_wedlm.run(options)
+        case StreamsBench():
+            return bench_streams.run(options)
         case ServeBench():
             return bench_serve.run(options)
     raise AssertionError(options)

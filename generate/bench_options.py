@@ -129,6 +129,28 @@ class SyntheticWindowBench(BenchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamsBench(BenchOptions):
+    """Several replies at once, of a model or of real shapes with random weights."""
+
+    job = "--streams"
+    streams: Sequence[int]
+    model: str = "demo"
+    synthetic: str | None = None
+    draft: str | None = None
+    draft_device: int | None = None
+    contexts: Sequence[int] = (128,)
+    new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        _refuse_all(self)
+        _at_least("--new-tokens", self.new_tokens, 2)
+        if self.synthetic is not None and self.draft is not None:
+            raise UsageError("--streams takes --synthetic or --draft: random weights accept next to nothing")
+        if len(self.contexts) > 1:
+            raise UsageError("--streams takes one of --contexts")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeBench(BenchOptions):
     """Requests to a server.
 
@@ -159,6 +181,7 @@ JOBS: tuple[type[BenchOptions], ...] = (
     SyntheticBench,
     SyntheticSpecBench,
     SyntheticWindowBench,
+    StreamsBench,
     ServeBench,
 )
 

@@ -23,6 +23,7 @@ from generate.bench_options import (
     ModelBench,
     ServeBench,
     SpecBench,
+    StreamsBench,
     SyntheticBench,
     SyntheticSpecBench,
     SyntheticWindowBench,
@@ -280,6 +281,7 @@ def _bench_options(args: argparse.Namespace) -> BenchOptions:
     if args.synthetic is not None:
         job = SyntheticBench if args.draft is None else SyntheticSpecBench
         job = SyntheticWindowBench if args.wedlm else job
+    job = job if args.streams is None else StreamsBench
     job = job if args.serve is None else ServeBench
     takes = {each: {f.name for f in fields(each)} for each in JOBS}
     known = set().union(*takes.values())
@@ -298,7 +300,7 @@ def _bench(p: Parser) -> None:
         "--contexts",
         type=values.counts,
         metavar="N,N",
-        help="prompt tokens of each row (default: 128,512,2048; with a synthetic draft 128, with --wedlm 512)",
+        help="prompt tokens of each row (default: 128,512,2048; with --streams or a synthetic draft 128, --wedlm 512)",
     )
     p.add_argument(
         "--synthetic",
@@ -319,6 +321,12 @@ def _bench(p: Parser) -> None:
     )
     p.add_argument(
         "--wedlm", action="store_true", default=None, help="with --synthetic: steps of a WeDLM window and their choice"
+    )
+    p.add_argument(
+        "--streams",
+        type=values.counts,
+        metavar="N,N",
+        help="so many replies at once, such as 1,4,16: their speed, the first token, the time between tokens",
     )
     p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
     p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")

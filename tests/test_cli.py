@@ -290,6 +290,17 @@ def test_bench_of_all_backends_is_one_table(folder, capsys):
     assert "--backend all goes with a model alone, not with --peer" in capsys.readouterr().err
 
 
+def test_bench_of_streams(run, tmp_path):
+    """Tokens per second of several replies at once, and the times that their readers see."""
+    log = tmp_path / "rows.tsv"
+    code, out, _ = run("bench", "--streams", "1,3", "--contexts", "8", "--new-tokens", "4", "--log", str(log))
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[0] for line in lines[-2:]] == ["1", "3"]
+    assert all(float(number) > 0 for line in lines[-2:] for number in line)
+    assert [line.split("\t")[9] for line in log.read_text().splitlines()] == ["decoder", "1 streams", "3 streams"]
+
+
 @pytest.mark.parametrize("flag", ["--rows", "--prefill", "--prompts", "--budgets", "--tree-topk", "--draft-device"])
 def test_flags_of_another_bench_are_refused(flag, run):
     code, _, err = run("bench", flag, "3")

@@ -1,0 +1,160 @@
+"""`python -m generate bench --streams 1,4,16`: several replies at once, of a model or of synthetic weights."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from common.checkpoint import open_checkpoint
+from common.demo import demo_path
+from common.engine import Engine
+from common.hub import resolve_model
+from common.models import Model
+from common.models.dflash import load_pair
+from common.options import GenerationOptions
+from common.pieces import Piece
+from common.sequence import Call
+from generate.backends import open_model, placement_of
+from generate.bench_log import environment, log, machine, note
+from generate.bench_options import StreamsBench, SyntheticBench
+from generate.bench_serve import percentile
+from generate.bench_synthetic import open_synthetic
+from generate.caches import with_cache
+from generate.timing import announced
+
+WARM_TOKENS = 8  # of the first run, in which a backend compiles and captures
+AHEAD = 32  # tokens that a reply may be ahead of the last one to begin, for each stream
+
+
+class EveryToken:
+    """A tokenizer whose every token is a piece of text, and none an end."""
+
+    end_ids: frozenset[int] = frozenset()
+    vocab_size = 2**31
+
+    def decoder(self) -> Any:
+        return SimpleNamespace(push=lambda token: "x")
+
+
+@dataclass
+class Stream:
+    """When a call was made, and when each of its tokens came, in seconds."""
+
+    called: float
+    cancel: threading.Event = field(default_factory=threading.Event)
+    tokens: list[float] = field(default_factory=list)
+    errors: deque[BaseException] = field(default_factory=deque)
+
+    def put(self, piece: Piece) -> None:
+        if piece.text:
+            self.tokens.append(time.perf_counter())
+
+    def ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.errors.append(error)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Tokens per second of all streams while all decode; seconds to each first token, and between tokens."""
+
+    tps: float
+    first: list[float]
+    gaps: list[float]
+
+
+def run(options: StreamsBench) -> int:
+    """Print what each number of streams delivers."""
+    context, most = options.contexts[0], max(options.streams)
+    capacity = context + options.new_tokens + AHEAD * most
+    model = _model(options, capacity)
+    name = model.ops.name
+    print(f"{options.synthetic or options.model} on {name}, {machine(name)}")
+    print(f"prompts of {context} tokens, called at once; {options.new_tokens} tokens of the last to begin")
+    head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms"
+    print("{:>8} {:>9} {:>9} {:>10} {:>9} {:>9} {:>9}".format(*head))
+    rows = []
+    for count in options.streams:
+        tokenizer: Any = EveryToken()
+        engine = Engine(model, tokenizer, capacity, count)
+        with announced(f"{count} streams"):
+            measure(engine, count, context, WARM_TOKENS)
+            engine.reset()
+            result = measure(engine, count, context, options.new_tokens)
+        times = [1e3 * percentile(values, p) for values in (result.first, result.gaps) for p in (50, 95)]
+        print(
+            f"{count:8} {result.tps:9.1f} {result.tps / count:9.1f} {times[0]:10.1f} {times[1]:9.1f} "
+            f"{times[2]:9.2f} {times[3]:9.2f}",
+            flush=True,
+        )
+        rows.append(
+            environment(name)
+            | {
+                "model": options.synthetic or options.model,
+                "decoder": f"{count} streams",
+                "context": context,
+                "prompt_tokens": context,
+                "new_tokens": options.new_tokens,
+                "runs": 1,
+                "decode_tps_median": f"{result.tps:.1f}",
+                "peak_gb": f"{model.ops.peak_bytes() / 1e9:.2f}",
+                "verdict": options.verdict,
+                "note": "first token p50/p95 {:.1f}/{:.1f} ms, gaps {:.2f}/{:.2f} ms; ".format(*times) + note(options),
+            }
+        )
+        del engine
+    if options.log:
+        log(Path(options.log), rows)
+    return 0
+
+
+def _model(options: StreamsBench, capacity: int) -> Model:
+    if options.synthetic is not None:
+        shapes = SyntheticBench(
+            synthetic=options.synthetic,
+            backend=options.backend,
+            devices=options.devices,
+            split=options.split,
+            cache=options.cache,
+            contexts=options.contexts,
+        )
+        return open_synthetic(shapes, capacity)
+    checkpoint = open_checkpoint(resolve_model(options.model))
+    model = open_model(checkpoint, options.backend, progress=True, placement=placement_of(options))
+    model = with_cache(model, options.cache, capacity)
+    if options.draft is None:
+        return model
+    draft = demo_path("draft") if options.draft == "demo" else resolve_model(options.draft)
+    return load_pair(draft, model, True)
+
+
+def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result:
+    """`count` calls at once, which go on until the last of them to begin has `new_tokens` tokens."""
+    random = np.random.default_rng(0)
+    streams: list[Stream] = []
+    for _ in range(count):
+        stream = Stream(time.perf_counter())
+        prompt = random.integers(0, engine.model.config.vocab, context).tolist()
+        engine.submit(Call(prompt, GenerationOptions(), stream.put, stream.ended, stream.cancel))
+        streams.append(stream)
+    while engine.turn():
+        if all(len(stream.tokens) >= new_tokens for stream in streams):
+            break
+    for stream in streams:
+        stream.cancel.set()
+    engine.drain()
+    for stream in streams:
+        if stream.errors:
+            raise stream.errors[0]
+    began = max(stream.tokens[0] for stream in streams)
+    ended = min(stream.tokens[-1] for stream in streams)
+    together = sum(began < at <= ended for stream in streams for at in stream.tokens)
+    gaps = [b - a for stream in streams for a, b in pairwise(at for at in stream.tokens if at >= began)]
+    first = [stream.tokens[0] - stream.called for stream in streams]
+    return Result(together / max(ended - began, 1e-9), first, gaps)
