@@ -250,7 +250,7 @@ def _parse_arguments(call: Any, at: int) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call  # what a model wrote need not be JSON; a template may still print it
     if not isinstance(arguments, dict):
         return call

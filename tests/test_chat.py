@@ -276,3 +276,10 @@ def test_the_callers_messages_are_left_alone():
 def test_bad_messages(message, error):
     with pytest.raises(BimetalError, match=error):
         render(PLAIN, [message])
+
+
+def test_arguments_that_are_nested_too_deeply_stay_text():
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments | length }}"
+    assert render(template, messages) == "100000"

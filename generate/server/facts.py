@@ -51,7 +51,8 @@ class Facts:
 
     @property
     def takes_tools(self) -> bool:
-        return "tools" in self.template or "tool_use" in self.tokenizer.chat_templates
+        """Whether conversations may have tools: templates without a place for them get them as text."""
+        return bool(self.template)
 
 
 def facts_of(llm: LLM, name: str) -> Facts:
