@@ -1,6 +1,7 @@
 """The calibrated window of a WeDLM model: a small JSON file beside the model, which `generate calibrate` writes."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def write(model: Path, found: Calibration) -> Path:
     """Keep a calibration beside the model; returns the file. Raises OSError."""
     window = found.window
     values = dict(zip(VALUES, (window.window, window.tau, window.penalty), strict=True))
+    if window.checks:
+        values["sure"] = window.sure
     rest = {name: value for name, value in asdict(found).items() if name != "window"}
     rewrite(place(model), json.dumps(values | rest, indent=1) + "\n")
     return place(model)
@@ -56,7 +59,7 @@ def read(model: Path) -> Calibration | None:
         window, tau, penalty, agreement, length = (float(card[name]) for name in (*VALUES, *MEASURED))
         if not window.is_integer():
             raise ValueError(f"window is {window:g}")
-        options = WedlmOptions(int(window), tau, penalty)
+        options = WedlmOptions(int(window), tau, penalty, sure=float(card.get("sure", math.inf)))
     except KeyError as error:
         raise BimetalError(f"{file} is not a calibration: it has no {error}; calibrate again") from None
     except (UsageError, TypeError, ValueError) as error:

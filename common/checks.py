@@ -1,5 +1,6 @@
 """What a call asks for, checked before anything runs: token ids, the speculative mode and its options."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,9 +50,13 @@ def default_spec(model: Any) -> str:
     return "off" if getattr(model.config, "mask_id", None) is None else "wedlm"
 
 
-def default_window(model: Any) -> WedlmOptions:
-    """The window of `model` where none is chosen: as calibrated, else the preset `balanced`."""
-    return getattr(model, "window", PRESETS["balanced"])
+def default_window(model: Any, greedy: bool = True) -> WedlmOptions:
+    """The window of `model` where none is chosen: as calibrated, else the preset `balanced`.
+
+    greedy  whether the likeliest token is taken; a calibrated window confirms its masks only then
+    """
+    window: WedlmOptions = getattr(model, "window", PRESETS["balanced"])
+    return window if greedy else replace(window, sure=math.inf)
 
 
 def speculation_of(options: GenerationOptions, default: str, window: WedlmOptions = PRESETS["balanced"]) -> Speculation:

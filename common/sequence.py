@@ -93,8 +93,9 @@ class Sequence:
         if (most := max(call.options.logit_bias or (), default=0)) >= model.config.vocab:
             raise UsageError(f"logit_bias has the token id {most}; the vocabulary has {model.config.vocab}")
         target.check_fits(len(self.prompt))
-        self.speculation = speculation_of(call.options, default_spec(model), default_window(model))
         self.sampler = Sampler(call.options, self.prompt)
+        window = default_window(model, self.sampler.is_argmax)
+        self.speculation = speculation_of(call.options, default_spec(model), window)
         check(self.speculation, model, self.sampler)
         self.text, self.detokenizer = StopText(call.options.stop), target.tokenizer.decoder()
         self.priority, self.arrival, self.waited, self.skips = call.priority, 0, 0, 0

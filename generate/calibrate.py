@@ -63,9 +63,13 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
 
 def table(points: Sequence[Point], chosen: Point | None) -> None:
     """The points, those of most tokens per forward first."""
-    form = "{:>6} {:>5} {:>6} {:>16} {:>10} {:>14} {:>10}{}"
-    print(form.format("window", "tau", "lambda", "agreement", "nats/token", "tokens/forward", "rows/token", ""))
+    form = "{:>6} {:>5} {:>6} {:>5} {:>16} {:>10} {:>14} {:>10}{}"
+    print(form.format("window", "tau", "lambda", "sure", "agreement", "nats/token", "tokens/forward", "rows/token", ""))
     for p in sorted(points, key=lambda p: -p.tokens_per_forward):
         o, agreement, mark = p.options, f"{p.agreement:.2%} ± {p.error:.2%}", "  <" if p is chosen else ""
         figures = (f"{p.nats_per_token:.3f}", f"{p.tokens_per_forward:.2f}", f"{p.stats.rows_per_token:.2f}")
-        print(form.format(o.window, f"{o.tau:g}", f"{o.penalty:g}", agreement, *figures, mark))
+        print(
+            form.format(
+                o.window, f"{o.tau:g}", f"{o.penalty:g}", f"{o.sure:g}" if o.checks else "", agreement, *figures, mark
+            )
+        )

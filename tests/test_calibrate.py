@@ -98,7 +98,12 @@ def test_the_grid_leaves_out_windows_without_effect():
     reach = grid([8, 16, 32], [0.4], [0.05])
     assert reach == [WedlmOptions(8, 0.4, 0.05)]
     assert [o.window for o in grid([8, 16, 32], [0.6], [0.05])] == [8, 16]
-    assert [o.window for o in grid([16, 8], [0.6], [0.0])] == [8, 16]
+    assert grid([16, 8], [0.6], [0.0, 0.1]) == [
+        WedlmOptions(8, 0.6, 0.0),
+        WedlmOptions(8, 0.6, 0.1),
+        WedlmOptions(16, 0.6, 0.0),
+        WedlmOptions(16, 0.6, 0.0, sure=0.1),
+    ]
 
 
 def test_prompts_are_spread_over_the_text():
@@ -149,6 +154,20 @@ def test_replies_take_it_and_flags_replace_it(model):
         assert (stats.rows, stats.fills) == rows["balanced"]
 
 
+def test_a_calibrated_window_confirms_with_greedy_decoding_alone(model):
+    kept = WedlmOptions(16, 2.0, 0.0, sure=0.0)
+    file = calibration.write(model, calibration.Calibration(kept, 1.0, 1.0, "text"))
+    assert json.loads(file.read_text())["sure"] == 0.0
+    assert calibration.read(model).window == kept
+    with generate.load(str(model), backend="numpy") as llm:
+        story = STORIES[0]
+        plain = llm.generate(story, max_tokens=30, spec="off")
+        assert llm.generate(story, max_tokens=30).tokens == plain.tokens
+        drawn = llm.generate(story, max_tokens=30, temperature=1.0, seed=1)
+        flags = {"wedlm_window": 16, "wedlm_tau": 2.0, "wedlm_lambda": 0.0, "wedlm_preset": "balanced"}
+        assert drawn.tokens == llm.generate(story, max_tokens=30, temperature=1.0, seed=1, **flags).tokens
+
+
 def test_a_folder_keeps_it_inside_and_quantizing_leaves_it_behind(tmp_path):
     assert calibration.place(tmp_path) == tmp_path / "wedlm.json"
     assert calibration.window_beside(tmp_path) == PRESETS["balanced"]
@@ -163,6 +182,10 @@ def test_a_folder_keeps_it_inside_and_quantizing_leaves_it_behind(tmp_path):
         ("{", "wedlm.json"),
         ('{"window": 8, "tau": 0.4}', "it has no 'lambda'"),
         ('{"window": 8.5, "tau": 0.4, "lambda": 0, "agreement": 1, "tokens_per_forward": 1}', "window is 8.5"),
+        (
+            '{"window": 8, "tau": 0, "lambda": 0, "sure": -1, "agreement": 1, "tokens_per_forward": 1}',
+            "wedlm_sure is -1",
+        ),
         ('{"window": 0, "tau": 0.4, "lambda": 0, "agreement": 1, "tokens_per_forward": 1}', "wedlm_window is 0"),
         ('{"window": 8, "tau": NaN, "lambda": 0, "agreement": 1, "tokens_per_forward": 1}', "wedlm.json"),
         ('{"window": 1e999, "tau": 1, "lambda": 0, "agreement": 1, "tokens_per_forward": 1}', "wedlm.json"),

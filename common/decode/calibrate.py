@@ -6,9 +6,9 @@ differs counts once, whatever follows it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -22,6 +22,7 @@ from common.ops import Array
 from common.sampling import Sampler, Sampling
 from common.step import State, Step
 
+SURE = 0.1  # nats from which a fill is confirmed
 WINDOWS, TAUS, PENALTIES = (8, 16), (0.1, 0.2, 0.4, 0.6, 0.9), (0.02, 0.05, 0.1)
 
 
@@ -61,14 +62,19 @@ class Point:
         return self.stats.tokens_per_forward
 
 
-def grid(windows: Iterable[int], taus: Iterable[float], penalties: Iterable[float]) -> list[WedlmOptions]:
-    """All combinations but windows that reach no further than a smaller one: no mask beyond tau / lambda passes."""
+def grid(windows: Sequence[int], taus: Sequence[float], penalties: Sequence[float]) -> list[WedlmOptions]:
+    """All combinations but windows that reach no further than a smaller one: no mask beyond tau / lambda passes.
+
+    At the end those of the largest window and the smallest lambda again, with what they are not sure of confirmed.
+    """
     kept: dict[tuple[int, float, float], WedlmOptions] = {}
     for window, tau, penalty in product(sorted(windows), taus, penalties):
         options = WedlmOptions(window, tau, penalty)
         reach = window if penalty == 0 or tau == math.inf else min(window, max(1, math.ceil(tau / penalty)))
         kept.setdefault((reach, tau, penalty), options)
-    return list(kept.values())
+    settings = list(kept.values())
+    checked = [replace(o, sure=SURE) for o in settings if o.penalty == min(penalties) and o.window == max(windows)]
+    return settings + checked
 
 
 def cut_prompts(ids: Sequence[int], size: int, most: int) -> list[list[int]]:

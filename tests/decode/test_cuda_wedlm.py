@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
-from wedlm_simulator import simulate
+from wedlm_simulator import simulate, simulate_checked
 
 from common.decode.alone import run_alone
 from common.decode.run import Run
@@ -159,22 +159,35 @@ def test_filled_slots_after_a_mask_are_not_committed(model):
     assert rows[2] > 5e-2
 
 
-@pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (4, 0.0, 0.02), (5, 100.0, 0.0)])
-@pytest.mark.parametrize("limit", [None, 6 + KEEP])
-def test_tokens_are_a_simulators_without_a_cache(limit, window, tau, penalty, model):
-    """The procedure in its natural order, over forwards of the whole text from an empty state; a bounded cache too."""
-    model = model if limit is None else bounded(model, limit)
+def whole_text(model):
+    """Forwards of the whole text from an empty state, in its natural order, as the simulators call them."""
 
     def forward(tokens, positions, _):
         order = np.argsort(tokens == MASK, kind="stable")
         parents, slots = np.arange(-1, len(tokens) - 1, dtype=np.int32), np.zeros(len(tokens), np.int32)
         step = Step(tokens[order].astype(np.int32), positions[order].astype(np.int32), parents, slots)
         logits = model.ops.read(model.forward(model.new_state(64), step))
-        return logits[np.argsort(order)]
+        return logits[np.argsort(order)].astype(np.float64)
 
-    expected, fills = simulate(forward, PROMPT, 14, window, tau, penalty, MASK)
+    return forward
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (4, 0.0, 0.02), (5, 100.0, 0.0)])
+@pytest.mark.parametrize("limit", [None, 6 + KEEP])
+def test_tokens_are_a_simulators_without_a_cache(limit, window, tau, penalty, model):
+    """The procedure in its natural order, over forwards of the whole text from an empty state; a bounded cache too."""
+    model = model if limit is None else bounded(model, limit)
+    expected, fills = simulate(whole_text(model), PROMPT, 14, window, tau, penalty, MASK)
     out, _, counts, _ = decoded(model, PROMPT, 14, WedlmOptions(window, tau, penalty))
     assert (out, counts.fills) == (expected, fills)
+
+
+@pytest.mark.parametrize("sure", [0.0, 4.2])
+def test_checked_windows_are_the_simulators(sure, model):
+    expected, fills = simulate_checked(whole_text(model), PROMPT, 14, 6, 4.4, 0.02, sure, MASK)
+    out, _, counts, state = decoded(model, PROMPT, 14, WedlmOptions(6, 4.4, 0.02, sure=sure), unread=1)
+    assert (out, counts.fills) == (expected, fills)
+    assert state.length < len(PROMPT) + 14
 
 
 def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
