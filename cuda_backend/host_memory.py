@@ -23,7 +23,7 @@ class HostMemory:
             self.address: int = cupy.cuda.runtime.hostAlloc(max(nbytes, 1), PORTABLE | MAPPED)
         except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             raise BimetalError(f"the host cannot pin {nbytes / 1e9:.2f} GB more for {what}: {error}") from None
-        weakref.finalize(self, cupy.cuda.runtime.freeHost, self.address)
+        weakref.finalize(self, cupy.cuda.runtime.freeHost, self.address).atexit = False  # the system is faster then
         self.nbytes = nbytes
 
     def rate(self, stream: Stream) -> float:

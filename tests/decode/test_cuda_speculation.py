@@ -14,6 +14,8 @@ from common.decode.run import DecodeStats, Run
 from common.decode.speculative import check
 from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, NotFiniteError, UsageError
+from common.fit import predict_stacks
+from common.hot_experts import HotExperts, hot_sizes
 from common.models import load_model
 from common.models.dflash import load_pair
 from common.reference import NumpyOps
@@ -113,6 +115,25 @@ def test_every_family_is_a_target(name, kind, tmp_path):
     folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")
     prompt = tiny.golden(name)["ids"][:12].tolist()
     assert_plain(load_pair(folder, target), prompt, 24, Speculation(kind, 40, top_k=32))
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "laguna", "glm"])
+def test_trees_with_cold_experts(name, tmp_path):
+    """With a random draft, and some of the target's experts in slots: the text of the resident target."""
+    checkpoint, whole = tiny.checkpoint(name), load_model(tiny.checkpoint(name), CudaOps())
+    c, layers = whole.config, len(whole.layout.layers)
+    sizes = hot_sizes(predict_stacks(checkpoint, whole.layout, whole.ops), c.experts.count)
+    ops = CudaOps(HotExperts((sizes.least + sizes.whole) // 2, c.experts.top_k))
+    folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")
+    prompt, texts = tiny.golden(name)["ids"][:12].tolist(), []
+    for model, how in ((whole, Speculation("off")), (load_model(checkpoint, ops), Speculation("lookup+tree", 20))):
+        pair = load_pair(folder, model)
+        state, logits = prefilled(pair, prompt)
+        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), prompt, how, None, DecodeStats()))
+        texts.append([next(tokens)[0] for _ in range(24)])
+        tokens.close()
+    assert texts[0] == texts[1]
+    assert ops.context.experts.stats().misses > 0
 
 
 def assert_plain(pair, prompt, new, speculation, sampling=None):
