@@ -215,7 +215,8 @@ def test_a_file_that_is_none(text, message, tmp_path):
         ),
     ],
 )
-def test_refusals(flags, code, message, model, prompts, tmp_path, capsys):
+def test_refusals(flags, code, message, model, prompts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("common.decode.calibrate.SURE", float("inf"))  # else one point agrees even on a story
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     names = {"EMPTY": tmp_path / "empty.txt", "BINARY": tmp_path / "binary.txt", "PROMPTS": prompts}
