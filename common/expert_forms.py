@@ -77,8 +77,8 @@ class SlotMemory(Protocol):
     def buffers(self, layer: int, slot: int) -> list[np.ndarray]:
         """Contiguous bytes to fill, one per run of the layer's form: the slot's own where it holds stored bytes."""
 
-    def landed(self, layer: int, slot: int, buffers: Sequence[np.ndarray]) -> None:
-        """Make the slot's expert of filled buffers; called from reading threads. Raises BimetalError."""
+    def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Make the slot's expert of the tensors in filled buffers; called from reading threads. Raises BimetalError."""
 
     def settle(self) -> None:
         """Wait until everything has been computed that reads slots."""

@@ -6,6 +6,7 @@ computes cold experts, or copies them, while the GPU computes the others; a laye
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,11 @@ def rate_at(mixture: Mixture, machine: Machine, budget: int, hits: float, cached
     return Rate(budget, hits, cached, mixture.layers * compute, mixture.layers * wait)
 
 
-def plan(mixture: Mixture, machine: Machine, budget: int, share: "Hits") -> Rate:
-    """Predict the rate with `budget` bytes of experts in memory; the system's cache holds more in what is left."""
+def plan(mixture: Mixture, machine: Machine, budget: int, share: Callable[[float], float]) -> Rate:
+    """Predict the rate with `budget` bytes of experts in memory; the system's cache holds more in what is left.
+
+    share  the share of chosen experts that a share of the experts' bytes answers
+    """
     left = 0.0 if machine.host else machine.memory - SYSTEM - mixture.fixed_bytes - budget
     hits = share(min(1.0, budget / mixture.total))
     both = share(min(1.0, (budget + max(0.0, left)) / mixture.total))

@@ -83,7 +83,7 @@ class ExpertCounters:
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
         """Return what was counted, or what was counted since `before`."""
-        p50, p95 = np.percentile(self.reads, (50, 95)) if self.reads else (0.0, 0.0)
+        p50, p95 = np.percentile(list(self.reads), (50, 95)) if self.reads else (0.0, 0.0)
         counts = ("tokens", "hits", "misses", "bytes_read", "evictions", "prefetched")
         since = {name: getattr(self, name) - (getattr(before, name) if before else 0) for name in counts}
         waits = tuple((self.waits - (before.waits if before else 0)).tolist())

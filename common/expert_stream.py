@@ -13,11 +13,12 @@ from functools import partial
 import numpy as np
 
 from common.expert_files import ExpertSource, expert_matrices
-from common.expert_forms import ExpertForm, SlotMemory, Streamed
+from common.expert_forms import ExpertForm, SlotMemory, Streamed, filled
 from common.expert_profile import Profile
 from common.expert_stats import ExpertStats
-from common.experts import Load, Residency
+from common.experts import Key, Load, Residency
 from common.ops import Ops
+from common.quants import check_scales
 from common.weights import Layout, Matrix
 
 THREADS = 8  # reads at a time: what keeps an SSD's queue busy
@@ -32,6 +33,7 @@ class ExpertStream:
         self._reads: dict[Load, Future[float]] = {}
         self._latest: dict[int, list[int]] = {}  # experts that the last step chose, by layer
         self._layer = -1  # of the last fetch
+        self._checked: set[Key] = set()  # experts whose scales are finite
 
     def handles(self, layout: Layout) -> dict[Matrix, Streamed]:
         """What stands for the experts' weights in a model."""
@@ -96,7 +98,12 @@ class ExpertStream:
         (layer, expert), slot = load.key, load.slot
         buffers = self.memory.buffers(layer, slot)
         self.source.read(layer, expert, buffers)
-        self.memory.landed(layer, slot, buffers)
+        tensors = filled(self.source.forms[layer].tensors, buffers)
+        if load.key not in self._checked:  # once: the file is the same afterwards
+            for tensor in tensors:
+                check_scales(tensor)
+            self._checked.add(load.key)
+        self.memory.landed(layer, slot, tensors)
         return time.perf_counter() - started
 
     def _wait(self, loads: Sequence[Load]) -> None:

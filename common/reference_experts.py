@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from common.expert_forms import ExpertForm, filled
-from common.quants import check_scales, dequantize
+from common.quants import dequantize
 from common.tensors import Tensor
 
 
@@ -23,9 +23,8 @@ class NumpySlots:
         form = self._forms[layer]
         return np.split(self._rows[form.kind][slot], np.cumsum(form.sizes)[:-1])
 
-    def landed(self, layer: int, slot: int, buffers: Sequence[np.ndarray]) -> None:
-        for tensor in filled(self._forms[layer].tensors, buffers):
-            check_scales(tensor)
+    def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: slots hold stored bytes."""
 
     def settle(self) -> None:
         """Do nothing: NumPy has computed."""

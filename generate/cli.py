@@ -267,6 +267,9 @@ def _plan(p: Parser) -> None:
     )
     p.add_argument("--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: several)")
     p.add_argument("--expert-profile", metavar="FILE", help="how often each expert was used (default: --skew)")
+    p.add_argument(
+        "--trace", metavar="FILE", help="the experts that a text's tokens chose, one after the other (default: --skew)"
+    )
     p.add_argument("--skew", type=values.number, metavar="X", help="exponent of Zipf's law of their use (default: 0.9)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
 

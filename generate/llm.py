@@ -21,6 +21,7 @@ from common.checks import check_fits, check_tokens, default_spec, speculation_of
 from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError
+from common.expert_stats import ExpertStats
 from common.fit import context_that_fits
 from common.hub import resolve_model
 from common.models import Model
@@ -293,6 +294,13 @@ class LLM:
             self._shut()
             if freed.done():
                 freed.result()
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """What experts have cost so far that are read while the model runs; None where all of them are in memory."""
+        engine = getattr(self, "_engine", None)
+        stream = None if engine is None else getattr(engine.model, "expert_stream", None)
+        return None if stream is None else stream.stats()
 
     def _free(self) -> None:
         """Drop the model, and write what its experts were used for, where a file is named for that."""

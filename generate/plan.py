@@ -2,7 +2,9 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from common.amounts import parse_size
@@ -11,7 +13,6 @@ from common.errors import BimetalError, UsageError
 from common.expert_plan import (
     MIXTURES,
     SKEW,
-    Hits,
     Machine,
     Mixture,
     budgets,
@@ -25,14 +26,17 @@ from common.expert_plan import (
 from common.expert_profile import read_profile
 from common.hub import resolve_model
 from common.models import architecture
+from common.routing import read_trace
 from common.storage import state_bytes
 
 TOKENS, ITEM_BYTES = 4096, 2  # of the context whose states stay in memory, in a 16-bit type
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.expert_profile is not None and args.skew is not None:
-        raise UsageError("--expert-profile and --skew exclude each other; a profile has the skew of its traffic")
+    given = [name for name in ("expert_profile", "trace", "skew") if getattr(args, name) is not None]
+    if len(given) > 1:
+        one, other = (f"--{name.replace('_', '-')}" for name in given[:2])
+        raise UsageError(f"{one} and {other} exclude each other; each describes the traffic")
     mixture, machine = _mixture(args.model), read_machine(args.machine)
     hits, traffic = _hits(args, mixture)
     sizes = _budgets(args.expert_cache, mixture, machine)
@@ -66,8 +70,13 @@ def _mixture(name: str) -> Mixture:
     return mixture_of(checkpoint, definition.layout(config, checkpoint), config, states)
 
 
-def _hits(args: argparse.Namespace, mixture: Mixture) -> tuple[Hits, str]:
+def _hits(args: argparse.Namespace, mixture: Mixture) -> tuple[Callable[[float], float], str]:
     """Hits by share of the experts, and what they follow from."""
+    if args.trace is not None:
+        trace = read_trace(Path(args.trace)).over(mixture.layers, mixture.experts, mixture.used)
+        return cache(
+            lambda share: trace.lru_hits(share) if share > 0 else 0.0
+        ), f"use as traced in {args.trace}, by LRU"
     if args.expert_profile is None:
         skew = SKEW if args.skew is None else args.skew
         if not 0 <= skew <= 3:

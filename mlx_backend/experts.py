@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from common.errors import BimetalError
-from common.expert_forms import ExpertForm, components, filled
-from common.quants import check_scales, dequantize, floats
+from common.expert_forms import ExpertForm, components
+from common.quants import dequantize, floats
 from common.tensors import Tensor
 from mlx_backend.quantized import fill_blocks, new_blocks
 from mlx_backend.quantized import filled as zeros
@@ -33,18 +33,17 @@ class MlxSlots:
     """Slots of experts of one or more kinds. `last` is what has been computed with them most recently."""
 
     def __init__(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int], dtype: mx.Dtype):
-        self._forms = forms
+        self._kind_of = {layer: form.kind for layer, form in forms.items()}
         by_kind: dict[Hashable, ExpertForm] = {form.kind: form for form in forms.values()}
         self._kinds = {kind: _Kind(by_kind[kind], count, dtype) for kind, count in slots.items()}
         self.nbytes = sum(count * expert_bytes(by_kind[kind], dtype) for kind, count in slots.items())
         self.last: mx.array | None = None
 
     def buffers(self, layer: int, slot: int) -> list[np.ndarray]:
-        return self._kinds[self._forms[layer].kind].buffers(slot)
+        return self._kinds[self._kind_of[layer]].buffers(slot)
 
-    def landed(self, layer: int, slot: int, buffers: Sequence[np.ndarray]) -> None:
-        form = self._forms[layer]
-        self._kinds[form.kind].landed(filled(form.tensors, buffers), slot)
+    def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
+        self._kinds[self._kind_of[layer]].landed(tensors, slot)
 
     def settle(self) -> None:
         if self.last is not None:
@@ -52,7 +51,7 @@ class MlxSlots:
             self.last = None
 
     def matrices(self, layer: int) -> tuple[SlotWeight, SlotWeight]:
-        gate_up, down = self._kinds[self._forms[layer].kind].weights
+        gate_up, down = self._kinds[self._kind_of[layer]].weights
         return SlotWeight(gate_up, self), SlotWeight(down, self)
 
 
@@ -96,7 +95,6 @@ class _Kind:
 
     def landed(self, tensors: Sequence[Tensor], slot: int) -> None:
         for tensor, place in zip(tensors, self._places, strict=True):
-            check_scales(tensor)
             place.put(tensor, slot)
 
 

@@ -87,6 +87,21 @@ def test_counters_are_those_of_each_reply(folder):
     assert first.waits[0] == 0 < first.wait
 
 
+def test_a_server_shows_what_experts_cost(folder):
+    pytest.importorskip("starlette", reason="the server's extra is not installed")
+    from generate.server.service import Service
+
+    with generate.load(folder, backend="numpy", stream_experts=True, expert_cache="160KB") as llm:
+        llm.generate("abc", max_tokens=9)
+        service = Service(1)
+        service.serve(llm, "m")
+        text, stats = service.metrics_text(), llm.expert_stats
+    assert f'expert_read_bytes{{model_name="m"}} {stats.bytes_read}' in text
+    assert f'expert_evictions{{model_name="m"}} {stats.evictions}' in text
+    with generate.load(folder, backend="numpy") as llm:
+        assert llm.expert_stats is None
+
+
 @pytest.mark.parametrize(
     ("name", "switches"),
     [

@@ -9,6 +9,7 @@ import tiny
 
 from common.expert_plan import MACHINES, MIXTURES, Machine, budgets, plan, rate_at, zipf
 from common.expert_profile import Profile, write_profile
+from common.routing import Trace, write_trace
 from generate.__main__ import main
 
 LARGE, SMALL = MIXTURES["qwen3.5-397b-a17b"], MIXTURES["qwen3.6-35b-a3b"]
@@ -77,6 +78,21 @@ def test_the_command_prints_a_table(capsys, tmp_path):
     more = "--expert-profile", str(tmp_path / "p.csv"), "--machine", str(tmp_path / "mine.json")
     assert main(["plan", str(tiny.FOLDER / "glm"), *more]) == 1
     assert "is the profile of another model: it counts 6 layers of 8" in capsys.readouterr().err
+
+
+def test_a_trace_gives_the_hits_of_its_own_locality(capsys, tmp_path):
+    """Traffic that repeats its experts needs no reads once they are in memory; a trace of another model is refused."""
+    ids = np.tile(np.arange(3, dtype=np.int32), (40, 5, 1))
+    write_trace(tmp_path / "t.npz", Trace(ids, 8))
+    ask = "plan", str(tiny.FOLDER / "laguna"), "--machine", "m4-16gb", "--json", "--trace", str(tmp_path / "t.npz")
+    assert main([*ask]) == 0
+    hits = [row["hits"] for row in json.loads(capsys.readouterr().out)["rates"]]
+    assert hits[0] == 0  # LRU over one slot per layer
+    assert hits[-1] == 1
+    assert main(["plan", "laguna-xs.2", *ask[2:]]) == 1
+    assert "the trace is of another model" in capsys.readouterr().err
+    assert main([*ask, "--skew", "1"]) == 2
+    assert "--trace and --skew exclude each other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,22 @@ class Service:
             "model_load_seconds": (self.metrics.load_seconds, "time that loading the model took"),
             "draft_acceptance_ratio": (accepted / max(drafted, 1), "accepted share of the draft tokens"),
         }
-        return self.metrics.text(self.facts.name, gauges)
+        return self.metrics.text(self.facts.name, gauges | self._expert_gauges())
+
+    def _expert_gauges(self) -> dict[str, tuple[float, str]]:
+        """Figures of experts that are read while the model runs."""
+        stats = self.llm.expert_stats
+        if stats is None:
+            return {}
+        return {
+            "expert_hit_ratio": (stats.hit_rate, "share of the needed experts that were in memory"),
+            "expert_read_bytes": (stats.bytes_read, "bytes of experts that were read"),
+            "expert_read_seconds_p50": (stats.read_p50, "median time of a read"),
+            "expert_read_seconds_p95": (stats.read_p95, "95th percentile of the time of a read"),
+            "expert_wait_seconds": (stats.wait, "time that layers waited for experts"),
+            "expert_evictions": (stats.evictions, "experts that left memory for another"),
+            "expert_peak_bytes": (stats.peak, "the most memory that experts have taken"),
+        }
 
     def props(self) -> dict[str, Any]:
         """What the server is, under llama.cpp's names."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_mlx_weights import blocks
 
-from common.expert_forms import ExpertForm, components
+from common.expert_forms import ExpertForm, components, filled
 from common.quantize import encode_rows, mlx_format
 from common.tensors import Tensor
 
@@ -62,7 +62,7 @@ def assert_slots_hold(gate: Tensor, up: Tensor, down: Tensor, dtype: mx.Dtype) -
         buffers = memory.buffers(7, slot)
         for buffer, part in zip(buffers, (c for t in (gate, up, down) for c in components(expert(t, e))), strict=True):
             buffer[:] = part.data.reshape(-1)
-        memory.landed(7, slot, buffers)
+        memory.landed(7, slot, filled(form.tensors, buffers))
     total = 0
     for slots, tensors in zip(memory.matrices(7), ((gate, up), (down,)), strict=True):
         for held, whole in zip(slots.weight, load_matrix(tensors, dtype), strict=True):
