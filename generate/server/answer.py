@@ -71,18 +71,24 @@ class Generate:
         scope: Message,
         send: Send,
     ) -> None:
-        writer, sent = parsed.writer(), time.monotonic()
+        writer, sent, is_sending, is_stalled = parsed.writer(), time.monotonic(), False, False
+        task = asyncio.current_task()
 
         async def write(data: bytes) -> None:
-            nonlocal sent
-            sent = time.monotonic()
-            async with asyncio.timeout(STALLED):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            nonlocal sent, is_sending
+            sent, is_sending = time.monotonic(), True
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            is_sending = False
 
         async def beat() -> None:
+            nonlocal is_stalled
             while True:
                 await asyncio.sleep(HEARTBEAT)
-                if time.monotonic() - sent >= HEARTBEAT and writer.ping:
+                silent = time.monotonic() - sent
+                if is_sending and silent >= STALLED and task is not None:
+                    is_stalled = True
+                    task.cancel()
+                elif not is_sending and silent >= HEARTBEAT and writer.ping:
                     await write(writer.ping)
 
         headers = [(b"content-type", f"{parsed.media}; charset=utf-8".encode()), *STREAM_HEADERS]
@@ -98,8 +104,10 @@ class Generate:
                     await write(data)
             await write(b"".join(writer.end()))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            raise ClientGoneError from None
+        except asyncio.CancelledError:
+            if is_stalled:
+                raise ClientGoneError from None
+            raise
         finally:
             beating.cancel()
             if usages:

@@ -25,7 +25,7 @@ from generate.server.facts import Facts
 from generate.server.fields import Fields, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, template_options
-from generate.server.wire import Parsed, chat_logprobs, new_id, now, openai_usage, sse, timings
+from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, openai_usage, sse, timings
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -106,6 +106,7 @@ class Writer:
 
     def __init__(self, head: Head):
         self.head = head
+        self.frames: dict[int, Frame] = {}
         self.usages: dict[int, Usage] = {}
         self.stats: Stats | None = None
         self.failed = False
@@ -121,6 +122,11 @@ class Writer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return sse(self.base | {"choices": [choice]} | self.none)
 
+    def _frame(self, index: int) -> Frame:
+        if index not in self.frames:
+            self.frames[index] = Frame(lambda text: self._chunk(index, {"content": text}))
+        return self.frames[index]
+
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
@@ -128,9 +134,10 @@ class Writer:
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
             case Text(text, logprobs):
-                found = None
-                if self.head.logprobs:
-                    found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
+                if not self.head.logprobs:
+                    yield self._frame(index).of(text)
+                    return
+                found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
                 yield self._chunk(index, {"content": text}, logprobs=found)
             case Reasoning(text):
                 yield self._chunk(index, {"reasoning_content": text, "reasoning": text})

@@ -25,7 +25,7 @@ from generate.server.facts import Facts
 from generate.server.fields import LIST, OBJECT, TEXT, Fields, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
-from generate.server.wire import Parsed, named_sse, new_id
+from generate.server.wire import Frame, Parsed, named_sse, new_id
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between requests, and that no model should read
 HOSTED = ("server_tool_use", "web_search_tool_result", "redacted_thinking")  # blocks that only Anthropic's servers read
@@ -201,6 +201,7 @@ class Writer:
 
     def __init__(self, head: Head):
         self.head, self.index, self.kind = head, -1, ""
+        self.frame: Frame
 
     def begin(self, tokens: int) -> Iterator[bytes]:
         usage = usage_object(Usage(tokens))
@@ -220,7 +221,7 @@ class Writer:
                 yield self._delta({"type": "thinking_delta", "thinking": text})
             case Text(text) if text:
                 yield from self._begin("text", {"type": "text", "text": ""})
-                yield self._delta({"type": "text_delta", "text": text})
+                yield self.frame.of(text)
             case CallBegin(_, id, name):
                 yield from self._end()
                 yield from self._begin("tool_use", {"type": "tool_use", "id": tool_id(id), "name": name, "input": {}})
@@ -245,6 +246,8 @@ class Writer:
             return
         yield from self._end()
         self.index, self.kind = self.index + 1, kind
+        if kind == "text":
+            self.frame = Frame(lambda text: self._delta({"type": "text_delta", "text": text}))
         start = {"type": "content_block_start", "index": self.index, "content_block": block}
         yield named_sse("content_block_start", start)
 

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from common.pieces import Logprob, Stats
@@ -47,8 +48,26 @@ class Parsed:
     media: str = "text/event-stream"
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+    return _encode(value).encode(errors="replace")
+
+
+class Frame:
+    """A message that is sent for each piece of a text, and of which only that text differs.
+
+    make  writes the message with a text
+    """
+
+    def __init__(self, make: Callable[[str], bytes]):
+        marker = secrets.token_hex(16)
+        self._head, self._tail = make(marker).split(f'"{marker}"'.encode())
+
+    def of(self, text: str) -> bytes:
+        """Return the message with `text`."""
+        return self._head + encode_basestring(text).encode(errors="replace") + self._tail
 
 
 def sse(value: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 
@@ -26,8 +26,9 @@ async def call(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
     left: asyncio.Event | None = None,
+    reads: Callable[[MutableMapping[str, Any]], Awaitable[None]] | None = None,
 ) -> Answer:
-    """Send one request; the client leaves when `left` is set."""
+    """Send one request; the client leaves when `left` is set, and `reads` is awaited with each message."""
     answer, sent = Answer(), False
     path, _, query = path.partition("?")
     lines = {"host": "localhost", **(headers or {})}
@@ -41,6 +42,8 @@ async def call(
         return {"type": "http.disconnect"}
 
     async def send(message: MutableMapping[str, Any]) -> None:
+        if reads is not None:
+            await reads(message)
         if message["type"] == "http.response.start":
             answer.status = message["status"]
             answer.headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in message["headers"]}

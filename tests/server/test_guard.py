@@ -226,6 +226,30 @@ def test_a_silent_stream_gets_signs_of_life(scripted, monkeypatch):
     assert "event: ping\n" in messages
 
 
+def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch):
+    from generate.server import answer
+
+    monkeypatch.setattr(answer, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(answer, "STALLED", 0.05)
+    model = scripted.llm
+    model.text, model.cut = "x" * 4000, 1
+    body = json.dumps(USER | {"stream": True}).encode()
+
+    async def run():
+        never = asyncio.Event()
+
+        async def send(message):
+            if message.get("body"):
+                await never.wait()
+
+        asked = await call(scripted.app, "POST", CHAT, body, left=asyncio.Event(), reads=send)
+        await asyncio.wait_for(asked.task, 10)
+
+    asyncio.run(run())
+    assert (model.running, scripted.service.running) == (0, 0)
+    assert "status=499" in scripted.log.getvalue()
+
+
 def test_the_log_as_json(scripted):
     from generate.server.log import Log
 
