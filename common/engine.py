@@ -17,7 +17,7 @@ from common.decode.requests import Choose, Computed, Draft, Emit, Read, Rows
 from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
 from common.decoders import Speculation
-from common.errors import BimetalError
+from common.errors import BimetalError, NoRoomError
 from common.joined import RowRunner, read
 from common.models import Model
 from common.models.window import windowed
@@ -58,6 +58,8 @@ class Engine:
         self.memory = Slots(model, context, parallel)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.suspended: list[Sequence] = []  # their states are on the host until one that runs has ended
+        self._ended = False  # has a sequence, since the last one was suspended?
         self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
         self._rows = RowRunner(decoding)
         self._inbox: deque[Sequence] = deque()
@@ -93,7 +95,7 @@ class Engine:
             if not self.running:
                 raise
             self._fail(error)
-        return bool(self.running or self.waiting or self._inbox)
+        return bool(self.running or self.waiting or self.suspended or self._inbox)
 
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
@@ -107,8 +109,9 @@ class Engine:
             schedule.has_read(time.perf_counter() - began, any(not each.reads for each in running))
             return
         for each in [each for each in running if type(each.request) is Draft]:
-            self._draft(each)
-        chosen = schedule.step([each for each in running if not each.reads])
+            if each in running:  # the draft of another may have taken its memory
+                self._draft(each)
+        chosen = schedule.step([each for each in running if type(each.request) is Rows])
         if chosen:
             self._step(chosen)
         schedule.has_decoded(time.perf_counter() - began)
@@ -146,7 +149,7 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what idle slots hold."""
-        self.memory.reset([each.slot for each in self.running])
+        self.memory.reset([each.slot for each in (*self.running, *self.suspended)])
 
     # -- beginning and ending ----------------------------------------------------------------------------------------
 
@@ -154,7 +157,7 @@ class Engine:
         """Take in what was submitted, end what was cancelled, and begin what may begin."""
         while self._inbox:
             self.waiting.append(self._inbox.popleft())
-        for queue in (self.running, self.waiting):
+        for queue in (self.running, self.waiting, self.suspended):
             for each in queue:
                 if each.call.cancel.is_set():
                     break
@@ -163,7 +166,9 @@ class Engine:
             for each in [each for each in queue if each.cancelled]:
                 each.reason = "cancelled"
                 self._end(each)
-        if self.waiting and len(self.running) < self.parallel:
+        if self.suspended:
+            self._resume()
+        elif self.waiting and len(self.running) < self.parallel:
             self.schedule.admit(self.waiting, self._begin)
 
     def _begin(self, sequence: Sequence) -> bool:
@@ -205,7 +210,8 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> Exception | None:
         """Take a sequence out, and leave its slot as good as it can be; what went wrong with that."""
-        for queue in (self.running, self.waiting):
+        self._ended = True
+        for queue in (self.running, self.waiting, self.suspended):
             with suppress(ValueError):
                 queue.remove(sequence)
         if sequence.reads:
@@ -235,6 +241,9 @@ class Engine:
         step, rows = sequence.prompt_step()
         try:
             logits = self.model.forward(sequence.slot.state, step, rows)
+        except NoRoomError as error:
+            self._suspend(error)
+            return
         except BimetalError as error:
             self._end(sequence, error)
             return
@@ -262,6 +271,8 @@ class Engine:
         assert type(sequence.request) is Draft
         try:
             answer = drafted(self.target.decoding, sequence.slot.state, sequence.request.token, sequence.request.k)
+        except NoRoomError as error:
+            self._suspend(error)
         except BimetalError as error:
             self._end(sequence, error)
         except Exception as error:
@@ -278,6 +289,9 @@ class Engine:
             else:
                 asked = [(each.slot.state, each.request) for each in chosen]  # type: ignore[union-attr]
                 answers = self._rows.together(asked)  # type: ignore[arg-type]
+        except NoRoomError as error:
+            self._suspend(error)
+            return
         except BimetalError as error:
             answers = [error for _ in chosen]
         except Exception as error:
@@ -314,12 +328,50 @@ class Engine:
             return
         self._end(sequence)
 
+    def _suspend(self, error: NoRoomError) -> None:
+        """Free memory for a step that had none: of an idle slot, else a sequence moves to the host.
+
+        A lone sequence ends with `error`.
+        """
+        if self.memory.forget_one([each.slot for each in (*self.running, *self.suspended)]):
+            return
+        victim = self.schedule.victim(self.running)
+        if len(self.running) == 1:
+            self._end(victim, error)
+            return
+        try:
+            assert victim.slot
+            victim.slot.suspend()
+        except Exception as raised:
+            self._end(victim, raised)
+            return
+        self.running.remove(victim)
+        self.suspended.append(victim)
+        self._ended = False
+
+    def _resume(self) -> None:
+        """Let a suspended sequence go on where memory may be free again: once one that ran has ended."""
+        if self.running and not self._ended:
+            return
+        self._ended = False
+        sequence = self.schedule.next_back(self.suspended)
+        try:
+            assert sequence.slot
+            sequence.slot.resume()
+        except NoRoomError as error:
+            taken = [each.slot for each in (*self.running, *self.suspended)]
+            if not self.memory.forget_one(taken) and not self.running:
+                self._end(sequence, error)
+            return
+        self.suspended.remove(sequence)
+        self.running.append(sequence)
+
     def _fail(self, error: Exception) -> None:
         """End all that run: the backend failed, and what it left in any state is unknown."""
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error
         clear_frames(error.__traceback__)  # which hold what the backend's memory is full of
-        for sequence in list(self.running):
+        for sequence in (*self.running, *self.suspended):
             self._end(sequence, failed)
         self._rows = RowRunner(self.target.decoding)
         self.memory.renew()

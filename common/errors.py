@@ -21,6 +21,10 @@ class PromptTooLongError(BimetalError):
         self.tokens, self.context = tokens, context
 
 
+class NoRoomError(BimetalError):
+    """A pool of states has no memory left for the rows of a step; the step has changed nothing."""
+
+
 class NotFiniteError(BimetalError):
     """Logits that are not numbers: damaged weights, or activations beyond the range of their type."""
 

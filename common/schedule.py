@@ -5,6 +5,8 @@
   begins before it.
 - While sequences decode, steps of prompts take at most half of the time. Prompts are read one after another.
 - A step of decoding has at most `most_rows` rows. A sequence that a step had no room for comes first in the next.
+- Where memory runs out, the youngest gives its own to the others and goes on, as it was, once one of them has ended;
+  nothing else begins before.
 - At most `queue` sequences wait; a further one is refused.
 """
 
@@ -103,6 +105,14 @@ class Schedule:
             else:
                 item.waited += 1
         return chosen
+
+    def victim(self, running: Collection[T]) -> T:
+        """Who gives its memory to the others when it runs out: the lowest priority, of equal ones the youngest."""
+        return min(running, key=lambda item: (item.priority, -item.arrival))
+
+    def next_back(self, suspended: Collection[T]) -> T:
+        """Who gets memory back first."""
+        return max(suspended, key=lambda item: (item.priority, -item.arrival))
 
     def has_read(self, seconds: float, decoders: bool) -> None:
         """Count a step of a prompt; whether sequences decode beside it."""

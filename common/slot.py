@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from common.errors import BimetalError
 from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
 from common.reading import Reading
-from common.step import Pool, Snapshot, State
+from common.step import LongStep, Pool, Snapshot, State
 
 
 class Prefixes(Protocol):
@@ -42,6 +43,7 @@ class Slot:
         self._empty = self.state.snapshot()
         self.used = 0
         self.tokens: list[int] = []
+        self._saved: tuple[dict[str, Any], int, list[LongStep]] | None = None  # while it is suspended
         self.turn: tuple[list[int], Snapshot, Array | None] | None = None
 
     @property
@@ -88,6 +90,22 @@ class Slot:
         same = tokens == prompt[: len(tokens)] and (len(tokens) < len(prompt) or logits is not None)
         before = [step for step in self.state.long_steps if step[0] < snapshot.length]
         return same and reading.goes_on_from(snapshot.length, before)
+
+    def suspend(self) -> None:
+        """Move the state to the host, and give its memory to others; raises BimetalError where it cannot be saved."""
+        state = self.state
+        if not state.can_save:
+            raise BimetalError("memory ran out, and a state of this model cannot be moved to the host")
+        self._saved = state.save(), state.length, list(state.long_steps)
+        state.restore(self._empty)
+        self.turn = None
+
+    def resume(self) -> None:
+        """Take the state back from the host; raises NoRoomError, and changes nothing, where memory is short."""
+        assert self._saved is not None
+        arrays, length, long_steps = self._saved
+        self.state.load(arrays, length, long_steps)
+        self._saved = None
 
     def mark(self, length: int, logits: Any = None) -> None:
         """Remember the state as it is: after `length` tokens, which are the whole prompt where `logits` are given."""

@@ -39,6 +39,13 @@ class Slots:
             if slot not in taken:
                 slot.reset()
 
+    def forget_one(self, taken: Collection[Slot | None]) -> bool:
+        """Forget what the idle slot used longest ago holds; whether there was one that holds anything."""
+        held = [slot for slot in self.slots if slot not in taken and slot.state.length]
+        if held:
+            min(held, key=lambda slot: slot.used).reset()
+        return bool(held)
+
     def take(
         self, prompt: list[int], reading: Reading, tokens: int, running: Sequence[tuple[Slot, int]]
     ) -> Slot | None:

@@ -12,7 +12,7 @@ import tiny_draft
 
 from common.demo import demo_path
 from common.engine import Engine
-from common.errors import BimetalError
+from common.errors import BimetalError, NoRoomError
 from common.kv_cache import CacheOptions
 from common.models import load_model
 from common.models.dflash import load_pair
@@ -407,7 +407,10 @@ class PooledOps(NumpyOps):
 
     def run(self, fn, state, step):
         if not isinstance(state, SlotsOf):
+            if state.pool is not None:
+                state.pool.check_room(len(step))
             return fn(state, step)
+        state.check_room(len(step))
         state.steps.append(step.slots.tolist())
         parts = [fn(state.states[step.slots[at.start]], part) for at, part in zip(step.runs, step.parts, strict=True)]
         return np.concatenate(parts)
@@ -416,12 +419,23 @@ class PooledOps(NumpyOps):
 class SlotsOf:
     def __init__(self, ops, spec, slots, capacity):
         self.new = lambda: ops.new_state(spec, capacity)
-        self.free, self.states, self.steps = list(range(slots)), {}, []
+        self.free, self.states, self.steps, self.room, self.refused = list(range(slots)), {}, [], 10**6, 0
+
+    def check_room(self, tokens):
+        if sum(state.length for state in self.states.values()) + tokens > self.room:
+            self.refused += 1
+            raise NoRoomError("no page is free")
 
     def new_state(self):
         state = self.new()
         state.pool, state.slot = self, self.free.pop()
-        self.states[state.slot] = state
+        self.states[state.slot], load = state, state.load
+
+        def within_room(arrays, length, long_steps):
+            self.check_room(length)
+            load(arrays, length, long_steps)
+
+        state.load = within_room
         return state
 
 
@@ -435,3 +449,48 @@ def test_a_step_over_a_pool_names_its_slots(tmp_path):
     assert max(len(set(slots)) for slots in engine.memory.pool.steps) == 4
     for reply, (prompt, how) in zip(replies, asked, strict=True):
         assert reply.tokens == alone(alike, prompt, **how).tokens
+
+
+@pytest.mark.parametrize("room", [130, 75])
+def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_path):
+    """Chains, trees and samplers, with memory for a few at a time: tokens and final states of running alone."""
+    pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
+    alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
+    random = np.random.default_rng(room)
+    engine = Engine(pair, Ids(), CONTEXT, parallel=4)
+    pool = engine.memory.pool
+    pool.room, ways = room, [*options[:4], *PLAIN[1:3]]
+    asked = [
+        (prompt[:16], {"max_tokens": int(random.integers(10, 40)), "logprobs": 1} | ways[i % len(ways)])
+        for i, prompt in enumerate(prompts_of("qwen35", 9, random))
+    ]
+    replies: list[Reply] = []
+    arrivals = [lambda prompt=prompt, how=how: submit(engine, prompt, **how) for prompt, how in asked]
+    drain_within(engine, replies, arrivals, random)
+    assert pool.refused > 0
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.error is None
+        expected = alone(alike, prompt, **how)
+        assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def drain_within(engine, replies, arrivals, random):
+    """Turn the engine, submitting `arrivals` at random turns, until all replies have ended."""
+    while arrivals or engine.running or engine.waiting or engine.suspended or engine._inbox:
+        if arrivals and random.random() < 0.3:
+            replies.append(arrivals.pop(0)())
+        engine.turn()
+
+
+def test_a_sequence_without_memory_ends_if_it_is_alone(tmp_path):
+    pair, _ = models("draft", "qwen35", PooledOps(), tmp_path)
+    engine = Engine(pair, Ids(), CONTEXT, parallel=2)
+    engine.memory.pool.room = 12
+    reply = submit(engine, [5, 6, 7], max_tokens=30, spec="off")
+    engine.drain()
+    assert str(reply.error) == "no page is free"
+    assert len(reply.tokens) == 0
+    engine.memory.pool.room = 10**6
+    again = submit(engine, [5, 6, 7], max_tokens=30, spec="off")
+    engine.drain()
+    assert len(again.tokens) == 30

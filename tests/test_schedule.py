@@ -157,6 +157,12 @@ def test_without_joined_steps_sequences_take_turns():
     assert machine.rows == [1] * 18
 
 
+def test_the_youngest_of_the_lowest_priority_gives_its_memory():
+    schedule, items = Schedule(True), [Fake(1), Fake(2), Fake(3, priority=1), Fake(4, priority=1)]
+    assert schedule.victim(items).arrival == 2
+    assert schedule.next_back(items).arrival == 3
+
+
 def test_a_full_queue_refuses():
     schedule = Schedule(True, queue=2)
     schedule.check_room(1)
