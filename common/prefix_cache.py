@@ -144,6 +144,7 @@ class PrefixCache:
         """
         if not state.can_save:
             return Found()
+        self.clock += 1
         ids = np.asarray(tokens, np.int32)
         path = self._path(ids, reading)
         matched, length = self._matched(ids, path), 0
@@ -407,8 +408,6 @@ class PrefixCache:
             assert entry.base is None or (entry.base in entries and entry in entry.base.kids), "an entry's base is gone"
             assert entry.base is self._base(entry), "an entry goes on from another"
             assert all(kid in entries and kid.base is entry for kid in entry.kids), "a follower is gone"
-            if entry.point:
-                continue
         if any(entry.point for entry in entries):
             idle = [p for p in pages[1:] if not p.children and not p.entries]
             assert not idle, f"{len(idle)} pages lead to no state"

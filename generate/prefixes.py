@@ -1,5 +1,6 @@
 """The prefix cache of a loaded model: its size, its tiers, and the fingerprint of what its states depend on."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,24 @@ from common.prefix_disk import PrefixDisk
 from common.tensors import Tensor
 
 SHARE, MOST = 10, 8 << 30  # of free memory a tenth, but no more
+TRIM = 256 << 20  # bytes freed between two trims
 SAMPLE = 64  # bytes at either end of each tensor
 ROOT = Path(__file__).parents[1]
 SOURCES = (".py", ".cu", ".cuh", ".metal", ".h")
+
+
+class Trim:
+    """Gives memory back to the system: glibc keeps what is freed in large pieces, so that a process only grows."""
+
+    def __init__(self) -> None:
+        self.freed = 0
+        self.trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+
+    def __call__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.freed += sum(array.nbytes for array in arrays)
+        if self.trim is not None and self.freed >= TRIM:
+            self.trim(0)
+            self.freed = 0
 
 
 def memory_budget(choice: PrefixChoice) -> int:
@@ -46,7 +62,7 @@ def open_prefixes(
     disk = None
     if choice.cache_dir is not None:
         disk = PrefixDisk(Path(choice.cache_dir).expanduser(), int(choice.cache_disk), name)
-    return PrefixCache(bytes.fromhex(name), budget, disk)
+    return PrefixCache(bytes.fromhex(name), budget, disk, Trim())
 
 
 def fingerprint(model: Model, checkpoints: Sequence[Checkpoint], facts: Sequence[object]) -> str:

@@ -109,7 +109,9 @@ def figures(stats: Stats) -> str:
     read = stats.prompt_tokens - stats.cached_tokens
     cached = f" (and {stats.cached_tokens} kept from before)" if stats.cached_tokens else ""
     if stats.matched_tokens > stats.cached_tokens:
-        cached += f" ({stats.matched_tokens} begin an earlier text; no state was kept behind {stats.cached_tokens})"
+        cached += (
+            f" ({stats.matched_tokens} begin an earlier text; no state was kept after the first {stats.cached_tokens})"
+        )
     text = (
         f"prefill {read} tokens{cached}, {stats.prefill_tps:.1f} tok/s, first token in {stats.prefill_seconds:.3f} s\n"
         f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "

@@ -7,8 +7,10 @@ import pytest
 
 import generate
 from common.demo import demo_path
+from common.pieces import Stats
 from common.prefix_cache import PrefixCache
-from generate.prefixes import fingerprint, memory_budget
+from generate.prefixes import Trim, fingerprint, memory_budget
+from generate.terminal import figures
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -62,7 +64,7 @@ def texts_without_cache(template, conversations, turns):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize(("repeats", "turns"), [(16, 4), pytest.param(65, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("repeats", "turns"), [(16, 4), pytest.param(270, 20, marks=pytest.mark.slow)])
 def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_path):
     """Each turn reads its own tokens alone; the text is that of a model without a cache."""
     chats = [opening("lists", repeats), opening("graphs", repeats)]
@@ -75,10 +77,10 @@ def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_
                 replies[chat].append(text)
                 assert read < 300 or number == first == 0, f"turn {number} of {chat}: {stats}"
 
-    with load(template, cache_dir=tmp_path, ctx=8192) as llm:
+    with load(template, cache_dir=tmp_path, ctx=16384) as llm:
         run(llm, range(turns - 1), 0)
         assert llm._engine.prefixes.check() > 0
-    with load(template, cache_dir=tmp_path, ctx=8192) as again:
+    with load(template, cache_dir=tmp_path, ctx=16384) as again:
         run(again, [turns - 1], turns - 1)
     if repeats < 20:
         alone = [opening("lists", repeats), opening("graphs", repeats)]
@@ -145,6 +147,22 @@ def test_the_share_of_memory(monkeypatch):
     assert memory_budget(choice) == 8 << 30
     assert memory_budget(replace(choice, cache_memory="1GB")) == 10**9
     assert memory_budget(replace(choice, cache_memory=0)) == 0
+
+
+def test_memory_is_given_back(monkeypatch):
+    trim, calls = Trim(), []
+    monkeypatch.setattr(trim, "trim", calls.append)
+    for _ in range(5):
+        trim([np.empty(0), np.broadcast_to(np.uint8(0), (100 << 20,))])
+    assert calls == [0]
+
+
+def test_figures_name_what_was_not_kept():
+    stats = Stats(500, 100, 1, 1.0, 1.0, 0, 0, 0, matched_tokens=400)
+    assert "(and 100 kept from before) (400 begin an earlier text; no state was kept after the first 100)" in figures(
+        stats
+    )
+    assert "earlier text" not in figures(replace(stats, matched_tokens=100))
 
 
 def test_what_changes_bits_changes_the_fingerprint(tmp_path):
