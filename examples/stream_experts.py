@@ -165,7 +165,7 @@ def _write(file, name: str, dtype: str, shape: tuple[int, ...], noise: np.random
 def measure(folder: Path, options: LoadOptions, tokens: int, warm: bool) -> dict[str, object]:
     """Run a prompt of 64 tokens and `tokens` more, then read the same groups of experts without a model."""
     checkpoint = open_checkpoint(folder)
-    model = open_model(checkpoint, options.backend, open_experts=opener(options))
+    model = open_model(checkpoint, options.backend, experts=opener(options))
     stream = model.expert_stream
     assert stream is not None
     source, groups = stream.source, record(stream)

@@ -12,7 +12,7 @@ from common.expert_pack import pack_source
 from common.expert_profile import Profile, check_profile, read_profile, write_profile
 from common.expert_stream import ExpertStream, open_stream
 from common.experts import ExpertSupply
-from common.models import OpenExperts
+from common.models import OpenExperts, architecture
 from common.ops import Ops
 from common.options import ExpertChoice, LoadOptions
 from common.storage import LayerSpec
@@ -28,8 +28,6 @@ def opener(options: LoadOptions) -> Callable[[Ops], OpenExperts] | None:
 
 
 def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options: LoadOptions) -> ExpertStream:
-    from common.models import architecture
-
     spec: Sequence[LayerSpec] = cached_spec(architecture(checkpoint)[1].state_spec(config), options, ops)
     asked = {"cache": options.expert_cache, "memory": options.memory}
     budget = expert_budget(checkpoint, layout, config, ops, spec, options.ctx, **asked)  # type: ignore[arg-type]
