@@ -1,6 +1,8 @@
 """A text does not depend on what else runs: joined steps against each sequence alone, to the bit on NumPy."""
 
+import gc
 import threading
+import weakref
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -494,3 +496,36 @@ def test_a_sequence_without_memory_ends_if_it_is_alone(tmp_path):
     again = submit(engine, [5, 6, 7], max_tokens=30, spec="off")
     engine.drain()
     assert len(again.tokens) == 30
+
+
+def test_nothing_is_left_of_many_calls():
+    """Cancelled, refused and failing calls among them: no sequence, slot or tuner stays behind."""
+    model, random = tiny.load("llama", NumpyOps()), np.random.default_rng(5)
+    engine, gone, replies = Engine(model, Ids(), CONTEXT, parallel=4), [], []
+
+    def fail(read, total):
+        raise RuntimeError("the caller's own")
+
+    for n in range(150):
+        prompt = random.integers(0, 60, int(random.integers(1, 12))).tolist()
+        how = {"max_tokens": int(random.integers(1, 8)), "spec": ("off", "lookup")[n % 2]}
+        if n % 10 == 3:
+            with pytest.raises(BimetalError):
+                submit(engine, [10**6], **how)
+        reply = submit(engine, prompt, on_prefill=fail if n % 11 == 5 else None, **how)
+        gone.append(weakref.ref(reply.sequence))
+        reply.sequence = None
+        replies.append(reply)
+        if n % 7 == 2:
+            replies[int(random.integers(len(replies)))].call.cancel.set()
+        for _ in range(int(random.integers(4))):
+            engine.turn()
+    engine.drain()
+    assert all(reply.ended for reply in replies)
+    assert [engine.running, engine.waiting, engine.suspended] == [[], [], []]
+    assert len(engine.slots) <= 4
+    assert sum(map(len, engine.tuners.values())) <= 4
+    del reply
+    replies.clear()  # errors hold where they were raised
+    gc.collect()
+    assert not any(sequence() for sequence in gone)
