@@ -9,7 +9,7 @@ import numpy as np
 
 from common.decode.alone import computed
 from common.decode.plain import target_of
-from common.decode.requests import Computed, Rows
+from common.decode.requests import EVERY, Computed, Rows
 from common.errors import BimetalError, NotFiniteError
 from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
@@ -35,6 +35,8 @@ class RowRunner:
 
     def together(self, asked: Sequence[tuple[State, Rows]]) -> list[Computed | Exception]:
         """What the rows of each sequence give, or the error that is its own; raises what the backend raises."""
+        if all(_is_greedy(rows) for _, rows in asked):
+            return self._together([state for state, _ in asked], [rows for _, rows in asked])
         order = sorted(range(len(asked)), key=lambda i: not _is_greedy(asked[i][1]))
         answers = self._together([asked[i][0] for i in order], [asked[i][1] for i in order])
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
@@ -59,6 +61,9 @@ class RowRunner:
         for at, rows in zip(step.runs, asked, strict=True):
             if whole is None or len(answers) >= greedy:
                 answers.append(_chosen(self.ops, logits[at], rows))
+                continue
+            if rows.sampled == EVERY and rows.mask is None:
+                answers.append(Computed(logits[at], Part(whole, at)))
                 continue
             first, end, _ = rows.sampled.indices(at.stop - at.start)
             answer = _chosen(self.ops, logits[at], rows._replace(sampler=None))

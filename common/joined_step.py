@@ -27,12 +27,13 @@ class JoinedStep(Step):
     @classmethod
     def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
         """Join steps that are no blocks; `tokens` are theirs in that order. `slots`: of each; None: 0, 1, 2, ..."""
-        firsts = [0, *accumulate(len(part) for part in parts)]
-        parents = [_moved(part.parents, first) for part, first in zip(parts, firsts, strict=False)]
         of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
-        of_rows = np.repeat(of_parts, [len(part) for part in parts])
         positions = np.concatenate([part.positions for part in parts])
-        return cls(tokens, positions, np.concatenate(parents).astype(np.int32), of_rows, parts)
+        sizes = [len(part) for part in parts]
+        if len(positions) == len(parts):  # plain decoding of all
+            return cls(tokens, positions, np.full(len(parts), PAST, np.int32), of_parts, parts)
+        parents = [_moved(part.parents, end - n) for part, n, end in zip(parts, sizes, accumulate(sizes), strict=True)]
+        return cls(tokens, positions, np.concatenate(parents), np.repeat(of_parts, sizes), parts)
 
     @cached_property
     def runs(self) -> list[slice]:
@@ -43,7 +44,7 @@ class JoinedStep(Step):
 def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:
     """Parents of rows that lie from row `first` on."""
     assert parents is not None
-    return np.where(parents == PAST, PAST, parents + first)
+    return np.where(parents == PAST, PAST, parents + first).astype(np.int32)
 
 
 class JoinedState:

@@ -92,8 +92,10 @@ class Schedule:
 
     def step(self, decoders: list[T]) -> list[T]:
         """Those whose rows fit one step: first the ones that waited longest, then those of fewest rows."""
-        if len(decoders) < 2:
-            return decoders
+        if len(decoders) < 2 or (self.joins and sum(item.rows for item in decoders) <= self.most_rows):
+            for item in decoders:
+                item.waited = 0
+            return sorted(decoders, key=lambda item: item.arrival)
         chosen: list[T] = []
         rows = 0
         for item in sorted(decoders, key=lambda item: (-item.waited, item.rows, item.arrival)):
