@@ -73,6 +73,11 @@ class Engine:
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Sequences that run, and that wait."""
+        return len(self.running), len(self.waiting) + len(self._inbox)
+
     def submit(self, call: Call) -> Sequence:
         """Queue a call; raises UsageError or BimetalError where it cannot be served, BusyError for a full queue."""
         sequence = Sequence(self.target, call)

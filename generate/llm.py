@@ -38,6 +38,7 @@ from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, turns_of
+from generate.activity import Activity, activity_of
 from generate.backends import Placement, check_draft, choose, leave_thread, open_model
 from generate.caches import with_cache
 from generate.notebook import model_card
@@ -162,6 +163,11 @@ class LLM:
         if self.recommended_options:
             facts["sampling"] = ", ".join(f"{name} {value:g}" for name, value in self.recommended_options.items())
         return model_card(self.path.name, facts)
+
+    @property
+    def activity(self) -> Activity:
+        """What the model works on now."""
+        return activity_of(self._engine)
 
     @property
     def recommended_options(self) -> Mapping[str, Any]:

@@ -88,9 +88,13 @@ class Service:
         """The figures of this server in Prometheus' format."""
         drafted = self.metrics.counters["spec_decode_num_draft_tokens"]
         accepted = self.metrics.counters["spec_decode_num_accepted_tokens"]
+        now = self.llm.activity
         gauges = {
-            "num_requests_running": (min(self.running, self.slots), "requests that are worked on"),
-            "num_requests_waiting": (max(0, self.running - self.slots), "requests that wait"),
+            "num_requests_running": (now.running, "replies that are generated"),
+            "num_requests_waiting": (now.waiting, "replies that wait"),
+            "kv_cache_usage_perc": (now.context_share, "share of the tokens that all slots may hold"),
+            "prefix_cache_bytes": (now.prefix_bytes, "states that the prefix cache keeps in memory"),
+            "prefix_cache_budget_bytes": (now.prefix_budget, "most of these bytes"),
             "memory_peak_bytes": (self.llm.peak_bytes, "the most memory that the backend has held"),
             "model_load_seconds": (self.metrics.load_seconds, "time that loading the model took"),
             "draft_acceptance_ratio": (accepted / max(drafted, 1), "accepted share of the draft tokens"),
@@ -132,7 +136,7 @@ class Service:
 
     def slots_list(self) -> list[dict[str, Any]]:
         """The sequences that the model can work on at once, under llama.cpp's names."""
-        busy = min(self.running, self.slots)
+        busy = self.llm.activity.running
         return [{"id": at, "n_ctx": self.facts.context, "is_processing": at < busy} for at in range(self.slots)]
 
     def close(self) -> None:

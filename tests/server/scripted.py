@@ -14,6 +14,7 @@ from common.options import ChatOptions, GenerationOptions
 from common.pieces import Logprob, Piece, Stats, parse_pieces
 from common.reply import ReplyParser
 from common.tokenizer import load_tokenizer
+from generate.activity import Activity
 from generate.llm import Prepared
 
 VOCABULARY = 258
@@ -71,7 +72,7 @@ class Scripted:
         self.context = self.trained_context = context
         self.vocab_size, self.architecture = VOCABULARY, "scripted"
         self.backend, self.parallel = "numpy", 2
-        self.peak_bytes = 1 << 20
+        self.peak_bytes, self.expert_stats = 1 << 20, None
         self.text, self.cut, self.finish, self.stop = "Hello", 2, "stop", None
         self.pause, self.running, self.steps = 0.0, 0, 0
         self.error: Exception | None = None
@@ -116,6 +117,10 @@ class Scripted:
 
     async def ascore(self, tokens: Sequence[int], top: int = 0) -> list[Logprob]:
         return [Logprob(t, -1.0, ((t, -1.0),)[:top]) for t in tokens[1:]]
+
+    @property
+    def activity(self) -> Activity:
+        return Activity(self.running, 0, 0.0, 0, 0)
 
     def close(self) -> None:
         pass

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from asgi import call
 from conftest import client_of
+from tiny_chat import write as write_model
 
+import generate
 from generate.cli import parse
 
 USER = {"messages": [{"role": "user", "content": "Hello?"}]}
@@ -287,6 +289,58 @@ def test_many_clients_are_served_in_order(demo):
     answers = asyncio.run(run())
     texts = [answer.json["choices"][0]["text"] for answer in answers]
     assert texts == [demo.generate(prompt, max_tokens=6, temperature=0).text for prompt in prompts]
+
+
+def test_figures_of_a_model_that_works(demo):
+    client = client_of(demo)
+
+    async def run():
+        left = asyncio.Event()
+        body = json.dumps({"prompt": "def f(x):", "max_tokens": 400, "n": 3, "stream": True}).encode()
+        answer = await call(client.app, "POST", "/v1/completions", body, left=left)
+        while not demo.activity.context_share:
+            await asyncio.sleep(0.005)
+        seen = demo.activity, client.service.metrics_text(), client.service.slots_list()
+        left.set()
+        await answer.task
+        while demo.activity.running:
+            await asyncio.sleep(0.005)
+        return seen
+
+    now, text, slots = asyncio.run(run())
+    assert 1 <= now.running <= 3
+    assert now.running + now.waiting <= 3
+    assert 0 < now.context_share < 1
+    assert "bimetal:kv_cache_usage_perc{" in text
+    assert 1 <= sum(slot["is_processing"] for slot in slots) <= 3
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_on_64_slots(tmp_path):
+    """Each text is that of a single run; nobody waits longer than all the work takes. Prints the waits."""
+    count = 1000
+    with generate.load(write_model(tmp_path / "model"), backend="numpy", parallel=64, queue=count) as llm:
+        client = client_of(llm, "nonsense", most=count)
+        prompts = [f"{at:04d} is a number" for at in range(count)]
+
+        async def ask(prompt):
+            began = time.perf_counter()
+            body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
+            answer = await call(client.app, "POST", "/v1/completions", body)
+            return answer.json["choices"][0]["text"], time.perf_counter() - began
+
+        async def run():
+            return await asyncio.gather(*map(ask, prompts))
+
+        began = time.perf_counter()
+        found = asyncio.run(run())
+        seconds = time.perf_counter() - began
+        waits = sorted(wait for _, wait in found)
+        print(
+            f"{count} clients: p50 {waits[count // 2]:.1f} s, p99 {waits[count * 99 // 100]:.1f} s of {seconds:.1f} s"
+        )
+        assert [text for text, _ in found] == [llm.generate(p, max_tokens=8, temperature=0).text for p in prompts]
+        assert client.service.running == 0
 
 
 @pytest.fixture

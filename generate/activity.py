@@ -1,0 +1,37 @@
+"""What a loaded model works on at a moment."""
+
+from dataclasses import dataclass
+
+from common.engine import Engine
+from common.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a model works on.
+
+    running, waiting  replies that are generated, and that wait for a slot
+    context_share     tokens that the running replies hold, over those that all slots may hold
+    prefix_bytes      of states that the prefix cache keeps in memory
+    prefix_budget     most of these bytes
+    """
+
+    running: int
+    waiting: int
+    context_share: float
+    prefix_bytes: int
+    prefix_budget: int
+
+
+def activity_of(engine: Engine) -> Activity:
+    """Read an engine's activity, in any thread; the figures may be a step apart."""
+    running, waiting = engine.load
+    held = sum(each.slot.state.length for each in list(engine.running) if each.slot is not None)
+    prefixes = engine.prefixes if isinstance(engine.prefixes, PrefixCache) else None
+    return Activity(
+        running,
+        waiting,
+        held / (engine.parallel * engine.target.context),
+        prefixes.bytes if prefixes else 0,
+        prefixes.budget if prefixes else 0,
+    )
