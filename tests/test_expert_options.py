@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,17 @@ def test_counters_are_those_of_each_reply(folder):
     assert first.peak <= first.budget == 160_000
     assert len(first.waits) == 6
     assert first.waits[0] == 0 < first.wait
+
+
+@pytest.mark.parametrize("backend", ["numpy", "mlx"])
+def test_replies_side_by_side_keep_their_texts(folder, backend):
+    prompts = ["hello", "a longer prompt than that", "x"]
+    with generate.load(folder, backend=backend) as llm:
+        alone = [llm.generate(prompt, max_tokens=12).text for prompt in prompts]
+    more = {"stream_experts": True, "expert_cache": "160KB", "parallel": 3}
+    with generate.load(folder, backend=backend, **more) as llm, ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda prompt: llm.generate(prompt, max_tokens=12).text, prompts))
+    assert together == alone
 
 
 def test_a_server_shows_what_experts_cost(folder):

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from common.expert_forms import ExpertForm, Streamed
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.tensors import Tensor
@@ -122,6 +123,29 @@ def test_experts_are_found_through_a_table_of_slots(type_):
         for n, ordered in ((9, True), (3, False)):
             want = quantized.gather_matmul(x[:n], quantized.load_blocks([tensor]), experts[:n], ordered)
             assert mx.array_equal(quantized.gather_matmul(x[:n], held, experts[:n], ordered, slots), want)
+
+
+@pytest.mark.parametrize("T", [2, 40])
+def test_streamed_experts_have_the_bits_of_a_stack(T):
+    """The whole op over slots that are filled expert by expert; of few rows and of rows sorted by slot."""
+    gate_up, down, ops = stored("Q6_K", 3, 512, 256), stored("Q3_K", 3, 256, 256), MlxOps()
+    x, random = rows(T, 256), np.random.default_rng(T)
+    ids, weights = mx.array(random.integers(0, 3, (T, 2))), mx.array(random.random((T, 2)).astype(np.float32))
+    table = np.array([4, 1, 0], np.int32)
+
+    def expert(tensor: Tensor, e: int) -> Tensor:
+        return replace(tensor, shape=tensor.shape[1:], data=tensor.data[e])
+
+    with metal.on_metal():
+        form = ExpertForm((expert(gate_up, 0),), (expert(down, 0),))
+        memory = ops.expert_memory({0: form}, {form.kind: 5})
+        for e, slot in enumerate(table):
+            memory.landed(0, slot, [expert(gate_up, e), expert(down, e)])
+        handles = [Streamed(lambda ids: table, lambda: None, parts, 0) for parts in memory.matrices(0)]
+        assert [type(part) for handle in handles for part in handle.parts.weight] == [quantized.Blocks] * 2
+        streamed = ops.moe(x, *handles, ids, weights)
+        assert mx.array_equal(streamed, ops.moe(x, ops.weight(gate_up), ops.weight(down), ids, weights))
+    assert memory.last is streamed
 
 
 @TYPES
