@@ -17,6 +17,7 @@ from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 
 MOST_SKIPS = 4
+MOST_OWED = 2.0  # seconds that a prompt waits for decoding: a step of one may take long once, to compile
 QUEUE = 256  # sequences that may wait
 
 
@@ -118,7 +119,7 @@ class Schedule:
 
     def has_read(self, seconds: float, decoders: bool) -> None:
         """Count a step of a prompt; whether sequences decode beside it."""
-        self.owed += seconds if decoders else 0.0
+        self.owed = min(self.owed + seconds, MOST_OWED) if decoders else 0.0
 
     def has_decoded(self, seconds: float) -> None:
         """Count a step of decoding."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.schedule import MOST_SKIPS, BusyError, Schedule
+from common.schedule import MOST_OWED, MOST_SKIPS, BusyError, Schedule
 
 
 @dataclass(eq=False)
@@ -110,6 +110,17 @@ def test_prompts_take_at_most_half_of_the_time_while_others_decode():
         machine.turn()
         assert machine.prompt_seconds <= machine.decode_seconds + machine.chunk + 1e-9
     assert machine.prompt_seconds > 0.4 * (machine.prompt_seconds + machine.decode_seconds)
+
+
+def test_one_slow_step_does_not_hold_prompts_back_for_long():
+    """A backend may compile in a step."""
+    machine = Machine(chunk=60.0)
+    machine.running = [Fake(0, 0, left=10**6), Fake(1, 2)]
+    machine.turn()
+    machine.chunk, began = 0.1, machine.now
+    while machine.running[1].chunks:
+        machine.turn()
+    assert machine.now - began < MOST_OWED + 0.2
 
 
 def test_a_lone_prompt_is_read_at_once():
