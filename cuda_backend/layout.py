@@ -269,7 +269,8 @@ def split_tiles(
 
     most = 4 if rows == 16 else 2
     if packed and width > 128:  # more spill registers
-        most = 3 if rows == 16 else 1 if exact and card.capability < 90 else 2
+        two = card.capability == 90 or (card.capability < 90 and not exact)
+        most = 3 if rows == 16 else 1 + two
 
     def fit(buffers: int) -> tuple[int, int, int]:
         tiles = (0 if direct and not exact else 1) if packed else buffers
