@@ -12,12 +12,12 @@ from common.storage import KVSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, is_direct, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV
-from cuda_backend.caches.planes import Places, Planes, plane_of
+from cuda_backend.caches.planes import Places, Planes, of_slot, plane_of
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
 from cuda_backend.launch import kernel
-from cuda_backend.layout import SPLIT_TILE, padded, piece_places, run_count, split_tiles, tail_places
+from cuda_backend.layout import SPLIT_TILE, padded, piece_places, row_blocks, run_count, split_tiles, tail_places
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.occupancy import Card
 from cuda_backend.replay import DeviceStep
@@ -76,13 +76,14 @@ def attention(
     keep = kv.store.window[1]
     keys, values = kv.keys, kv.values
     if step.prefill and kv.store.is_ring:  # rows of a ring would overwrite one another
-        keys, values = unrolled(kv, T, context.arena, context.stream)
+        keys, values = unrolled(kv, step, context.arena, context.stream)
     exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
     if step.prefill:
-        out = whole(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, keep), exact)
+        own = of_slot((keys, values), step.slot)
+        out = whole(context, q16, own, (T, H, D), step, scale, (window or 0, keep), exact)
         if kv.store.is_ring:
-            rolled(kv, T, (keys, values), context.stream)
-        close_exact(context, kv, T, step, exact)
+            rolled(kv, step, (keys, values), context.stream)
+        close_exact(context, kv, step, exact)
         return out
     rows = 16 if T * (H // K) <= 16 else 32  # of a block
     formats = *format_defines(keys, values), *exact.defines
@@ -90,7 +91,7 @@ def attention(
     defines, shared, ctas = split_tiles(
         context.card, wide, rows, packed_bytes(keys, values), bool(exact.defines), direct
     )
-    blocks = -(-T * (H // K) // rows)
+    blocks = row_blocks(T, step.runs, H // K, rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
@@ -126,14 +127,14 @@ def attention(
 
 
 def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:
-    step, T = context.step_of(step, kv.store), len(k)
+    step = context.step_of(step, kv.store)
     if step.prefill and kv.store.is_ring:
-        room = unrolled(kv, T, context.arena, context.stream)
+        room = unrolled(kv, step, context.arena, context.stream)
         write_rows(context, (None, k, v), kv, step, 0, room)
-        rolled(kv, T, room, context.stream)
+        rolled(kv, step, room, context.stream)
     else:
         exact = write_rows(context, (None, k, v), kv, step, 0, (kv.keys, kv.values))
-        close_exact(context, kv, T, step, exact)
+        close_exact(context, kv, step, exact)
 
 
 Heads = tuple[Array | None, Array, Array]  # queries, keys and values of a step

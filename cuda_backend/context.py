@@ -12,16 +12,15 @@ from common.ops import Rope
 from cuda_backend.arrays import Array
 from cuda_backend.caches.kv import KVStore
 from cuda_backend.caches.latent import LatentStore
+from cuda_backend.caches.recurrent import NO_ORDER, Recurrent
 from cuda_backend.experts import ExpertStore
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory, upload
 from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import ROPE
-from cuda_backend.replay import DeviceStep, Replay
+from cuda_backend.replay import DeviceStep, Replay, RunInput
 from cuda_backend.routing import Routing
-from cuda_backend.states import NO_ORDER, Recurrent
-
-NO_PATH = np.empty(0, np.int32)
+from cuda_backend.runs import runs_of
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,16 @@ class Context:
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)
             return step
-        past, current, path = 0, 0, NO_PATH
+        runs, kept = runs_of(step), 0
         if isinstance(store, Recurrent):
-            current, path = store.current, store.path
+            store.note_step(step, runs)
+            kept, inputs = store.store_of_paths(step, runs), [RunInput(run, 0, *store.input(run.slot)) for run in runs]
         else:
-            past = store.past
-        inputs = self.replay.inputs_for(step, own=True)
-        inputs.upload(step, past, current, path)
-        if not isinstance(store, LatentStore):
-            store.note_step(step)
-        return inputs.step(len(step))
+            inputs = [RunInput(run, store.lengths[run.slot]) for run in runs]
+            if isinstance(store, KVStore):
+                store.note_step(runs)
+        replay = self.replay
+        return replay.uploaded(replay.inputs_for(step, own=True), (len(step), len(runs)), step, kept, inputs)
 
     def rope_of(self, rope: Rope | None, positions: Array | None) -> np.ndarray:
         """A rope of rows at `positions` as kernels read it: prelude.cuh Rope."""

@@ -31,7 +31,7 @@ def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> Ex
         return NO_EXACT
     planes: Planes = (exact.kv.keys, exact.kv.values)
     if step.prefill and exact.kv.store.is_ring:
-        planes = unrolled(exact.kv, T, context.arena, context.stream)
+        planes = unrolled(exact.kv, step, context.arena, context.stream)
     packing, width = kv.store.spec.packing, kv.keys.width
     q, shift = context.arena.take(T * H * width * 2), context.arena.take(T * H * 4)
     counts = 0, packing.first, packing.recent
@@ -54,7 +54,7 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
     return opened._replace(record=record)
 
 
-def close_exact(context: Context, kv: KV, T: int, step: DeviceStep, opened: ExactStep) -> None:
+def close_exact(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> None:
     """What a ring becomes where a long step is committed."""
     if opened.planes and step.prefill and kv.exact.kv.store.is_ring:
-        rolled(kv.exact.kv, T, opened.planes, context.stream)
+        rolled(kv.exact.kv, step, opened.planes, context.stream)

@@ -14,7 +14,7 @@ from cuda_backend.caches.planes import TILE, Places, Plane, planes_at
 from cuda_backend.context import Context
 from cuda_backend.fuse import fused
 from cuda_backend.launch import kernel
-from cuda_backend.layout import LATENT_ROWS, latent_tiles, padded, piece_places, run_count, tail_places
+from cuda_backend.layout import LATENT_ROWS, latent_tiles, padded, piece_places, row_blocks, run_count, tail_places
 from cuda_backend.lazy import Target
 from cuda_backend.mixture import head_linear
 from cuda_backend.replay import DeviceStep
@@ -30,8 +30,8 @@ def latent_attention(
     step, wide = context.step_of(step, kv.store), padded(R)
     q16 = context.arena.take(T * H * kv.width * 2)
     _gather(context, (q_latent, q_rope), (latent, k_rope), kv, step, Queries(q16, wide, kv.width, kv.rows.rotated))
-    rows, most = min(T, MAX_DECODE_ROWS), kv.store.past + T if step.prefill else kv.rows.places.capacity
-    blocks, (tile, _, shared) = -(-rows * H // LATENT_ROWS), latent_tiles(context.card, kv.width)
+    rows, most = min(T, MAX_DECODE_ROWS), step.past + T if step.prefill else kv.rows.places.capacity
+    blocks, (tile, _, shared) = row_blocks(rows, step.runs, H, LATENT_ROWS), latent_tiles(context.card, kv.width)
     shares = max(1, context.card.shared // (shared + 2048) * context.card.sms // blocks)
     trunk = piece_places(most, tile, 0, 0, shares)
     count = trunk + tail_places(tile, rows)
@@ -84,14 +84,14 @@ def expanded_attention(
         o = latent_attention(context, head_linear(context, q_nope, k_up), q_rope, latent, k_rope, kv, step, scale)
         return head_linear(context, o, v_up)
     P, V = q_rope.shape[2], v_up.rows
-    n, wide = kv.store.past + T, padded(max(N + P, V))
+    n, wide = step.past + T, padded(max(N + P, V))
     q16 = context.arena.take(T * H * wide * 2)
     _gather(context, (q_nope, q_rope), (latent, k_rope), kv, step, Queries(q16, N, wide))
     heads = Plane(0, H, 2 * wide, wide, Places(-(-n // TILE) * TILE - TILE, TILE))
     size = 2 * heads.nbytes
     keys, values = planes_at(context.arena.take(size), (heads, heads))
     cupy.cuda.runtime.memsetAsync(keys.address, 0, size, context.stream.ptr)
-    rows = _whole_rows(context, kv, n)
+    rows = _whole_rows(context, kv, step.slot, n)
     gemm.expand_heads(k_up, False, rows, n, keys, context.arena, context.stream)
     gemm.expand_heads(v_up, True, rows, n, values, context.arena, context.stream)
     kernel("latent", "spread", _latent(context, kv))(
@@ -156,14 +156,14 @@ def _gather(
     )
 
 
-def _whole_rows(context: Context, kv: Latent, n: int) -> Plane:
-    """The first n rows of the cache, float16 in one plane and not rotated."""
+def _whole_rows(context: Context, kv: Latent, slot: int, n: int) -> Plane:
+    """The first n rows of a sequence's cache, float16 in one plane and not rotated."""
     if not kv.apart:
-        return kv.rows
+        return kv.rows.of_slot(slot)
     rows = Plane(context.arena.take(2 * n * kv.width), 1, 2 * kv.width, kv.width, kv.rows.places)
     jobs = n * -(-kv.rows.width // 128)
     kernel("latent", "whole_rows", _latent(context, kv))(
-        (-(-jobs // 8),), (256,), (kv.rows.record, kv.roped.record, n, rows.address), stream=context.stream
+        (-(-jobs // 8),), (256,), (kv.rows.record, kv.roped.record, slot, n, rows.address), stream=context.stream
     )
     return rows
 

@@ -294,17 +294,21 @@ def groups_of(columns: int) -> int:
 
 
 @functools.cache
-def delta_slots(card: Card, key_width: int, rows: int, norm: bool) -> tuple[int, int, int]:
+def delta_slots(card: Card, key_width: int, rows: int, norm: bool, runs: int = 1) -> tuple[int, int, int]:
     """Slots of kernels/delta.cu in shared memory, those beyond, and shared memory, bytes.
 
     One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
+    runs  sequences whose trees share the rows
     """
     slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MAX_DECODE_ROWS else 0
     shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 4) + 2 * MAX_DECODE_ROWS
     shared += 4 * (2 * 16 * 64 + 16 * 128 + 8) if norm else 0
     slot = delta_slot(key_width)
     shared_slots = int(slots > 0 and shared + slot <= card.block_shared)
-    return shared_slots, slots - shared_slots, shared + shared_slots * slot
+    spilled = slots - shared_slots
+    if runs > 1:  # a tree that needs n more slots has n times the rows of the smallest that needs one, or more
+        spilled = rows // ((6 << (key_width <= 128) + shared_slots) - 2)
+    return shared_slots, spilled, shared + shared_slots * slot
 
 
 def delta_slot(key_width: int) -> int:
@@ -315,6 +319,11 @@ def delta_slot(key_width: int) -> int:
 def padded(width: int) -> int:
     """A head's width in memory, a multiple of 16."""
     return -(-width // 16) * 16
+
+
+def row_blocks(rows: int, runs: int, group: int, size: int) -> int:
+    """The most blocks of `size` that `rows` rows times `group` make, none with rows of two of `runs` sequences."""
+    return (rows * group + min(rows, runs) * (size - 1)) // size
 
 
 def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> int:

@@ -30,7 +30,7 @@ from cuda_backend.context import Context, make
 from cuda_backend.layout import FLOATS, UNITS
 from cuda_backend.memory import Memory, upload
 from cuda_backend.replay import bucket
-from cuda_backend.states import CudaState, state_bytes
+from cuda_backend.states import CudaPool, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
@@ -147,8 +147,13 @@ class CudaOps(Ops):
         return int(cupy.cuda.runtime.memGetInfo()[0]), f"free memory of {self.context.card.name}"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        return self.pool_of(spec, 1, capacity).new_state()
+
+    def pool_of(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> CudaPool:
+        """States of up to `slots` sequences of at most `capacity` tokens, which one step may compute together."""
         attending.check_room(self.context.card, spec)
-        return CudaState(spec, capacity, partial(recurrent.apply_path, self.context), self.context.stream)
+        apply_paths = partial(recurrent.apply_paths, self.context)
+        return CudaPool(spec, slots, capacity, apply_paths, self.context.stream)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
         play = partial(self.context.replay.run, fn, state, step)

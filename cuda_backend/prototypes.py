@@ -34,7 +34,9 @@ MATRIX = _struct(
 )
 ROWS = _struct(*_named("u8", "packed", "squares"), *_named("i4", "T", "parts"), *_named("f4", "columns", "eps"))
 PARTIALS = _struct(("partial_stride", "i8"), ("row", "i8"), ("partials", "i4"))
-PLANE = _struct(("rows", "u8"), *_named("i4", "row", "capacity", "fixed", "ring"))
+PLANE = _struct(
+    *_named("u8", "rows", "table"), ("block", "i8"), *_named("i4", "row", "capacity", "fixed", "ring", "pages")
+)
 EXACT = _struct(
     ("keys", PLANE),
     ("values", PLANE),

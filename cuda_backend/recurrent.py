@@ -1,5 +1,6 @@
 """Convolution and the gated delta rule, by themselves and as one mixer, and the commit of what they keep."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,11 +9,13 @@ from common.ops import DeltaWeights
 from common.step import MAX_DECODE_ROWS, Step
 from cuda_backend import rows
 from cuda_backend.arrays import Array
+from cuda_backend.caches.recurrent import Conv, Delta, Recurrent
 from cuda_backend.context import Context
 from cuda_backend.launch import kernel
 from cuda_backend.layout import delta_slot, delta_slots, padded
 from cuda_backend.lazy import Lazy, Op, Target
-from cuda_backend.states import Conv, Delta, Recurrent
+from cuda_backend.replay import RunInput
+from cuda_backend.runs import Run
 from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, view
 
@@ -29,7 +32,7 @@ class Rule(NamedTuple):
 
     inputs  q, k, v, a and b as kernels read them; with `taps` the first is q, k and v in one, before the convolution
     decay   addresses of decay and dt_bias
-    step    address of the StepState
+    step    address of the StepState, for `runs` sequences at most
     """
 
     delta: Delta
@@ -37,6 +40,7 @@ class Rule(NamedTuple):
     decay: tuple[int, int]
     step: int
     T: int
+    runs: int = 1
     taps: Taps | None = None
 
 
@@ -72,7 +76,7 @@ def gated_delta(
     out = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = tuple(view(x) for x in (*(_in_fours(context, rows.summed(context, x)) for x in (q, k, v)), a, b))
-    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T)
+    rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T, step.runs)
     _delta(context, rule, out_of(Target(dense=out.address), Hv * Dv))
     return out
 
@@ -97,7 +101,8 @@ def delta_mixer(
     T, Hv, Dv = z.shape
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = view(_in_fours(context, qkv)), NOTHING, NOTHING, view(a), view(b)
-    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, Taps(conv, w.taps.address))
+    taps = Taps(conv, w.taps.address)
+    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, step.runs, taps)
     if context.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not float4_aligned(z, flat=False):
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
         _delta(context, rule, out_of(Target(dense=o.address), Hv * Dv))
@@ -126,15 +131,16 @@ def _in_fours(context: Context, x: Array) -> Array:
     return x if float4_aligned(x, flat=False) else rows.dense(context, x)
 
 
-def apply_path(context: Context, recurrent: Recurrent) -> None:
-    """Apply the committed path of every layer, as the next step would, with no rows."""
-    inputs = context.replay.small
-    inputs.upload(Step.chain(np.empty(0, np.int32), 0), 0, recurrent.current, recurrent.path)
+def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) -> None:
+    """Apply the committed paths of `slots` in every layer, as the next step would, with no rows."""
+    inputs, n = context.replay.small, len(slots)
+    runs = [RunInput(Run(slot, i, 0), 0, *recurrent.input(slot)) for i, slot in enumerate(slots)]
+    inputs.upload(Step.chain(np.empty(0, np.int32), 0), recurrent.pairs[slots[0]].at, runs)
     for layer in recurrent.layers():
         if isinstance(layer, Conv):
-            _conv(context, NOTHING, Taps(layer, 0), inputs.memory.address, 1, 0)
+            _conv(context, NOTHING, Taps(layer, 0), inputs.memory.address, n, 0)
         else:
-            rule = Rule(layer, (NOTHING,) * 5, (0, 0), inputs.memory.address, 0)
+            rule = Rule(layer, (NOTHING,) * 5, (0, 0), inputs.memory.address, 0, n)
             _delta(context, rule, out_of(Target(), 0))
 
 
@@ -147,14 +153,14 @@ def _conv(context: Context, x: np.ndarray, taps: Taps, step: int, T: int, out: i
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
     """kernels/prepare.cu and delta.cu; with `norm`, what follows the rule as well."""
-    delta, inputs, (decay, bias), step, T, before = rule
+    delta, inputs, (decay, bias), step, T, runs, before = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
     changes = delta.rows + 2 * MAX_DECODE_ROWS * Hk * Dk * 4
     factors = changes + 2 * MAX_DECODE_ROWS * Hv * Dv * 4
     conv, taps = before or (None, 0)
     alone = T == 1 and conv is not None
-    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None)
+    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs)
     most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None)[2]
     spill = arena.take(Hv * -(-Dv // 64) * spilled * delta_slot(Dk)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
@@ -176,7 +182,7 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
         )
     kept = delta.matrix, delta.flip, delta.rows, changes, factors
     kernel("delta", "delta", defines, most)(
-        (Hv, -(-Dv // 64)),
+        (Hv, -(-Dv // 64), runs),
         (448 if alone else 384,),
         (*head, *kept, *tail, *prepared, spill, shared_slots, spilled, *(norm or GatedNorm()), out),
         shared_mem=shared,

@@ -15,6 +15,7 @@ from cuda_backend.launch import Graph
 from cuda_backend.memory import Memory
 from cuda_backend.ops import CudaOps
 from cuda_backend.replay import DeviceStep, bucket, check, table_of
+from cuda_backend.runs import Run
 from cuda_backend.segments import HostCall, Program, Segment, run_step
 
 
@@ -139,7 +140,8 @@ class Relay:
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
         """What fn(state, step) returns, in arena memory that the next run overwrites."""
-        check(state, step)
+        step.the_slot()
+        check(step, [Run(0, 0, len(step))], [state.length], state.capacity)
         state.note_step(step)
         T, table = bucket(len(step)), table_of(state, fn)
         self.running = state, step

@@ -7,11 +7,11 @@ each run; kernels read it there, so that a graph captured once stays valid.
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -21,27 +21,45 @@ from common.step import MAX_DECODE_ROWS, PAST, Step
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
+from cuda_backend.runs import MAX_RUNS, Run
 from cuda_backend.segments import Program, run_step
 from cuda_backend.tree_order import depth_first, lines
 
+NO_PATH = np.empty(0, np.int32)
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
 
 # kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
-HEAD = struct.Struct("6i")  # past, rows, current, path_length, kind, branches
+HEAD = struct.Struct("3i")  # rows, runs, kept
+RUN = struct.Struct("10i8x")  # slot, first, rows, past, from, to, path, path_length, kind, branches
 PATH = 64
 SEEN = PATH + 4 * MAX_DECODE_ROWS
 SEEN_BYTES = -(-MAX_DECODE_ROWS // 32) * 4  # of a row
 LINE = SEEN + MAX_DECODE_ROWS * SEEN_BYTES
 MOVES = LINE + 4 * MAX_DECODE_ROWS
 PARENTS = MOVES + MAX_DECODE_ROWS
-END = PARENTS + MAX_DECODE_ROWS
+RUN_OF = PARENTS + MAX_DECODE_ROWS
+RUNS = RUN_OF + MAX_DECODE_ROWS + 8
+END = RUNS + MAX_RUNS * RUN.size
+
+
+class RunInput(NamedTuple):
+    """A run as kernels read it: committed positions, the recurrent states that it reads and writes, and its path."""
+
+    run: Run
+    past: int
+    source: int = 0
+    target: int = 0
+    path: np.ndarray = NO_PATH
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What ops receive as `step`: T rows, of which the device knows how many are real.
+    """What ops receive as `step`: T rows, of which the device knows how many are real, and of which sequences.
 
-    address  of the StepState; prefill: more rows than a graph or a tree has; is_block: rows see each other
+    address     of the StepState
+    runs        sequences that there may be, at most
+    is_block    do the rows of a sequence all see each other?
+    slot, past  of a prefill step, which has one sequence: where it lies, and its committed positions
     """
 
     tokens: Array
@@ -49,7 +67,10 @@ class DeviceStep:
     address: int
     T: int
     owner: Any = None
+    runs: int = 1
     is_block: bool = False
+    slot: int = 0
+    past: int = 0
 
     @property
     def prefill(self) -> bool:
@@ -75,7 +96,7 @@ class Inputs:
         self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
         self.sampled: Array | None = None  # those that lie there since they were sampled
-        self.steps: dict[tuple[int, bool], DeviceStep] = {}
+        self.steps: dict[tuple[int, int, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def place_for(self, tokens: Array) -> int:
@@ -83,25 +104,34 @@ class Inputs:
         self.sampled = tokens
         return self.tokens
 
-    def upload(self, step: Step, past: int, current: int, path: np.ndarray) -> None:
+    def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
+        """Copy the step to the device; `kept`: the store that holds the rows of paths."""
         T = len(step)
         host = bytearray(self.memory.nbytes)  # the device waits for it, and NumPy's records take twice as long
 
         def put(at: int, data: bytes) -> None:
             host[at : at + len(data)] = data
 
-        kind, branches = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0, 0
-        if T <= MAX_DECODE_ROWS:
-            parents = None if step.parents is None else step.parents.tolist()
-            put(SEEN, seen(parents, T))
-            if parents is not None and parents != list(range(PAST, T - 1)):
-                order, moves, after = depth_first(parents)
-                branches = 1
-                put(LINE, bytes(chain.from_iterable(lines(order, after))))
-                put(MOVES, bytes(moves))
-                put(PARENTS, bytes(visit % 256 for visit in after))
-        put(0, HEAD.pack(past, T, current, len(path), kind, branches))
-        put(PATH, path.tobytes())
+        applied = 0  # rows of all paths so far
+        for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
+            kind, branches = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0, 0
+            if T <= MAX_DECODE_ROWS:
+                parents = None if step.parents is None else step.parents[first : first + rows].tolist()
+                if parents is not None and first:
+                    parents = [parent if parent == PAST else parent - first for parent in parents]
+                put(SEEN + first * SEEN_BYTES, seen(parents, rows))
+                put(RUN_OF + first, bytes([number]) * max(rows, 1))
+                if parents is not None and parents != list(range(PAST, rows - 1)):
+                    order, moves, after = depth_first(parents)
+                    branches = 1
+                    put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
+                    put(MOVES + first, bytes(moves))
+                    put(PARENTS + first, bytes(visit % 256 for visit in after))
+            numbers = slot, first, rows, past, source, target, applied, len(path), kind, branches
+            put(RUNS + number * RUN.size, RUN.pack(*numbers))
+            put(PATH + 4 * applied, path.tobytes())
+            applied += len(path)
+        put(0, HEAD.pack(T, len(runs), kept))
         put(END, np.asarray(step.positions, np.int32).tobytes())
         on_host = not isinstance(step.tokens, Array)
         if on_host:
@@ -116,18 +146,20 @@ class Inputs:
                 given = step.tokens.address
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
-    def step(self, T: int, is_block: bool = False) -> DeviceStep:
-        if (T, is_block) not in self.steps:
+    def step(self, T: int, runs: int = 1, is_block: bool = False) -> DeviceStep:
+        """The step of up to T rows of up to `runs` sequences that lies here."""
+        if (T, runs, is_block) not in self.steps:
             positions = self.memory.address + END
-            self.steps[T, is_block] = DeviceStep(
+            self.steps[T, runs, is_block] = DeviceStep(
                 Array((T,), self.tokens, dtype=np.int32),
                 Array((T,), positions, dtype=np.int32),
                 self.memory.address,
                 T,
                 self.memory,
+                runs,
                 is_block,
             )
-        return self.steps[T, is_block]
+        return self.steps[T, runs, is_block]
 
 
 class Replay:
@@ -142,19 +174,27 @@ class Replay:
 
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
-        check(state, step)
+        check(step, state.runs(step), state.pool.lengths, state.capacity)
         state.note_step(step)
         here, table = self.upload(state, step), table_of(state, fn)
         out = run_step(table, here.T, partial(self._call, fn, state, here), partial(self._captured, fn, state, here))
         return out, len(step)
 
     def upload(self, state: Any, step: Step) -> DeviceStep:
-        """The step where graphs read it."""
-        recurrent = state.recurrent
-        current, path = (recurrent.current, recurrent.path) if recurrent else (0, np.empty(0, np.int32))
-        inputs = self.inputs_for(step)
-        inputs.upload(step, state.length, current, path)
-        return inputs.step(bucket(len(step)), step.parents is None)
+        """The step where graphs read it, of a CudaState or of all sequences of a CudaPool."""
+        pool, T = state.pool, len(step)
+        shape = bucket(T), min(pool.slots, bucket(T))
+        return self.uploaded(self.inputs_for(step), shape, step, *state.inputs(step))
+
+    def uploaded(
+        self, inputs: Inputs, shape: tuple[int, int], step: Step, kept: int, runs: Sequence[RunInput]
+    ) -> DeviceStep:
+        """A step in `inputs`, for launches of (rows, sequences at most) = `shape`."""
+        T, most = shape
+        inputs.upload(step, kept, runs)
+        if T <= MAX_DECODE_ROWS:
+            return inputs.step(T, most, step.parents is None)
+        return replace(inputs.step(T), slot=runs[0].run.slot, past=runs[0].past)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""
@@ -192,17 +232,13 @@ class Replay:
         return Program([graph], out)
 
 
-def check(state: Any, step: Step) -> None:
-    """Refuse a step that `state` has no room for."""
-    T = len(step)
-    step.the_slot()
-    if state.length + T > state.capacity + MAX_DECODE_ROWS or (
-        T > MAX_DECODE_ROWS and state.length + T > state.capacity
-    ):
-        raise BimetalError(
-            f"{T} more tokens do not fit the context of {state.capacity}, of which {state.length} are used"
-        )
-    if T == 0:
+def check(step: Step, runs: Sequence[Run], lengths: Sequence[int], capacity: int) -> None:
+    """Refuse a step that its sequences, with so many committed tokens by slot, have no room for."""
+    for slot, _, rows in runs:
+        past = lengths[slot]
+        if past + rows > capacity + MAX_DECODE_ROWS or (rows > MAX_DECODE_ROWS and past + rows > capacity):
+            raise BimetalError(f"{rows} more tokens do not fit the context of {capacity}, of which {past} are used")
+    if len(step) == 0:
         raise ValueError("a step needs at least one row")
 
 

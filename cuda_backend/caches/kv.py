@@ -1,12 +1,13 @@
-"""The keys and values of attention layers that keep every position."""
+"""The keys and values of attention layers that keep every position, of several sequences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import Shape, Step
+from common.step import Shape
 from common.storage import KVSpec
 from cuda_backend.caches.planes import (
     Places,
@@ -15,16 +16,18 @@ from cuda_backend.caches.planes import (
     all_places,
     check_capacity,
     keep_path,
+    of_slot,
     plane_of,
-    planes_at,
     planes_bytes,
     read_rows,
     rows_held,
     shapes_of,
+    slots_at,
     write_rows,
     zeros,
 )
 from cuda_backend.launch import Stream
+from cuda_backend.runs import Run
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,22 @@ class KV:
 
 
 class KVStore:
-    """The caches of all layers of one shape: keys [layer][kv_heads][capacity][row], then the values.
+    """The caches of all layers of one shape: per slot keys [layer][kv_heads][capacity][row], then the values.
 
-    past     committed positions
+    lengths  committed positions of each slot, which the pool counts
     most     positions that there may be, those of a step included
     window   positions that a row sees beside the first ones, 0: all; and the number of first ones that all rows see
     is_ring  positions are overwritten by later ones: WindowStore
     """
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, stream: Stream):
+    def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
         check_capacity(capacity)
-        self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
+        self.spec, self.layers, self.stream, self.lengths = spec, layers, stream, lengths
         self.window, self.is_ring = (0, 0), False
         self.places, self.most = self.places_of(capacity), rows_held(capacity)
         shape = kv_planes(spec, layers, self.places)
-        self.memory = zeros(planes_bytes(shape), stream)
-        self.planes = planes_at(self.memory.address, shape)
+        self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
+        self.planes = slots_at(self.memory.address, shape)
 
     def places_of(self, capacity: int) -> Places:
         return all_places(capacity)
@@ -66,18 +69,17 @@ class KVStore:
         keys, values = (plane.part(i, self.spec.kv_heads) for plane in self.planes)
         return KV(keys, values, (), self)
 
-    def note_step(self, step: Step) -> None:
-        """The step is about to be launched."""
+    def note_step(self, runs: Sequence[Run]) -> None:
+        """Note a step that is about to be launched."""
 
-    def commit(self, path: np.ndarray) -> None:
-        keep_path(self.planes, self.past, path, self.stream)
-        self.past += len(path)
+    def commit(self, slot: int, path: np.ndarray) -> None:
+        keep_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
 
-    def snapshot(self) -> Any:
-        return self.past
+    def snapshot(self, slot: int) -> Any:
+        return None
 
-    def restore(self, snapshot: Any) -> None:
-        self.past = snapshot
+    def restore(self, slot: int, snapshot: Any) -> None:
+        """The slot's length is all that there is to go back to."""
 
     def row_shapes(self, tokens: int) -> list[Shape]:
         return shapes_of(self.planes, tokens)
@@ -85,15 +87,14 @@ class KVStore:
     def point_shapes(self, length: int) -> list[Shape]:
         return []
 
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        return read_rows(self.planes, first, last, self.stream)
+    def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
+        return read_rows(of_slot(self.planes, slot), first, last, self.stream)
 
-    def save_point(self) -> list[np.ndarray]:
+    def save_point(self, slot: int) -> list[np.ndarray]:
         return []
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        write_rows(self.planes, 0, rows, self.stream)
-        self.past = length
+    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        write_rows(of_slot(self.planes, slot), 0, rows, self.stream)
 
     @property
     def nbytes(self) -> int:

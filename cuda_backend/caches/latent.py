@@ -17,11 +17,12 @@ from cuda_backend.caches.planes import (
     all_places,
     check_capacity,
     keep_path,
+    of_slot,
     plane_of,
-    planes_at,
     planes_bytes,
     read_rows,
     shapes_of,
+    slots_at,
     write_rows,
     zeros,
 )
@@ -48,28 +49,27 @@ class Latent:
 
 
 class LatentStore:
-    """The rows of all layers of one shape, [layer][capacity][row]; `past` are committed."""
+    """The rows of all layers of one shape, [slot][layer][capacity][row]; `lengths`: committed, of each slot."""
 
-    def __init__(self, spec: LatentSpec, layers: int, capacity: int, stream: Stream):
+    def __init__(self, spec: LatentSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
         check_capacity(capacity)
-        self.spec, self.layers, self.stream, self.past = spec, layers, stream, 0
+        self.spec, self.layers, self.stream, self.lengths = spec, layers, stream, lengths
         shape = latent_planes(spec, layers, capacity)
-        self.memory = zeros(planes_bytes(shape), stream)
-        self.planes = planes_at(self.memory.address, shape)
+        self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
+        self.planes = slots_at(self.memory.address, shape)
 
     def layer(self, i: int) -> Latent:
         parts = [plane.part(i, 1) for plane in self.planes]
         return Latent(parts[0], parts[-1], self)
 
-    def commit(self, path: np.ndarray) -> None:
-        keep_path(self.planes, self.past, path, self.stream)
-        self.past += len(path)
+    def commit(self, slot: int, path: np.ndarray) -> None:
+        keep_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
 
-    def snapshot(self) -> Any:
-        return self.past
+    def snapshot(self, slot: int) -> Any:
+        return None
 
-    def restore(self, snapshot: Any) -> None:
-        self.past = snapshot
+    def restore(self, slot: int, snapshot: Any) -> None:
+        """The slot's length is all that there is to go back to."""
 
     def row_shapes(self, tokens: int) -> list[Shape]:
         return shapes_of(self.planes, tokens)
@@ -77,15 +77,14 @@ class LatentStore:
     def point_shapes(self, length: int) -> list[Shape]:
         return []
 
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        return read_rows(self.planes, first, last, self.stream)
+    def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
+        return read_rows(of_slot(self.planes, slot), first, last, self.stream)
 
-    def save_point(self) -> list[np.ndarray]:
+    def save_point(self, slot: int) -> list[np.ndarray]:
         return []
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        write_rows(self.planes, 0, rows, self.stream)
-        self.past = length
+    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        write_rows(of_slot(self.planes, slot), 0, rows, self.stream)
 
     @property
     def nbytes(self) -> int:

@@ -4,18 +4,21 @@ What a row reads exactly, and how keys are equalised: `common.reference_states.N
 values rotated where the codes are, so that what attention adds up of both is in one domain.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from common.step import Shape, Step
+from common.errors import BimetalError
+from common.step import Shape
 from common.storage import NATIVE, KVSpec, Packing
 from cuda_backend.caches.kv import KV, KVStore, kv_bytes
 from cuda_backend.caches.planes import HALF, Plane, copy
 from cuda_backend.caches.window import WindowStore, window_bytes
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.memory import Memory, copy_in, copy_out
+from cuda_backend.runs import Run
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,14 @@ class PackedStore(KVStore):
     calibrates whether keys of the step that was noted last are encoded with statistics that it completes itself
     """
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, stream: Stream):
-        super().__init__(spec, layers, capacity, stream)
-        self.exact = WindowStore(exact_spec(spec), layers, capacity, stream)
+    def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
+        if len(lengths) > 1:
+            raise BimetalError(
+                f"a cache of keys in {spec.key_format} that keeps tokens exactly, for {len(lengths)} sequences; "
+                "the CUDA backend holds it for one"
+            )
+        super().__init__(spec, layers, capacity, lengths, stream)
+        self.exact = WindowStore(exact_spec(spec), layers, capacity, lengths, stream)
         self.stats = Memory(stats_bytes(spec, layers), stream)
         self.calibrates = False
         self._forget()
@@ -60,28 +68,29 @@ class PackedStore(KVStore):
         mean = self.stats.address + part if self.calibration else 0
         return replace(super().layer(i), exact=Exact(self.exact.layer(i), mean, mean + self.stats.nbytes // 2))
 
-    def note_step(self, step: Step) -> None:
-        self.exact.note_step(step)
-        self.calibrates = self.past < self.calibration < self.past + len(step)
+    def note_step(self, runs: Sequence[Run]) -> None:
+        self.exact.note_step(runs)
+        self.calibrates = any(
+            self.lengths[slot] < self.calibration < self.lengths[slot] + rows for slot, _, rows in runs
+        )
 
-    def commit(self, path: np.ndarray) -> None:
-        completes = self.past < self.calibration <= self.past + len(path)
-        super().commit(path)
-        self.exact.commit(path)
+    def commit(self, slot: int, path: np.ndarray) -> None:
+        completes = self.lengths[slot] < self.calibration <= self.lengths[slot] + len(path)
+        super().commit(slot, path)
+        self.exact.commit(slot, path)
         if completes:
             calibrate(self.exact.planes[0], self.calibration, self.stats.address, self.stream)
 
-    def snapshot(self) -> Any:
+    def snapshot(self, slot: int) -> Any:
         held = None
-        if 0 < self.calibration <= self.past:
+        if 0 < self.calibration <= self.lengths[slot]:
             held = Memory(self.stats.nbytes, self.stream)
             copy(held.address, self.stats.address, held.nbytes, self.stream)
-        return super().snapshot(), self.exact.snapshot(), held
+        return self.exact.snapshot(slot), held
 
-    def restore(self, snapshot: Any) -> None:
-        past, exact, held = snapshot
-        super().restore(past)
-        self.exact.restore(exact)
+    def restore(self, slot: int, snapshot: Any) -> None:
+        exact, held = snapshot
+        self.exact.restore(slot, exact)
         if held:
             copy(self.stats.address, held.address, held.nbytes, self.stream)
         else:
@@ -91,16 +100,16 @@ class PackedStore(KVStore):
         statistics: list[Shape] = [((self.stats.nbytes // 4,), np.dtype(np.float32))]
         return self.exact.point_shapes(length) + (statistics if 0 < self.calibration <= length else [])
 
-    def save_point(self) -> list[np.ndarray]:
-        rows = self.exact.save_point()
-        if 0 < self.calibration <= self.past:
+    def save_point(self, slot: int) -> list[np.ndarray]:
+        rows = self.exact.save_point(slot)
+        if 0 < self.calibration <= self.lengths[slot]:
             rows.append(copy_out(self.stats.address, self.stats.nbytes, self.stream).view(np.float32))
         return rows
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        super().load(length, rows, [])
+    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        super().load(slot, length, rows, [])
         exact = len(self.exact.point_shapes(length))
-        self.exact.load(length, [], point[:exact])
+        self.exact.load(slot, length, [], point[:exact])
         if point[exact:]:
             copy_in(self.stats.address, np.ascontiguousarray(point[exact]), self.stream)
         else:
@@ -141,4 +150,4 @@ def stats_bytes(spec: KVSpec, layers: int) -> int:
 
 def packed_bytes(spec: KVSpec, capacity: int) -> int:
     """Device bytes of one layer."""
-    return kv_bytes(spec, capacity) + window_bytes(exact_spec(spec), capacity) + stats_bytes(spec, 1)
+    return kv_bytes(spec, capacity) + window_bytes(exact_spec(spec), 1, capacity) + stats_bytes(spec, 1)

@@ -35,7 +35,8 @@ class Places(NamedTuple):
 class Plane:
     """Rows of keys, of values or of latents on the device, [heads][places.capacity] of `row_bytes`: kernels/plane.cuh.
 
-    address  of the first row
+    address  of the first row of slot 0
+    slot     bytes from one sequence's rows to the next's; 0: they are one sequence's
     width    values of a row; of float16 padded to 16
     format   of a row: a name of FORMATS
     rotated  are vectors rotated before they are stored? common/hadamard.py
@@ -48,6 +49,7 @@ class Plane:
     places: Places
     format: str = HALF
     rotated: bool = False
+    slot: int = 0
 
     @property
     def head_bytes(self) -> int:
@@ -60,15 +62,19 @@ class Plane:
     @property
     def record(self) -> np.ndarray:
         """The plane as kernels receive it."""
-        return np.array((self.address, self.row_bytes, self.places.capacity, *self.places), PLANE)
+        return np.array((self.address, 0, self.slot, self.row_bytes, self.places.capacity, *self.places, 0), PLANE)
 
     def part(self, i: int, heads: int) -> "Plane":
         """Heads i * heads to (i + 1) * heads: those of layer `i`."""
         return replace(self, address=self.address + i * heads * self.head_bytes, heads=heads)
 
     def at(self, address: int, places: Places | None = None) -> "Plane":
-        """A plane of equal rows elsewhere."""
-        return replace(self, address=address, places=places or self.places)
+        """A plane of equal rows of one sequence elsewhere."""
+        return replace(self, address=address, places=places or self.places, slot=0)
+
+    def of_slot(self, slot: int) -> "Plane":
+        """The rows of one sequence."""
+        return self.at(self.address + slot * self.slot)
 
 
 def plane_of(stored: storage.Plane, layers: int, places: Places) -> Plane:
@@ -91,6 +97,16 @@ def planes_at(address: int, planes: Planes, places: Places | None = None) -> Pla
         out.append(plane.at(address, places))
         address += out[-1].nbytes
     return tuple(out)
+
+
+def slots_at(address: int, planes: Planes) -> Planes:
+    """Planes of several sequences: all of one, then all of the next."""
+    size = planes_bytes(planes)
+    return tuple(replace(plane, slot=size) for plane in planes_at(address, planes))
+
+
+def of_slot(planes: Planes, slot: int) -> Planes:
+    return tuple(plane.of_slot(slot) for plane in planes)
 
 
 def planes_bytes(planes: Planes) -> int:
@@ -142,9 +158,11 @@ def move(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: 
         (
             source[0].record,
             source[-1].record,
+            0,
             first,
             to[0].record,
             to[-1].record,
+            0,
             to_first,
             heads[0],
             path,

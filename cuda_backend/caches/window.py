@@ -4,12 +4,13 @@ A prefill step has more rows than the ring has room for. It attends to a copy of
 `after` what the ring becomes where the step is committed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 
-from common.step import MAX_DECODE_ROWS, Shape, Step
+from common.step import MAX_DECODE_ROWS, Shape
 from common.storage import KVSpec
 from cuda_backend.caches.kv import KV, KVStore, kv_planes
 from cuda_backend.caches.planes import (
@@ -19,6 +20,7 @@ from cuda_backend.caches.planes import (
     all_places,
     copy,
     move,
+    of_slot,
     planes_at,
     planes_bytes,
     read_rows,
@@ -29,6 +31,8 @@ from cuda_backend.caches.planes import (
 )
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory
+from cuda_backend.replay import DeviceStep
+from cuda_backend.runs import Run
 
 NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECODE_ROWS} may be chosen"
 
@@ -36,11 +40,12 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 class WindowStore(KVStore):
     """The caches of all layers of one window; a window that no context fills is kept as any other cache."""
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, stream: Stream):
-        super().__init__(spec, layers, capacity, stream)
+    def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
+        super().__init__(spec, layers, capacity, lengths, stream)
         self.window, self.is_ring = (spec.window or 0, spec.keep), self.places.capacity < self.most
-        self.after = zeros(self.memory.nbytes, stream) if self.is_ring else None
-        self.step_rows = 0  # of a step that left `after`
+        self.slot_bytes = planes_bytes(self.planes)
+        self.after = zeros(self.slot_bytes, stream) if self.is_ring else None
+        self.step_rows = [0] * len(lengths)  # of each slot, of a prefill step that left `after`
 
     def places_of(self, capacity: int) -> Places:
         return window_places(self.spec, capacity)
@@ -52,31 +57,41 @@ class WindowStore(KVStore):
         after = planes_at(self.after.address, self.planes)
         return KV(kv.keys, kv.values, tuple(plane.part(i, self.spec.kv_heads) for plane in after), self)
 
-    def note_step(self, step: Step) -> None:
-        self.step_rows = len(step) if self.is_ring and len(step) > MAX_DECODE_ROWS else 0
-
-    def commit(self, path: np.ndarray) -> None:
-        if len(path) and self.step_rows:
-            if not np.array_equal(path, np.arange(self.step_rows)):
-                raise ValueError(NOT_IN_PART.format(self.step_rows))
-            assert self.after
-            copy(self.memory.address, self.after.address, self.memory.nbytes, self.stream)
-            self.past += len(path)
-        else:
-            super().commit(path)
-        self.step_rows = 0
-
-    def snapshot(self) -> Any:
+    def note_step(self, runs: Sequence[Run]) -> None:
         if not self.is_ring:
-            return self.past, None
-        held = Memory(self.memory.nbytes, self.stream)
-        copy(held.address, self.memory.address, held.nbytes, self.stream)
-        return self.past, held
+            return
+        for slot, _, rows in runs:
+            self.step_rows[slot] = rows if rows > MAX_DECODE_ROWS else 0
+            if rows > MAX_DECODE_ROWS:  # another slot's prefill step, if it is not committed yet, is gone
+                self.step_rows = [-1 if n and i != slot else n for i, n in enumerate(self.step_rows)]
 
-    def restore(self, snapshot: Any) -> None:
-        self.past, held = snapshot
-        if held:
-            copy(self.memory.address, held.address, held.nbytes, self.stream)
+    def commit(self, slot: int, path: np.ndarray) -> None:
+        rows = self.step_rows[slot]
+        if len(path) and rows:
+            if rows < 0:
+                raise ValueError(f"the prefill step of slot {slot} is gone: another sequence's came after it")
+            if not np.array_equal(path, np.arange(rows)):
+                raise ValueError(NOT_IN_PART.format(rows))
+            assert self.after
+            copy(self._ring(slot), self.after.address, self.slot_bytes, self.stream)
+        else:
+            super().commit(slot, path)
+        self.step_rows[slot] = 0
+
+    def snapshot(self, slot: int) -> Any:
+        if not self.is_ring:
+            return None
+        held = Memory(self.slot_bytes, self.stream)
+        copy(held.address, self._ring(slot), held.nbytes, self.stream)
+        return held
+
+    def restore(self, slot: int, snapshot: Any) -> None:
+        self.step_rows[slot] = 0
+        if snapshot:
+            copy(self._ring(slot), snapshot.address, snapshot.nbytes, self.stream)
+
+    def _ring(self, slot: int) -> int:
+        return self.memory.address + slot * self.slot_bytes
 
     def row_shapes(self, tokens: int) -> list[Shape]:
         return []
@@ -84,20 +99,21 @@ class WindowStore(KVStore):
     def point_shapes(self, length: int) -> list[Shape]:
         return shapes_of(self.planes, self.spec.rows(length))
 
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+    def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
         return []
 
-    def save_point(self) -> list[np.ndarray]:
+    def save_point(self, slot: int) -> list[np.ndarray]:
         """The first positions and those of the window, in order, wherever the ring has them."""
-        parts = [read_rows(self.planes, first, last, self.stream) for first, last in self._seen(self.past)]
+        ring = of_slot(self.planes, slot)
+        parts = [read_rows(ring, first, last, self.stream) for first, last in self._seen(self.lengths[slot])]
         return [np.concatenate(pair, axis=1) for pair in zip(*parts, strict=True)]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        at = 0
+    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        at, ring = 0, of_slot(self.planes, slot)
         for first, last in self._seen(length):
-            write_rows(self.planes, first, [array[:, at : at + last - first] for array in point], self.stream)
+            write_rows(ring, first, [array[:, at : at + last - first] for array in point], self.stream)
             at += last - first
-        self.past, self.step_rows = length, 0
+        self.step_rows[slot] = 0
 
     def _seen(self, past: int) -> list[tuple[int, int]]:
         """The stretches of positions that later rows may see."""
@@ -107,7 +123,7 @@ class WindowStore(KVStore):
 
     @property
     def nbytes(self) -> int:
-        return self.memory.nbytes * (2 if self.is_ring else 1)
+        return self.memory.nbytes + (self.slot_bytes if self.is_ring else 0)
 
 
 def window_places(spec: KVSpec, capacity: int) -> Places:
@@ -117,18 +133,17 @@ def window_places(spec: KVSpec, capacity: int) -> Places:
     return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
 
 
-def window_bytes(spec: KVSpec, capacity: int) -> int:
+def window_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
     """Device bytes of one layer."""
     places = window_places(spec, capacity)
-    return planes_bytes(kv_planes(spec, 1, places)) * (2 if places.capacity < rows_held(capacity) else 1)
+    return planes_bytes(kv_planes(spec, 1, places)) * (slots + (places.capacity < rows_held(capacity)))
 
 
-def unrolled(kv: KV, T: int, arena: Arena, stream: Stream) -> Planes:
-    """A copy of a ring with room for T more rows."""
-    store, past = kv.store, kv.store.past
-    window, keep = store.window
-    ring = kv.keys, kv.values
-    places = Places(kv.keys.places.fixed, -(-(T + window + TILE) // TILE) * TILE)
+def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
+    """A copy of a ring with room for the rows of a prefill step."""
+    past, (window, keep) = step.past, kv.store.window
+    ring = of_slot((kv.keys, kv.values), step.slot)
+    places = Places(kv.keys.places.fixed, -(-(step.T + window + TILE) // TILE) * TILE)
     size = planes_bytes(planes_at(0, ring, places))
     room = planes_at(arena.take(size), ring, places)
     cupy.cuda.runtime.memsetAsync(room[0].address, 0, size, stream.ptr)
@@ -138,10 +153,10 @@ def unrolled(kv: KV, T: int, arena: Arena, stream: Stream) -> Planes:
     return room
 
 
-def rolled(kv: KV, T: int, room: Planes, stream: Stream) -> None:
-    """What the ring becomes where the T rows, which `room` holds, are committed."""
+def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
+    """What the ring becomes where the step's rows, which `room` holds, are committed."""
     window, keep = kv.store.window
-    end = kv.store.past + T
+    end = step.past + step.T
     for first, last in ((0, min(keep, end)), (max(0, end - window), end)):
         if first < last:
             move(room, first, kv.after, first, last - first, stream)

@@ -6,7 +6,8 @@
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
-// Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers
+// Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers; planes are one sequence's, without
+//           a table
 // Numbers   float16 products, float32 sums; online softmax
 // Bound     the tensor cores
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
@@ -201,14 +202,16 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     begin();
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ks + TILE * STRIDE;
-    const Mask mask(step, positions, window, keep, 0);
+    Run run = step->run[0];  // a long step has one sequence
+    run.first = 0, run.kind = 1;  // known here, for registers
+    const Mask mask(step, run, positions, window, keep, 0);
     const int group = H / K, rows = T * group, head = blockIdx.y, lane = threadIdx.x % 32;
     const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
     const int last = min(first_row + 63, rows - 1) / group;
     float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
-    keys.rows = row_at(keys, head, 0, row_bytes(KEYS, D)), values.rows = row_at(values, head, 0, row_bytes(VALUES, D));
+    keys.rows = row_at(keys, 0, head, 0, row_bytes(KEYS, D)), values.rows = row_at(values, 0, head, 0, row_bytes(VALUES, D));
 #if EXACT
     __shared__ float shifts[64];
     if (threadIdx.x < 64) {
@@ -222,7 +225,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
                                group, rows, scale, exact, shifts);
     load_queries(qs, exact.q, first_row, group, H, head * group, rows);
     keys = exact.keys, values = exact.values;
-    keys.rows = row_at(keys, head, 0, 2 * D), values.rows = row_at(values, head, 0, 2 * D);
+    keys.rows = row_at(keys, 0, head, 0, 2 * D), values.rows = row_at(values, 0, head, 0, 2 * D);
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
         __syncthreads();

@@ -2,6 +2,7 @@
 // Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/exact.py
 // In        keys [head][place][D] float16: the first positions in order, those of the step at past + row
 // Out       mean and scale [row][head][D] float32
+// Assumes   the step and the cache have one sequence
 // Work      a CTA per head and row, a thread per channel. Without a step `n` positions in order make the one row's. Else row t
 //           of the step takes the committed ones, then the rows that it sees; where these are fewer than n, mean 0 and scale 1
 // Numbers   sums in float64, in the order of the keys: those of a row are those of its path read alone, bit for bit
@@ -10,7 +11,7 @@
 extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* step, float* mean, float* scale) {
     begin();
     __shared__ int listed[MAX_DECODE_ROWS];  // rows of the step that this one sees
-    const int head = blockIdx.x, t = blockIdx.y, d = threadIdx.x, heads = gridDim.x, past = step ? step->past : n;
+    const int head = blockIdx.x, t = blockIdx.y, d = threadIdx.x, heads = gridDim.x, past = step ? step->run[0].past : n;
     const s64 to = (s64)(t * heads + head) * D + d;
     int count = past;
     if (step)
@@ -22,7 +23,7 @@ extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* 
     __syncthreads();
     if (d >= D || (step && t >= step->rows)) return;
     double sum = 0.0, squares = 0.0;
-    const u16* rows = (const u16*)row_at(keys, head, 0, 2 * D) + d;
+    const u16* rows = (const u16*)row_at(keys, 0, head, 0, 2 * D) + d;
     auto key = [&](int i) { return (double)from_half(rows[(s64)place_of(keys, i < past ? i : past + listed[i - past]) * D]); };
 #pragma unroll 1
     for (int i = 0; i < n && count >= n; i++) sum += key(i);

@@ -9,17 +9,18 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, const StepState* step, float* out) {
     release_next();
-    const int c = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y, current = step->current, path = step->path_length;
+    const Run& run = run_at(step, blockIdx.y);
+    const int c = blockIdx.x * THREADS + threadIdx.x, first = run.first, t = blockIdx.y - first, path = run.path_length;
     if (c >= C) return;
-    const float *old_tail = tail + current * flip + c, *old_rows = rows + (s64)current * MAX_DECODE_ROWS * C + c;
-    const bool branches = step->branches;
-    auto row_at = [&](int i) { return branches ? step->line[i] & 0xff : i; };
-    auto place_of = [&](int row) {  // a visit of the step, or counted back from the newest committed row, -1
+    const float *old_tail = tail + run.from * flip + c, *old_rows = rows + (s64)step->kept * MAX_DECODE_ROWS * C + c;
+    const bool branches = run.branches;
+    auto row_at = [&](int i) { return first + (branches ? step->line[first + i] & 0xff : i); };
+    auto place_of = [&](int row) {  // a visit of the run, or counted back from the newest committed row, -1
         if (row >= 0) return row_of(x, row_at(row)) + c;
         const int from_path = path + row;
-        return from_path >= 0 ? old_rows + (s64)step->path[from_path] * C : old_tail + (s64)(n + from_path) * C;
+        return from_path >= 0 ? old_rows + (s64)step->path[run.path + from_path] * C : old_tail + (s64)(n + from_path) * C;
     };
-    const bool real = t < step->rows;
+    const bool real = t < run.rows;
     float sum = 0.0f;
     if (!real) depend();
 #pragma unroll 1
@@ -33,7 +34,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
             if (j < 0) continue;
             tap[i] = taps[c * (n + 1) + j];
             if (!inside[i]) v[i] = *p[i];  // committed: no kernel of the step writes it
-            row = row >= 0 && branches ? of_byte(step->parents[row]) : row - 1;
+            row = row >= 0 && branches ? of_byte(step->parents[first + row]) : row - 1;
         }
         if (j == n - 4) depend();
 #pragma unroll 1
@@ -41,7 +42,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (inside[i]) v[i] += p[i][s * x.slot];
-        if (!step->kind && j == n - 4) rows[((s64)(1 - current) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
+        if (!run.kind && j == n - 4) rows[((s64)(1 - step->kept) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
     }
@@ -49,11 +50,11 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     if (t == 0)
 #pragma unroll 1
         for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 leaves its own last rows
-            const int row = step->kind ? step->rows - n + j : j - n;
+            const int row = run.kind ? run.rows - n + j : j - n;
             const float* p = place_of(row);
             float v = 0.0f;
 #pragma unroll 1
             for (int s = 0; s < (row >= 0 ? x.slots : 1); s++) v += p[s * x.slot];
-            tail[(1 - current) * flip + (s64)j * C + c] = v;
+            tail[run.to * flip + (s64)j * C + c] = v;
         }
 }

@@ -54,13 +54,13 @@ __device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 s
     add_some<N % M>(sum, p, slot);
 }
 
-// rows[0] of the input: convolved with the rows before it, rows[1] and on, newest first, where -1 is the newest committed one;
-// divided by its length and times `norm` where that is not 0; to `to`, and to `keep` if it is there. ours: does this warp
+// rows[0] of a run's rows in the input: convolved with the rows before it, rows[1] and on, newest first, where -1 is the newest committed one;
+// divided by its length and times `norm` where that is not 0; to `to`, and if it is there to its row of `keep`. ours: does this warp
 // keep what the step leaves of these channels? first: and the tails?
-__device__ __forceinline__ void convolve(const In& in, const Head& head, const Conv& conv, const StepState* step,
-                                         const int (&rows)[BEFORE + 1], bool ours, bool first, float* to, float* keep) {
-    const int lane = threadIdx.x % 32, current = step->current;
-    const bool kept = TAPS && !step->kind && ours;
+__device__ __forceinline__ void convolve(const In& in, const Head& head, const Conv& conv, const StepState* step, const Run& run,
+                                         const int (&rows)[BEFORE + 1], bool ours, bool first, float* to, float* keep, int stride) {
+    const int lane = threadIdx.x % 32, store = step->kept;
+    const bool kept = TAPS && !run.kind && ours;
     float y[FOURS][4], squares = 0.0f;
 #pragma unroll
     for (int f = 0; f < FOURS; f++) {
@@ -77,19 +77,19 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
 #pragma unroll
         for (int j = 1; j <= BEFORE; j++) {
             if (rows[j] >= 0) continue;
-            const int of_path = step->path_length + rows[j];  // committed: no kernel of the step writes it
-            x[j] = *(const float4*)(channel + (of_path >= 0 ? conv.rows + ((s64)current * MAX_DECODE_ROWS + step->path[of_path]) * conv.C
-                                                            : conv.tail + current * conv.flip + (s64)(BEFORE + of_path) * conv.C));
-            if (first && kept && real) *(float4*)(conv.tail + (1 - current) * conv.flip + (s64)(BEFORE - j) * conv.C + channel) = x[j];
+            const int of_path = run.path_length + rows[j];  // committed: no kernel of the step writes it
+            x[j] = *(const float4*)(channel + (of_path >= 0 ? conv.rows + ((s64)store * MAX_DECODE_ROWS + step->path[run.path + of_path]) * conv.C
+                                                            : conv.tail + run.from * conv.flip + (s64)(BEFORE + of_path) * conv.C));
+            if (first && kept && real) *(float4*)(conv.tail + run.to * conv.flip + (s64)(BEFORE - j) * conv.C + channel) = x[j];
         }
 #pragma unroll
-        for (int j = 0; j <= BEFORE; j++) p[j] = head.p + max(rows[j], 0) * in.row + at;
+        for (int j = 0; j <= BEFORE; j++) p[j] = head.p + (run.first + max(rows[j], 0)) * in.row + at;
         depend();
         add_all<SLOTS, FOURS == 1 ? 5 : 2>(sum, p, in.slot);
 #pragma unroll
         for (int j = 0; j <= BEFORE; j++)
             if (j == 0 || rows[j] >= 0) x[j] = sum[j];
-        if (kept && real) *(float4*)(conv.rows + ((s64)(1 - current) * MAX_DECODE_ROWS + rows[0]) * conv.C + channel) = x[0];
+        if (kept && real) *(float4*)(conv.rows + ((s64)(1 - store) * MAX_DECODE_ROWS + run.first + rows[0]) * conv.C + channel) = x[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             y[f][i] = (&x[0].x)[i];
@@ -110,7 +110,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
         if (i >= head.width) continue;
         const float4 e = make_float4(y[f][0] * scale, y[f][1] * scale, y[f][2] * scale, y[f][3] * scale);
         *(float4*)(to + i) = e;
-        if (keep) *(float4*)(keep + i) = e;
+        if (keep) *(float4*)(keep + (s64)(run.first + rows[0]) * stride + i) = e;
     }
 }
 

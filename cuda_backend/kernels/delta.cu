@@ -165,6 +165,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_slots, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
+    if (!ALONE && (int)blockIdx.z >= step->runs) return;
+    const Run& run = step->run[ALONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];
     float* ks = shared;                      // [2][CHUNK][DK]
     float* qs = ks + 2 * CHUNK * DK;         // [2][CHUNK][DK]
@@ -175,15 +177,16 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     u8* order = (u8*)(scalars + 2 * CHUNK);               // [MAX_DECODE_ROWS] as in StepState
     u8* moves = order + MAX_DECODE_ROWS;                      // [MAX_DECODE_ROWS]
     const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
-    const int current = step->current, rows = ALONE ? 1 : step->rows, path = step->path_length, kept = ALONE || !step->kind;
-    const bool branches = !ALONE && step->branches;
+    const int store = step->kept, base = ALONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
+    const int path_at = ALONE ? 0 : run.path;
+    const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
     const int chunk = ALONE || !chunks ? 1 : (rows + chunks - 1) / chunks;  // rows of each
-    const DeltaRows now = {row_k + (s64)(1 - current) * MAX_DECODE_ROWS * Hk * DK,
-                           row_change + (s64)(1 - current) * MAX_DECODE_ROWS * Hv * DV,
-                           row_factor + (1 - current) * MAX_DECODE_ROWS * Hv};
-    auto row_at = [&](int i) { return branches ? order[i] : i; };
+    const DeltaRows now = {row_k + (s64)(1 - store) * MAX_DECODE_ROWS * Hk * DK,
+                           row_change + (s64)(1 - store) * MAX_DECODE_ROWS * Hv * DV,
+                           row_factor + (1 - store) * MAX_DECODE_ROWS * Hv};
+    auto row_at = [&](int i) { return base + (branches ? order[i] : i); };
 #if NORM
     float* others = (float*)(moves + MAX_DECODE_ROWS);  // [4][CHUNK / 2][WIDE]: of every other row, from the cluster's other CTA
     float* weights = others + 2 * CHUNK * WIDE;  // [2][CHUNK / 2][128]: norm * silu(z)
@@ -212,12 +215,12 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             if (n > 0) {  // rows behind the last are it once more, and nobody reads them
 #pragma unroll
                 for (int j = 0; j < SHARE; j++) {
-                    const s64 row = first + min(j * HELPERS * 2 + thread / 16, n - 1), from = (row * Hk + hk) * DK;
+                    const s64 row = base + first + min(j * HELPERS * 2 + thread / 16, n - 1), from = (row * Hk + hk) * DK;
                     read_fours(key[j], keys + from, part), read_fours(query[j], queries + from, part);
                     value[j] = *(const float4*)(values + (row * Hv + h) * DV + min(c0 + part * 4, DV - 4));
                 }
                 if (thread < n)
-                    *(float2*)(scalars + half * CHUNK + thread) = *(const float2*)(gates + ((s64)(first + thread) * Hv + h) * 2);
+                    *(float2*)(scalars + half * CHUNK + thread) = *(const float2*)(gates + ((s64)(base + first + thread) * Hv + h) * 2);
             }
 #endif
 #if NORM
@@ -287,6 +290,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             }
 #endif
 #if ALONE
+            Run alone = run;
+            alone.first = alone.path = 0;  // known here, for registers
             const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
             if (c == 0 && warp < 3) {  // q, k, v
                 const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
@@ -298,7 +303,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #pragma unroll
                 for (int j = 0; j <= BEFORE; j++) rows[j] = -j;
                 float* keep = warp == 1 && first_of_key ? now.k + h * DK : 0;
-                convolve(q, head, conv, step, rows, warp == 2 || first_of_key, true, warp == 2 ? vs : warp ? ks : qs, keep);
+                convolve(q, head, conv, step, alone, rows, warp == 2 || first_of_key, true, warp == 2 ? vs : warp ? ks : qs, keep, 0);
             }
             if (c == 0 && warp == 3 && lane == 0) {
                 const float d = decay[h], bias = dt_bias[h];
@@ -336,15 +341,15 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const int local = warp * 8 + lane / 16 * 4, column = c0 + local, left = min(4, DV - column);
     const int own = local + part % 4;
     const s64 at = ((s64)h * DV + min(column, DV - 1)) * DK;
-    const DeltaRows old = {row_k + (s64)current * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)current * MAX_DECODE_ROWS * Hv * DV,
-                           row_factor + current * MAX_DECODE_ROWS * Hv};
-    const float* from = matrix + current * flip + at;
-    float* next = matrix + (1 - current) * flip + at;
+    const DeltaRows old = {row_k + (s64)store * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)store * MAX_DECODE_ROWS * Hv * DV,
+                           row_factor + store * MAX_DECODE_ROWS * Hv};
+    const float* from = matrix + run.from * flip + at;
+    auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the pair's other one
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));
     const int t = threadIdx.x;
-    if (branches && t < MAX_DECODE_ROWS) order[t] = step->line[t], moves[t] = step->moves[t];
+    if (branches && t < rows) order[t] = step->line[base + t], moves[t] = step->moves[base + t];
 #pragma unroll 1
     for (int first = 0; first < path; first += APPLIED) {
         float4 k[APPLIED][NJ];
@@ -352,7 +357,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #pragma unroll
         for (int i = 0; i < APPLIED; i++) {
             if (first + i >= path) break;
-            const int r = step->path[first + i];
+            const int r = step->path[path_at + first + i];
             read_fours(k[i], old.k + ((s64)r * Hk + hk) * DK, part);
 #pragma unroll
             for (int c = 0; c < 4; c++) change[i][c] = old.change[((s64)r * Hv + h) * DV + min(column + c, DV - 1)];
@@ -365,7 +370,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             for (int c = 0; c < 4; c++) fade(s[c], factor[i]), add(s[c], k[i], change[i][c]);
         }
     }
-    if (kept) write_matrix(s, next, part, left);
+    if (kept) write_matrix(s, next(), part, left);
 #if !ALONE
 #if HELD
     float4 held[4][NJ];
@@ -384,9 +389,9 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             return;
         }
 #endif
-        const int i = slot - 1 - HELD, size = 4 * NJ * TEAM;
+        const int i = slot - 1 - HELD, size = 4 * NJ * TEAM, least = (6 << HELD + shared_slots) - 2;  // rows of a tree that spills
         const s64 block = h * (int)gridDim.y + (int)blockIdx.y;
-        float4* at = i < shared_slots ? snapshots + i * size : spill + (block * spilled + i - shared_slots) * size;
+        float4* at = i < shared_slots ? snapshots + i * size : spill + (block * spilled + base / least + i - shared_slots) * size;
 #pragma unroll
         for (int k = 0; k < 4 * NJ; k++)
             if (waits)
@@ -441,5 +446,5 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
         }
         __syncthreads();
     }
-    if (!kept) write_matrix(s, next, part, left);
+    if (!kept) write_matrix(s, next(), part, left);
 }

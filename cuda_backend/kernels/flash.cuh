@@ -108,14 +108,57 @@ struct Pieces {
 // or not a number.
 __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }
 
-// Rows first_t.. of the step, at most n, as if those before them were committed.
+// What a CTA takes of a launch of gridDim.x blocks times `each` shares: a run's rows, times `group`, are cut into blocks of `size`,
+// and the pieces that a block sees into `shares`, more of them behind a longer past, so that all are about equal. run -1:
+// nothing. By whole warps. Of a step of one run rows first_t and on, at most T.
+struct Part {
+    int run, block, blocks, share, shares;
+};
+__device__ __forceinline__ Part part_of(const StepState* step, int group, int size, int window, int share, int each, int first_t = 0,
+                                        int T = 1 << 30) {
+    const int runs = step->runs, n = share * gridDim.x + blockIdx.x, all = each * gridDim.x, lane = threadIdx.x % 32;
+    if (runs == 1) {
+        const int blocks = (min(step->run[0].rows - first_t, T) * group + size - 1) / size;
+        if (blocks == (int)gridDim.x) return {0, (int)blockIdx.x, blocks, share, each};
+        const int shares = all / blocks;
+        return {n < shares * blocks ? 0 : -1, n % blocks, blocks, n / blocks, shares};
+    }
+    int blocks[2], tiles[2], shares[2], sum = 0, work = 0, mine = 0;  // of two runs
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const bool real = 2 * lane + j < runs;
+        const Run& run = step->run[real ? 2 * lane + j : 0];
+        blocks[j] = real ? (run.rows * group + size - 1) / size : 0;
+        tiles[j] = (window ? min(run.past, window) : run.past) / TILE_POSITIONS + 4;  // and what a block takes without any
+        sum += blocks[j], work += blocks[j] * tiles[j];
+    }
+#pragma unroll
+    for (int m = 16; m; m >>= 1) sum += __shfl_xor_sync(FULL, sum, m), work += __shfl_xor_sync(FULL, work, m);
+    const float spare = 0.9999f * (float)(all - sum) / (float)work;  // rounding gives out no share too many
+#pragma unroll
+    for (int j = 0; j < 2; j++) shares[j] = 1 + (int)(spare * (float)tiles[j]), mine += blocks[j] * shares[j];
+    int end = mine;
+#pragma unroll 1
+    for (int m = 1; m < 32; m <<= 1) {
+        const int other = __shfl_sync(FULL, end, max(lane - m, 0));
+        if (lane >= m) end += other;
+    }
+    const u32 found = __ballot_sync(FULL, n >= end - mine && n < end);
+    if (!found) return {-1, 0, 1, 0, 1};
+    const int first = blocks[0] * shares[0], own = n - (end - mine), second = own >= first, owner = __ffs(found) - 1;
+    const int number = __shfl_sync(FULL, second ? own - first : own, owner), count = __shfl_sync(FULL, second ? blocks[1] : blocks[0], owner);
+    return {2 * owner + __shfl_sync(FULL, second, owner), number % count, count, number / count,
+            __shfl_sync(FULL, second ? shares[1] : shares[0], owner)};
+}
+
+// Rows first_t.. of a run, at most n, as if those before them were committed.
 struct Mask {
-    const StepState* step;
+    const u32 (*sight)[ROW_WORDS];
     const int* positions;
     int window, keep, causal, past, rows, kind;
-    __device__ Mask(const StepState* s, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
-        : step(s), positions(p + first_t), window(w), keep(k), causal(c), past(s->past + first_t),
-          rows(min(s->rows - first_t, n)), kind(s->kind) {}
+    __device__ Mask(const StepState* s, const Run& run, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
+        : sight(s->seen + run.first), positions(p + run.first + first_t), window(w), keep(k), causal(c), past(run.past + first_t),
+          rows(min(run.rows - first_t, n)), kind(run.kind) {}
     // The first position that row t may see, but for those that are kept.
     __device__ int low(int t) const { return window ? positions[t] - window + 1 : 0; }
     // The first that any row may; by a whole warp.
@@ -126,10 +169,10 @@ struct Mask {
         for (int m = 16; m; m >>= 1) l = min(l, __shfl_xor_sync(FULL, l, m));
         return l;
     }
-    // The rows of the step that row t of a tree sees.
+    // The rows of the run that row t of a tree sees.
     __device__ int seen(int t) const {
         int n = 0;
-        for (int w = 0; w < ROW_WORDS; w++) n += __popc(step->seen[t][w]);
+        for (int w = 0; w < ROW_WORDS; w++) n += __popc(sight[t][w]);
         return n;
     }
     // The last one, of a chain, whose row j lies at past + j, or of a block.

@@ -24,14 +24,17 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     if (!is_q && !is_k) x = v, rope.pairs = 0;
     head_into(e, x, t, of, D, is_q ? q_norm : is_k && k_norm, is_q ? q_weight : k_weight,
               is_q ? q_eps : k_eps, rope);
-    const int slot = place_of(keys, step->past + t);
+    const Run& run = run_at(step, t);
+    const int place_in_cache = place_of(keys, run.past + t - run.first);
+    Plane plane = values;
+    if (is_k) plane = keys;
 #ifdef WIDTH
-    u8* row = is_q ? (u8*)(q_out + ((s64)t * H + of) * WIDTH) : is_k ? row_at(keys, of, slot, keys.row) : row_at(values, of, slot, values.row);
+    u8* row = is_q ? (u8*)(q_out + ((s64)t * H + of) * WIDTH) : row_at(plane, run.slot, of, place_in_cache, plane.row);
 #if EXACT
-    const int exact_slot = place_of(exact.keys, step->past + t);
+    const int exact_place = place_of(exact.keys, run.past + t - run.first);
     u8* exact_row = is_q   ? (u8*)(exact.q + ((s64)t * H + of) * WIDTH)
-                    : is_k ? row_at(exact.keys, of, exact_slot, 2 * WIDTH)
-                           : row_at(exact.values, of, exact_slot, 2 * WIDTH);
+                    : is_k ? row_at(exact.keys, run.slot, of, exact_place, 2 * WIDTH)
+                           : row_at(exact.values, run.slot, of, exact_place, 2 * WIDTH);
     const s64 at = (s64)t * exact.own + (is_q ? of / (H / K) : of) * WIDTH;
     float part = 0.0f;
 #endif
@@ -50,7 +53,7 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     if (is_q && lane == 0) exact.shift[t * H + of] = part;
 #endif
 #else
-    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (u16*)row_at(is_k ? keys : values, of, slot, 2 * wide);
+    u16* to = is_q ? q_out + ((s64)t * H + of) * wide : (u16*)row_at(plane, run.slot, of, place_in_cache, 2 * wide);
 #pragma unroll 1
     for (int i = lane; i < wide; i += 32) to[i] = i < D ? to_half(e[i]) : 0;
 #endif

@@ -1,5 +1,5 @@
-// keep: rows of the heads of one or two planes to other planes: positions first + path[j], or first + j without a path, to
-// to_first + j
+// keep: rows of the heads of one or two planes of a slot to other planes: positions first + path[j], or first + j without
+// a path, to to_first + j
 // Launcher  cuda_backend/caches/planes.py move
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
 // Work      a CTA per head: of keys, behind them of values. A thread moves one unit of every row, so that an ascending path
@@ -15,15 +15,15 @@ typedef u32 Unit;
 typedef u16 Unit;
 #endif
 
-extern "C" __global__ void keep(Plane keys, Plane values, int first, Plane to_keys, Plane to_values, int to_first, int key_heads,
-                                const int* path, int n) {
+extern "C" __global__ void keep(Plane keys, Plane values, int slot, int first, Plane to_keys, Plane to_values, int to_slot,
+                                int to_first, int key_heads, const int* path, int n) {
     const bool is_key = (int)blockIdx.x < key_heads;
     const int head = is_key ? blockIdx.x : blockIdx.x - key_heads;
     const int row = is_key ? keys.row : values.row, i = threadIdx.x * UNIT;
     if (i >= row) return;
-    const u8* from = (is_key ? row_at(keys, head, 0, row) : row_at(values, head, 0, row)) + i;
-    u8* to = (is_key ? row_at(to_keys, head, 0, row) : row_at(to_values, head, 0, row)) + i;
-    for (int j = blockIdx.y; j < n; j += gridDim.y)  // keys and values lie in the same places
-        *(Unit*)(to + (s64)place_of(to_keys, to_first + j) * row) =
-            *(const Unit*)(from + (s64)place_of(keys, first + (path ? path[j] : j)) * row);
+    Plane from = values, to = to_values;
+    if (is_key) from = keys, to = to_keys;
+    for (int j = blockIdx.y; j < n; j += gridDim.y)
+        *(Unit*)(row_at(to, to_slot, head, place_of(to, to_first + j), row) + i) =
+            *(const Unit*)(row_at(from, slot, head, place_of(from, first + (path ? path[j] : j)), row) + i);
 }

@@ -42,10 +42,11 @@ __device__ __forceinline__ void load_row(u16* buffer, const u16* from) {
 }
 
 // The same of a position of the cache.
-__device__ __forceinline__ void load_place(u16* buffer, const Plane& cache, const Plane& roped, int place) {
+__device__ __forceinline__ void load_place(u16* buffer, const HeadRows (&planes)[2], int place) {
 #if APART
-    const u8* row = row_at(cache, 0, place, row_bytes(KEYS, R));
-    const u16* from = (const u16*)roped.rows + (s64)place * (W - R) + threadIdx.x % 8 * 8;
+    const s64 page = planes[0].page_of(place);
+    const u8* row = planes[0].rows + page + (s64)place * row_bytes(KEYS, R);
+    const u16* from = (const u16*)(planes[1].rows + page) + (s64)place * (W - R) + threadIdx.x % 8 * 8;
     u16* to = buffer + threadIdx.x / 8 * STRIDE;
 #pragma unroll 1
     for (int block = threadIdx.x % 8; block < R / 32; block += 8) unpack_32<KEYS, R>(to + block * 32, row, block);
@@ -53,7 +54,7 @@ __device__ __forceinline__ void load_place(u16* buffer, const Plane& cache, cons
     for (int i = 0; i < W - R; i += 64)
         if (i + threadIdx.x % 8 * 8 < W - R) copy16(shared_address(to + R + threadIdx.x % 8 * 8 + i), from + i);
 #else
-    load_row(buffer, (const u16*)cache.rows + (s64)place * W);
+    load_row(buffer, (const u16*)planes[0].at(place, 2 * W));
 #endif
 }
 
@@ -69,30 +70,46 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     u16 *buffers = shared, *ps = buffers + BUFFERS * LOAD * STRIDE;  // ps: the probabilities
     float *scores = (float*)(ps + ROWS * (TILE + 8));
     const float lowest = -__int_as_float(0x7f800000);
-    const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.y, share = blockIdx.y, cta = share * blocks + block;
+    __shared__ Part own;
+    __shared__ HeadRows planes[2];         // latents, or whole rows, and roped keys
+    __shared__ int first_of_run, ctas, first_job, first_row, end_row;  // row of the run; its CTAs, and this one's first tile behind the trunk
+    if (threadIdx.x < 32) {
+        const Part part = part_of(step, H, ROWS, 0, blockIdx.y, gridDim.y, first_t, T);
+        if (threadIdx.x == 0) {
+            const Run& run = step->run[max(part.run, 0)];
+            own = part, first_of_run = run.first;
+            planes[0] = rows_of(cache, run.slot, 0, cache.row), planes[1] = rows_of(roped, run.slot, 0, roped.row);
+            ctas = own.shares * own.blocks, first_job = ctas - 1 - (own.share * own.blocks + own.block);
+        }
+    }
+    __syncthreads();
+    if (own.run < 0) return;
     const int parts = (H + ROWS - 1) / ROWS;
     if (threadIdx.x == 0) {
-        const Mask mask(step, positions, 0, 0, 0, first_t, T);
-        pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, shares, trunk);
-        tails = pieces.tails * (step->branches ? mask.rows * parts : blocks);
+        const Run& run = step->run[own.run];
+        const Mask mask(step, run, positions, 0, 0, 0, first_t, T);
+        pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, min((int)gridDim.y, MOST_SINGLE), trunk);
+        tails = pieces.tails * (run.branches ? mask.rows * parts : own.blocks);
     }
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = warp % 4, half = warp / 4, mine = threadIdx.x / 8;
     // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
-    for (int job = -1; job < tails; job = job < 0 ? blocks * shares - 1 - cta : job + blocks * shares) {
-        const Mask mask(step, positions, 0, 0, 0, first_t, T);  // read again, for registers
+    for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
+        const Run& run = step->run[own.run];
+        const Mask mask(step, run, positions, 0, 0, 0, first_t, T);  // read again, for registers
         const int rows = max(0, mask.rows) * H;
-        const int who = job < 0 ? block : job / pieces.tails, tree = job >= 0 && step->branches, t_of_tree = tree ? who / parts : 0;
-        const int first_row = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
-        const int end_row = min(first_row + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
-        const int low = pieces.tail * share / shares, high = pieces.tail * (share + 1) / shares;  // the last has the least: it takes tails
+        const int who = job < 0 ? own.block : job / pieces.tails, tree = job >= 0 && run.branches, t_of_tree = tree ? who / parts : 0;
+        const int first = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;
+        const int end = min(first + ROWS, tree ? (t_of_tree + 1) * H : rows), seen = tree ? mask.seen(t_of_tree) : 0;
+        const int low = pieces.tail * own.share / own.shares, high = pieces.tail * (own.share + 1) / own.shares;  // the last has the least: it takes tails
         int piece = low ? pieces.of(low - 1) + 1 : 0;
         const int after = high ? pieces.of(high - 1) + 1 : 0, tail = job < 0 ? 0 : job % pieces.tails;
         const int begin = job < 0 ? pieces.begin(piece) : pieces.tail + tail * TILE;
         const int stop = job >= 0 ? begin + TILE : after > piece ? pieces.stop(after - 1) : begin;
-        if (begin >= stop || first_row >= end_row || (tree && begin >= mask.past + seen)) continue;
+        if (begin >= stop || first >= end || (tree && begin >= mask.past + seen)) continue;
         __syncthreads();
-        auto load = [&](int buffer, int place) { load_place(buffers + buffer * LOAD * STRIDE, cache, roped, place); };
+        if (threadIdx.x == 0) first_row = first, end_row = end;
+        auto load = [&](int buffer, int place) { load_place(buffers + buffer * LOAD * STRIDE, planes, place); };
         if (job < 0)  // before this step's rows are there
 #pragma unroll 1
             for (int i = 0; i < BUFFERS - LOADS; i++)
@@ -101,7 +118,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
             int before = 0;
 #pragma unroll
             for (int w = 0; w < ROW_WORDS; w++) {
-                const u32 bits = step->seen[t_of_tree][w];
+                const u32 bits = mask.sight[t_of_tree][w];
                 if (bits >> lane & 1) line[before + __popc(bits & ((1u << lane) - 1))] = w * 32 + lane;
                 before += __popc(bits);
             }
@@ -116,7 +133,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
             }
         u16* qs = buffers + (BUFFERS - 1) * LOAD * STRIDE;  // until a tile comes there
         if (first_row + mine < end_row)
-            load_row(qs, q + ((s64)first_t * H + first_row + mine) * W);
+            load_row(qs, q + ((s64)(first_of_run + first_t) * H + first_row + mine) * W);
         else
 #pragma unroll 1
             for (int i = threadIdx.x % 8 * 8; i < W; i += 64) *(uint4*)(qs + mine * STRIDE + i) = make_uint4(0, 0, 0, 0);
@@ -228,7 +245,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
             }
             buffer = (buffer + LOADS) % BUFFERS;
             if (job < 0 && at + TILE < pieces.stop(piece)) continue;
-            const s64 place = (s64)(job < 0 ? piece++ : trunk + tail) * T * H + first_row;
+            const s64 place = ((s64)(job < 0 ? piece++ : trunk + job % pieces.tails) * T + first_of_run) * H + first_row;
             if (threadIdx.x % 8 == 0 && row < end_row) stats[place + mine] = make_float2(top, sum);
             float* out = sums + (place + lane / 4) * R + warp * COLUMNS + lane % 4 * 2;
 #pragma unroll
@@ -271,9 +288,19 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         sincospif((float)(2.0 * (circles - rint(circles))), &s, &c);
     }
     if (is_row && normed && weight && i < latent_dim) factor = weight[i];
-    const int rows = step->rows, past = step->past;
+    if (t >= step->rows) {
+        depend();
+        return;
+    }
+    __shared__ int slot, at_place;  // for registers
+    if (is_row) {
+        if (threadIdx.x == 0) {
+            const Run& run = run_at(step, t);
+            slot = run.slot, at_place = run.past + t - run.first;
+        }
+        __syncthreads();
+    }
     depend();
-    if (t >= rows) return;
     const In x = i < turned ? (is_row ? latent : q) : is_row ? k_rope : q_rope;
     const int have = i < turned ? (is_row ? latent_dim : main) : P;
     const float* from = is_row ? row_of(x, t) : head_of(x, t, head, have);
@@ -297,18 +324,18 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         __syncthreads();
         if (i / 32 * 128 < R) {
             const float4 four = i * 4 < R ? latents[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            u8* row = is_row ? row_at(cache, 0, past + t, row_bytes(KEYS, R)) : (u8*)(q_out + ((s64)t * H + head) * wide);
+            u8* row = is_row ? row_at(cache, slot, 0, at_place, row_bytes(KEYS, R)) : (u8*)(q_out + ((s64)t * H + head) * wide);
             store_row<R>(!is_row, is_row, row, i / 32, lane, four);
         }
-        if (i >= R && i < W) (is_row ? (u16*)roped.rows + (s64)(past + t) * (W - R) - R : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+        if (i >= R && i < W) (is_row ? (u16*)row_at(roped, slot, 0, at_place, 2 * (W - R)) - R : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
         return;
     }
 #endif
-    if (i < (is_row ? W : wide)) (is_row ? (u16*)cache.rows + (s64)(past + t) * W : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
+    if (i < (is_row ? W : wide)) (is_row ? (u16*)row_at(cache, slot, 0, at_place, 2 * W) : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
 // n rows of the cache as float16 [n][W], as they were before they were rotated; a warp per 128 channels.
-extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int n, u16* out) {
+extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int slot, int n, u16* out) {
 #if APART
     begin();
     __shared__ uint4 unpacked[8][16];
@@ -316,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, job = blockIdx.x * 8 + warp, row = job / chunks, chunk = job % chunks;
     if (row >= n) return;
     if (lane < 4 && chunk * 128 + lane * 32 < R)
-        unpack_32<KEYS, R>((u16*)unpacked[warp] + lane * 32, row_at(cache, 0, row, row_bytes(KEYS, R)), chunk * 4 + lane);
+        unpack_32<KEYS, R>((u16*)unpacked[warp] + lane * 32, row_at(cache, slot, 0, row, row_bytes(KEYS, R)), chunk * 4 + lane);
     __syncwarp();
     const int d = chunk * 128 + lane * 4;
     const u32 first = ((const u32*)unpacked[warp])[lane * 2], second = ((const u32*)unpacked[warp])[lane * 2 + 1];
@@ -324,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane 
     if (TURN_KEYS) v = rotated_back<wht_group(R)>(v, lane);
     u16* to = out + (s64)row * W;
     if (d < R) *(uint2*)(to + d) = make_uint2(to_half2(v.x, v.y), to_half2(v.z, v.w));
-    for (int i = lane; chunk == 0 && i < W - R; i += 32) to[R + i] = ((const u16*)roped.rows)[(s64)row * (W - R) + i];
+    for (int i = lane; chunk == 0 && i < W - R; i += 32) to[R + i] = ((const u16*)row_at(roped, slot, 0, row, 2 * (W - R)))[i];
 #endif
 }
 
@@ -333,7 +360,7 @@ extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Pl
     begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / (wide - N), column = i % (wide - N);
     if (row >= n) return;
-    u16* to = (u16*)row_at(keys, blockIdx.y, row, keys.row);
+    u16* to = (u16*)row_at(keys, 0, blockIdx.y, row, keys.row);
     to[N + column] = column < P ? ((const u16*)cache.rows)[(s64)row * W + R + column] : 0;
 }
 

@@ -50,10 +50,12 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     __shared__ float4 gates[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
-    const Mask mask(step, positions, window, keep, 0, first_t, T);
+    const Run& run_of_row = run_at(step, blockIdx.y);
+    const int own_t = blockIdx.y - run_of_row.first;  // in its run
+    const Mask mask(step, run_of_row, positions, window, keep, 0, first_t, T);
     Pieces pieces;
-    const int rows = step->branches ? mask.seen(blockIdx.y) : mask.rows;  // tiles behind what a tree's row sees do not exist
-    pieces.cut(tile_bits, mask.past, rows, window, keep, mask.low(blockIdx.y), min(shares, MOST_SINGLE), trunk);
+    const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // tiles behind what a tree's row sees do not exist
+    pieces.cut(tile_bits, mask.past, rows, window, keep, mask.low(own_t), min(shares, MOST_SINGLE), trunk);
     const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; behind them follow those from `next` on
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);
@@ -76,7 +78,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     };
     advance();
     depend();
-    if ((int)blockIdx.y >= mask.rows) return;
+    if (own_t >= mask.rows) return;
     const float* from = sums + min(column + (warp % WARPS * 32 + lane) * EACH, D - EACH);
     float sum[EACH] = {}, part[EACH] = {};  // of all groups of a run, of one
     float top = lowest, total = 0.0f, part_total = 0.0f;

@@ -1,15 +1,44 @@
-// plane: where the rows of a cache lie: keys, values or latents, [head][place], a row being the bytes of one position
+// plane: where the rows of a cache lie: keys, values or latents, a row being the bytes of one position. Without a table a
+// sequence's are [slot][head][place]; with one they lie in pages, [page][head][PAGE], which the table lists for each slot.
+
+#define PAGE 256  // positions; a multiple of every tile
 
 struct Plane {  // cuda_backend/caches/planes.py PLANE
     u8* rows;
-    int row, capacity;  // bytes of a row, rows of a head
+    const int* table;  // [slot][pages], or null
+    s64 block;          // bytes from a slot, or a page, to the next
+    int row, capacity;  // bytes of a row, rows of a head in a block
     int fixed, ring;    // the first `fixed` positions in order, behind them the others in a ring
+    int pages;
 };
 __device__ __forceinline__ int place_of(const Plane& p, int position) {
     return position < p.fixed ? position : p.fixed + (position - p.fixed) % p.ring;
 }
 
-// Row number `place` of a head, where the rows of the plane are known to have `bytes`.
-__device__ __forceinline__ u8* row_at(const Plane& p, int head, int place, int bytes) {
-    return p.rows + (s64)(head * p.capacity + place) * bytes;
+// Row number `place` of a head, where the rows of the plane are known to have `bytes`. A tile's rows follow one another.
+__device__ __forceinline__ u8* row_at(const Plane& p, int slot, int head, int place, int bytes) {
+    if (p.table) slot = p.table[slot * p.pages + place / PAGE], place %= PAGE;
+    return p.rows + slot * p.block + (s64)(head * p.capacity + place) * bytes;
+}
+
+// The rows of one head of one sequence, for kernels that have no registers to find them in a plane.
+struct HeadRows {
+    const u8* rows;
+    const int* table;
+    s64 block;
+    // Where the page of a place begins, behind `rows`; the place becomes that in its page. All planes of a store share pages.
+    __device__ __forceinline__ s64 page_of(int& place) const {
+        if (!table) return 0;
+        const s64 page = table[place / PAGE];
+        place %= PAGE;
+        return page * block;
+    }
+    __device__ __forceinline__ const u8* at(int place, int bytes) const {
+        const u8* begin = rows + page_of(place);
+        return begin + (s64)place * bytes;
+    }
+};
+__device__ __forceinline__ HeadRows rows_of(const Plane& p, int slot, int head, int bytes) {
+    const u8* rows = p.rows + (p.table ? 0 : slot * p.block) + (s64)head * p.capacity * bytes;
+    return {rows, p.table ? p.table + slot * p.pages : 0, p.block};
 }

@@ -148,14 +148,24 @@ struct Rope {
 // The step as the host uploads it; the same offsets as cuda_backend/replay.py.
 #define MAX_DECODE_ROWS 136  // common/step.py
 #define ROW_WORDS ((MAX_DECODE_ROWS + 31) / 32)
+#define MAX_RUNS 64  // sequences of a step
+struct __align__(16) Run {  // the rows of one sequence, which lie together; other arrays count them from its first
+    int slot, first, rows, past;        // of the pool; the step's row that is its first; how many; positions committed before
+    int from, to, path, path_length;    // its recurrent states: read and written; committed rows to be applied, in StepState.path
+    int kind, branches, unused[2];      // kind: 0 tree, 1 chain of any length, 2 block
+};
 struct __align__(16) StepState {
-    int past, rows, current, path_length, kind, branches, unused[10];  // kind: 0 tree, 1 chain of any length, 2 block
-    int path[MAX_DECODE_ROWS];
-    u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of the step
+    int rows, runs, kept, unused[13];  // kept: which of the two stores of rows holds those of paths; this step's go to the other
+    int path[MAX_DECODE_ROWS];         // rows of the step before
+    u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of its run
     u32 line[MAX_DECODE_ROWS];  // of branches, by visit, a byte each: the row and three before it, newest first; -1 is the newest committed
     u8 moves[MAX_DECODE_ROWS];  // of branches, by visit, like the next: cuda_backend/tree_order.py
     u8 parents[MAX_DECODE_ROWS];
+    u8 run_of[MAX_DECODE_ROWS], unused_bytes[8];
+    Run run[MAX_RUNS];
 };
+// The run that row t of the step, or visit t, belongs to.
+__device__ __forceinline__ const Run& run_at(const StepState* step, int t) { return step->run[step->runs > 1 ? step->run_of[t] : 0]; }
 // The lowest byte as a row or a visit; 253 to 255 are -3 to -1.
 __device__ __forceinline__ int of_byte(u32 byte) { return (u8)(byte + 3) - 3; }
 

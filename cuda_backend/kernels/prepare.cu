@@ -18,7 +18,7 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
         float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
         float* keys, float* values, float* gates) {
     release_next();
-    const int visits = step->rows, kept = !step->kind, branches = step->branches, other = 1 - step->current;
+    const int visits = step->rows, other = 1 - step->kept;
     const int lane = threadIdx.x % 32, pieces = (DV + PIECE - 1) / PIECE, unit = (int)blockIdx.x - 2 * Hk;
     if (unit >= Hv * pieces) {  // a and b of 16 heads
         const int h = (unit - Hv * pieces) * 16 + threadIdx.x % 16;
@@ -26,11 +26,12 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
         const float d = decay[h], bias = dt_bias[h];
 #pragma unroll 1
         for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < visits; i += gridDim.y * 8) {
-            const int t = branches ? step->line[i] & 0xff : i;
+            const Run& run = run_at(step, i);
+            const int t = run.branches ? run.first + (step->line[i] & 0xff) : i;
             depend();
             const float2 g = gates_of(a, b, t, h, d, bias);
             *(float2*)(gates + ((s64)i * Hv + h) * 2) = g;
-            if (kept) row_factor[(other * MAX_DECODE_ROWS + t) * Hv + h] = g.x;
+            if (!run.kind) row_factor[(other * MAX_DECODE_ROWS + t) * Hv + h] = g.x;
         }
         return;
     }
@@ -46,21 +47,24 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
     const float* p = head_of(in, 0, h, is_v ? DV : DIM) + c0;
 #endif
     const Head head = {p, channel, wide, is_v ? wide : DK, is_v ? 0.0f : is_k ? 1.0f : rsqrtf((float)DIM)};
-    float* keep = is_k && kept ? row_k + ((s64)other * MAX_DECODE_ROWS * Hk + h) * DK : 0;
+    float* keep = is_k ? row_k + ((s64)other * MAX_DECODE_ROWS * Hk + h) * DK : 0;
     float* out = is_v ? values + h * DV + c0 : (is_k ? keys : queries) + h * DK;
     const int stride = is_v ? Hv * DV : Hk * DK;
 #pragma unroll 1
     for (int i = blockIdx.y * 4 + threadIdx.x / 32; i < visits; i += gridDim.y * 4) {
-        const u32 line = branches ? step->line[i] : 0;
+        const Run& run = run_at(step, i);
+        const u32 line = run.branches ? step->line[i] : 0;
         int rows[BEFORE + 1];
 #pragma unroll
-        for (int j = 0; j <= BEFORE; j++) rows[j] = branches ? of_byte(line >> 8 * j) : i - j;
-        convolve(in, head, conv, step, rows, true, i == 0, out + (s64)i * stride, keep ? keep + (s64)rows[0] * Hk * DK : 0);
+        for (int j = 0; j <= BEFORE; j++) rows[j] = run.branches ? of_byte(line >> 8 * j) : i - run.first - j;
+        convolve(in, head, conv, step, run, rows, true, i == run.first, out + (s64)i * stride,
+                 !run.kind ? keep : 0, Hk * DK);
     }
-    if (TAPS > 1 && !kept && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
+    const Run& run = step->run[0];
+    if (TAPS > 1 && run.kind && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
 #pragma unroll 1
         for (int j = 0; j < BEFORE; j++)
 #pragma unroll 1
             for (int i = lane; i < wide; i += 32)
-                tail[other * tail_flip + (s64)j * conv.C + channel + i] = load_one(in, p + (s64)(visits - BEFORE + j) * in.row + i);
+                tail[run.to * tail_flip + (s64)j * conv.C + channel + i] = load_one(in, p + (s64)(visits - BEFORE + j) * in.row + i);
 }

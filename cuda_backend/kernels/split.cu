@@ -66,12 +66,12 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
 }
 
 // A tile of float16 rows: from position `at` on, or those that `from` lists; `permuted` as fragments.cuh has values.
-__device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int head, int at, const int* from, bool permuted) {
+__device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slot, int head, int at, const int* from, bool permuted) {
     const int place = from ? 0 : place_of(plane, at);
 #pragma unroll 1
     for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
         const int row = n / LINE;
-        const u8* begin = row_at(plane, head, from ? place_of(plane, from[row]) : place + row, 2 * D);
+        const u8* begin = row_at(plane, slot, head, from ? place_of(plane, from[row]) : place + row, 2 * D);
         const uint4 line = *(const uint4*)(begin + n % LINE * 16);
         if (!permuted) {
             *(uint4*)(tile + row * STRIDE + n % LINE * 8) = line;
@@ -94,6 +94,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if its piece ends with it, and that one's place
     __shared__ int place;  // of the piece that is fetched next; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
+    __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
@@ -102,29 +103,42 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + (PACKED ? 1 : BUFFERS) * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16
-    const Mask mask(step, positions, window, keep, causal);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4;
-    const int blocks = gridDim.x, block = blockIdx.x, shares = gridDim.z, share = blockIdx.z, head = blockIdx.y;  // blocks of rows
-    if (EXACT)
-        for (int i = threadIdx.x; i < mask.rows; i += CTA) offsets[i] = positions[i] - mask.past;
-    const int cta = share * blocks + block, ctas = shares * blocks, parts = (group + ROWS - 1) / ROWS;
+    __shared__ Part own;
+    __shared__ HeadRows planes[2];  // keys, values
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4, head = blockIdx.y;
     if (warp == 0) {
+        const Part part = part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
+        if (lane == 0) {
+            const int slot = step->run[max(part.run, 0)].slot;
+            own = part, planes[0] = rows_of(keys, slot, head, KEY_BYTES), planes[1] = rows_of(values, slot, head, VALUE_BYTES);
+        }
+    }
+    __syncthreads();
+    if (own.run < 0) return;
+    const int parts = (group + ROWS - 1) / ROWS;
+    if (warp == 0) {
+        const Run& run = step->run[own.run];
+        const Mask mask(step, run, positions, window, keep, causal);
+        for (int i = lane; EXACT && i < mask.rows; i += 32) offsets[i] = positions[run.first + i] - mask.past;
         const int lowest = mask.lowest();
         if (lane == 0) {
-            const bool branches = step->branches;
-            pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min(shares, MOST_SINGLE), trunk);
-            items = block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
+            const bool branches = run.branches;
+            pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
+            items = own.block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
             jobs = branches ? mask.rows * pieces.tails * parts : 0;
+            ctas = own.shares * own.blocks, first_job = ctas - 1 - (own.share * own.blocks + own.block), past = mask.past;
         }
     }
     __syncthreads();
 
-    if ((block * ROWS >= mask.rows * group || share >= items) && ctas - 1 - cta >= jobs) return;
+    if (own.share >= items && first_job >= jobs) return;
     // first the pieces that all rows see, then tiles of the rows of a tree, one by one
 #pragma unroll 1
-    for (int job = -1; job < jobs; job = job < 0 ? ctas - 1 - cta : job + ctas) {
+    for (int job = -1; job < jobs; job = job < 0 ? first_job : job + ctas) {
+        const Run& run = step->run[own.run];
+        const Mask mask(step, run, positions, window, keep, causal);  // read again, for registers
         const int row_of_tree = job < 0 ? 0 : job / parts / pieces.tails, part = job < 0 ? 0 : job % parts;
-        const int first_row = job < 0 ? block * ROWS : row_of_tree * group + part * ROWS;
+        const int first_row = job < 0 ? own.block * ROWS : row_of_tree * group + part * ROWS;
         const int rows = min(ROWS, job < 0 ? mask.rows * group - first_row : group - part * ROWS);
         const int seen = job < 0 ? 0 : mask.seen(row_of_tree);
 
@@ -144,7 +158,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             ahead += TILE;
             if (EXACT) goes_exact = !has_codes(ahead);
             if (ahead < stop) return;
-            const int item = turn * shares + (turn % 2 ? shares - 1 - share : share);  // forth and back, for equal shares
+            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // forth and back, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items || job >= 0) return;
             const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
@@ -159,9 +173,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         if (threadIdx.x < ROWS) {
             const int row = first_row + (int)threadIdx.x, t = min(row / group, mask.rows - 1);
             // EXACT: how many it reads from codes, from exact.first on
-            const int low = EXACT ? max(0, positions[t] - exact.recent + 1 - exact.first) : mask.low(t);
+            const int low = EXACT ? max(0, positions[run.first + t] - exact.recent + 1 - exact.first) : mask.low(t);
             spans[threadIdx.x] = make_int2(low, job < 0 ? mask.high(t) : mask.past + seen - 1);
-            heads[threadIdx.x] = t * H + head * group + row - t * group;
+            heads[threadIdx.x] = (run.first + t) * H + head * group + row - t * group;
         }
         if (job >= 0 && warp == 0) {
             const int start = EXACT ? ahead : place_of(keys, ahead);
@@ -170,7 +184,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             __syncwarp();
 #pragma unroll
             for (int w = 0; w < ROW_WORDS; w++) {
-                const u32 bits = step->seen[row_of_tree][w];
+                const u32 bits = mask.sight[row_of_tree][w];
                 const int mine = r + __popc(bits & ((1u << lane) - 1));
                 const int at = mask.past + w * 32 + lane;
                 if (bits >> lane & 1 && mine >= 0 && mine < TILE) from[mine] = EXACT ? at : place_of(keys, at);
@@ -189,10 +203,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 if (of_values && ahead < NOWHERE) advance();
             } else if (PACKED && ahead < NOWHERE) {
                 const int bytes = of_values ? VALUE_BYTES : KEY_BYTES;
-                const u8* plane = of_values ? values.rows : keys.rows;
                 u8* stage = stages + i % BUFFERS * STAGE;
-                if (ahead + TILE <= mask.past || !seen) {
-                    const u8* begin = plane + (s64)(head * keys.capacity + place_of(keys, ahead)) * bytes;
+                if (ahead + TILE <= past || !seen) {
+                    const u8* begin = planes[of_values].at(place_of(keys, ahead), bytes);
 #pragma unroll 1
                     for (int n = threadIdx.x; n < TILE / 16 * bytes; n += CTA)
                         copy16(shared_address(stage + n * 16), (const u16*)(begin + n * 16));
@@ -200,15 +213,14 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 #pragma unroll 1
                     for (int n = threadIdx.x; n < TILE / 2 * bytes; n += CTA) {
                         const int row = 2 * n / bytes;
-                        ((u16*)stage)[n] = *(const u16*)(plane + (s64)(head * keys.capacity + from[row]) * bytes + 2 * n % bytes);
+                        ((u16*)stage)[n] = *(const u16*)(planes[of_values].at(from[row], bytes) + 2 * n % bytes);
                     }
                 }
                 if (of_values) advance();
             } else if (ahead < NOWHERE) {
-                const u16* plane = (const u16*)(of_values ? values.rows : keys.rows);
                 u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
-                if (ahead + TILE <= mask.past || !seen) {  // a tile lies in one run of the cache
-                    const u16* begin = plane + (s64)(head * keys.capacity + place_of(keys, ahead)) * D + threadIdx.x * 8;
+                if (ahead + TILE <= past || !seen) {  // a tile lies in one run of the cache
+                    const u16* begin = (const u16*)planes[of_values].at(place_of(keys, ahead), 2 * D) + threadIdx.x * 8;
                     const u32 to = shared_address(tile + threadIdx.x / LINE * STRIDE + threadIdx.x % LINE * 8);
 #pragma unroll 4
                     for (int j = 0; j < TILE * LINE; j += CTA) {
@@ -221,7 +233,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 } else {
 #pragma unroll 1
                     for (int n = threadIdx.x; n < TILE * LINE; n += CTA)
-                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), plane + (s64)(head * keys.capacity + from[n / LINE]) * D + n % LINE * 8);
+                        copy16(shared_address(tile + n / LINE * STRIDE + n % LINE * 8), (const u16*)planes[of_values].at(from[n / LINE], 2 * D) + n % LINE * 8);
                 }
                 if (of_values) advance();
             }
@@ -230,7 +242,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         bool waits = job < 0;
 #pragma unroll 1
         for (int i = 0; i <= BUFFERS; i++) {
-            if (waits && (i == BUFFERS || ahead + TILE > mask.past)) depend(), waits = false;
+            if (waits && (i == BUFFERS || ahead + TILE > past)) depend(), waits = false;
             if (i < BUFFERS) fetch(i);
         }
         auto load_query = [&](const u16* queries, int n, bool permuted) {  // eight channels
@@ -264,7 +276,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int at = coming[tile % 4].x / (EXACT ? TILE : 2) * (EXACT ? TILE : 2);
             auto is_exact = [&] { return EXACT && coming[tile % 4].x & 2; };
             auto copy_exact = [&](const Plane& plane, bool permuted) {
-                copy_tile(tiles, plane, head, at, seen ? from : 0, permuted);
+                copy_tile(tiles, plane, run.slot, head, at, seen ? from : 0, permuted);
             };
             if (EXACT && is_exact() != (tile && coming[(tile + 3) % 4].x & 2)) {  // the queries there are those of the tile before
                 const u16* queries = is_exact() ? exact.q : q;
@@ -313,7 +325,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     multiply(s[0], d);
                     if (D / 16 % 2 == 0 || d + 1 < D / 16) multiply(s[1], d + 1);
                 }
-                [[maybe_unused]] const bool all = at + TILE <= mask.past && !window;
+                [[maybe_unused]] const bool all = at + TILE <= past && !window;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float most = MINUS_INFINITY;

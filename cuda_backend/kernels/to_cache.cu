@@ -51,7 +51,9 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
 #pragma unroll
     for (int n = 0; n < PARTS; n++) w[n] = weight ? *(const float4*)(weight + n * 128 + d) : one;
     const float sign = d < rope.pairs ? -rope.magnitude : rope.magnitude;
-    const int rows = step->rows, position = step->past + t;
+    const int rows = step->rows;
+    const Run& run = run_at(step, t);
+    const int position = run.past + t - run.first, slot = run.slot;
     const double2* radians = (const double2*)(rope.frequencies + (d & rope.pairs - 1));  // per position
     const double2 none = make_double2(0.0, 0.0);
     double2 low = turns ? radians[0] : none, high = turns ? radians[1] : none;
@@ -96,15 +98,15 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
     if (turns)
         e[0] = make_float4(self.x * c.x + other.x * s.x, self.y * c.y + other.y * s.y, self.z * c.z + other.z * s.z,
                            self.w * c.w + other.w * s.w);
-    const int slot = place_of(keys, position);
+    const int place = place_of(keys, position);
     if constexpr (EXACT) {
         u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
-                  : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
-                              : row_at(values, of, slot, row_bytes(VALUES, D));
-        const int exact_slot = place_of(exact.keys, position);
+                  : kind == 1 ? row_at(keys, slot, of, place, row_bytes(KEYS, D))
+                              : row_at(values, slot, of, place, row_bytes(VALUES, D));
+        const int exact_place = place_of(exact.keys, position);
         u8* exact_row = kind == 0   ? (u8*)(exact.q + ((s64)t * H + of) * D)
-                        : kind == 1 ? row_at(exact.keys, of, exact_slot, 2 * D)
-                                    : row_at(exact.values, of, exact_slot, 2 * D);
+                        : kind == 1 ? row_at(exact.keys, slot, of, exact_place, 2 * D)
+                                    : row_at(exact.values, slot, of, exact_place, 2 * D);
         const s64 at = (s64)t * exact.own + (kind ? of : of / (H / K)) * D;
         float part = 0.0f;
 #pragma unroll
@@ -114,12 +116,14 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         if (threadIdx.x % 32 == 0) exact.shift[t * H + of] = part;
     } else if constexpr (PACKED || TURN_KEYS || TURN_VALUES) {
         u8* row = kind == 0   ? (u8*)(q_out + ((s64)t * H + of) * D)
-                  : kind == 1 ? row_at(keys, of, slot, row_bytes(KEYS, D))
-                              : row_at(values, of, slot, row_bytes(VALUES, D));
+                  : kind == 1 ? row_at(keys, slot, of, place, row_bytes(KEYS, D))
+                              : row_at(values, slot, of, place, row_bytes(VALUES, D));
 #pragma unroll
         for (int n = 0; n < PARTS; n++) store_row<D>(kind == 0, kind == 1, row, n, threadIdx.x % 32, e[n]);
     } else {
-        u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(kind == 1 ? keys : values, of, slot, 2 * D);
+        Plane plane = values;
+        if (kind == 1) plane = keys;
+        u16* to = kind == 0 ? q_out + ((s64)t * H + of) * D : (u16*)row_at(plane, slot, of, place, 2 * D);
 #pragma unroll
         for (int n = 0; n < PARTS; n++)
             *(uint2*)(to + n * 128 + d) = make_uint2(to_half2(e[n].x, e[n].y), to_half2(e[n].z, e[n].w));

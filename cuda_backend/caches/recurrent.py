@@ -1,0 +1,213 @@
+"""Recurrent states of sequences: convolution tails and delta matrices of all layers, and rows to be applied to them.
+
+States come in pairs: a step reads one, and writes what the last commit made of it to the other, so it can run twice;
+`commit` only notes the path and swaps the two.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.step import MAX_DECODE_ROWS, Shape, Step
+from common.storage import ConvSpec, DeltaSpec
+from cuda_backend.caches.planes import copy, zeros
+from cuda_backend.caches.window import NOT_IN_PART
+from cuda_backend.launch import Stream
+from cuda_backend.layout import padded
+from cuda_backend.memory import Memory, copy_in, copy_out
+from cuda_backend.replay import NO_PATH
+from cuda_backend.runs import Run
+
+NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
+
+
+@dataclass(frozen=True)
+class Conv:
+    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (2, MAX_DECODE_ROWS, C)."""
+
+    tail: int
+    flip: int
+    rows: int
+    spec: ConvSpec
+    store: "Recurrent"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart.
+
+    rows  k, change and factor of each row, (2, MAX_DECODE_ROWS, ...)
+    """
+
+    matrix: int
+    flip: int
+    rows: int
+    spec: DeltaSpec
+    store: "Recurrent"
+
+
+@dataclass
+class Pair:
+    """The two recurrent states of one sequence.
+
+    current  the one that holds what is committed, but for `path`
+    path     committed rows that are still to be applied, rows of the step that filled the store `at`
+    step     the rows that may be committed, which the store `left` holds; the state `next` has the path applied
+    whole    is that step kept whole or not at all? Its rows are in no store, and `next` has them applied
+    """
+
+    current: int = 0
+    path: np.ndarray = field(default_factory=lambda: NO_PATH)
+    at: int = 0
+    step: Run | None = None
+    left: int = 0
+    next: int = 0
+    whole: bool = False
+
+
+class Recurrent:
+    """The recurrent states of all layers.
+
+    memory  per slot two states of all layers, a pair
+    rows    what the rows of a step left, in one of two stores, which all slots share: the next step fills the other one
+    newest  the store that the last step filled
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ConvSpec | DeltaSpec],
+        slots: int,
+        apply_paths: Callable[["Recurrent", Sequence[int]], None],
+        stream: Stream,
+    ):
+        self.specs, self.apply_paths, self.stream = specs, apply_paths, stream
+        self.pairs, self.newest = [Pair() for _ in range(slots)], 1
+        self.flip = sum(map(state_size, specs))  # elements of one of two
+        self.memory = zeros(2 * slots * self.flip * 4, stream)
+        self.rows = zeros(2 * MAX_DECODE_ROWS * sum(map(row_size, specs)) * 4, stream)
+
+    def layers(self) -> list[Conv | Delta]:
+        """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
+        layers: list[Conv | Delta] = []
+        at, row_at = self.memory.address, self.rows.address
+        for spec in self.specs:
+            if isinstance(spec, ConvSpec):
+                layers.append(Conv(at, self.flip, row_at, spec, self))
+            else:
+                layers.append(Delta(at, self.flip, row_at, spec, self))
+            at, row_at = at + 4 * state_size(spec), row_at + 8 * MAX_DECODE_ROWS * row_size(spec)
+        return layers
+
+    def note_step(self, step: Step, runs: Sequence[Run]) -> None:
+        """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all.
+
+        Paths whose rows the step overwrites are applied first, those of sequences that sat a step out.
+        """
+        if step.parents is None:
+            raise BimetalError(NO_ORDER)
+        whole = len(step) > MAX_DECODE_ROWS
+        if not whole:
+            if any(len(pair.path) and pair.at == self.newest for pair in self.pairs):
+                self.newest = 1 - self.newest
+            self.settle([i for i, pair in enumerate(self.pairs) if len(pair.path) and pair.at == self.newest])
+            for pair in self.pairs:
+                if not pair.whole and pair.left == self.newest:
+                    pair.step = None
+        for run in runs:
+            pair = self.pairs[run.slot]
+            pair.step, pair.left, pair.next, pair.whole = run, self.newest, 1 - pair.current, whole
+
+    def store_of_paths(self, step: Step, runs: Sequence[Run]) -> int:
+        """The store that holds the rows of the paths that a noted step applies."""
+        return self.pairs[runs[0].slot].at if len(step) > MAX_DECODE_ROWS else 1 - self.newest
+
+    def input(self, slot: int) -> tuple[int, int, np.ndarray]:
+        """The states that a step reads and writes, counted from slot 0's first, and the path that it applies."""
+        pair = self.pairs[slot]
+        return 2 * slot + pair.current, 2 * slot + 1 - pair.current, pair.path
+
+    def commit(self, slot: int, path: np.ndarray) -> None:
+        if not len(path):
+            return
+        pair = self.pairs[slot]
+        rows = pair.step.rows if pair.step else 0
+        if pair.step is None or path.min() < 0 or path.max() >= rows:
+            raise ValueError(f"commit of rows {path.tolist()} of a step of {rows}")
+        if pair.whole and not np.array_equal(path, np.arange(rows)):
+            raise ValueError(NOT_IN_PART.format(rows))
+        pair.path = NO_PATH if pair.whole else (pair.step.first + path).astype(np.int32)
+        pair.current, pair.at, pair.step = pair.next, pair.left, None
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Apply the paths of `slots`, whose rows lie in one store, as the next step would."""
+        if not slots:
+            return
+        self.apply_paths(self, slots)
+        for pair in (self.pairs[slot] for slot in slots):
+            pair.current, pair.path = 1 - pair.current, NO_PATH
+            if pair.whole:
+                pair.step = None  # its state was there
+
+    def snapshot(self, slot: int) -> Any:
+        """A copy of the states with the path applied."""
+        if len(self.pairs[slot].path):
+            self.settle([slot])
+        held = Memory(self.flip * 4, self.stream)
+        copy(held.address, self._state(slot), held.nbytes, self.stream)
+        return held
+
+    def restore(self, slot: int, snapshot: Any) -> None:
+        copy(self._state(slot), snapshot.address, snapshot.nbytes, self.stream)
+        self.pairs[slot].path, self.pairs[slot].step = NO_PATH, None
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return []
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return [((self.flip,), np.dtype(np.float32))]
+
+    def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
+        return []
+
+    def save_point(self, slot: int) -> list[np.ndarray]:
+        """The states of all layers as they lie on the device, with the path applied."""
+        held = self.snapshot(slot)
+        return [copy_out(held.address, held.nbytes, self.stream).view(np.float32)]
+
+    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        copy_in(self._state(slot), np.ascontiguousarray(point[0]), self.stream)
+        self.pairs[slot].path, self.pairs[slot].step = NO_PATH, None
+
+    def clear(self, slot: int) -> None:
+        """Make the slot a new sequence's."""
+        self.pairs[slot] = Pair()
+        cupy.cuda.runtime.memsetAsync(self._state(slot), 0, self.flip * 4, self.stream.ptr)
+
+    def _state(self, slot: int) -> int:
+        return self.memory.address + (2 * slot + self.pairs[slot].current) * self.flip * 4
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes + self.rows.nbytes
+
+
+def state_size(spec: ConvSpec | DeltaSpec) -> int:
+    if isinstance(spec, ConvSpec):
+        return -(-(spec.taps - 1) * spec.channels // 64) * 64
+    if spec.key_dim > 256 or spec.key_dim % 4 or spec.value_dim % 4:
+        raise BimetalError(
+            f"Gated DeltaNet keys are {spec.key_dim} and values {spec.value_dim} wide; "
+            "the CUDA kernels take multiples of 4, keys up to 256"
+        )
+    return -(-spec.heads * padded(spec.key_dim) * spec.value_dim // 64) * 64
+
+
+def row_size(spec: ConvSpec | DeltaSpec) -> int:
+    """Elements that one row of a step leaves."""
+    if isinstance(spec, ConvSpec):
+        return spec.channels
+    return spec.key_heads * padded(spec.key_dim) + spec.heads * (spec.value_dim + 1)

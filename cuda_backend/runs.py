@@ -1,0 +1,37 @@
+"""The rows of a step by sequence: each sequence's lie together, as kernels/prelude.cuh Run has them.
+
+Needs neither CuPy nor a GPU.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from common.errors import BimetalError
+from common.step import MAX_DECODE_ROWS, Step
+
+MAX_RUNS = 64  # sequences of a step: kernels/prelude.cuh
+
+
+class Run(NamedTuple):
+    """Rows `first` to `first + rows` of a step, those of the sequence in `slot`."""
+
+    slot: int
+    first: int
+    rows: int
+
+
+def runs_of(step: Step) -> list[Run]:
+    """The runs of a step; raises BimetalError where a sequence's rows do not lie together, or a prompt's not alone."""
+    slots, T = step.slots, len(step)
+    starts = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), T] if T else []
+    runs = [Run(int(slots[first]), first, end - first) for first, end in pairwise(starts)]
+    if len({run.slot for run in runs}) < len(runs) or len(runs) > MAX_RUNS:
+        raise BimetalError(
+            f"a step has {len(runs)} runs of rows of {len({run.slot for run in runs})} sequences; "
+            f"the CUDA kernels take one run of each, of at most {MAX_RUNS} sequences"
+        )
+    if len(runs) > 1 and T > MAX_DECODE_ROWS:
+        raise BimetalError(f"{T} rows of {len(runs)} sequences; the CUDA kernels take at most {MAX_DECODE_ROWS}")
+    return runs
