@@ -30,9 +30,12 @@ class CudaPool:
 
     `pool[i].kv`, `.conv`, `.delta` are the layers' handles; the stores behind them commit all layers at once.
 
+    length   of no one sequence: steps of few rows are computed alike at any length
     lengths  committed tokens of each slot
     graphs   captured steps, whichever sequences they serve
     """
+
+    length = 0
 
     def __init__(
         self,

@@ -203,7 +203,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ks + TILE * STRIDE;
     Run run = step->run[0];  // a long step has one sequence
-    run.first = 0, run.kind = 1;  // known here, for registers
+    run.first = 0;           // known here, for registers
     const Mask mask(step, run, positions, window, keep, 0);
     const int group = H / K, rows = T * group, head = blockIdx.y, lane = threadIdx.x % 32;
     const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
@@ -211,7 +211,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
-    keys.rows = row_at(keys, 0, head, 0, row_bytes(KEYS, D)), values.rows = row_at(values, 0, head, 0, row_bytes(VALUES, D));
+    keys.rows = head_at(keys, head, row_bytes(KEYS, D)), values.rows = head_at(values, head, row_bytes(VALUES, D));
 #if EXACT
     __shared__ float shifts[64];
     if (threadIdx.x < 64) {
@@ -225,7 +225,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
                                group, rows, scale, exact, shifts);
     load_queries(qs, exact.q, first_row, group, H, head * group, rows);
     keys = exact.keys, values = exact.values;
-    keys.rows = row_at(keys, 0, head, 0, 2 * D), values.rows = row_at(values, 0, head, 0, 2 * D);
+    keys.rows = head_at(keys, head, 2 * D), values.rows = head_at(values, head, 2 * D);
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
         __syncthreads();

@@ -21,6 +21,9 @@ __device__ __forceinline__ u8* row_at(const Plane& p, int slot, int head, int pl
     return p.rows + slot * p.block + (s64)(head * p.capacity + place) * bytes;
 }
 
+// The rows of a head of a plane that is one sequence's and has no table.
+__device__ __forceinline__ u8* head_at(const Plane& p, int head, int bytes) { return p.rows + (s64)head * p.capacity * bytes; }
+
 // The rows of one head of one sequence, for kernels that have no registers to find them in a plane.
 struct HeadRows {
     const u8* rows;

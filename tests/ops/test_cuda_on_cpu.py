@@ -82,6 +82,22 @@ def test_rows_of_trees():
 @pytest.mark.parametrize(
     "chosen",
     [
+        "refusals",
+        pytest.param("alone and qwen35 and not moe", marks=pytest.mark.slow),
+        pytest.param("alone and qwen3 and not qwen35 and not yarn", marks=pytest.mark.slow),
+        pytest.param("alone and laguna and not m1", marks=pytest.mark.slow),
+        pytest.param("alone and glm", marks=pytest.mark.slow),
+        pytest.param("prompt and (qwen35 and not moe or glm)", marks=pytest.mark.slow),
+        pytest.param("prompt and laguna and not m1", marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_of_a_pool(chosen):
+    on_cpu("ops/test_cuda_pool.py", chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
         "test_bytes and 64-3 or test_bytes and 128-3",
         "neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals",
         "test_latents and lm4-128 or latents_do_not and lm4-50",

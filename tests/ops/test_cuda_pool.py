@@ -1,0 +1,147 @@
+"""Sequences of one pool computed in one step: each has the bits of running alone, in chains and in trees."""
+
+import numpy as np
+import pytest
+import tiny
+
+from common.errors import BimetalError
+from common.step import MAX_DECODE_ROWS, PAST, Step
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.ops import CudaOps  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps()
+
+
+@pytest.fixture(scope="module", params=tiny.MODELS)
+def model(request, ops):
+    return tiny.load(request.param, ops)
+
+
+def together(steps: list[Step], slots: list[int]) -> Step:
+    """The rows of one step per sequence, each sequence's in the slot of that number."""
+    firsts = np.cumsum([0, *map(len, steps)])
+    parents = [np.where(s.parents == PAST, PAST, s.parents + at) for s, at in zip(steps, firsts, strict=False)]
+    return Step(
+        np.concatenate([s.tokens for s in steps]),
+        np.concatenate([s.positions for s in steps]),
+        np.concatenate(parents).astype(np.int32),
+        np.concatenate([np.full(len(s), slot, np.int32) for s, slot in zip(steps, slots, strict=True)]),
+    )
+
+
+def a_step(random: np.random.Generator, past: int, rows: int) -> Step:
+    tokens = random.integers(0, 200, rows).astype(np.int32)
+    if random.random() < 0.5:
+        return Step.chain(tokens, past)
+    return Step.tree(tokens, [int(random.integers(max(PAST, t - 4), t)) for t in range(rows)], past)
+
+
+def a_path(random: np.random.Generator, step: Step) -> np.ndarray:
+    return np.flatnonzero(step.visible[int(random.integers(len(step)))])
+
+
+class Beside:
+    """Sequences in a pool, and each of them alone in a state of its own."""
+
+    def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...]):
+        self.model, self.random = model, np.random.default_rng(seed)
+        self.pool = model.ops.pool_of(model.state_spec, slots, tiny.CAPACITY)
+        self.states = [self.pool.new_state() for _ in prompts]
+        self.alone = [model.new_state(tiny.CAPACITY) for _ in prompts]
+        for n, state, alone in zip(prompts, self.states, self.alone, strict=True):
+            if n:
+                step = Step.chain(self.random.integers(0, 200, n).astype(np.int32), 0)
+                logits = [model.ops.read(model.forward(s, step)) for s in (state, alone)]
+                assert np.array_equal(*logits)
+                for each in (state, alone):
+                    each.commit(np.arange(n))
+
+    def step(self, who: list[int], sizes: list[int], keeps: float = 1.0) -> None:
+        steps = [a_step(self.random, self.states[i].length, n) for i, n in zip(who, sizes, strict=True)]
+        joined = together(steps, [self.states[i].slot for i in who])
+        read, forward = self.model.ops.read, self.model.forward
+        logits = read(forward(self.pool, joined))
+        assert np.array_equal(logits, read(forward(self.pool, joined))), "a step may run twice"
+        at = 0
+        for i, step in zip(who, steps, strict=True):
+            want = read(forward(self.alone[i], step))
+            assert np.array_equal(logits[at : at + len(step)], want), f"sequence {i} of {who}, {sizes} rows"
+            at += len(step)
+        for i, step in zip(who, steps, strict=True):
+            if self.random.random() < keeps:
+                path = a_path(self.random, step)
+                self.states[i].commit(path)
+                self.alone[i].commit(path)
+
+    def check_states(self) -> None:
+        """What is committed goes on alike, whether the rows that follow run in the pool or alone."""
+        for i, state in enumerate(self.states):
+            saved, want = state.save(), self.alone[i].save()
+            assert saved.keys() == want.keys()
+            assert all(np.array_equal(saved[name], want[name]) for name in want), f"sequence {i}"
+
+
+def test_rows_of_sequences_are_alone(model):
+    """Chains and trees behind pasts of every length, with sequences that sit steps out or commit nothing."""
+    beside = Beside(model, 4, 1, (0, 3, 70, 150))
+    beside.step([0, 1, 2, 3], [1, 1, 1, 1])
+    beside.step([0, 1, 2, 3], [5, 1, 9, 3])
+    beside.step([1, 3], [2, 7], keeps=0.5)
+    beside.step([2], [4])
+    beside.step([3, 0, 1], [30, 24, 60], keeps=0.7)
+    for _ in range(3):
+        who = [i for i in range(4) if beside.random.random() < 0.7] or [1]
+        beside.step(who, [int(beside.random.integers(1, 12)) for _ in who], keeps=0.8)
+    beside.check_states()
+
+
+def test_a_prompt_beside_sequences(model):
+    """A long step of one sequence between steps of all, and a new sequence in a slot that another one left."""
+    beside = Beside(model, 3, 2, (5, 140, 9))
+    beside.step([0, 1, 2], [3, 1, 4])
+    long = Step.chain(beside.random.integers(0, 200, 150).astype(np.int32), beside.states[0].length)
+    logits = [beside.model.ops.read(beside.model.forward(s[0], long)) for s in (beside.states, beside.alone)]
+    assert np.array_equal(*logits)
+    for states in (beside.states, beside.alone):
+        states[0].commit(np.arange(150))
+    beside.step([0, 1, 2], [1, 1, 1])
+    left = beside.states[1].slot
+    beside.states[1] = beside.alone[1] = None
+    beside.states[1], beside.alone[1] = beside.pool.new_state(), model.new_state(tiny.CAPACITY)
+    assert beside.states[1].slot == left
+    beside.step([0, 1, 2], [2, 6, 1])
+    snapshots = [(state.snapshot(), alone.snapshot()) for state, alone in zip(beside.states, beside.alone, strict=True)]
+    beside.step([0, 1, 2], [1, 3, 1])
+    for i in (0, 2):
+        beside.states[i].restore(snapshots[i][0])
+        beside.alone[i].restore(snapshots[i][1])
+    beside.step([0, 1, 2], [4, 1, 5])
+    beside.check_states()
+
+
+def test_refusals(ops):
+    model = tiny.load("qwen35", ops)
+    pool = ops.pool_of(model.state_spec, 2, 64)
+    states = [pool.new_state() for _ in range(2)]
+    with pytest.raises(BimetalError, match="all 2 sequences"):
+        pool.new_state()
+    chain = Step.chain(np.zeros(2, np.int32), 0)
+    with pytest.raises(BimetalError, match="slot 2, which no sequence"):
+        model.forward(pool, together([chain, chain], [0, 2]))
+    with pytest.raises(BimetalError, match="one run of each"):
+        model.forward(pool, together([chain, chain, chain], [0, 1, 0]))
+    half = Step.chain(np.zeros(MAX_DECODE_ROWS // 2 + 1, np.int32), 0)
+    with pytest.raises(BimetalError, match="rows of 2 sequences"):
+        model.forward(pool, together([half, half], [0, 1]))
+    with pytest.raises(BimetalError, match="1 to 64"):
+        ops.pool_of(model.state_spec, 65, 64)
+    states[0].commit([])
+    with pytest.raises(ValueError, match="of a step of 0"):
+        states[0].commit([0])
