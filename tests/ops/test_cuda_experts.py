@@ -11,6 +11,7 @@ from common.weights import dense
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend.arrays import Array  # noqa: E402
+from cuda_backend.host_memory import HostMemory  # noqa: E402
 from cuda_backend.memory import Memory, copy_in, upload  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
@@ -37,18 +38,19 @@ def stack(type_: str, rows: int, columns: int, seed: int) -> Tensor:
     return Tensor("w", type_, shape, data.reshape(E, rows, -1))
 
 
-def move(ops: CudaOps, w: Weight) -> Memory:
-    """Move each expert of `w` to other memory, the last one first, and leave NaN where it was."""
+def move(ops: CudaOps, w: Weight) -> tuple[Memory, HostMemory]:
+    """Move the experts of `w`, half of them to other memory and half to the host's, and leave NaN where they were."""
     (s,) = w.segments
     runtime, stream = cupy.cuda.runtime, ops.context.stream
-    to = Memory(s.memory.nbytes)
-    places = to.address + np.arange(E, dtype=np.uint64)[::-1] * s.expert_bytes
+    device, host = Memory(s.memory.nbytes), HostMemory(s.memory.nbytes, "a test")
+    places = np.array([(host, device)[e % 2].address + (E - 1 - e) * s.expert_bytes for e in range(E)], np.uint64)
     for e, place in enumerate(places.tolist()):
-        source = s.memory.address + e * s.expert_bytes
-        runtime.memcpyAsync(place, source, s.expert_bytes, runtime.memcpyDeviceToDevice, stream.ptr)
+        kind = runtime.memcpyDeviceToDevice if e % 2 else runtime.memcpyDeviceToHost
+        runtime.memcpyAsync(place, s.memory.address + e * s.expert_bytes, s.expert_bytes, kind, stream.ptr)
     runtime.memsetAsync(s.memory.address, 0xFF, s.memory.nbytes, stream.ptr)
-    copy_in(s.table, np.ascontiguousarray(places), stream)
-    return to
+    copy_in(s.table, places, stream)
+    stream.synchronize()
+    return device, host
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "F16"])
