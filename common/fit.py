@@ -117,26 +117,31 @@ def most_tokens(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def what_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec]) -> Callable[[int], bool]:
-    """Whether a state of so many tokens and the reading of as long a prompt fit beside loaded weights."""
+def what_fits(
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1
+) -> Callable[[int], bool]:
+    """Whether `parallel` states of so many tokens and the reading of as long a prompt fit beside loaded weights."""
     devices = ops.room(len(spec))
 
     def fits(tokens: int) -> bool:
         def need(own: Sequence[int]) -> int:
             part = replace(layout, layers=[layout.layers[i] for i in own])
-            return sum(predict_run(ops, config, part, [spec[i] for i in own], tokens, ops.prefill_rows))
+            kv, state, work = predict_run(ops, config, part, [spec[i] for i in own], tokens, ops.prefill_rows)
+            return parallel * (kv + state) + work
 
         return all(need(own) <= (1 - SPARE) * free for free, own in devices)
 
     return fits
 
 
-def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec]) -> int:
-    """The most tokens, up to those that a model was trained for, whose state and prompt fit beside loaded weights.
+def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1) -> int:
+    """The most tokens, up to those that a model was trained for, whose states and prompt fit beside loaded weights.
+
+    parallel  sequences of so many tokens, each with a state of its own
 
     Raises BimetalError where LEAST_CONTEXT do not.
     """
-    fits = what_fits(ops, config, layout, spec)
+    fits = what_fits(ops, config, layout, spec, parallel)
     most: int = config.context
     least = min(LEAST_CONTEXT, most)
     if not fits(least):

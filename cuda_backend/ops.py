@@ -51,7 +51,7 @@ def of_context(op: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate
 class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
-    runs_ahead = draws = checks_scales = reserves = True
+    runs_ahead = draws = checks_scales = reserves = joins = True
     cache_pairs = PAIRS
     tree_rows = MAX_DECODE_ROWS
 
@@ -147,9 +147,9 @@ class CudaOps(Ops):
         return int(cupy.cuda.runtime.memGetInfo()[0]), f"free memory of {self.context.card.name}"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        return self.pool_of(spec, 1, capacity).new_state()
+        return self.new_pool(spec, 1, capacity).new_state()
 
-    def pool_of(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> CudaPool:
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> CudaPool:
         """States of up to `slots` sequences of at most `capacity` tokens, which one step may compute together."""
         attending.check_room(self.context.card, spec)
         apply_paths = partial(recurrent.apply_paths, self.context)

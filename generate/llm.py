@@ -128,13 +128,15 @@ class LLM:
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab_size: int = model.config.vocab
+        ops = model.ops  # one that reserves memory for a whole context does so for each reply
+        self.parallel = options.parallel or (PARALLEL if ops.joins and not ops.reserves else 1)
         self.context = options.ctx or self.trained_context
         if not options.ctx and options.max_kv_size is None and model.ops.reserves:
-            self.context = context_that_fits(model.ops, model.config, model.layout, model.state_spec)
+            pooled = self.parallel if ops.joins else 1
+            self.context = context_that_fits(ops, model.config, model.layout, model.state_spec, pooled)
             if self.context < self.trained_context:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
-        self.parallel = options.parallel or (PARALLEL if model.ops.joins else 1)
         prefixes = self._open_prefixes(model, checkpoint, options)
         engine = Engine(
             model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue, prefixes=prefixes

@@ -83,6 +83,7 @@ def test_rows_of_trees():
     "chosen",
     [
         "refusals",
+        pytest.param("engine and (qwen35 or laguna) and not moe and not m1", marks=pytest.mark.slow),
         pytest.param("alone and qwen35 and not moe", marks=pytest.mark.slow),
         pytest.param("alone and qwen3 and not qwen35 and not yarn", marks=pytest.mark.slow),
         pytest.param("alone and laguna and not m1", marks=pytest.mark.slow),

@@ -1,10 +1,16 @@
 """Sequences of one pool computed in one step: each has the bits of running alone, in chains and in trees."""
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny
 
+from common.engine import Engine
 from common.errors import BimetalError
+from common.options import GenerationOptions
+from common.sequence import Call
 from common.step import MAX_DECODE_ROWS, PAST, Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -52,7 +58,7 @@ class Beside:
 
     def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...]):
         self.model, self.random = model, np.random.default_rng(seed)
-        self.pool = model.ops.pool_of(model.state_spec, slots, tiny.CAPACITY)
+        self.pool = model.ops.new_pool(model.state_spec, slots, tiny.CAPACITY)
         self.states = [self.pool.new_state() for _ in prompts]
         self.alone = [model.new_state(tiny.CAPACITY) for _ in prompts]
         for n, state, alone in zip(prompts, self.states, self.alone, strict=True):
@@ -126,9 +132,46 @@ def test_a_prompt_beside_sequences(model):
     beside.check_states()
 
 
+class Ids:
+    """A tokenizer of tokens without text or end."""
+
+    end_ids: frozenset[int] = frozenset()
+    vocab_size = 0
+
+    def decoder(self):
+        return SimpleNamespace(push=lambda token: "")
+
+
+def replies(model, parallel: int, calls) -> list[list[int]]:
+    """The tokens of each call, all submitted at once."""
+    engine, out = Engine(model, Ids(), 400, parallel), []
+    for prompt, options in calls:
+        tokens: list[int] = []
+        out.append(tokens)
+        put, end = (lambda piece, tokens=tokens: tokens.extend(piece.tokens)), (lambda error: None)
+        engine.submit(Call(prompt, GenerationOptions(**options), put, end, threading.Event()))
+    while engine.turn():
+        if parallel > 1:
+            assert engine.memory.pool is not None
+    return out
+
+
+def test_an_engine_runs_over_a_pool(model):
+    """Replies of an engine of three slots are those of one slot: greedy, sampled, and with looked-up drafts."""
+    calls = [
+        ([1, 2, 3, 1, 2, 3, 1, 2], {"max_tokens": 9, "spec": "lookup"}),
+        ([5], {"max_tokens": 7}),
+        ([7, 8, 9, 10], {"max_tokens": 6, "temperature": 0.8, "seed": 3}),
+        ([4, 4, 4], {"max_tokens": 5, "temperature": 1.0, "seed": 4, "top_k": 9}),
+    ]
+    alone = replies(model, 1, calls)
+    assert [len(tokens) for tokens in alone] == [options["max_tokens"] for _, options in calls]
+    assert replies(model, 3, calls) == alone
+
+
 def test_refusals(ops):
     model = tiny.load("qwen35", ops)
-    pool = ops.pool_of(model.state_spec, 2, 64)
+    pool = ops.new_pool(model.state_spec, 2, 64)
     states = [pool.new_state() for _ in range(2)]
     with pytest.raises(BimetalError, match="all 2 sequences"):
         pool.new_state()
@@ -141,7 +184,7 @@ def test_refusals(ops):
     with pytest.raises(BimetalError, match="rows of 2 sequences"):
         model.forward(pool, together([half, half], [0, 1]))
     with pytest.raises(BimetalError, match="1 to 64"):
-        ops.pool_of(model.state_spec, 65, 64)
+        ops.new_pool(model.state_spec, 65, 64)
     states[0].commit([])
     with pytest.raises(ValueError, match="of a step of 0"):
         states[0].commit([0])
