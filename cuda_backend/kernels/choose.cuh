@@ -32,20 +32,22 @@ __device__ __forceinline__ void biases(float (&added)[PER], const Choice& of) {
     }
 }
 
-// Where a lane's matrices of a stack of E lie.
-__device__ __forceinline__ void places(u64 (&at)[PER], const u64* table, int E) {
+// Where the matrices of a stack of E lie: a lane keeps the addresses of its experts, as far as there are registers for them,
+// else they are fetched into the L2 cache.
+#define ADDRESSES (PER <= 8 ? PER : 1)
+__device__ __forceinline__ void places(u64 (&at)[ADDRESSES], const u64* table, int E) {
+    const int lane = threadIdx.x % 32;
+    if (PER > 8 && lane * 16 < E) prefetch(table + lane * 16);  // 16 addresses to a line, of 512 at most
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-        const int e = i * 32 + threadIdx.x % 32;
-        at[i] = e < E ? table[e] : 0;
-    }
+    for (int i = 0; i < ADDRESSES; i++) at[i] = PER <= 8 && i * 32 + lane < E ? table[i * 32 + lane] : 0;
 }
 
 // Where matrix `id` lies, which every lane asks for.
-__device__ __forceinline__ const u8* place_of(const u64 (&at)[PER], int id) {
+__device__ __forceinline__ const u8* place_of(const u64 (&at)[ADDRESSES], const u64* table, int id) {
+    if (PER > 8) return (const u8*)table[id];
     u64 mine = 0;
 #pragma unroll
-    for (int i = 0; i < PER; i++)
+    for (int i = 0; i < ADDRESSES; i++)
         if (i * 32 + threadIdx.x % 32 == id) mine = at[i];
     const u32 low = __shfl_sync(FULL, (u32)mine, id % 32), high = __shfl_sync(FULL, (u32)(mine >> 32), id % 32);
     return (const u8*)((u64)high << 32 | low);

@@ -52,7 +52,7 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
         const int k = choice.k;
         [[maybe_unused]] const bool ahead = KNOWN || j == k, writes = MADE && part == 0 && row_block == 0 && j == 0;
         float added[PER];
-        u64 at[PER];
+        u64 at[ADDRESSES];
         [[maybe_unused]] float p = 0.0f, total = 0.0f;
         biases(added, choice);
         places(at, (const u64*)w, j < k ? choice.E : 0);
@@ -64,7 +64,7 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
                 if (i == j) mine = id;
                 if (i == lane) p = of, taken = id;
             });
-        const u8* unit = j < k ? place_of(at, mine) : last;
+        const u8* unit = j < k ? place_of(at, (const u64*)w, mine) : last;
 #else
         [[maybe_unused]] const bool ahead = true;
         const u8* unit = (const u8*)w + j * matrix_bytes;

@@ -141,7 +141,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
         plain += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]
-        kinds = (8, 1, 0, 0), (2, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
+        kinds = (8, 1, 0, 0), (2, 1, 2, 0), (16, 1, 2, 0), (1, 0, 1, 0), (1, 0, 0, 1)
         plain += [("single", single(card, type_, *kind)) for kind in kinds]
         plain += [(stem, tile_defines(type_)) for stem in ("repack", "expand")]
     return plain
