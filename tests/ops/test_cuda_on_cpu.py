@@ -82,7 +82,7 @@ def test_rows_of_trees():
 @pytest.mark.parametrize(
     "chosen",
     [
-        "refusals",
+        "refusals or memory_of_many",
         pytest.param("engine and (qwen35 or laguna) and not moe and not m1", marks=pytest.mark.slow),
         pytest.param("alone and qwen35 and not moe", marks=pytest.mark.slow),
         pytest.param("alone and qwen3 and not qwen35 and not yarn", marks=pytest.mark.slow),
