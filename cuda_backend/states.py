@@ -192,7 +192,8 @@ class CudaState(State):
 
     def runs(self, step: Step) -> list[Run]:
         """The rows of a step, which are all this sequence's, whatever slot they name."""
-        step.the_slot()
+        if len(step) > 1:
+            step.the_slot()
         return [Run(self.slot, 0, len(step))]
 
     def note_step(self, step: Step) -> None:
