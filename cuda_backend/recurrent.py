@@ -183,7 +183,7 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     kept = delta.matrix, delta.flip, delta.rows, changes, factors
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // 64), runs),
-        (448 if alone else 384,),
+        (448 if alone and Dk <= 128 else 384,),
         (*head, *kept, *tail, *prepared, spill, shared_slots, spilled, *(norm or GatedNorm()), out),
         shared_mem=shared,
         stream=context.stream,

@@ -41,7 +41,7 @@
 #define CHUNK 16             // rows that are read together, at most
 #define WIDE 64              // columns of a CTA
 #define TEAM 256                                    // threads of the recurrence
-#define HELPERS (ALONE ? 6 : 4)                     // warps beside them
+#define HELPERS (ALONE && DK <= 128 ? 6 : 4)                     // warps beside them
 #define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads

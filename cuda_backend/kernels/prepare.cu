@@ -13,7 +13,7 @@
 //           a warp convolves four visits one after the other -> 23.5: each waits for memory once more
 //           ancestors of visits that do not follow the one before read in three more rounds -> 21.1
 
-extern "C" __global__ void __launch_bounds__(128, FOURS == 1 && SLOTS <= 8 ? 4 : 1)
+extern "C" __global__ void __launch_bounds__(128, FOURS == 1 && DK >= 64 && SLOTS <= 8 ? 4 : 1)
 prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
         float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
         float* keys, float* values, float* gates) {
