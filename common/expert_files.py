@@ -8,6 +8,7 @@ touched, and each read ends with a look at the file: one that has changed since 
 import errno
 import fcntl
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class OpenFile:
             self._file: IO[bytes] = path.open("rb", buffering=0)
         except OSError as error:
             raise BimetalError(f"{path} cannot be read: {error.strerror}") from None
+        weakref.finalize(self, self._file.close)
         self.check()
 
     def check(self) -> None:

@@ -173,6 +173,10 @@ class MultiGpuOps(Ops):
         with self.loads_on.device:
             return Held(self.loads_on.ops.weight(*gpus), self.loads_on)
 
+    def expert_weight(self, *parts: Tensor) -> Held:
+        with self.loads_on.device:
+            return Held(self.loads_on.ops.expert_weight(*parts), self.loads_on)
+
     def vector(self, tensor: Tensor) -> Held:
         with self.loads_on.device:
             return Held(self.loads_on.ops.vector(tensor), self.loads_on)
@@ -206,6 +210,12 @@ class MultiGpuOps(Ops):
     def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
         held = [(gpu, [i for i in range(layers) if self._place(i) is gpu]) for gpu in self.gpus]
         return [(free(gpu), own) for gpu, own in held if own]
+
+    def held_expert_bytes(self, *parts: Tensor) -> int:
+        return self.gpus[0].ops.held_expert_bytes(*parts)
+
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> None:
+        return None  # a step has rows of one sequence
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return MultiGpuState(spec, capacity, [self._place(i) for i in range(len(spec))], self.gpus)

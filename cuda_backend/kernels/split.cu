@@ -106,31 +106,28 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ Part own;
     __shared__ HeadRows planes[2];  // keys, values
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4, head = blockIdx.y;
-    if (warp == 0) {
-        const Part part = part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
-        if (lane == 0) {
-            const int slot = step->run[max(part.run, 0)].slot;
-            own = part, planes[0] = rows_of(keys, slot, head, KEY_BYTES), planes[1] = rows_of(values, slot, head, VALUE_BYTES);
-        }
-    }
-    __syncthreads();
-    if (own.run < 0) return;
     const int parts = (group + ROWS - 1) / ROWS;
     if (warp == 0) {
-        const Run& run = step->run[own.run];
-        const Mask mask(step, run, positions, window, keep, causal);
-        for (int i = lane; EXACT && i < mask.rows; i += 32) offsets[i] = positions[run.first + i] - mask.past;
-        const int lowest = mask.lowest();
-        if (lane == 0) {
-            const bool branches = run.branches;
-            pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
-            items = own.block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
-            jobs = branches ? mask.rows * pieces.tails * parts : 0;
-            ctas = own.shares * own.blocks, first_job = ctas - 1 - (own.share * own.blocks + own.block), past = mask.past;
+        const Part part = part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
+        if (part.run >= 0) {
+            const Run& run = step->run[part.run];
+            const Mask mask(step, run, positions, window, keep, causal);
+            for (int i = lane; EXACT && i < mask.rows; i += 32) offsets[i] = positions[run.first + i] - mask.past;
+            const int lowest = mask.lowest();
+            if (lane == 0) {
+                const bool branches = run.branches;
+                planes[0] = rows_of(keys, run.slot, head, KEY_BYTES), planes[1] = rows_of(values, run.slot, head, VALUE_BYTES);
+                pieces.cut(6, mask.past, mask.rows, window, keep, lowest, min((int)gridDim.z, MOST_SINGLE), trunk);
+                items = part.block * ROWS >= mask.rows * group ? 0 : branches ? pieces.count : pieces.count + pieces.tails;
+                jobs = branches ? mask.rows * pieces.tails * parts : 0;
+                ctas = part.shares * part.blocks, first_job = ctas - 1 - (part.share * part.blocks + part.block), past = mask.past;
+            }
         }
+        if (lane == 0) own = part;
     }
     __syncthreads();
 
+    if (own.run < 0) return;
     if (own.share >= items && first_job >= jobs) return;
     // first the pieces that all rows see, then tiles of the rows of a tree, one by one
 #pragma unroll 1
