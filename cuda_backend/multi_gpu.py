@@ -148,6 +148,7 @@ class MultiGpuOps(Ops):
     cache_pairs = CudaOps.cache_pairs
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
+    joins = False
 
     def __init__(self, gpus: Sequence[Gpu], layers: Sequence[int], draft: Gpu):
         self.gpus, self.layers, self.draft = gpus, [gpus[i] for i in layers], draft
@@ -167,7 +168,8 @@ class MultiGpuOps(Ops):
     @contextmanager
     def at(self, layer: int) -> Iterator[None]:
         self.loads_on = self._place(layer)
-        yield
+        with self.loads_on.ops.at(layer):
+            yield
 
     def weight(self, *gpus: Tensor) -> Held:
         with self.loads_on.device:

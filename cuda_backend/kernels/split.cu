@@ -52,6 +52,7 @@
 
 #define DIRECT_KEYS is_direct(KEYS, D)  // fragments.cuh
 #define DIRECT_VALUES is_direct(VALUES, D)
+#define TILES (!PACKED ? BUFFERS : DIRECT_KEYS && DIRECT_VALUES && !EXACT ? 0 : 1)  // of float16, as layout.py split_tiles counts them
 #define KEYS_AT_ONCE (ROWS == 16 ? 2 : 1)  // blocks of 32 channels; more spill registers
 
 // A tile of rows as float16.
@@ -100,7 +101,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
     [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows behind the committed ones
-    u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + (PACKED ? 1 : BUFFERS) * TILE * STRIDE;
+    u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + TILES * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16
     __shared__ Part own;

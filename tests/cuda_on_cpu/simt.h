@@ -235,3 +235,11 @@ static const char* run_grid(void (*kernel)(), const unsigned* grid, const unsign
                                  __start_threadgroup, shared_bytes, 600.0};
     return simt_run(&launch, nullptr, 0, nullptr);
 }
+
+// Whether the last CTA wrote beyond the dynamic shared memory that it was launched with: CTAs begin with bytes of 0xff.
+extern "C" inline __attribute__((used)) int wrote_beyond(unsigned bytes) {
+    const unsigned end = bytes + 16384 < sizeof block_memory ? bytes + 16384 : sizeof block_memory;
+    for (unsigned i = bytes; i < end; i++)
+        if (block_memory[i] != (char)0xff) return 1;
+    return 0;
+}

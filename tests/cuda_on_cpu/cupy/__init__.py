@@ -165,6 +165,7 @@ class Function:
         self.types = [type_of(param) for param in params]
         self.run = getattr(library, f"run_{name}")
         self.run.restype = ctypes.c_char_p
+        self.wrote_beyond = library.wrote_beyond
         self.located = partial(build.located, library=library._name, text=text)
         self.max_dynamic_shared_size_bytes = 46 << 10  # of 48 KB, less what kernels declare themselves
 
@@ -185,8 +186,13 @@ class Function:
         def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
             with running:
                 error = self.run(pointers, *sizes)
+                beyond = not error and "BIMETAL_RACES" not in os.environ and self.wrote_beyond(shared_mem)
             if error:
                 raise RuntimeError(f"{self.name}: {self.located(error.decode())}")
+            if beyond:
+                raise RuntimeError(
+                    f"{self.name} writes beyond the {shared_mem} bytes of shared memory that it was given"
+                )
 
         launch() if stream.recording is None else stream.recording.append(launch)
 
