@@ -116,7 +116,8 @@ class ExpertStore:
         self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
         self.tables = Tables(self.stream)
         self.row_ids = self.budget.used + 1  # most that a row leaves: a shared expert's number stands behind the others
-        self.taken = np.full(len(self.layers), self.budget.used)  # that a row of a layer leaves
+        self.taken = np.full(len(self.layers), self.budget.used)  # that a row of a layer leaves in steps of few rows
+        self.prompt_taken = np.zeros_like(self.taken)  # in a step of a prompt; 0: it ran the layer for few rows alone
         most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
         self.log = Memory(4 * most)
         self.pinned = itertools.cycle([HostMemory(4 * most, "a log") for _ in range(LOGS)])
@@ -175,7 +176,7 @@ class ExpertStore:
             self.prompt = HostMemory(nbytes * L, "a log")
         runtime, at = cupy.cuda.runtime, self.prompt.address + nbytes * i
         runtime.memcpyAsync(at, ids, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
-        self.taken[i] = taken
+        self.prompt_taken[i] = taken
         self.prompt_ids = self.prompt.numbers()[: L * T * taken].reshape(L, -1)
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -188,6 +189,7 @@ class ExpertStore:
             self._settle()  # the log of the last one is in the same memory
         self._advance()
         self.left, self.prompt_ids = False, None
+        self.prompt_taken[:] = 0
         self.staging.held = [None, None]  # what a step that failed has left is not what tables now say
         out = run()
         if self.left:
@@ -196,7 +198,8 @@ class ExpertStore:
             self.residency.next_step(rows)
             ids, done = self._ids(T), cupy.cuda.Event(disable_timing=True)
             self.stream.record(done)
-            self.logged.append(Logged(done, ids, rows, self.taken.copy(), self.resident.copy()))
+            taken = self.taken if self.prompt_ids is None else self.prompt_taken
+            self.logged.append(Logged(done, ids, rows, taken.copy(), self.resident.copy()))
         return out
 
     def _settle(self) -> None:
@@ -232,7 +235,7 @@ class ExpertStore:
         at = np.arange(step.rows)[:, None] * step.taken[:, None, None] + np.arange(self.budget.used)
         ids = np.take_along_axis(step.ids, at.reshape(L, -1), 1)
         flat = ids.clip(0, E - 1) + E * np.arange(L)[:, None]
-        uses = np.bincount(flat.ravel(), minlength=L * E).reshape(L, E)
+        uses = np.bincount(flat.ravel(), minlength=L * E).reshape(L, E) * (step.taken > 0)[:, None]
         missed = (uses > 0) & ~step.resident
         counters.hits += int(np.count_nonzero(uses) - np.count_nonzero(missed))
         counters.misses += int(np.count_nonzero(missed))

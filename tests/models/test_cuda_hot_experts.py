@@ -136,6 +136,23 @@ def test_counts(path, name, whole):
     assert store.residency.counters.tokens == rows
 
 
+def test_a_prompt_of_which_one_row_is_read(path, name, whole):
+    """Its last layer runs for few rows, and counts nothing; steps after it are counted as they route."""
+    ids = tiny.golden(name)["ids"].astype(np.int32)
+    model, store = spark(path, whole, 0.3)
+    state = model.new_state(tiny.CAPACITY)
+    for at in range(3):
+        model.ops.read(model.forward(state, Step.chain(ids[at : at + 1], at)))
+        state.commit([0])
+    model.ops.read(model.forward(state, Step.chain(ids[3:140], 3), slice(136, 137)))
+    state.commit(range(137))
+    model.ops.read(model.forward(state, Step.chain(ids[140:141], 140)))
+    store._settle()
+    counts, used = store.residency.counts[store.layers], model.config.experts.top_k
+    assert counts[:-1].sum(axis=1).tolist() == [141 * used] * (len(store.layers) - 1)
+    assert counts[-1].sum() == 4 * used
+
+
 def test_a_profile_places(path, name, whole):
     """The experts that a profile counts most are in slots before the first step."""
     count, layers = whole.config.experts.count, len(whole.weights.layers)
