@@ -258,7 +258,7 @@ def test_an_error_of_one_sequence_ends_it_alone():
 def test_logits_that_are_nan_end_their_sequence_alone(monkeypatch):
     model = tiny.load("llama", NumpyOps())
     engine = Engine(model, Ids(), CONTEXT, parallel=4)
-    replies = [submit(engine, [5, 6, 7 + n], max_tokens=12) for n in range(3)]
+    replies = [submit(engine, [5, 6, 7 + n], max_tokens=36) for n in range(3)]
     while any(reply.sequence.new < 4 for reply in replies):
         engine.turn()
     forward = type(model).forward
@@ -276,7 +276,7 @@ def test_logits_that_are_nan_end_their_sequence_alone(monkeypatch):
     (failed,) = [reply for reply in replies if reply.error is not None]
     assert "NaN" in str(failed.error)
     for n, reply in enumerate(replies):
-        assert reply is failed or reply.tokens == alone(model, [5, 6, 7 + n], max_tokens=12).tokens
+        assert reply is failed or reply.tokens == alone(model, [5, 6, 7 + n], max_tokens=36).tokens
 
 
 def test_a_failing_backend_ends_all_with_one_sentence(monkeypatch):
