@@ -68,7 +68,7 @@ function showSlots(slots) {
   const rows = slots.map((slot) => {
     const row = document.createElement("tr");
     const state = slot.is_processing ? "running" : "idle";
-    for (const text of [slot.id, state, slot.n_prompt_tokens ?? "", slot.n_decoded ?? ""]) {
+    for (const text of [slot.id, state]) {
       const cell = document.createElement("td");
       cell.textContent = text;
       row.append(cell);
