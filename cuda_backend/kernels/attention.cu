@@ -15,10 +15,12 @@
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE TILE_POSITIONS
 #define BLOCKS ((D + 31) / 32)  // of a row of the cache that is not float16
-#if D > 64
+#if D > 64 && !defined(PLAIN_FLOAT16)
+#define AND_BLOCKS , 2
+#elif D > 64
 #define AND_BLOCKS
 #else  // left to itself the compiler spills for one block more
-#define AND_BLOCKS , __CUDA_ARCH__ < 900 ? 3 : 4
+#define AND_BLOCKS , __CUDA_ARCH__ < 900 || EXACT ? 3 : 4
 #endif
 
 template <Format F>

@@ -7,6 +7,7 @@
 enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0 };
 
 #ifndef KEYS
+#define PLAIN_FLOAT16  // no format was given
 #define KEYS F16
 #endif
 #ifndef VALUES
