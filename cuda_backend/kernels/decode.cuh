@@ -123,6 +123,17 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
 // 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes.
 template <Format F, int WIDE>
 __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
+    if constexpr (F == BF16) {  // few at a time, for registers
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            u32 w[4];
+            load_words(w, row + block * 64 + i * 16);
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[j] = to_half2(__uint_as_float(w[j] << 16), __uint_as_float(w[j] & 0xffff0000u));
+            ((uint4*)to)[i] = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+        return;
+    }
     u32 w[16];
     read_32<F, WIDE>(row, block, w);
 #pragma unroll
