@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from tqdm import tqdm
 
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError
 from generate.bench_log import environment, log
 from generate.bench_options import ServeBench
 
@@ -117,8 +117,6 @@ def _row(options: ServeBench, speed: float, figures: dict[str, list[float]], err
 async def _load(options: ServeBench) -> tuple[list[Answer], float]:
     """Send all requests; their answers, and the seconds from the first request to the last answer."""
     url = urlsplit(options.serve)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise UsageError(f"--serve is {options.serve!r:.80}; it must be a URL such as http://127.0.0.1:8080")
     chance, room = random.Random(options.seed), asyncio.Semaphore(options.concurrency)
     bodies = [_body(options, chance) for _ in range(options.requests)]
     with tqdm(total=len(bodies), desc="requests", leave=False, disable=None) as bar:
@@ -169,7 +167,7 @@ async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
     reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure, limit=MOST_LINE)
     try:
         head = [
-            f"POST {url.path.rstrip('/')}/v1/chat/completions HTTP/1.1",
+            "POST /v1/chat/completions HTTP/1.1",
             f"Host: {url.netloc.rpartition('@')[2]}",
             "Content-Type: application/json",
             "Connection: close",

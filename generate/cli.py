@@ -350,12 +350,14 @@ def _bench(p: Parser) -> None:
 
 def _launch(p: Parser) -> None:
     p.add_argument("client", choices=("codex", "claude", "opencode"), help="the agent, which must be installed")
-    p.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
+    p.add_argument("--url", type=values.url, default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
     p.add_argument("--dry-run", action="store_true", help="print the program, its arguments and environment instead")
 
 
 def _serve_bench(group: Any) -> None:
-    group.add_argument("--serve", metavar="URL", help="load the server at URL, ours or one with the same routes")
+    group.add_argument(
+        "--serve", type=values.url, metavar="URL", help="load the server at URL, ours or one with the same routes"
+    )
     group.add_argument("--requests", type=values.positive, metavar="N", help="requests in all (default: 64)")
     group.add_argument("--concurrency", type=values.positive, metavar="N", help="requests at a time (default: 16)")
     group.add_argument("--rate", type=values.above_zero, metavar="X", help="requests begun per second, in their place")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from urllib.parse import urlsplit
 
 from common.options import MOST_DRAFTED, MOST_TOKENS
 
@@ -45,6 +46,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def url(text: str) -> str:
+    """A server's address, without its path."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
+            return f"{parts.scheme}://{parts.netloc}"
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r:.80} must be a URL such as http://127.0.0.1:8080")
 
 
 def above_zero(text: str) -> float:

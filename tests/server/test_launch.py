@@ -59,6 +59,7 @@ def test_what_is_refused(url, capsys, monkeypatch):
         (["--url", url], 1, "codex is not installed"),
         (["--url", "http://127.0.0.1:9"], 1, "start one first"),
         (["--url", "localhost"], 2, "must be a URL"),
+        (["--url", "http://127.0.0.1:99999"], 2, "must be a URL"),
     ):
         assert main(["launch", "codex", *flags]) == code
         assert said in capsys.readouterr().err
