@@ -4,11 +4,7 @@ In a format the latents lie in a plane of their own, and the roped keys, float16
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from common.step import Shape
 from common.storage import NATIVE, LatentSpec
 from cuda_backend.caches.planes import (
     HALF,
@@ -16,16 +12,9 @@ from cuda_backend.caches.planes import (
     Planes,
     all_places,
     check_capacity,
-    keep_path,
-    of_slot,
     plane_of,
-    planes_bytes,
-    read_rows,
-    shapes_of,
-    slots_at,
-    write_rows,
-    zeros,
 )
+from cuda_backend.caches.rows import RowStore
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
 
@@ -48,47 +37,17 @@ class Latent:
         return self.rows.width + (self.roped.width if self.apart else 0)
 
 
-class LatentStore:
-    """The rows of all layers of one shape, [slot][layer][capacity][row]; `lengths`: committed, of each slot."""
+class LatentStore(RowStore):
+    """The rows of all layers of one shape, [slot][layer][capacity][row]."""
 
     def __init__(self, spec: LatentSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
         check_capacity(capacity)
-        self.spec, self.layers, self.stream, self.lengths = spec, layers, stream, lengths
-        shape = latent_planes(spec, layers, capacity)
-        self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
-        self.planes = slots_at(self.memory.address, shape)
+        self.spec, self.layers = spec, layers
+        super().__init__(latent_planes(spec, layers, capacity), lengths, stream)
 
     def layer(self, i: int) -> Latent:
         parts = [plane.part(i, 1) for plane in self.planes]
         return Latent(parts[0], parts[-1], self)
-
-    def commit(self, slot: int, path: np.ndarray) -> None:
-        keep_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
-
-    def snapshot(self, slot: int) -> Any:
-        return None
-
-    def restore(self, slot: int, snapshot: Any) -> None:
-        """The slot's length is all that there is to go back to."""
-
-    def row_shapes(self, tokens: int) -> list[Shape]:
-        return shapes_of(self.planes, tokens)
-
-    def point_shapes(self, length: int) -> list[Shape]:
-        return []
-
-    def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
-        return read_rows(of_slot(self.planes, slot), first, last, self.stream)
-
-    def save_point(self, slot: int) -> list[np.ndarray]:
-        return []
-
-    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        write_rows(of_slot(self.planes, slot), 0, rows, self.stream)
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
 
 
 def latent_planes(spec: LatentSpec, layers: int, capacity: int) -> Planes:

@@ -1,0 +1,59 @@
+"""What every store of appended rows does, whatever its rows hold."""
+
+from typing import Any
+
+import numpy as np
+
+from common.step import Shape
+from cuda_backend.caches.planes import (
+    Planes,
+    keep_path,
+    of_slot,
+    planes_bytes,
+    read_rows,
+    shapes_of,
+    slots_at,
+    write_rows,
+    zeros,
+)
+from cuda_backend.launch import Stream
+
+
+class RowStore:
+    """The planes of all layers of one shape, once for each slot.
+
+    lengths  committed positions of each slot, which the pool counts
+    """
+
+    def __init__(self, shape: Planes, lengths: list[int], stream: Stream):
+        self.stream, self.lengths = stream, lengths
+        self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
+        self.planes = slots_at(self.memory.address, shape)
+
+    def commit(self, slot: int, path: np.ndarray) -> None:
+        keep_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)
+
+    def snapshot(self, slot: int) -> Any:
+        return None
+
+    def restore(self, slot: int, snapshot: Any) -> None:
+        """The slot's length is all that there is to go back to."""
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return shapes_of(self.planes, tokens)
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return []
+
+    def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
+        return read_rows(of_slot(self.planes, slot), first, last, self.stream)
+
+    def save_point(self, slot: int) -> list[np.ndarray]:
+        return []
+
+    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        write_rows(of_slot(self.planes, slot), 0, rows, self.stream)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
