@@ -122,6 +122,10 @@ def run(args: argparse.Namespace) -> int:
             from generate import plan
 
             return plan.run(args)
+        case "batch":
+            from generate import batch
+
+            return batch.run(args)
         case "serve":
             return _serve(args)
         case "launch":

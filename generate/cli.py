@@ -43,6 +43,7 @@ COMMANDS = {
     "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
     "pack": "write a mixture's experts into one file, from which each is read at once",
     "plan": "tokens per second of a mixture whose experts are streamed, on a machine described by its rates",
+    "batch": "answer the requests of a JSON Lines file, several at a time",
     "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "launch": "start a coding agent (codex, claude, opencode) on a running server",
     "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
@@ -88,10 +89,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("--system and --raw exclude each other; a system prompt needs the model's template")
     if not args.chat and args.prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
-    args.options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    GenerationOptions(**args.options)  # refuses values that no model takes
+    args.options = _given_options(args)
     args.load = _load_options(args)
     return args
+
+
+def _given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of generation among the flags that were given; refuses values that no model takes."""
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name, None) is not None}
+    GenerationOptions(**given)
+    return given
 
 
 def _load_options(args: argparse.Namespace) -> LoadOptions:
@@ -112,8 +119,10 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
             many = "is named twice" if args.model else "is not named"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
         args.model = args.model or args.named
-    if args.command == "serve":
+    if args.command in ("serve", "batch"):
         args.load = _load_options(args)
+    if args.command == "batch":
+        args.options = _given_options(args)
     if args.command == "launch":
         args.rest = rest
     if args.command == "bench":
@@ -144,6 +153,7 @@ def _parser() -> Parser:
         "calibrate": _calibrate,
         "pack": _pack,
         "plan": _plan,
+        "batch": _batch,
         "serve": _serve,
         "launch": _launch,
         "selftest": _selftest,
@@ -158,6 +168,9 @@ DESCRIPTIONS = {
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
     "rm": "Remove a model from the Hugging Face cache, which other tools use too. owner/repo is all of a repository.",
     "serve": "Serve a model on this machine. Logs hold neither prompts nor keys.",
+    "batch": "Answer the requests of IN, and write each answer as a line of OUT when it is finished. A run that was "
+    "stopped goes on when the same command is given again. A line of IN is a request of OpenAI's batch API (custom_id, "
+    'method, url, body), {"prompt": text} or {"messages": [...]}; docs/batching.md has the answers.',
     "pack": "Write a mixture's experts into one file, each in one piece, for --expert-pack. A run that was stopped "
     "goes on when the same command is given again.",
     "launch": "Start a coding agent with the settings that point it at a running server, for this run alone. What "
@@ -201,26 +214,11 @@ def _text(p: Parser) -> None:
     flags.cache(p)
     flags.experts(p)
     flags.prefixes(p)
-    s = p.add_argument_group(
-        "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
-        "A flag that is left out takes the value that the model's files recommend, else the default given here.",
-    )
-    s.add_argument("--temperature", "--temp", type=values.number, metavar="X", help="0 is greedy (default)")
-    s.add_argument("--top-p", type=values.number, metavar="X", help="share of probability kept (default: 1)")
-    s.add_argument("--top-k", type=values.count, metavar="N", help="tokens kept; 0 keeps all (default)")
-    s.add_argument("--min-p", type=values.number, metavar="X", help="least share of the best token's probability")
-    s.add_argument(
-        "--repetition-penalty", "--repeat-penalty", type=values.number, metavar="X", help="1 is none (default)"
-    )
-    s.add_argument("--frequency-penalty", type=values.number, metavar="X", help="per occurrence in the reply")
-    s.add_argument("--presence-penalty", type=values.number, metavar="X", help="for any occurrence in the reply")
-    s.add_argument("--seed", type=values.count, metavar="N", help="same seed, same text")
+    flags.sampling(p)
     flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
     flags.window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
     r = p.add_argument_group("reply")
-    r.add_argument(
-        "-n", "--max-tokens", type=values.positive, metavar="N", help="most tokens of the reply (default: the context)"
-    )
+    flags.max_tokens(r)
     r.add_argument(
         "--think",
         action=argparse.BooleanOptionalAction,
@@ -471,6 +469,20 @@ def _finish_quantize(args: argparse.Namespace) -> None:
         raise UsageError("--sensitivity needs --text FILE and no OUT; it writes no model")
 
 
+def _batch(p: Parser) -> None:
+    p.add_argument("requests", metavar="IN", help="requests, a JSON object per line")
+    p.add_argument("answers", metavar="OUT", help="answers, a JSON object per line; those that it has are kept")
+    flags.model(p)
+    flags.parallel(p)
+    flags.cache(p)
+    flags.experts(p)
+    flags.prefixes(p)
+    flags.sampling(p)
+    flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
+    r = p.add_argument_group("replies to requests that leave these out")
+    flags.max_tokens(r)
+
+
 def _serve(p: Parser) -> None:
     flags.model(p)
     flags.draft(p, "a DFlash draft for the model, named as models are; or demo")
@@ -482,12 +494,7 @@ def _serve(p: Parser) -> None:
     s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")
     s.add_argument("--api-key", action="append", type=values.key, metavar="KEY", help="required of clients; repeatable")
     s.add_argument("--api-key-file", metavar="FILE", help="keys, one per line; BIMETAL_API_KEY holds one too")
-    s.add_argument(
-        "--parallel",
-        type=values.positive,
-        metavar="N",
-        help="replies that are generated at the same time (default: 8, on CUDA and for models that mlx-lm runs 1)",
-    )
+    flags.parallel(s)
     s.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
     s.add_argument("--allow-host", action="append", metavar="NAME", help="serve this host name too; repeatable")
     s.add_argument(

@@ -109,6 +109,38 @@ def named_model(p: Parser) -> None:
     p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")
 
 
+def sampling(p: Parser) -> None:
+    s = p.add_argument_group(
+        "sampling (penalties, temperature, top-k, top-p, min-p, in that order)",
+        "A flag that is left out takes the value that the model's files recommend, else the default given here.",
+    )
+    s.add_argument("--temperature", "--temp", type=values.number, metavar="X", help="0 is greedy (default)")
+    s.add_argument("--top-p", type=values.number, metavar="X", help="share of probability kept (default: 1)")
+    s.add_argument("--top-k", type=values.count, metavar="N", help="tokens kept; 0 keeps all (default)")
+    s.add_argument("--min-p", type=values.number, metavar="X", help="least share of the best token's probability")
+    s.add_argument(
+        "--repetition-penalty", "--repeat-penalty", type=values.number, metavar="X", help="1 is none (default)"
+    )
+    s.add_argument("--frequency-penalty", type=values.number, metavar="X", help="per occurrence in the reply")
+    s.add_argument("--presence-penalty", type=values.number, metavar="X", help="for any occurrence in the reply")
+    s.add_argument("--seed", type=values.count, metavar="N", help="same seed, same text")
+
+
+def max_tokens(p: Any) -> None:
+    p.add_argument(
+        "-n", "--max-tokens", type=values.positive, metavar="N", help="most tokens of a reply (default: the context)"
+    )
+
+
+def parallel(p: Any) -> None:
+    p.add_argument(
+        "--parallel",
+        type=values.positive,
+        metavar="N",
+        help="replies that are generated at the same time (default: 8, on CUDA and for models that mlx-lm runs 1)",
+    )
+
+
 def speculation(p: Any) -> None:
     draft(p, "a DFlash draft for the model, named as models are; or demo")
     p.add_argument(

@@ -1,17 +1,13 @@
-"""Read a request's body: bounded in bytes, depth and number of values, and free of what JSON cannot answer with."""
+"""Read a request's body, bounded in bytes."""
 
-import json
-import math
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from generate.server.errors import ApiError
+from generate.server.json_object import MOST_BYTES, parse_json
 
-MOST_BYTES = 32 << 20
-MOST_DEPTH = 100
-MOST_VALUES = 1 << 20
 LONG = 1 << 18  # bytes from which a body is parsed beside the event loop
 
 
@@ -37,66 +33,3 @@ async def read_bytes(request: Request) -> bytes:
     except ClientDisconnect:
         raise ApiError(400, "the client left before its request was whole") from None
     return b"".join(held)
-
-
-def parse_json(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in `data`; raises ApiError for anything else."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise _too_deep() from None
-    except json.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise ApiError(400, f"the body is not supported JSON: {str(error)[:100]}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    check_values(value)
-    return value
-
-
-def check_values(value: Any) -> None:
-    """Refuse what is nested too deeply, has too many values, infinite numbers, or half a surrogate pair."""
-    level, count = [value], 0
-    for _ in range(MOST_DEPTH):
-        below: list[Any] = []
-        count += len(level)
-        if count > MOST_VALUES:
-            raise ApiError(413, f"the body has more than {MOST_VALUES} values, which is the most supported")
-        for item in level:
-            if isinstance(item, str):
-                _check_text(item)
-            elif isinstance(item, float):
-                if not math.isfinite(item):
-                    raise ApiError(400, "the body holds a number beyond the range of float64")
-            elif isinstance(item, dict):
-                for key in item:
-                    _check_text(key)
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-        if not below:
-            return
-        level = below
-    raise _too_deep()
-
-
-def _check_text(text: str) -> None:
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, "the body holds half a surrogate pair, which is no character") from None
-
-
-def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested deeper than {MOST_DEPTH} levels, which is the most supported")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ApiError(400, f"the body holds {name}, which is not JSON")
