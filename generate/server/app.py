@@ -62,6 +62,7 @@ def _status(service: Service) -> list[BaseRoute]:
         _get("/v1/health", health),
         _get("/version", lambda request: ollama.version()),
         _get("/props", lambda request: service.props()),
+        _get("/tokenizer_info", lambda request: utilities.tokenizer_info(service.facts)),
         _get("/slots", lambda request: service.slots_list()),
         _get("/v1/models", lambda request: model_list(service.facts)),
         _get("/v1/models/{name:path}", lambda request: model_entry(service.facts)),

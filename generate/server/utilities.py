@@ -1,4 +1,4 @@
-"""Tokens and templates: /tokenize, /detokenize, /apply-template, and counts of input tokens."""
+"""Tokens and templates: /tokenizer_info, /tokenize, /detokenize, /apply-template, and counts of input tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +16,15 @@ from generate.server.thinking import template_options
 from generate.server.wire import token_text
 
 Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
+
+
+def tokenizer_info(facts: Facts) -> dict[str, Any]:
+    """What vLLM shows of its tokenizer, by which evaluation harnesses see that they may use the server's."""
+    tokenizer = facts.tokenizer
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    named = {name: None if id is None else tokenizer.decode([id]) for name, id in ids.items()}
+    more = {"add_bos_token": tokenizer.add_bos, "chat_template": facts.template or None}
+    return {"tokenizer_class": type(tokenizer).__name__, **named, "pad_token": None, **more}
 
 
 def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A model that writes what a test tells it to, behind the parts of generate.LLM that the server calls."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from generate.activity import Activity
 from generate.llm import Prepared
 
 VOCABULARY = 258
+WRITTEN: ContextVar[list[str]] = ContextVar("WRITTEN")  # the replies of the request that runs, where it is recorded
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
@@ -58,6 +60,7 @@ class Replies:
 class Scripted:
     """A model whose reply to everything is `text`, in pieces of `cut` characters.
 
+    write    the reply to a prompt's text, where `text` is not enough
     finish   why it ends
     pause    seconds before each piece
     running  replies that are being read
@@ -74,6 +77,7 @@ class Scripted:
         self.backend, self.parallel = "numpy", 2
         self.peak_bytes, self.expert_stats = 1 << 20, None
         self.text, self.cut, self.finish, self.stop = "Hello", 2, "stop", None
+        self.write: Callable[[str], str] = lambda prompt: self.text
         self.pause, self.running, self.steps = 0.0, 0, 0
         self.error: Exception | None = None
         self.prompts: list[str] = []
@@ -103,9 +107,12 @@ class Scripted:
         return Replies(self, parse_pieces(pieces, prompt.parser()) if prompt.parser else pieces)
 
     def _pieces(self, prompt: Prepared, options: GenerationOptions) -> Iterator[Piece]:
-        new = len(self.text.encode())
+        text = self.write(self.tokenizer.decode(prompt.tokens))
+        if (written := WRITTEN.get(None)) is not None:
+            written.append(text)
+        new = len(text.encode())
         stats = Stats(len(prompt.tokens), 3, new, 0.01, 0.1, 1, 1, 1)
-        parts = [self.text[at : at + self.cut] for at in range(0, len(self.text), self.cut)]
+        parts = [text[at : at + self.cut] for at in range(0, len(text), self.cut)]
         for part in parts:
             tokens = self.tokenizer.encode(part, add_special_tokens=False)
             scores = [] if options.logprobs is None else [Logprob(t, -0.5, ((t, -0.5),)) for t in tokens]

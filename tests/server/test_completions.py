@@ -103,6 +103,9 @@ def test_tokens_and_templates(client, demo):
     counted = client.post("/v1/responses/input_tokens", json={"input": "a = 1"}).json()
     assert counted["input_tokens"] == len(ids)
     assert client.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+    shown = client.get("/tokenizer_info").json()
+    assert client.post("/tokenize", json={"content": shown["eos_token"]}).json()["tokens"] == [demo.tokenizer.eos_id]
+    assert (shown["bos_token"], shown["chat_template"]) == (None, demo.tokenizer.chat_template)
 
 
 def test_figures(scripted):

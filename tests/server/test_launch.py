@@ -2,10 +2,9 @@
 
 import json
 import os
-import threading
-import time
 
 import pytest
+from serving import serving
 
 from generate.__main__ import main
 from generate.launch import CLIENTS
@@ -13,16 +12,9 @@ from generate.launch import CLIENTS
 
 @pytest.fixture
 def url(scripted):
-    uvicorn = pytest.importorskip("uvicorn")
-    server = uvicorn.Server(uvicorn.Config(scripted.app, port=0, log_config=None, ws="none", lifespan="off"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    host, port = server.servers[0].sockets[0].getsockname()
-    yield f"http://{host}:{port}"
-    server.should_exit = True
-    thread.join(10)
+    pytest.importorskip("uvicorn")
+    with serving(scripted.app) as url:
+        yield url
 
 
 @pytest.mark.parametrize("client", CLIENTS)
