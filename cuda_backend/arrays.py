@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cuda_backend.to_host import Arrival
+
 
 class Source(Protocol):
     """An op that has not run."""
@@ -22,10 +24,12 @@ class Array:
     partials  partial sums, `partial_stride` elements from one to the next
     needs     where columns of (T, n) end that have fewer partial sums, and how many: zeros follow, which a slice skips
     best      address of the largest keys of a step's logits, if kernels/sample.cu found them, else 0
+    arrival   a copy for the host that is queued already; None: `read` copies
     """
 
     __slots__ = (
         "_address",
+        "arrival",
         "best",
         "dtype",
         "lazy",
@@ -52,6 +56,7 @@ class Array:
     ):
         self.shape = tuple(shape)
         self.needs, self.best = needs, 0
+        self.arrival: Arrival | None = None
         self.strides = tuple(strides) if strides is not None else contiguous(self.shape)
         self._address, self.lazy, self.owner, self.dtype = address, lazy, owner, dtype
         self.partials, self.partial_stride = partials, partial_stride

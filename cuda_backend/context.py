@@ -21,6 +21,7 @@ from cuda_backend.prototypes import ROPE
 from cuda_backend.replay import DeviceStep, Replay, RunInput
 from cuda_backend.routing import Routing
 from cuda_backend.runs import runs_of
+from cuda_backend.to_host import ToHost
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Context:
     stream  that ops launch on
     side    another one, for a branch beside it
     forked  recorded where a branch begins, and joined where it ends
+    to_host  copies of chosen tokens, which the host reads while a later step runs
     ropes   frequencies on the device, by rope
     groups  tables of `head_linear`, by rows and heads
     experts  where a mixture's experts lie, of which this GPU holds some; None: it holds all
@@ -43,6 +45,7 @@ class Context:
     replay: Replay
     forked: cupy.cuda.Event
     joined: cupy.cuda.Event
+    to_host: ToHost
     ropes: dict[Rope, Memory] = field(default_factory=dict)
     groups: dict[tuple[int, int], Any] = field(default_factory=dict)
     experts: ExpertStore | None = None
@@ -92,4 +95,4 @@ def make(card: Card, budget: HotExperts | None = None) -> Context:
     replay = Replay(arena, stream, side, overlap=card.capability >= 90)
     forked, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
     experts = ExpertStore(budget, stream) if budget else None
-    return Context(card, stream, side, arena, replay, forked, joined, experts=experts)
+    return Context(card, stream, side, arena, replay, forked, joined, ToHost(stream), experts=experts)

@@ -216,7 +216,9 @@ class CudaOps(Ops):
     def sample(self, logits: Array, sampler: Sampler) -> Any:
         if not self.chooses(sampler):
             return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
-        return sampling.sample(self.context, logits, sampler)
+        tokens = sampling.sample(self.context, logits, sampler)
+        tokens.arrival = self.context.to_host.copy(tokens.address, tokens.size)
+        return tokens
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         k = min(k, logits.shape[1])
@@ -240,6 +242,8 @@ class CudaOps(Ops):
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
         """Those of a `top_k` or an `argmax_entropy`, which lie one behind the other, in one copy."""
+        if len(xs) == 1 and isinstance(xs[0], Array) and xs[0].arrival:
+            return (_tokens(xs[0].arrival.read()),)
         at = [getattr(x, "address", 0) for x in xs]
         if not all(at) or any(a + 4 * x.size != b for a, b, x in zip(at, at[1:], xs, strict=False)):
             return super().read_all(*xs)
@@ -252,9 +256,7 @@ class CudaOps(Ops):
             )
         self.context.stream.synchronize()
         read = [part.view(x.dtype).reshape(x.shape) for x, part in zip(xs, np.split(flat, ends[:-1]), strict=True)]
-        if any(x.dtype == np.int32 and np.any(x < 0) for x in read):
-            raise NotFiniteError("the logits of a row hold NaN")
-        return tuple(read)
+        return tuple(_tokens(x) if x.dtype == np.int32 else x for x in read)
 
     def copy_bandwidth(self) -> float:
         runtime, stream, n = cupy.cuda.runtime, self.context.stream, 1 << 30
@@ -275,3 +277,10 @@ class CudaOps(Ops):
 
     def peak_bytes(self) -> int:
         return int(cupy.get_default_memory_pool().total_bytes())
+
+
+def _tokens(read: np.ndarray) -> np.ndarray:
+    """Token ids as kernels wrote them, which mark a row that holds NaN by -1; raises NotFiniteError for such a row."""
+    if np.any(read < 0):
+        raise NotFiniteError("the logits of a row hold NaN")
+    return read

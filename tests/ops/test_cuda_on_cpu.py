@@ -71,7 +71,7 @@ def test_draws():
 
 
 def test_sampled_steps():
-    on_cpu("ops/test_cuda_ops.py", "sampled_steps or argmax or nothing_is_read")
+    on_cpu("ops/test_cuda_ops.py", "sampled_steps or argmax or nothing_is_read or chosen_tokens")
 
 
 def test_rows_of_trees():

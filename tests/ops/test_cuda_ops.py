@@ -552,6 +552,19 @@ def test_sampled_steps(vocab):
         ops.read(ops.sample(rows_of.kept(ops.context, rows_on(ops, rows), 2), greedy))
 
 
+def test_chosen_tokens_do_not_wait_for_later_work(ops, monkeypatch):
+    """The host reads a token while the step after it runs: by the event of its copy, not by the end of the stream."""
+    from common.sampling import Sampler, Sampling
+
+    rows = np.random.default_rng(7).normal(size=(2, 1028)).astype(np.float32)
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=1)):
+        chosen = ops.sample(rows_on(ops, rows), Sampler(sampling))
+        copied = ops.read(chosen[:])
+        with monkeypatch.context() as patch:
+            patch.setattr(type(ops.context.stream), "synchronize", lambda stream: pytest.fail("it waits for all"))
+            assert np.array_equal(ops.read(chosen), copied)
+
+
 @pytest.mark.parametrize("at", [np.s_[:0], np.s_[:, :0], np.s_[:, 4:4]], ids=str)
 def test_nothing_is_read(at, ops):
     rows = np.ones((3, 1024), np.float32)

@@ -406,6 +406,8 @@ cuda = ModuleType("cupy.cuda")
 cuda.__dict__.update(
     alloc=Memory,
     alloc_pinned_memory=bytearray,
+    PinnedMemoryPointer=bytearray,
+    PinnedMemoryPool=lambda: SimpleNamespace(malloc=bytearray),
     set_allocator=lambda allocator: None,
     Device=Device,
     Event=Event,
