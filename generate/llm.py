@@ -333,6 +333,10 @@ class LLM:
             raise BimetalError(f"{self.path.name} is closed; load it again")
         self._owner.check()
 
+    async def acheck(self) -> None:
+        """Wait for the owner thread, which answers between two steps; raises what the backend raises now."""
+        await asyncio.wrap_future(self._submit(lambda: self._engine.model.ops.free_bytes()))
+
     def _submit(self, job: Callable[[], Any]) -> Any:
         self._check_open()
         return self._owner.submit(job)

@@ -59,9 +59,13 @@ COUNTERS = {
 
 
 class Metrics:
-    """Counts what a server does."""
+    """Counts what a server does.
 
-    def __init__(self) -> None:
+    replica  the server's name among several; None: it is alone
+    """
+
+    def __init__(self, replica: str | None = None) -> None:
+        self.replica = replica
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self.finished: Counter[str] = Counter()
@@ -121,10 +125,20 @@ class Metrics:
                 for position in range(length - 1):
                     self.by_position[position] += count
 
+    def totals(self) -> dict[str, tuple[float, str]]:
+        """What only grows, by name, with its meaning: the counters, and the sum and count of each histogram."""
+        found: dict[str, tuple[float, str]] = {
+            f"{name}_total": (self.counters[name], COUNTERS[name]) for name in COUNTERS
+        }
+        for name, (meaning, _) in HISTOGRAMS.items():
+            histogram = self.histograms[name]
+            found |= {f"{name}_sum": (histogram.sum, meaning), f"{name}_count": (sum(histogram.counts), meaning)}
+        return found
+
     def text(self, model: str, gauges: dict[str, tuple[float, str]]) -> str:
         """All figures in Prometheus' text format; `gauges` are further ones with their meanings."""
-        escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        label, lines = f'model_name="{escaped}"', list[str]()
+        names = {"model_name": model} | ({} if self.replica is None else {"replica": self.replica})
+        label, lines = ",".join(f'{name}="{_escaped(value)}"' for name, value in names.items()), list[str]()
 
         def head(name: str, kind: str, meaning: str) -> str:
             lines.extend((f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}"))
@@ -145,3 +159,7 @@ class Metrics:
                 lines.append(f'{full}_bucket{{{label},le="{bound}"}} {below}')
             lines += [f"{full}_sum{{{label}}} {histogram.sum:.10g}", f"{full}_count{{{label}}} {below}"]
         return "\n".join([*lines, ""])
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -18,15 +18,16 @@ class Service:
     """One model and the requests that it works on.
 
     most      requests at once, running and waiting
+    replica   the name of this server among several, which its figures carry
     running   requests now
     slots     sequences that the model works on at once
     draining  the server shuts down: what runs is finished, and nothing else is begun
     store     finished responses that requests may go on from
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, replica: str | None = None):
         self.most, self.running, self.slots, self.draining = most, 0, 1, False
-        self.metrics = Metrics()
+        self.metrics = Metrics(replica)
         self.store = Store()
         self._llm: LLM | None = None
         self._facts: Facts | None = None
@@ -86,10 +87,14 @@ class Service:
 
     def metrics_text(self) -> str:
         """The figures of this server in Prometheus' format."""
+        return self.metrics.text(self.facts.name, self.gauges())
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is so now, by name, with its meaning."""
         drafted = self.metrics.counters["spec_decode_num_draft_tokens"]
         accepted = self.metrics.counters["spec_decode_num_accepted_tokens"]
         now = self.llm.activity
-        gauges = {
+        found = {
             "num_requests_running": (now.running, "replies that are generated"),
             "num_requests_waiting": (now.waiting, "replies that wait"),
             "kv_cache_usage_perc": (now.context_share, "share of the tokens that all slots may hold"),
@@ -99,7 +104,7 @@ class Service:
             "model_load_seconds": (self.metrics.load_seconds, "time that loading the model took"),
             "draft_acceptance_ratio": (accepted / max(drafted, 1), "accepted share of the draft tokens"),
         }
-        return self.metrics.text(self.facts.name, gauges | self._expert_gauges())
+        return found | self._expert_gauges()
 
     def _expert_gauges(self) -> dict[str, tuple[float, str]]:
         """Figures of experts that are read while the model runs."""
