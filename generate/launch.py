@@ -97,7 +97,8 @@ def codex(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
 def claude(served: Served) -> tuple[Mapping[str, str], Sequence[str]]:
     """Every model that Claude Code asks for is the served one; what would change each request's beginning is off."""
     models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
-    return {
+    context = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context)} if served.context else {}
+    return context | {
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_AUTH_TOKEN": served.key,
         **dict.fromkeys((*models, "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),

@@ -16,7 +16,7 @@ from scripted import WRITTEN
 
 FOLDER = Path(__file__).parent / "recorded"
 HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
-LONGEST, KEPT = 200, 100  # characters of a text that is stored whole, and of the beginning of one that is cut
+LONGEST, KEPT = 80, 40  # characters of a text that is stored whole, and of the beginning of one that is cut
 PATHS = re.compile(r"(?<![\w.:/-])/(?:tmp|root|home|work|var|usr|private|Users)(?:/[\w.+@~-]+)*")
 MACHINE = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b[0-9a-f]{32,}\b")
 IDS = re.compile(r"\b([a-z]+[-_])[0-9a-f]{24}\b")
@@ -80,17 +80,33 @@ class Recorder:
 
 
 def _stored(exchange: Exchange, ids: "Ids", model: str) -> dict[str, Any]:
-    body = json.loads(exchange.sent) if exchange.sent else None
+    sent = ids.known(scrub(json.loads(exchange.sent))) if exchange.sent else None
     return {
         "method": exchange.method,
         "path": ids.known(scrub(exchange.path)),
         "headers": {name: exchange.headers[name] for name in HEADERS if name in exchange.headers},
-        "sent": ids.known(scrub(body)),
+        "sent": sent,
         "written": exchange.written,
         "status": exchange.status,
         "media": exchange.media,
-        "answered": masked(parsed(exchange.media, exchange.answered), ids, model == "scripted"),
+        "answered": shown(parsed(exchange.media, exchange.answered), sent, ids, model),
     }
+
+
+def shown(answer: Any, sent: Any, ids: "Ids", model: str) -> Any:
+    """What a recording keeps of an answer to the stored request `sent`; tools that it repeats are not kept twice."""
+    tools = sent.get("tools") if isinstance(sent, dict) else None
+    return _without(scrub(masked(answer, ids, model == "scripted")), tools)
+
+
+def _without(value: Any, tools: Any) -> Any:
+    if isinstance(value, list):
+        return [_without(item, tools) for item in value]
+    if not isinstance(value, dict):
+        return value
+    same = bool(tools) and value.get("tools") == tools
+    kept = {name: _without(item, tools) for name, item in value.items()}
+    return kept | ({"tools": "as sent"} if same else {})
 
 
 def media_of(headers: Mapping[str, str]) -> str:

@@ -27,6 +27,7 @@ def test_settings_name_the_server_and_its_model(client, url, capsys, monkeypatch
     assert url in text
     assert "scripted" in text
     assert url + "//" not in text
+    assert "4096" in text  # the context, at which agents compact a conversation
     assert found["arguments"][-2:] == ["exec", "--json"]
     assert "4096" in err  # the context is small for an agent
 
