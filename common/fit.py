@@ -21,6 +21,8 @@ from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account
 
 FIRST_CHECK = 1 << 16  # bytes of a file after which its header may be whole; doubled each time it is not
 SPARE = 0.05  # of free memory, for what is not predicted: a draft's states, graphs, libraries
+SPARE_OF_ROWS = 0.15  # of what weights leave, where the rows of a prefill step are chosen: fewer rows cost little speed
+LEAST_ROWS = 256
 LEAST_CONTEXT = 512
 VECTOR_ITEM = 4  # bytes: every backend holds vectors in float32
 
@@ -35,12 +37,14 @@ class Need:
     kv     keys and values, which grow with the context
     state  states of a fixed size
     work   everything in between
+    rows   of the steps that read the prompt
     """
 
     weights: int
     kv: int
     state: int
     work: int
+    rows: int
 
     @property
     def total(self) -> int:
@@ -106,6 +110,20 @@ def predict_run(
     )
 
 
+def predict_need(
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, weights: int, limit: int
+) -> Need:
+    """What weights of so many bytes and `tokens` tokens take where `limit` bytes are free before the weights."""
+
+    def need(rows: int) -> Need:
+        return Need(weights, *predict_run(ops, config, layout, spec, tokens, rows), rows)
+
+    def fits(rows: int) -> bool:
+        return need(rows).total - weights <= (1 - SPARE_OF_ROWS) * (limit - weights)
+
+    return need(most_rows(fits, ops.prefill_rows) if ops.reserves else ops.prefill_rows)
+
+
 def most_tokens(fits: Callable[[int], bool], most: int) -> int:
     """The most tokens up to `most` that fit; 1 where none do."""
     if fits(most):
@@ -118,20 +136,37 @@ def most_tokens(fits: Callable[[int], bool], most: int) -> int:
 
 
 def what_fits(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1
-) -> Callable[[int], bool]:
-    """Whether `parallel` states of so many tokens and the reading of as long a prompt fit beside loaded weights."""
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1, spare: float = SPARE
+) -> Callable[[int, int], bool]:
+    """Whether `parallel` states of so many tokens fit beside loaded weights, and a prompt as long in steps of so many
+    rows."""
     devices = ops.room(len(spec))
 
-    def fits(tokens: int) -> bool:
+    def fits(tokens: int, rows: int) -> bool:
         def need(own: Sequence[int]) -> int:
             part = replace(layout, layers=[layout.layers[i] for i in own])
-            kv, state, work = predict_run(ops, config, part, [spec[i] for i in own], tokens, ops.prefill_rows)
+            kv, state, work = predict_run(ops, config, part, [spec[i] for i in own], tokens, rows)
             return parallel * (kv + state) + work
 
-        return all(need(own) <= (1 - SPARE) * free for free, own in devices)
+        return all(need(own) <= (1 - spare) * free for free, own in devices)
 
     return fits
+
+
+def rows_that_fit(
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, parallel: int = 1
+) -> int:
+    """The rows of a prefill step with which `tokens` tokens fit beside loaded weights."""
+    fits = what_fits(ops, config, layout, spec, parallel, SPARE_OF_ROWS)
+    return most_rows(lambda rows: fits(tokens, rows), ops.prefill_rows)
+
+
+def most_rows(fits: Callable[[int], bool], most: int) -> int:
+    """The first of `most` rows, half of them, and so on to LEAST_ROWS that fits; LEAST_ROWS where none does."""
+    rows = most
+    while rows > LEAST_ROWS and not fits(rows):
+        rows //= 2
+    return rows
 
 
 def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1) -> int:
@@ -141,7 +176,11 @@ def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[Laye
 
     Raises BimetalError where LEAST_CONTEXT do not.
     """
-    fits = what_fits(ops, config, layout, spec, parallel)
+    fits_at = what_fits(ops, config, layout, spec, parallel)
+
+    def fits(tokens: int) -> bool:
+        return fits_at(tokens, ops.prefill_rows)
+
     most: int = config.context
     least = min(LEAST_CONTEXT, most)
     if not fits(least):

@@ -201,7 +201,7 @@ class CacheChoice(Options):
 
 
 EXPERT_SWITCHES = {  # by option, those of which one must be on
-    **dict.fromkeys(("expert_cache", "memory", "expert_pack"), ("stream_experts",)),
+    **dict.fromkeys(("expert_cache", "expert_pack"), ("stream_experts",)),
     "expert_vram": ("spark",),
     "expert_profile": ("stream_experts", "spark"),
 }
@@ -224,7 +224,11 @@ class ExpertChoice(Options):
         "left of it",
     )
     memory: int | str | None = option(
-        None, rules.AMOUNT, "with stream_experts, memory for everything, in bytes or such as '16GB'. None: what is free"
+        None,
+        rules.AMOUNT,
+        "on CUDA, the most that this process takes of each GPU's memory from then on, beside CUDA's context and "
+        "libraries; elsewhere with stream_experts, memory for everything; in bytes or such as '16GB'. None: what is "
+        "free",
     )
     expert_pack: str | PathLike[str] | None = option(  # noqa: RUF009
         None, rules.PATH, "with stream_experts, the file of `generate pack` to read experts from. None: the model's own"

@@ -30,6 +30,13 @@ def find_card() -> str:
     return words[0] if len(words) == 1 else "; ".join(f"GPU {i}: {text}" for i, text in enumerate(words))
 
 
+def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
+    """Let this process take at most `nbytes` of the memory of each of `devices`, by default the current GPU."""
+    from cuda_backend.memory import limit
+
+    limit(nbytes, devices)
+
+
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
     """The current GPU, for models whose quantized matrices are random: it makes them itself.
 

@@ -1,5 +1,7 @@
 """Device memory: allocations that live as long as their object, and the arena that the outputs of a step come from."""
 
+import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +14,31 @@ from cuda_backend.launch import Stream
 ALIGN = 256
 
 
+def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
+    """Let this process take at most `nbytes` of the memory of each of `devices`, by default the current GPU.
+
+    CUDA's context and libraries come on top.
+    """
+    pool = cupy.get_default_memory_pool()
+    for index in devices or (cupy.cuda.runtime.getDevice(),):
+        with cupy.cuda.Device(index):
+            pool.set_limit(size=nbytes)
+
+
+def room() -> tuple[int, int]:
+    """Bytes of the current GPU that this process may still take, and may take in all."""
+    free, total = cupy.cuda.runtime.memGetInfo()
+    pool = cupy.get_default_memory_pool()
+    most = pool.get_limit()
+    return (min(free, max(0, most - pool.total_bytes())), min(total, most)) if most else (free, total)
+
+
+def give_back() -> None:
+    """Give the driver what CuPy's pool keeps and nobody uses."""
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
 class Memory:
     """Device memory that lives as long as this object.
 
@@ -20,17 +47,27 @@ class Memory:
     """
 
     def __init__(self, nbytes: int, stream: Stream | None = None):
-        try:
-            with stream.cuda if stream else nullcontext():
-                self._memory = cupy.cuda.alloc(max(nbytes, 1))
-        except cupy.cuda.memory.OutOfMemoryError:
-            (free, total), device = cupy.cuda.runtime.memGetInfo(), cupy.cuda.runtime.getDevice()
-            raise BimetalError(
-                f"GPU {device} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free and {nbytes / 1e9:.1f} GB more are "
-                "needed; choose a smaller quantization or a shorter context"
-            ) from None
+        self._memory = _allocate(max(nbytes, 1), stream)
         self.address: int = self._memory.ptr
         self.nbytes = nbytes
+
+
+def _allocate(nbytes: int, stream: Stream | None) -> Any:
+    for again in (True, False):
+        try:
+            with stream.cuda if stream else nullcontext():
+                return cupy.cuda.alloc(nbytes)
+        except cupy.cuda.memory.OutOfMemoryError:
+            if again:  # what the pool keeps for others counts to its limit
+                give_back()
+    (free, total), device = room(), cupy.cuda.runtime.getDevice()
+    if cupy.get_default_memory_pool().get_limit() == total:
+        has = f"the limit of {total / 1e9:.1f} GB on GPU {device} leaves {free / 1e9:.1f} GB"
+    else:
+        has = f"GPU {device} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    raise BimetalError(
+        f"{has} and {nbytes / 1e9:.1f} GB more are needed; choose a smaller quantization or a shorter context"
+    )
 
 
 def upload(array: np.ndarray, stream: Stream) -> Memory:

@@ -1,6 +1,5 @@
 """CudaOps: the op contract on NVIDIA GPUs, composed of the files that hold the ops; and what is loaded and read."""
 
-import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
 from cuda_backend.layout import FLOATS, UNITS
-from cuda_backend.memory import Memory, upload
+from cuda_backend.memory import Memory, give_back, room, upload
 from cuda_backend.replay import bucket
 from cuda_backend.states import CudaPool, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
@@ -61,8 +60,7 @@ class CudaOps(Ops):
         self.expert_supply = self.context.experts
         self.expert_vram = experts.nbytes if experts else 0
         self.layer: int | None = None  # for which weights are loaded
-        total = cupy.cuda.runtime.memGetInfo()[1]
-        self.prefill_rows = 8192 if total > 64e9 else 1024  # a step expands every matrix once, whatever its rows
+        self.prefill_rows = 8192 if room()[1] > 64e9 else 1024  # a step expands every matrix once, whatever its rows
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
 
     @cached_property
@@ -142,9 +140,8 @@ class CudaOps(Ops):
         return sizes.work_bytes(layers, tokens, rows) + kept
 
     def free_bytes(self) -> tuple[int, str]:
-        gc.collect()
-        cupy.get_default_memory_pool().free_all_blocks()  # it keeps what nobody uses
-        return int(cupy.cuda.runtime.memGetInfo()[0]), f"free memory of {self.context.card.name}"
+        give_back()
+        return room()[0], f"free memory of {self.context.card.name}"
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return self.new_pool(spec, 1, capacity).new_state()
@@ -269,6 +266,8 @@ class CudaOps(Ops):
             stream.record(end)
             end.synchronize()
             best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
+        del source, target
+        give_back()  # so that peak_bytes counts what the model takes
         return 2 * n / best
 
     @property

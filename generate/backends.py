@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from common.amounts import parse_size
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
@@ -35,11 +36,13 @@ class Placement:
     devices  their numbers, in the order of the layers; empty: the first GPU alone
     split    proportions of the model's bytes, one per device; empty: as memory is free
     draft    the GPU of a draft; None: the last of `devices`
+    memory   most bytes that this process takes of each GPU from then on; None: what is free
     """
 
     devices: Sequence[int] = ()
     split: Sequence[float] = ()
     draft: int | None = None
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         if not self.devices and (self.split or self.draft is not None):
@@ -54,6 +57,7 @@ class Placement:
         words = [f"GPUs {','.join(map(str, self.devices))}"] if self.devices else []
         words += [f" split {','.join(f'{part:g}' for part in self.split)}"] if self.split else []
         words += [f", draft on {self.draft}"] if self.draft is not None else []
+        words += [f"{', ' if words else ''}at most {self.memory / 1e9:g} GB"] if self.memory is not None else []
         return "".join(words)
 
 
@@ -64,7 +68,8 @@ def placement_of(args: Any) -> Placement:
     """The placement that parsed flags, or the options of a bench, ask for."""
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
-    return Placement(args.devices or (), args.split or (), draft_device)
+    memory = getattr(args, "memory", None)
+    return Placement(args.devices or (), args.split or (), draft_device, memory and parse_size(memory))
 
 
 def check_draft(device: int | None, draft: str | None) -> None:
@@ -166,6 +171,10 @@ def open_backend(
     hot     on one CUDA GPU, what experts may take of its memory; None: all of them lie there
     """
     chosen = choose(name, checkpoint).name
+    if placement.memory is not None:
+        if chosen != "cuda":
+            raise UsageError(f"memory is a limit on CUDA, or goes with stream_experts; here the backend is {chosen}")
+        backend_package(chosen).limit_memory(placement.memory, placement.devices)
     if placement.devices:
         if chosen != "cuda":
             raise UsageError(f"devices are NVIDIA GPUs, and the backend is {chosen}; leave them out, or choose cuda")

@@ -13,6 +13,7 @@ class BenchOptions:
     """What every job takes.
 
     job      the job in words, for messages
+    memory   most that the process takes of each GPU's memory, such as "24GB"
     log      a TSV file that rows are appended to
     verdict  what the logged rows decided: "keep", "drop" or "info"
     """
@@ -21,6 +22,7 @@ class BenchOptions:
     backend: str | None = None
     devices: Sequence[int] | None = None
     split: Sequence[float] | None = None
+    memory: str | None = None
     cache: CacheChoice = field(default_factory=CacheChoice)
     log: str | None = None
     verdict: str = "info"

@@ -25,6 +25,8 @@ def open_ops(options: SyntheticBench, checkpoint: Checkpoint, backend: str) -> O
         raise UsageError("--routing is for one GPU; leave --devices out")
     assert options.routing
     package, definition = backend_package("cuda"), architecture(checkpoint)[1]
+    if options.memory:
+        package.limit_memory(parse_size(options.memory))
     config = definition.read_config(checkpoint)
     stacks = predict_stacks(checkpoint, definition.layout(config, checkpoint), package.random_ops())
     layers = [i for i, stack in enumerate(stacks) if stack]

@@ -31,10 +31,14 @@ def run(options: SyntheticBench) -> int:
         raise UsageError(
             f"--rows takes steps of at most {MAX_DECODE_ROWS} rows, got {max(options.rows)}; more is --prefill"
         )
-    model = open_synthetic(options, max(*options.contexts, *options.prefill) + MAX_DECODE_ROWS)
+    tokens = max(*options.contexts, *options.prefill) + MAX_DECODE_ROWS
+    model = open_synthetic(options, tokens)
     ops = model.ops
     name, copy = ops.name, ops.copy_bandwidth()
     print(f"{options.synthetic}, random weights, on {name}, {machine(name)}; copy bandwidth {copy / 1e9:.0f} GB/s")
+    if ops.reserves and not ops.expert_vram:
+        most = _predicted(options.synthetic, model, tokens)
+        print(f"predicted: {most / 1e9:.2f} GB at most; prefill steps of {ops.prefill_rows} rows")
     common = environment(name) | {"model": options.synthetic, "runs": options.runs, "verdict": options.verdict}
     rows = []
     print(f"{'prefill':>10} {'ms':>9} {'tok/s':>9}")
@@ -121,7 +125,17 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
             f"{options.synthetic} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({reason})"
         )
     with announced(f"making {options.synthetic}, {needed / 1e9:.1f} GB"):
-        return with_cache(synthetic(options.synthetic, ops, progress=True), options.cache, tokens)
+        model = with_cache(synthetic(options.synthetic, ops, progress=True), options.cache, tokens)
+    if ops.reserves and not ops.expert_vram:
+        ops.prefill_rows = fit.rows_that_fit(ops, config, model.layout, model.state_spec, tokens)
+    return model
+
+
+def _predicted(name: str, model: Model, tokens: int) -> int:
+    """Bytes that weights, a state of `tokens` tokens and its steps take, as `fit` predicts them."""
+    weights = fit.predict_weights(synthetic_checkpoint(name), model.layout, model.ops)
+    sizes = model.config, model.layout, model.state_spec, tokens, model.ops.prefill_rows
+    return weights + sum(fit.predict_run(model.ops, *sizes))
 
 
 def read_prompt(model: Model, state: State, tokens: int) -> float:

@@ -60,6 +60,6 @@ def _fitting(model: Model, choice: CacheChoice, tokens: int) -> CacheOptions:
         except BimetalError:
             continue  # no kernel, or heads that the format cannot store
         narrowest = candidate
-        if what_fits(model.ops, model.config, model.layout, spec)(tokens):
+        if what_fits(model.ops, model.config, model.layout, spec)(tokens, model.ops.prefill_rows):
             break
     return narrowest

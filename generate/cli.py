@@ -331,6 +331,7 @@ def _bench(p: Parser) -> None:
     )
     p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
     p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")
+    p.add_argument("--memory", metavar="SIZE", help="on CUDA, most of each GPU's memory, such as 24GB (default: all)")
     flags.cache(p)
     e = p.add_argument_group("experts of a synthetic mixture")
     e.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")

@@ -16,7 +16,7 @@ from common.checkpoint import INDEX, Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.expert_budget import expert_budget
 from common.expert_files import expert_matrices
-from common.fit import Need, fetch_headers, most_tokens, predict_run, predict_weights
+from common.fit import Need, fetch_headers, most_tokens, predict_need, predict_weights
 from common.hub_files import choose_files, quant_label
 from common.models import architecture
 from common.ops import Ops
@@ -27,12 +27,12 @@ from generate.spark import hot_budget
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
 ON_TOP = "the interpreter and its libraries, some 0.1 GiB, come on top"
-ON_TOP_OF_CUDA = "of --memory, CUDA's context and libraries take some more"
+ON_TOP_OF_CUDA = "CUDA's context and libraries come on top"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One model of a folder or a repository: what to call it, and what it takes at a number of tokens.
+    """One model of a folder or a repository: what to call it, and what it takes at a number of tokens within a limit.
 
     streamed  of a mixture: what is in memory with --stream-experts, on CUDA --spark, from tokens and bytes of memory
     """
@@ -41,7 +41,7 @@ class Candidate:
     trained: int
     backend: str
     free: tuple[int, str]
-    need: Callable[[int], Need]
+    need: Callable[[int, int], Need]
     streamed: Callable[[int, int], str] | None
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         limit, limit_from = given or candidates[0].free
         trained = min(candidate.trained for candidate in candidates)
         contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
-        needs = {(c.label, tokens): c.need(tokens) for c in candidates for tokens in contexts}
+        needs = {(c.label, tokens): c.need(tokens, limit) for c in candidates for tokens in contexts}
         best = _best(candidates, contexts, needs, limit)
         longest = best and _longest(best, limit)
     if args.json:
@@ -168,8 +168,8 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice)
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), cache, ops)
     weights = predict_weights(checkpoint, layout, ops)
 
-    def need(tokens: int) -> Need:
-        return Need(weights, *predict_run(ops, config, layout, spec, tokens, ops.prefill_rows))
+    def need(tokens: int, limit: int) -> Need:
+        return predict_need(ops, config, layout, spec, tokens, weights, limit)
 
     def streamed(tokens: int, memory: int) -> str:
         try:
@@ -209,7 +209,7 @@ def _best(
 
 def _longest(candidate: Candidate, limit: int) -> int:
     """The most tokens, up to those trained for, with which the candidate fits."""
-    return most_tokens(lambda tokens: candidate.need(tokens).total <= limit, candidate.trained)
+    return most_tokens(lambda tokens: candidate.need(tokens, limit).total <= limit, candidate.trained)
 
 
 # -- what to print -----------------------------------------------------------------------------------------------------
@@ -224,14 +224,14 @@ def _table(
 ) -> None:
     width = max(5, *(len(c.label) for c in candidates))
     columns = "".join(f"{title:>11}" for title in ("weights", "KV", "state", "work", "total"))
-    print(f"{'quant':{width}} {'context':>8}{columns}  verdict")
+    print(f"{'quant':{width}} {'context':>8}{columns} {'rows':>5}  verdict")
     for candidate in sorted(candidates, key=lambda c: needs[c.label, contexts[0]].weights):
         for tokens in contexts:
             need = needs[candidate.label, tokens]
             cells = "".join(f"{_size(n):>11}" for n in (need.weights, need.kv, need.state, need.work, need.total))
             verdict = "fits" if need.total <= limit else f"needs {_size(need.total - limit)} more"
             mark = "  <- best" if candidate is best and need.total <= limit else ""
-            print(f"{candidate.label:{width}} {tokens:8}{cells}  {verdict}{mark}")
+            print(f"{candidate.label:{width}} {tokens:8}{cells} {need.rows:5}  {verdict}{mark}")
 
 
 def _size(nbytes: int) -> str:

@@ -89,7 +89,11 @@ def expert_memory(g: Any) -> None:
     g.add_argument(
         "--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: a quarter of the memory)"
     )
-    g.add_argument("--memory", metavar="SIZE", help="memory for everything, such as 16GB (default: what is free)")
+    g.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory for everything, such as 16GB; on CUDA without --stream-experts too (default: what is free)",
+    )
 
 
 def prefixes(p: Parser) -> None:

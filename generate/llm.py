@@ -22,7 +22,7 @@ from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError
 from common.expert_stats import ExpertStats
-from common.fit import context_that_fits
+from common.fit import context_that_fits, rows_that_fit
 from common.hub import resolve_model
 from common.models import Model
 from common.models.dflash import load_pair
@@ -101,7 +101,8 @@ class LLM:
         options = self._options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
         check_draft(options.draft_device, draft)
-        placement = Placement(options.devices, options.split, options.draft_device)
+        limit: Any = None if options.stream_experts else options.memory  # the option's rule has made it bytes
+        placement = Placement(options.devices, options.split, options.draft_device, limit)
         self._progress = in_notebook() if options.progress is None else options.progress
         self.path = resolve_model(PATH.accept("model", model), progress=self._progress)
         checkpoint = open_checkpoint(self.path)
@@ -116,7 +117,7 @@ class LLM:
         self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
 
     def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Engine:
-        experts = opener(options) or hot_experts(options, checkpoint)
+        experts = opener(options) or hot_experts(options, checkpoint, placement)
         model = open_model(checkpoint, options.backend, self._progress, placement, experts)
         model = with_cache(model, options, options.ctx or model.config.context)
         if options.max_kv_size is not None:
@@ -131,8 +132,11 @@ class LLM:
         ops = model.ops  # one that reserves memory for a whole context does so for each reply
         self.parallel = options.parallel or (PARALLEL if ops.joins and not ops.reserves else 1)
         self.context = options.ctx or self.trained_context
-        if not options.ctx and options.max_kv_size is None and model.ops.reserves:
-            pooled = self.parallel if ops.joins else 1
+        pooled = self.parallel if ops.joins else 1
+        if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
+            sizes = model.config, model.layout, model.state_spec
+            ops.prefill_rows = rows_that_fit(ops, *sizes, self.context, pooled)
+        if not options.ctx and options.max_kv_size is None and ops.reserves:
             self.context = context_that_fits(ops, model.config, model.layout, model.state_spec, pooled)
             if self.context < self.trained_context:
                 kept = f"{self.context} of {self.trained_context} tokens"

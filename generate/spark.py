@@ -16,7 +16,7 @@ from common.ops import Ops
 from common.options import LoadOptions
 from common.storage import LayerSpec
 from common.weights import Layout
-from generate.backends import choose, open_backend
+from generate.backends import ONE_GPU, Placement, choose, open_backend
 from generate.caches import cached_spec
 
 CONTEXT = 32768  # tokens beside whose cache experts are fitted where no context is given
@@ -83,7 +83,7 @@ def hot_budget(
     return HotBudget(experts, sizes, fixed, run)
 
 
-def hot_experts(options: LoadOptions, checkpoint: Checkpoint) -> HotExperts | None:
+def hot_experts(options: LoadOptions, checkpoint: Checkpoint, placement: Placement = ONE_GPU) -> HotExperts | None:
     """What --spark asks for, printed; None where it is not given. Call it in the thread that will load the model."""
     if not options.spark:
         return None
@@ -95,7 +95,7 @@ def hot_experts(options: LoadOptions, checkpoint: Checkpoint) -> HotExperts | No
     if not is_defined(checkpoint):
         raise BimetalError(f"{checkpoint.path}: spark needs an architecture that this package defines")
     definition = architecture(checkpoint)[1]
-    config, ops = definition.read_config(checkpoint), open_backend(backend, checkpoint)
+    config, ops = definition.read_config(checkpoint), open_backend(backend, checkpoint, placement)
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), options, ops)
     asked: Any = options.expert_vram  # the option's rule has made it bytes
     budget = hot_budget(checkpoint, layout, config, ops, spec, options.ctx, asked)

@@ -117,7 +117,7 @@ def test_a_server_shows_what_experts_cost(folder):
 @pytest.mark.parametrize(
     ("name", "switches"),
     [
-        *((name, "stream_experts, which is off") for name in ("expert_cache", "memory", "expert_pack")),
+        *((name, "stream_experts, which is off") for name in ("expert_cache", "expert_pack")),
         ("expert_vram", "spark, which is off"),
         ("expert_profile", "stream_experts or spark, which are off"),
     ],
@@ -161,6 +161,12 @@ def test_bad_values_are_one_sentence(run, folder, argv, code, message):
     got, out, err = run("--raw", "--prompt", "x", "--backend", "numpy", "--stream-experts", *argv)
     assert (got, out) == (code, "")
     assert re.search(f"^error: .*({message})", err, re.MULTILINE), err
+
+
+def test_a_limit_on_memory_is_for_cuda(run):
+    code, out, err = run("--raw", "--prompt", "x", "--backend", "numpy", "--memory", "8GB")
+    assert (code, out) == (2, "")
+    assert "memory is a limit on CUDA, or goes with stream_experts; here the backend is numpy" in err
 
 
 def test_a_model_without_experts_is_refused(capsys, tmp_path):

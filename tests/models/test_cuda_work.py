@@ -1,5 +1,6 @@
 """The workspace that `fit` predicts for a prompt on a GPU against what launchers take; nothing is launched."""
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import generate
 from common.demo import demo_path
 from common.errors import BimetalError
-from common.fit import LEAST_CONTEXT, layer_size
+from common.fit import LEAST_CONTEXT, layer_size, predict_need
 from common.kv_cache import CacheOptions
 from common.step import Step
 from generate.__main__ import main
@@ -17,12 +18,12 @@ from generate.synthetic import METADATA, synthetic
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import gemm, memory, occupancy  # noqa: E402
+from cuda_backend import gemm, limit_memory, memory, occupancy  # noqa: E402
 from cuda_backend import ops as cuda_ops  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
-from cuda_backend.sizes import work_bytes  # noqa: E402
-from cuda_backend.weights import UPLOAD  # noqa: E402
+from cuda_backend.sizes import snapshot_bytes, work_bytes  # noqa: E402
+from cuda_backend.weights import UPLOAD, Weight  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -64,12 +65,49 @@ def ops(monkeypatch, request):
 def test_work(name, rows, cache, ops):
     model = synthetic(f"{name}:q4_k_m", ops)
     model = replace(model, cache=CacheOptions(cache, cache)) if cache else model
-    spec = model.state_spec
     model.forward(model.new_state(rows), Step.chain(np.zeros(rows, np.int32), 0), slice(rows - 1, rows))
-    layers = [layer_size(t, s, model.config) for t, s in zip(model.layout.layers, spec, strict=True)]
-    predicted, taken = work_bytes(layers, rows, rows), ops.context.arena.nbytes + UPLOAD
+    predicted, taken = work_bytes(layer_sizes(model), rows, rows), ops.context.arena.nbytes + UPLOAD
     print(f"{name}, {rows} rows, {ops.context.card.name}: {predicted / 1e9:.2f} GB, taken {taken / 1e9:.2f}")
     assert taken <= predicted <= 1.4 * taken
+
+
+def test_256k_tokens_in_24_gb(ops):
+    """Qwen3.6-27B: weights, a cache in tq3_0 and steps at the end of 256K tokens, as `fit` predicts them."""
+    model = synthetic("qwen3.6-27b:q4_k_m", ops)
+    model, tokens = replace(model, cache=CacheOptions("tq3_0", "tq3_0")), 1 << 18
+    held = [vars(table).values() for table in (model.weights, *model.weights.layers)]
+    weights = sum(handle.nbytes for handle in itertools.chain(*held) if isinstance(handle, Weight))
+    need = predict_need(ops, model.config, model.layout, model.state_spec, tokens, weights, 24 * 10**9)
+    state = model.new_state(tokens)
+    for rows in (need.rows, 8):
+        state.length = tokens - rows
+        model.forward(state, Step.chain(np.zeros(rows, np.int32), state.length), slice(rows - 1, rows))
+    kept = 2 * snapshot_bytes(layer_sizes(model), tokens)
+    taken = weights + state.nbytes + ops.context.arena.nbytes + UPLOAD + kept
+    print(f"{ops.context.card.name}: {need.total / 1e9:.2f} GB in steps of {need.rows} rows, taken {taken / 1e9:.2f}")
+    assert need.rows >= 512
+    assert taken <= need.total <= 23.0e9
+    assert need.total <= 1.03 * taken
+
+
+def layer_sizes(model):
+    return [layer_size(t, s, model.config) for t, s in zip(model.layout.layers, model.state_spec, strict=True)]
+
+
+def test_a_limit_of_memory():
+    """The pool refuses what exceeds the limit, which is what a model then finds free."""
+    memory.give_back()
+    pool, size = cupy.get_default_memory_pool(), 64 << 20
+    limit_memory(pool.total_bytes() + size + 100)
+    try:
+        assert memory.room()[0] == size + 100
+        held = memory.Memory(size)
+        with pytest.raises(BimetalError, match=r"the limit of .* on GPU 0 leaves 0\.0 GB and 0\.1 GB more"):
+            memory.Memory(size)
+        del held
+        memory.Memory(size)
+    finally:
+        limit_memory(0)
 
 
 def test_arena(monkeypatch):
@@ -112,11 +150,12 @@ def test_context(monkeypatch, capfd):
 
     assert context(10**12) == 4096
     assert capfd.readouterr().err == ""
-    limited = context(397_000_000)
+    limited = context(347_000_000)
     assert LEAST_CONTEXT < limited < 4096
     told = f"the context is {limited} of 4096 tokens: no more fit into the free memory of a card"
     assert told in capfd.readouterr().err
-    assert context(397_000_000, ctx=4000) == 4000
+    assert context(347_000_000, ctx=4000) == 4000
+    assert context(397_000_000) == 4096  # in prefill steps of fewer rows
     with pytest.raises(
         BimetalError, match=r"the weights leave 0\.1 GB of free memory of a card, too little for a context of 512"
     ):

@@ -201,6 +201,7 @@ COUNT = int(os.environ.get("BIMETAL_GPUS", "1"))
 here = threading.local()  # of each thread: `device`, the GPU that its calls go to
 running = threading.Lock()  # the engine runs one kernel at a time
 numbers = itertools.count(1)  # of streams
+limits = [0] * COUNT  # bytes of memory that each GPU gives; 0: all
 memories: list[list[tuple[int, int]]] = [[] for _ in range(COUNT)]  # of each GPU, where its memory begins and ends
 
 
@@ -249,6 +250,12 @@ class Memory:
 
     def __del__(self) -> None:
         memories[self.device].remove(self.span)
+
+
+def alloc(nbytes: int) -> Memory:
+    if 0 < limits[current()] < held() + nbytes:
+        raise MemoryError
+    return Memory(nbytes)
 
 
 class Capture(list[Callable[[], None]]):
@@ -404,7 +411,7 @@ runtime = SimpleNamespace(
 )
 cuda = ModuleType("cupy.cuda")
 cuda.__dict__.update(
-    alloc=Memory,
+    alloc=alloc,
     alloc_pinned_memory=bytearray,
     PinnedMemoryPointer=bytearray,
     PinnedMemoryPool=lambda: SimpleNamespace(malloc=bytearray),
@@ -424,7 +431,17 @@ sys.modules["cupy.cuda"] = cuda
 
 
 def get_default_memory_pool() -> SimpleNamespace:
-    return SimpleNamespace(total_bytes=held, used_bytes=held, free_all_blocks=lambda: None)
+    return SimpleNamespace(
+        total_bytes=held, used_bytes=held, free_all_blocks=lambda: None, get_limit=get_limit, set_limit=set_limit
+    )
+
+
+def get_limit() -> int:
+    return limits[current()]
+
+
+def set_limit(size: int) -> None:
+    limits[current()] = size
 
 
 def get_default_pinned_memory_pool() -> SimpleNamespace:
