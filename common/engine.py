@@ -39,6 +39,7 @@ class Engine:
     parallel   sequences that may run at once, each in a slot of its own
     fa_window  most positions that decoding attends to; None: all. Changes the text
     prefixes   a store of states beside the slots
+    tokens     that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Engine:
         fa_window: int | None = None,
         queue: int = QUEUE,
         prefixes: Prefixes | None = None,
+        tokens: int | None = None,
     ):
         decoding = model if fa_window is None else windowed(model, fa_window)
         self.target = Target(model, decoding, tokenizer, context)
         self.model, self.parallel, self.prefixes = model, parallel, prefixes
         self.schedule = Schedule(model.ops.joins and isinstance(model, Model), queue)
-        self.memory = Slots(model, context, parallel)
+        self.memory = Slots(model, context, parallel, tokens)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.suspended: list[Sequence] = []  # their states are on the host until one that runs has ended

@@ -163,8 +163,10 @@ class Ops(ABC):
         """Memory for so many slots of each `ExpertForm.kind`, for layers whose experts have `forms`."""
         raise BimetalError(f"the {self.name} backend does not stream experts from files; mlx and numpy do")
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> Pool | None:
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
         """States of up to `slots` sequences, over which one step runs at once; None where each has a state of its own.
+
+        tokens  that the sequences may hold together, at least a whole context; None: `capacity` each
 
         A step over the pool says by `slots` whose rows it has.
         """

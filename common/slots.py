@@ -13,11 +13,12 @@ SPARE = 0.05  # of free memory, for what is not predicted
 class Slots:
     """Up to `parallel` slots for sequences of up to `context` tokens, made as they are needed.
 
-    pool  of their states, where the backend has one for several sequences
+    tokens  that a pool of their states holds in all; None: `parallel` times `context`
+    pool    of their states, where the backend has one for several sequences
     """
 
-    def __init__(self, model: Model, context: int, parallel: int):
-        self.model, self.context, self.parallel = model, context, parallel
+    def __init__(self, model: Model, context: int, parallel: int, tokens: int | None = None):
+        self.model, self.context, self.parallel, self.tokens = model, context, parallel, tokens
         self._taken = 0  # slots so far
         self.pool = self._new_pool()
         self.slots = [Slot(model, context, self.pool)]
@@ -25,7 +26,7 @@ class Slots:
     def _new_pool(self) -> Pool | None:
         if self.parallel == 1 or not isinstance(self.model, Model):
             return None
-        return self.model.new_pool(self.parallel, self.context)
+        return self.model.new_pool(self.parallel, self.context, self.tokens)
 
     def renew(self) -> None:
         """Drop all slots, and the pool with what a backend that failed has left in it."""
@@ -75,7 +76,11 @@ class Slots:
     def _fits(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
         """Is memory free for `tokens` tokens in `slot`, or in a new one? Drops slots of `idle` where that helps."""
         model, ops = self.model, self.model.ops
-        if not isinstance(model, Model) or self.pool is not None or (ops.reserves and slot is not None):
+        if not isinstance(model, Model):
+            return True
+        if self.pool is not None:
+            return self._fits_pool(tokens, slot, running, idle)
+        if ops.reserves and slot is not None:
             return True
         needed = self._bytes(self.context if ops.reserves else tokens)
         if not ops.reserves:
@@ -85,6 +90,18 @@ class Slots:
             if not idle:
                 return False
             self.slots.remove(idle.pop(0))
+        return True
+
+    def _fits_pool(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
+        """As `_fits`, of what the pool's sequences share; idle slots forget what they hold where that helps."""
+        assert self.pool is not None
+        needed = tokens - (slot.state.length if slot is not None else 0)
+        needed += sum(max(0, most - other.state.length) for other, most in running)
+        held = [each for each in idle if each.state.length]
+        while (free := self.pool.free_tokens) is not None and needed > free:
+            if not held:
+                return False
+            held.pop(0).reset()
         return True
 
     def _bytes(self, tokens: int) -> int:

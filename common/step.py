@@ -247,12 +247,12 @@ class State:
                     f"array {name} of a saved state is {arrays[name].dtype} {arrays[name].shape}; "
                     f"this one takes {np.dtype(dtype)} {shape}"
                 )
-        self.long_steps = list(long_steps)
         self.load_parts(
             length,
             [arrays[name] for name in shapes if name.startswith("rows.")],
             [arrays[name] for name in shapes if name.startswith("point.")],
         )
+        self.long_steps = list(long_steps)
 
     def load_parts(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
         """`load` of arrays that are known to fit."""
@@ -269,4 +269,9 @@ class Pool(Protocol):
 
     def new_state(self) -> State:
         """An empty state in a slot that is free; the slot is free again when the state is gone."""
+        ...
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens for which memory that the sequences share is free; None: each has memory for a whole context."""
         ...

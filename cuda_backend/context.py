@@ -69,6 +69,8 @@ class Context:
                 raise BimetalError(NO_ORDER)
             return step
         runs, kept = runs_of(step), 0
+        if not isinstance(store, Recurrent) and store.pages:
+            store.pages.hold_runs(runs, store.lengths)
         if isinstance(store, Recurrent):
             store.note_step(step, runs)
             kept, inputs = store.store_of_paths(step, runs), [RunInput(run, 0, *store.input(run.slot)) for run in runs]

@@ -10,7 +10,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.attention import LOG2_E, Pieces, combine, combined, whole, windowed
 from cuda_backend.caches.formats import turn_back
 from cuda_backend.caches.latent import Latent
-from cuda_backend.caches.planes import TILE, Places, Plane, planes_at
+from cuda_backend.caches.planes import TILE, Places, Plane, move, planes_at
 from cuda_backend.context import Context
 from cuda_backend.fuse import fused
 from cuda_backend.launch import kernel
@@ -157,9 +157,14 @@ def _gather(
 
 
 def _whole_rows(context: Context, kv: Latent, slot: int, n: int) -> Plane:
-    """The first n rows of a sequence's cache, float16 in one plane and not rotated."""
+    """The first n rows of a sequence's cache, float16 in one block and not rotated."""
     if not kv.apart:
-        return kv.rows.of_slot(slot)
+        own = kv.rows.of_slot(slot)
+        if not own.table:
+            return own
+        dense = own.at(context.arena.take(2 * n * kv.width), Places(n - 1, 1))
+        move((own,), 0, (dense,), 0, n, context.stream)
+        return dense
     rows = Plane(context.arena.take(2 * n * kv.width), 1, 2 * kv.width, kv.width, kv.rows.places)
     jobs = n * -(-kv.rows.width // 128)
     kernel("latent", "whole_rows", _latent(context, kv))(

@@ -216,7 +216,7 @@ class MultiGpuOps(Ops):
     def held_expert_bytes(self, *parts: Tensor) -> int:
         return self.gpus[0].ops.held_expert_bytes(*parts)
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> None:
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> None:
         return None  # a step has rows of one sequence
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:

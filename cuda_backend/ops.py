@@ -146,11 +146,14 @@ class CudaOps(Ops):
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return self.new_pool(spec, 1, capacity).new_state()
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> CudaPool:
-        """States of up to `slots` sequences of at most `capacity` tokens, which one step may compute together."""
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> CudaPool:
+        """States of up to `slots` sequences, which one step may compute together.
+
+        tokens  that all of them may hold together, at least one whole context; None: each may hold `capacity`
+        """
         attending.check_room(self.context.card, spec)
         apply_paths = partial(recurrent.apply_paths, self.context)
-        return CudaPool(spec, slots, capacity, apply_paths, self.context.stream)
+        return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
         play = partial(self.context.replay.run, fn, state, step)

@@ -14,10 +14,11 @@ import numpy as np
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, Shape, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
-from cuda_backend.caches.kv import KVStore, kv_bytes
+from cuda_backend.caches.kv import KVStore, kv_planes
 from cuda_backend.caches.latent import LatentStore, latent_planes
-from cuda_backend.caches.packed import PackedStore, keeps_exact, packed_bytes
-from cuda_backend.caches.planes import check_capacity, planes_bytes
+from cuda_backend.caches.packed import PackedStore, exact_bytes, keeps_exact
+from cuda_backend.caches.pages import Pages, page_count
+from cuda_backend.caches.planes import PAGE, Planes, all_places, check_capacity, page_bytes, planes_bytes
 from cuda_backend.caches.recurrent import Recurrent, row_size, state_size
 from cuda_backend.caches.window import WindowStore, window_bytes
 from cuda_backend.launch import Stream
@@ -30,9 +31,11 @@ class CudaPool:
 
     `pool[i].kv`, `.conv`, `.delta` are the layers' handles; the stores behind them commit all layers at once.
 
+    tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
     length   of no one sequence: steps of few rows are computed alike at any length
     lengths  committed tokens of each slot
     graphs   captured steps, whichever sequences they serve
+    pages    of the rows that grow; None for one sequence, which has room for all of its rows
     """
 
     length = 0
@@ -44,6 +47,7 @@ class CudaPool:
         capacity: int,
         apply_paths: Callable[[Recurrent, Sequence[int]], None],
         stream: Stream,
+        tokens: int | None = None,
     ):
         if not 1 <= slots <= MAX_RUNS:
             raise BimetalError(f"a pool of {slots} sequences; the CUDA kernels take 1 to {MAX_RUNS}")
@@ -53,10 +57,13 @@ class CudaPool:
         cached = [(i, name, s) for i, name, s in flat if isinstance(s, RowSpec)]
         recurrent = [(i, name, s) for i, name, s in flat if isinstance(s, ConvSpec | DeltaSpec)]
         layers: list[dict[str, Any]] = [{} for _ in spec]
+        self.pages: Pages | None = None
+        if slots > 1 and any(in_pages(s) for _, _, s in cached):
+            self.pages = Pages(slots, capacity, page_count(slots, capacity, tokens), self.vacant, stream)
         self.stores: list[Any] = []
         for shape in dict.fromkeys(s for _, _, s in cached):
             alike = [(i, name) for i, name, s in cached if s == shape]
-            store = _store_of(shape, len(alike), capacity, self.lengths, stream)
+            store = _store_of(shape, len(alike), capacity, self.lengths, stream, self.pages)
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)
@@ -81,10 +88,25 @@ class CudaPool:
             raise BimetalError(f"all {self.slots} sequences of the pool are taken")
         slot = min(self.vacant)
         self.vacant.remove(slot)
-        self.lengths[slot] = 0
+        self.set_length(slot, 0)
         if self.recurrent and self.slots > 1:
             self.recurrent.clear(slot)
         return CudaState(self, slot)
+
+    def set_length(self, slot: int, length: int) -> None:
+        """Note what a slot holds; pages behind it are free where it gets shorter."""
+        shorter = length < self.lengths[slot] or not length
+        self.lengths[slot] = length
+        if self.pages and shorter:
+            self.pages.keep(slot, length)
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens for which pages are free; None: each sequence has room for all of its own."""
+        if not self.pages:
+            return None
+        self.pages.reclaim()
+        return len(self.pages.free) * PAGE
 
     def runs(self, step: Step) -> list[Run]:
         """The rows of each sequence of a step, whose `slots` are the pool's."""
@@ -99,7 +121,9 @@ class CudaPool:
         self.note_runs(step, self.runs(step))
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step and its runs. A block is for layers that attend alone."""
+        """Note a step and its runs; NoRoomError where pages for its rows are short. A block is for attention alone."""
+        if self.pages:
+            self.pages.hold_runs(runs, self.lengths)
         for store in self.stores:
             if isinstance(store, KVStore):
                 store.note_step(runs)
@@ -127,6 +151,13 @@ class CudaPool:
     @property
     def nbytes(self) -> int:
         return sum(store.nbytes for store in self.stores)
+
+    def bytes_of(self, slot: int) -> int:
+        """Of the pages that a slot holds, and its share of all else."""
+        if not self.pages:
+            return self.nbytes // self.slots
+        shared = self.nbytes - self.pages.count * self.pages.block
+        return shared // self.slots + self.pages.held[slot] * self.pages.block
 
 
 class OfSlot(NamedTuple):
@@ -176,7 +207,7 @@ class CudaState(State):
 
     @length.setter
     def length(self, length: int) -> None:
-        self.pool.lengths[self.slot] = length
+        self.pool.set_length(self.slot, length)
 
     @property
     def recurrent(self) -> Recurrent | None:
@@ -208,7 +239,13 @@ class CudaState(State):
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes // self.pool.slots
+        return self.pool.bytes_of(self.slot)
+
+    def load_parts(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        """As State.load_parts; raises NoRoomError, and changes nothing, where too few pages are free."""
+        if self.pool.pages:
+            self.pool.pages.hold([(self.slot, length)])
+        super().load_parts(length, rows, point)
 
 
 def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
@@ -216,28 +253,42 @@ def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
     return pool_bytes(spec, 1, capacity)
 
 
-def pool_bytes(spec: Sequence[LayerSpec], slots: int, capacity: int) -> int:
+def pool_bytes(spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> int:
     """Device bytes of a CudaPool, without building it."""
     check_capacity(capacity)
-    return sum(_layer_bytes(s, slots, capacity) for s in all_specs(spec))
+    pages = page_count(slots, capacity, tokens) if slots > 1 else 0
+    return sum(_layer_bytes(s, slots, capacity, pages) for s in all_specs(spec))
 
 
-def _store_of(spec: RowSpec, layers: int, capacity: int, lengths: list[int], stream: Stream) -> KVStore | LatentStore:
+def in_pages(spec: Spec) -> bool:
+    """Whether the rows of a layer lie in the pages of a pool of several sequences: those that grow."""
+    return isinstance(spec, LatentSpec) or (isinstance(spec, KVSpec) and spec.window is None)
+
+
+def _store_of(
+    spec: RowSpec, layers: int, capacity: int, lengths: list[int], stream: Stream, pages: Pages | None
+) -> KVStore | LatentStore:
     if isinstance(spec, LatentSpec):
-        return LatentStore(spec, layers, capacity, lengths, stream)
+        return LatentStore(spec, layers, capacity, lengths, stream, pages)
     assert isinstance(spec, KVSpec)
     if spec.window is not None:
         return WindowStore(spec, layers, capacity, lengths, stream)
-    return (PackedStore if keeps_exact(spec) else KVStore)(spec, layers, capacity, lengths, stream)
+    return (PackedStore if keeps_exact(spec) else KVStore)(spec, layers, capacity, lengths, stream, pages)
 
 
-def _layer_bytes(spec: Spec, slots: int, capacity: int) -> int:
+def _layer_bytes(spec: Spec, slots: int, capacity: int, pages: int) -> int:
     match spec:
         case LatentSpec():
-            return slots * planes_bytes(latent_planes(spec, 1, capacity))
+            return _rows_bytes(latent_planes(spec, 1, capacity), pages)
         case KVSpec():
             if spec.window is not None:
                 return window_bytes(spec, slots, capacity)
-            return packed_bytes(spec, capacity) if keeps_exact(spec) else slots * kv_bytes(spec, capacity)
+            exact = exact_bytes(spec, slots, capacity) if keeps_exact(spec) else 0
+            return exact + _rows_bytes(kv_planes(spec, 1, all_places(capacity)), pages)
         case ConvSpec() | DeltaSpec():
             return slots * 8 * state_size(spec) + 8 * MAX_DECODE_ROWS * row_size(spec)
+
+
+def _rows_bytes(planes: Planes, pages: int) -> int:
+    """Of the rows of one layer: of so many pages, or where there are none of one sequence's whole context."""
+    return pages * page_bytes(planes) or planes_bytes(planes)

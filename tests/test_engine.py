@@ -404,7 +404,7 @@ def test_a_stored_prefix_gives_the_bits_of_reading_it(monkeypatch):
 class PooledOps(NumpyOps):
     """Numpy's ops over a pool: a step over it has rows of several slots, which run one after another."""
 
-    def new_pool(self, spec, slots, capacity):
+    def new_pool(self, spec, slots, capacity, tokens=None):
         return SlotsOf(self, spec, slots, capacity)
 
     def run(self, fn, state, step):
@@ -419,6 +419,12 @@ class PooledOps(NumpyOps):
 
 
 class SlotsOf:
+    counts = False  # does the pool count its tokens before sequences begin?
+
+    @property
+    def free_tokens(self):
+        return self.room - sum(state.length for state in self.states.values()) if self.counts else None
+
     def __init__(self, ops, spec, slots, capacity):
         self.new = lambda: ops.new_state(spec, capacity)
         self.free, self.states, self.steps, self.room, self.refused = list(range(slots)), {}, [], 10**6, 0
@@ -482,6 +488,24 @@ def drain_within(engine, replies, arrivals, random):
         if arrivals and random.random() < 0.3:
             replies.append(arrivals.pop(0)())
         engine.turn()
+
+
+def test_sequences_of_a_pool_begin_when_their_tokens_fit():
+    """Nobody is suspended where each waits for memory, and idle slots forget what they hold for the next one."""
+    model = tiny.load("llama", PooledOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=3)
+    pool = engine.memory.pool
+    pool.room, pool.counts = 50, True
+    replies = [submit(engine, [n, n + 1, n + 2], max_tokens=20, spec="off") for n in range(1, 7)]
+    most = 0
+    while engine.turn():
+        most = max(most, len(engine.running))
+    assert [len(reply.tokens) for reply in replies] == [20] * 6
+    assert (most, pool.refused) == (2, 0)
+    last = submit(engine, [50, 51, 52], max_tokens=45, spec="off")
+    engine.drain()
+    assert len(last.tokens) == 45
+    assert [slot.state.length for slot in engine.slots if slot is not last.sequence.slot] == [0]
 
 
 def test_a_sequence_without_memory_ends_if_it_is_alone(tmp_path):

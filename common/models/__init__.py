@@ -89,9 +89,9 @@ class Model:
     def new_state(self, capacity: int) -> State:
         return self.ops.new_state(self.state_spec, capacity)
 
-    def new_pool(self, slots: int, capacity: int) -> Pool | None:
+    def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
         """As Ops.new_pool."""
-        return self.ops.new_pool(self.state_spec, slots, capacity)
+        return self.ops.new_pool(self.state_spec, slots, capacity, tokens)
 
     @cached_property
     def state_spec(self) -> list[LayerSpec]:

@@ -344,8 +344,8 @@ class Pair(Model):
     def new_state(self, capacity: int) -> State:
         return self.ops.new_state([*self.state_spec, *state_spec(self.draft)], capacity)
 
-    def new_pool(self, slots: int, capacity: int) -> Pool | None:
-        return self.ops.new_pool([*self.state_spec, *state_spec(self.draft)], slots, capacity)
+    def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
+        return self.ops.new_pool([*self.state_spec, *state_spec(self.draft)], slots, capacity, tokens)
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         taps, layers = self.draft.taps, len(self.weights.layers)

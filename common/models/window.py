@@ -49,8 +49,8 @@ class Bounded(Windowed):
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return self._ops.new_state(self._bounded_layers(spec), capacity)
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int) -> Pool | None:
-        return self._ops.new_pool(self._bounded_layers(spec), slots, capacity)
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
+        return self._ops.new_pool(self._bounded_layers(spec), slots, capacity, tokens)
 
     def _bounded_layers(self, spec: Sequence[LayerSpec]) -> list[LayerSpec]:
         return [{name: self._bounded(s) for name, s in layer.items()} for layer in spec]

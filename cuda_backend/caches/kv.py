@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import BimetalError
 from common.storage import KVSpec
+from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     Places,
     Plane,
@@ -13,7 +14,6 @@ from cuda_backend.caches.planes import (
     all_places,
     check_capacity,
     plane_of,
-    planes_bytes,
     rows_held,
 )
 from cuda_backend.caches.rows import RowStore
@@ -36,19 +36,27 @@ class KV:
 
 
 class KVStore(RowStore):
-    """The caches of all layers of one shape: per slot keys [layer][kv_heads][capacity][row], then the values.
+    """The caches of all layers of one shape: per slot, or page, keys [layer][kv_heads][place][row], then values.
 
     most     positions that there may be, those of a step included
     window   positions that a row sees beside the first ones, 0: all; and the number of first ones that all rows see
     is_ring  positions are overwritten by later ones: WindowStore
     """
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
+    def __init__(
+        self,
+        spec: KVSpec,
+        layers: int,
+        capacity: int,
+        lengths: list[int],
+        stream: Stream,
+        pages: Pages | None = None,
+    ):
         check_capacity(capacity)
         self.spec, self.layers = spec, layers
         self.window, self.is_ring = (0, 0), False
         self.places, self.most = self.places_of(capacity), rows_held(capacity)
-        super().__init__(kv_planes(spec, layers, self.places), lengths, stream)
+        super().__init__(kv_planes(spec, layers, self.places), lengths, stream, pages)
 
     def places_of(self, capacity: int) -> Places:
         return all_places(capacity)
@@ -69,8 +77,3 @@ def kv_planes(spec: KVSpec, layers: int, places: Places) -> Planes:
             "the CUDA kernels take equal widths up to 256"
         )
     return tuple(plane_of(plane, layers, places) for plane in spec.planes)
-
-
-def kv_bytes(spec: KVSpec, capacity: int) -> int:
-    """Device bytes of one layer."""
-    return planes_bytes(kv_planes(spec, 1, all_places(capacity)))

@@ -6,6 +6,7 @@ In a format the latents lie in a plane of their own, and the roped keys, float16
 from dataclasses import dataclass
 
 from common.storage import NATIVE, LatentSpec
+from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     HALF,
     Plane,
@@ -38,12 +39,20 @@ class Latent:
 
 
 class LatentStore(RowStore):
-    """The rows of all layers of one shape, [slot][layer][capacity][row]."""
+    """The rows of all layers of one shape, [slot or page][layer][place][row]."""
 
-    def __init__(self, spec: LatentSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
+    def __init__(
+        self,
+        spec: LatentSpec,
+        layers: int,
+        capacity: int,
+        lengths: list[int],
+        stream: Stream,
+        pages: Pages | None = None,
+    ):
         check_capacity(capacity)
         self.spec, self.layers = spec, layers
-        super().__init__(latent_planes(spec, layers, capacity), lengths, stream)
+        super().__init__(latent_planes(spec, layers, capacity), lengths, stream, pages)
 
     def layer(self, i: int) -> Latent:
         parts = [plane.part(i, 1) for plane in self.planes]

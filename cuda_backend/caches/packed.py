@@ -13,7 +13,8 @@ import numpy as np
 from common.errors import BimetalError
 from common.step import Shape
 from common.storage import NATIVE, KVSpec, Packing
-from cuda_backend.caches.kv import KV, KVStore, kv_bytes
+from cuda_backend.caches.kv import KV, KVStore
+from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import HALF, Plane, copy
 from cuda_backend.caches.window import WindowStore, window_bytes
 from cuda_backend.launch import Stream, kernel
@@ -43,13 +44,21 @@ class PackedStore(KVStore):
     calibrates whether keys of the step that was noted last are encoded with statistics that it completes itself
     """
 
-    def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
+    def __init__(
+        self,
+        spec: KVSpec,
+        layers: int,
+        capacity: int,
+        lengths: list[int],
+        stream: Stream,
+        pages: Pages | None = None,
+    ):
         if len(lengths) > 1:
             raise BimetalError(
                 f"a cache of keys in {spec.key_format} that keeps tokens exactly, for {len(lengths)} sequences; "
                 "the CUDA backend holds it for one"
             )
-        super().__init__(spec, layers, capacity, lengths, stream)
+        super().__init__(spec, layers, capacity, lengths, stream, pages)
         self.exact = WindowStore(exact_spec(spec), layers, capacity, lengths, stream)
         self.stats = Memory(stats_bytes(spec, layers), stream)
         self.calibrates = False
@@ -148,6 +157,6 @@ def stats_bytes(spec: KVSpec, layers: int) -> int:
     return 8 * layers * spec.kv_heads * spec.key_dim if spec.packing.calibration else 8
 
 
-def packed_bytes(spec: KVSpec, capacity: int) -> int:
-    """Device bytes of one layer."""
-    return kv_bytes(spec, capacity) + window_bytes(exact_spec(spec), 1, capacity) + stats_bytes(spec, 1)
+def exact_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
+    """Device bytes of what one layer keeps beside its codes."""
+    return window_bytes(exact_spec(spec), slots, capacity) + stats_bytes(spec, 1)

@@ -17,6 +17,7 @@ from cuda_backend.prototypes import PLANE
 
 HALF = "f16"  # the format of the backend's own rows
 TILE = 64  # positions that attention reads at a time
+PAGE = 256  # positions of a page: kernels/plane.cuh
 MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
 
 
@@ -33,10 +34,14 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Plane:
-    """Rows of keys, of values or of latents on the device, [heads][places.capacity] of `row_bytes`: kernels/plane.cuh.
+    """Rows of keys, of values or of latents on the device: kernels/plane.cuh. They lie in blocks [heads][places][row].
 
-    address  of the first row of slot 0
-    slot     bytes from one sequence's rows to the next's; 0: they are one sequence's
+    A block has all places of a sequence, or where there is a table the PAGE places of a page.
+
+    address  of the first row of block 0
+    block    bytes from one block to the next; 0: there is one
+    table    address of the pages of each sequence, int32 [slots][pages]; 0: block i belongs to the sequence of slot i
+    pages    numbers of a sequence in the table
     width    values of a row; of float16 padded to 16
     format   of a row: a name of FORMATS
     rotated  are vectors rotated before they are stored? common/hadamard.py
@@ -49,32 +54,42 @@ class Plane:
     places: Places
     format: str = HALF
     rotated: bool = False
-    slot: int = 0
+    block: int = 0
+    table: int = 0
+    pages: int = 0
+
+    @property
+    def block_places(self) -> int:
+        return PAGE if self.table else self.places.capacity
 
     @property
     def head_bytes(self) -> int:
-        return self.places.capacity * self.row_bytes
+        return self.block_places * self.row_bytes
 
     @property
     def nbytes(self) -> int:
+        """Bytes of a block."""
         return self.heads * self.head_bytes
 
     @property
     def record(self) -> np.ndarray:
         """The plane as kernels receive it."""
-        return np.array((self.address, 0, self.slot, self.row_bytes, self.places.capacity, *self.places, 0), PLANE)
+        rows = self.row_bytes, self.block_places
+        return np.array((self.address, self.table, self.block, *rows, *self.places, self.pages), PLANE)
 
     def part(self, i: int, heads: int) -> "Plane":
         """Heads i * heads to (i + 1) * heads: those of layer `i`."""
         return replace(self, address=self.address + i * heads * self.head_bytes, heads=heads)
 
     def at(self, address: int, places: Places | None = None) -> "Plane":
-        """A plane of equal rows of one sequence elsewhere."""
-        return replace(self, address=address, places=places or self.places, slot=0)
+        """A plane of equal rows of one sequence elsewhere, in one block."""
+        return replace(self, address=address, places=places or self.places, block=0, table=0, pages=0)
 
     def of_slot(self, slot: int) -> "Plane":
         """The rows of one sequence."""
-        return self.at(self.address + slot * self.slot)
+        if self.table:
+            return replace(self, table=self.table + 4 * slot * self.pages)
+        return self.at(self.address + slot * self.block)
 
 
 def plane_of(stored: storage.Plane, layers: int, places: Places) -> Plane:
@@ -102,7 +117,16 @@ def planes_at(address: int, planes: Planes, places: Places | None = None) -> Pla
 def slots_at(address: int, planes: Planes) -> Planes:
     """Planes of several sequences: all of one, then all of the next."""
     size = planes_bytes(planes)
-    return tuple(replace(plane, slot=size) for plane in planes_at(address, planes))
+    return tuple(replace(plane, block=size) for plane in planes_at(address, planes))
+
+
+def pages_at(address: int, planes: Planes, table: int, pages: int) -> Planes:
+    """Planes of several sequences in pages, each of which has PAGE places of all planes."""
+    out = []
+    for plane in planes:
+        out.append(replace(plane, address=address, table=table, pages=pages))
+        address += out[-1].nbytes
+    return tuple(replace(plane, block=page_bytes(planes)) for plane in out)
 
 
 def of_slot(planes: Planes, slot: int) -> Planes:
@@ -111,6 +135,11 @@ def of_slot(planes: Planes, slot: int) -> Planes:
 
 def planes_bytes(planes: Planes) -> int:
     return sum(plane.nbytes for plane in planes)
+
+
+def page_bytes(planes: Planes) -> int:
+    """Bytes of a page that has places of all of `planes`."""
+    return PAGE * sum(plane.heads * plane.row_bytes for plane in planes)
 
 
 def rows_held(capacity: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from common.step import Shape
+from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     Planes,
     keep_path,
@@ -20,15 +21,19 @@ from cuda_backend.launch import Stream
 
 
 class RowStore:
-    """The planes of all layers of one shape, once for each slot.
+    """The planes of all layers of one shape, for each slot.
 
     lengths  committed positions of each slot, which the pool counts
+    pages    that the rows lie in; None: each slot has memory for all of its places
     """
 
-    def __init__(self, shape: Planes, lengths: list[int], stream: Stream):
-        self.stream, self.lengths = stream, lengths
-        self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
-        self.planes = slots_at(self.memory.address, shape)
+    def __init__(self, shape: Planes, lengths: list[int], stream: Stream, pages: Pages | None = None):
+        self.stream, self.lengths, self.pages = stream, lengths, pages
+        if pages:
+            self.memory, self.planes = pages.store(shape)
+        else:
+            self.memory = zeros(len(lengths) * planes_bytes(shape), stream)
+            self.planes = slots_at(self.memory.address, shape)
 
     def commit(self, slot: int, path: np.ndarray) -> None:
         keep_path(of_slot(self.planes, slot), self.lengths[slot], path, self.stream)

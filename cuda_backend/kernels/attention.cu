@@ -6,8 +6,7 @@
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
-// Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers; planes are one sequence's, without
-//           a table
+// Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers; planes are one sequence's
 // Numbers   float16 products, float32 sums; online softmax
 // Bound     the tensor cores
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
@@ -26,14 +25,14 @@
 template <Format F>
 __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {  // TILE x D
     if constexpr (F != F16) {
-        const u8* rows = plane.rows + (s64)place_of(plane, at) * row_bytes(F, D);
+        const u8* rows = tile_at(plane, at, row_bytes(F, D));
 #pragma unroll 1
         for (int n = threadIdx.x; n < TILE * BLOCKS; n += 128) {
             const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
             unpack_32<F, D>(to + row * STRIDE + block * 32, rows + row * row_bytes(F, D), block);
         }
     } else {
-        const u16* from = (const u16*)plane.rows + (s64)place_of(plane, at) * D;
+        const u16* from = (const u16*)tile_at(plane, at, 2 * D);
         for (int i = threadIdx.x; i < TILE * (D / 8); i += 128)
             copy16(shared_address(to + i / (D / 8) * STRIDE + i % (D / 8) * 8), from + (s64)i * 8);
     }

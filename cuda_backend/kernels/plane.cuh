@@ -21,8 +21,16 @@ __device__ __forceinline__ u8* row_at(const Plane& p, int slot, int head, int pl
     return p.rows + slot * p.block + (s64)(head * p.capacity + place) * bytes;
 }
 
-// The rows of a head of a plane that is one sequence's and has no table.
+// The rows of a head of a plane that is one sequence's, in its first block or, with a table, in page 0.
 __device__ __forceinline__ u8* head_at(const Plane& p, int head, int bytes) { return p.rows + (s64)head * p.capacity * bytes; }
+
+// The tile that begins at a position, of a plane that is one sequence's and whose `rows` are a head's.
+__device__ __forceinline__ const u8* tile_at(const Plane& p, int position, int bytes) {
+    int place = place_of(p, position);
+    const u8* rows = p.rows;
+    if (p.table) rows += p.table[place / PAGE] * p.block, place %= PAGE;
+    return rows + (s64)place * bytes;
+}
 
 // The rows of one head of one sequence, for kernels that have no registers to find them in a plane.
 struct HeadRows {

@@ -99,6 +99,18 @@ def test_sequences_of_a_pool(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
+        "taken or memory",
+        *(pytest.param(f"{name}] and (leaves or move)", marks=pytest.mark.slow) for name in ("qwen3", "qwen35", "glm")),
+        pytest.param("laguna or run_out", marks=pytest.mark.slow),
+    ],
+)
+def test_pages_of_a_pool(chosen):
+    on_cpu("ops/test_cuda_pages.py", chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
         "test_bytes and 64-3 or test_bytes and 128-3",
         "neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals",
         "test_latents and lm4-128 or latents_do_not and lm4-50",

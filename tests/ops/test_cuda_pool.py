@@ -56,20 +56,28 @@ def a_path(random: np.random.Generator, step: Step) -> np.ndarray:
 
 
 class Beside:
-    """Sequences in a pool, and each of them alone in a state of its own."""
+    """Sequences in a pool, and each of them alone in a state of its own.
 
-    def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...]):
+    tokens  as Ops.new_pool
+    """
+
+    def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...], tokens: int | None = None):
         self.model, self.random = model, np.random.default_rng(seed)
-        self.pool = model.ops.new_pool(model.state_spec, slots, tiny.CAPACITY)
+        self.pool = model.ops.new_pool(model.state_spec, slots, tiny.CAPACITY, tokens)
         self.states = [self.pool.new_state() for _ in prompts]
         self.alone = [model.new_state(tiny.CAPACITY) for _ in prompts]
-        for n, state, alone in zip(prompts, self.states, self.alone, strict=True):
+        for i, n in enumerate(prompts):
             if n:
-                step = Step.chain(self.random.integers(0, 200, n).astype(np.int32), 0)
-                logits = [model.ops.read(model.forward(s, step)) for s in (state, alone)]
-                assert np.array_equal(*logits)
-                for each in (state, alone):
-                    each.commit(np.arange(n))
+                self.read(i, n)
+
+    def read(self, i: int, rows: int) -> None:
+        """A step of a prompt of sequence `i`."""
+        own = self.states[i], self.alone[i]
+        step = Step.chain(self.random.integers(0, 200, rows).astype(np.int32), own[0].length)
+        logits = [self.model.ops.read(self.model.forward(state, step)) for state in own]
+        assert np.array_equal(*logits), f"{rows} rows of sequence {i}"
+        for each in own:
+            each.commit(np.arange(rows))
 
     def step(self, who: list[int], sizes: list[int], keeps: float = 1.0) -> None:
         steps = [a_step(self.random, self.states[i].length, n) for i, n in zip(who, sizes, strict=True)]
@@ -114,11 +122,7 @@ def test_a_prompt_beside_sequences(model):
     """A long step of one sequence between steps of all, and a new sequence in a slot that another one left."""
     beside = Beside(model, 3, 2, (5, 140, 9))
     beside.step([0, 1, 2], [3, 1, 4])
-    long = Step.chain(beside.random.integers(0, 200, 150).astype(np.int32), beside.states[0].length)
-    logits = [beside.model.ops.read(beside.model.forward(s[0], long)) for s in (beside.states, beside.alone)]
-    assert np.array_equal(*logits)
-    for states in (beside.states, beside.alone):
-        states[0].commit(np.arange(150))
+    beside.read(0, 150)
     beside.step([0, 1, 2], [1, 1, 1])
     left = beside.states[1].slot
     beside.states[1] = beside.alone[1] = None

@@ -1,0 +1,103 @@
+"""Pages of caches: which positions of which sequence lie where, in a table on the device that kernels read."""
+
+from collections.abc import Iterable, Sequence
+
+import cupy
+import numpy as np
+
+from common.errors import NoRoomError
+from cuda_backend.caches.planes import PAGE, Planes, page_bytes, pages_at, rows_held, zeros
+from cuda_backend.launch import Stream
+from cuda_backend.memory import Memory, copy_in
+from cuda_backend.runs import Run
+
+
+class Pages:
+    """Pages of PAGE positions, which sequences take as they grow: every store of a pool has a page of each number.
+
+    A page is cleared when it is taken, since attention multiplies what lies behind a sequence's last row by 0.
+
+    count   pages that there are
+    vacant  slots without a sequence, which the pool counts; their pages are free
+    most    rows that a sequence may have
+    table   address of the page numbers, int32 [slots][pages of a whole context]; captured graphs read it
+    held    pages of each slot, the first ones of its part of the table
+    free    numbers of pages that no slot holds
+    """
+
+    def __init__(self, slots: int, capacity: int, count: int, vacant: Sequence[int], stream: Stream):
+        self.count, self.vacant, self.stream = count, vacant, stream
+        self.most, self.each = rows_held(capacity), pages_of(capacity)
+        self._numbers = np.zeros((slots, self.each), np.int32)
+        self._memory = zeros(self._numbers.nbytes, stream)
+        self.table = self._memory.address
+        self.held, self.free = [0] * slots, list(range(count - 1, -1, -1))
+        self._stores: list[tuple[int, int]] = []  # where the pages of each begin, and their bytes
+
+    def store(self, shape: Planes) -> tuple[Memory, Planes]:
+        """Memory for the pages of one store, and its planes there."""
+        block = page_bytes(shape)
+        memory = Memory(self.count * block, self.stream)
+        self._stores.append((memory.address, block))
+        return memory, pages_at(memory.address, shape, self.table, self.each)
+
+    def hold_runs(self, runs: Iterable[Run], lengths: Sequence[int]) -> None:
+        """Take pages for the rows of a step behind committed ones; raises NoRoomError, and takes none, as `hold`."""
+        self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
+
+    def hold(self, needs: Sequence[tuple[int, int]]) -> None:
+        """Take pages for so many positions of each slot; raises NoRoomError, and takes none, where too few are free."""
+        missing = []
+        for slot, positions in needs:
+            more = -(-min(positions, self.most) // PAGE) - self.held[slot]
+            if more > 0:
+                missing.append((slot, more))
+        if not missing:
+            return
+        total = sum(more for _, more in missing)
+        if total > len(self.free):
+            self.reclaim()
+        if total > len(self.free):
+            raise NoRoomError(
+                f"the sequences of the pool hold {self.count - len(self.free)} of {self.count} pages of {PAGE} tokens, "
+                f"and a step needs {total} more; run fewer sequences, or choose a shorter context"
+            )
+        for slot, more in missing:
+            self._take(slot, more)
+
+    def _take(self, slot: int, more: int) -> None:
+        first = self.held[slot]
+        taken = [self.free.pop() for _ in range(more)]
+        self._numbers[slot, first : first + more] = taken
+        self.held[slot] += more
+        copy_in(self.table + 4 * (slot * self.each + first), self._numbers[slot, first : first + more], self.stream)
+        for address, block in self._stores:
+            for page in taken:
+                cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)
+
+    def keep(self, slot: int, positions: int) -> None:
+        """Free the pages of a slot behind so many positions; what was launched on the stream may still read them."""
+        kept = min(self.held[slot], -(-positions // PAGE))
+        self.free += self._numbers[slot, kept : self.held[slot]].tolist()
+        self.held[slot] = kept
+
+    def reclaim(self) -> None:
+        """Free the pages of slots whose sequences are gone."""
+        for slot in tuple(self.vacant):
+            self.keep(slot, 0)
+
+    @property
+    def block(self) -> int:
+        """Bytes of a page in all stores."""
+        return sum(block for _, block in self._stores)
+
+
+def pages_of(capacity: int) -> int:
+    """Pages of a sequence of `capacity` tokens and the rows of a step behind them."""
+    return -(-rows_held(capacity) // PAGE)
+
+
+def page_count(slots: int, capacity: int, tokens: int | None) -> int:
+    """Pages for `slots` sequences of `tokens` tokens together, at least of one whole context; None: of all of them."""
+    each = pages_of(capacity)
+    return slots * each if tokens is None else min(slots * each, max(each, tokens // PAGE + slots))

@@ -1,0 +1,184 @@
+"""Pages of a pool: growth at their edges, release and reuse, what runs out, and the bits of contiguous caches."""
+
+import threading
+
+import numpy as np
+import pytest
+import tiny
+from test_cuda_pool import Beside, Ids
+
+from common.engine import Engine
+from common.errors import BimetalError, NoRoomError
+from common.options import GenerationOptions
+from common.sequence import Call
+from common.step import MAX_DECODE_ROWS, Step
+from common.storage import KVSpec, LatentSpec
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_backend.caches.pages import pages_of  # noqa: E402
+from cuda_backend.caches.planes import PAGE  # noqa: E402
+from cuda_backend.memory import copy_in, copy_out  # noqa: E402
+from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.states import pool_bytes  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SPEC = [{"kv": KVSpec(2, 64, 64), "latent": LatentSpec(32, 16)}]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen35", "laguna", "glm"])
+def model(request, ops):
+    return tiny.load(request.param, ops)
+
+
+def chain(rows: int, past: int, slot: int = 0) -> Step:
+    return Step.chain(np.arange(rows, dtype=np.int32), past, slot)
+
+
+def table(pool) -> np.ndarray:
+    """The page numbers of each slot, as kernels read them."""
+    flat = copy_out(pool.pages.table, 4 * pool.slots * pool.pages.each, pool.stores[0].stream)
+    return flat.view(np.int32).reshape(pool.slots, -1)
+
+
+def grow(state, rows: int) -> None:
+    """Commit rows that nobody computes."""
+    state.note_step(chain(rows, state.length))
+    state.commit(np.arange(rows))
+
+
+def numbers(pool, state) -> list[int]:
+    return table(pool)[state.slot, : pool.pages.held[state.slot]].tolist()
+
+
+def test_pages_are_taken_and_given_back(ops):
+    pool = ops.new_pool(SPEC, 3, 1000, 1500)
+    a, b = pool.new_state(), pool.new_state()
+    count = 1500 // PAGE + 3
+    assert pool.pages.count == count
+    assert pool.free_tokens == count * PAGE
+    for rows, pages in ((0, 0), (1, 1), (255, 1), (1, 2), (255, 2)):
+        if rows:
+            grow(a, rows)
+        assert len(numbers(pool, a)) == pages
+    grow(b, 300)
+    a.note_step(chain(2, a.length))  # a step that is not committed holds pages for its rows
+    held = numbers(pool, a)
+    assert len(held) == 3
+    assert sorted({*held, *numbers(pool, b)}) == sorted(held + numbers(pool, b))
+    assert pool.free_tokens == (count - 5) * PAGE
+    empty = b.snapshot()
+    grow(b, 500)
+    with pytest.raises(NoRoomError, match=f"hold 7 of {count} pages of 256 tokens, and a step needs 2 more"):
+        a.note_step(chain(700, a.length))
+    assert numbers(pool, a) == held
+    b.restore(empty)
+    assert len(numbers(pool, b)) == 2
+    slot, freed = a.slot, set(held)
+    del a
+    assert pool.free_tokens == (count - 2) * PAGE
+    c = pool.new_state()
+    assert c.slot == slot
+    grow(c, 600)
+    assert set(numbers(pool, c)) & freed
+
+
+def test_a_page_is_clear_when_it_is_taken(ops):
+    """What lies behind the last row is multiplied by 0, so that NaN of an earlier sequence would reach the next one."""
+    pool = ops.new_pool(SPEC, 2, 600)
+    state = pool.new_state()
+    grow(state, 10)
+    stores = [store for store in pool.stores if store.pages]
+    for store in stores:
+        ones = np.full(store.memory.nbytes, 255, np.uint8)
+        copy_in(store.memory.address, ones, store.stream)
+    state.restore(pool.new_state().snapshot())
+    grow(state, 300)
+    for store in stores:
+        block = store.planes[0].block
+        whole = copy_out(store.memory.address, store.memory.nbytes, store.stream).reshape(-1, block)
+        taken = numbers(pool, state)
+        assert not whole[taken].any()
+        assert (np.delete(whole, taken, 0) == 255).all()
+
+
+def test_no_kernel_leaves_its_pages(model):
+    """Table entries of pages that no sequence has taken are 0: page 0 holds NaN here, and nobody reads or writes it."""
+    beside = Beside(model, 3, 5, (1, 250, 30))
+    pages, random = beside.pool.pages, beside.random
+    assert numbers(beside.pool, beside.states[0]) == [0]
+    stores = [store for store in beside.pool.stores if getattr(store, "pages", None)]
+    for store in stores:
+        block = store.planes[0].block
+        copy_in(store.memory.address, np.full(block // 2, np.nan, np.float16), store.stream)
+    beside.step([1, 2], [5, 9])
+    beside.step([1, 2], [12, 1])  # crosses 256
+    beside.read(2, 270)
+    beside.step([1, 2], [MAX_DECODE_ROWS - 20, 3])
+    beside.read(1, 140)
+    beside.step([2, 1], [int(random.integers(1, 9)) for _ in range(2)])
+    assert pages.held[1:] == [2, 2]
+    for store in stores:
+        page = copy_out(store.memory.address, store.planes[0].block, store.stream).view(np.float16)
+        assert np.isnan(page).all()
+    beside.states, beside.alone = beside.states[1:], beside.alone[1:]
+    beside.check_states()
+
+
+def test_states_move_between_pages(model):
+    """A state saved from one slot goes on in other pages, and one that found too few stays as it was."""
+    beside = Beside(model, 3, 6, (200, 300), tokens=0)
+    pool, (one, two) = beside.pool, beside.states
+    assert pool.pages.count == pages_of(tiny.CAPACITY)
+    saved, steps = two.save(), list(two.long_steps)
+    three = pool.new_state()
+    with pytest.raises(NoRoomError):
+        three.load(saved, 300, steps)
+    assert (three.length, pool.pages.held[three.slot]) == (0, 0)
+    one.restore(three.snapshot())
+    three.load(saved, 300, steps)
+    beside.states, beside.alone = [three], beside.alone[1:]
+    beside.step([0], [6])
+    beside.check_states()
+
+
+@pytest.mark.parametrize("parallel", [2, 3])
+def test_replies_when_pages_run_out(ops, parallel):
+    """Sequences take turns in too few pages, and one that is alone in them ends with a sentence."""
+    model = tiny.load("qwen3", ops)
+    calls = [([i % 90 for i in range(240)], 30), ([i % 50 for i in range(245)], 20), ([7, 8], 12)]
+
+    def replies(parallel: int, tokens: int | None = None) -> list:
+        engine, out = Engine(model, Ids(), 500, parallel, tokens=tokens), []
+        for prompt, count in calls:
+            out.append([])
+            put = lambda piece, out=out[-1]: out.extend(piece.tokens)  # noqa: E731
+            end = lambda error, out=out[-1]: out.append(error)  # noqa: E731
+            engine.submit(Call(prompt, GenerationOptions(max_tokens=count), put, end, threading.Event()))
+        engine.drain()
+        pool = engine.memory.pool
+        if pool is not None:
+            assert pool.pages.count == pages_of(500)
+            engine.reset()
+            assert pool.free_tokens == pool.pages.count * PAGE, "an idle pool holds no page"
+        return out
+
+    alone = replies(1)
+    assert [len(reply) for reply in alone] == [31, 21, 13]
+    assert replies(parallel, 0) == alone
+
+
+def test_memory_of_pages(ops):
+    """A pool takes what is predicted, and a fraction of whole contexts for each sequence."""
+    pool = ops.new_pool(SPEC, 4, 2000, 2000)
+    assert pool.nbytes == pool_bytes(SPEC, 4, 2000, 2000) < pool_bytes(SPEC, 4, 2000) / 2
+    state = pool.new_state()
+    grow(state, 300)
+    assert state.nbytes == 2 * pool.pages.block
+    with pytest.raises(BimetalError, match="do not fit"):
+        ops.run(lambda s, step: step, state, chain(2001, 300))
