@@ -13,12 +13,12 @@ from traceback import clear_frames
 from typing import Any
 
 from common.decode.alone import drafted
-from common.decode.requests import Choose, Computed, Draft, Emit, Read, Rows
+from common.decode.requests import Computed, Draft, Rows
 from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
 from common.decoders import Speculation
 from common.errors import BimetalError, NoRoomError
-from common.joined import RowRunner, read
+from common.joined import RowRunner
 from common.models import Model
 from common.models.window import windowed
 from common.ops import Array
@@ -28,6 +28,7 @@ from common.schedule import QUEUE, Schedule
 from common.sequence import Call, Sequence, Target
 from common.slot import Prefixes, Slot
 from common.slots import Slots
+from common.suspended import Ended, Suspended
 from common.tokenizer import Tokenizer
 
 DEFAULTS = GenerationOptions()
@@ -60,17 +61,18 @@ class Engine:
         self.memory = Slots(model, context, parallel, tokens)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.suspended: list[Sequence] = []  # their states are on the host until one that runs has ended
-        self._ended = False  # has a sequence, since the last one was suspended?
+        self._suspended = Suspended(self.schedule, self.memory)
+        self.suspended = self._suspended.sequences
         self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
         self._rows = RowRunner(decoding)
         self._inbox: deque[Sequence] = deque()
         self._lock = threading.Lock()
         self._arrivals = 0
+        self._forgets = False
 
     @property
     def slots(self) -> List[Slot]:
-        """What sequences run in, idle ones among them."""
+        """What sequences run in, and idle ones."""
         return self.memory.slots
 
     # -- from any thread ---------------------------------------------------------------------------------------------
@@ -90,6 +92,10 @@ class Engine:
             self._inbox.append(sequence)
         return sequence
 
+    def reset(self) -> None:
+        """Have the next turn forget what idle slots hold, before it begins a call."""
+        self._forgets = True
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
@@ -107,7 +113,7 @@ class Engine:
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
         if len(running) == 1 and type(running[0].request) is Rows:  # alone: nothing to choose or to count
-            self._step([running[0]])
+            self._step(running[:1])
             return
         began = time.perf_counter()
         reader = schedule.reader(running)
@@ -154,27 +160,21 @@ class Engine:
             if not ends:
                 self._leave(sequence)
 
-    def reset(self) -> None:
-        """Forget what idle slots hold."""
-        self.memory.reset([each.slot for each in (*self.running, *self.suspended)])
-
     # -- beginning and ending ----------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         """Take in what was submitted, end what was cancelled, and begin what may begin."""
+        if self._forgets:
+            self._forgets = False
+            self.memory.reset([each.slot for each in (*self.running, *self.suspended)])
         while self._inbox:
             self.waiting.append(self._inbox.popleft())
-        for queue in (self.running, self.waiting, self.suspended):
-            for each in queue:
-                if each.call.cancel.is_set():
-                    break
-            else:
-                continue
-            for each in [each for each in queue if each.cancelled]:
-                each.reason = "cancelled"
-                self._end(each)
+        live = *self.running, *self.waiting, *self.suspended
+        for each in [each for each in live if each.call.cancel.is_set()]:
+            each.reason = "cancelled"
+            self._end(each)
         if self.suspended:
-            self._resume()
+            self._moved(self._suspended.resume(self.running))
         elif self.waiting and len(self.running) < self.parallel:
             self.schedule.admit(self.waiting, self._begin)
 
@@ -217,10 +217,11 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> Exception | None:
         """Take a sequence out, and leave its slot as good as it can be; what went wrong with that."""
-        self._ended = True
+        self._suspended.has_ended = True
         for queue in (self.running, self.waiting, self.suspended):
             with suppress(ValueError):
                 queue.remove(sequence)
+        self._share_rows()
         if sequence.reads:
             sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
         if sequence.tuner is not None:
@@ -244,12 +245,11 @@ class Engine:
 
     def _read_prompt(self, sequence: Sequence) -> None:
         """Run the next step of a prompt."""
-        assert sequence.slot
-        step, rows = sequence.prompt_step()
+        state, step, rows = sequence.prompt_step()
         try:
-            logits = self.model.forward(sequence.slot.state, step, rows)
+            logits = self.model.forward(state, step, rows)
         except NoRoomError as error:
-            self._suspend(error)
+            self._make_room(error)
             return
         except BimetalError as error:
             self._end(sequence, error)
@@ -270,16 +270,24 @@ class Engine:
             free = self._tuners(sequence)
             tuner = free.pop() if free else new_tuner(speculation, self.model)
         sequence.decode(logits, tuner)
+        self._share_rows()
         self._advance(sequence, None)
+
+    def _share_rows(self) -> None:
+        """Bound the draft tokens of those that decode."""
+        runs = [each.run for each in self.running if each.run is not None]
+        drafting = [run for run in runs if run.options.drafts]
+        most = self.schedule.most_drafted(len(drafting), len(runs) - len(drafting)) if drafting else None
+        for run in drafting:
+            run.most_drafted = most
 
     def _draft(self, sequence: Sequence) -> None:
         """Answer a Draft, one sequence at a time."""
-        assert sequence.slot
-        assert type(sequence.request) is Draft
+        state, asked = sequence.asked_draft
         try:
-            answer = drafted(self.target.decoding, sequence.slot.state, sequence.request.token, sequence.request.k)
+            answer = drafted(self.target.decoding, state, asked.token, asked.k)
         except NoRoomError as error:
-            self._suspend(error)
+            self._make_room(error)
         except BimetalError as error:
             self._end(sequence, error)
         except Exception as error:
@@ -292,12 +300,11 @@ class Engine:
         answers: List[Computed | Exception]
         try:
             if len(chosen) == 1:
-                answers = [self._rows.alone(chosen[0].slot.state, chosen[0].request)]  # type: ignore[union-attr,arg-type]
+                answers = [self._rows.alone(*chosen[0].asked_rows)]
             else:
-                asked = [(each.slot.state, each.request) for each in chosen]  # type: ignore[union-attr]
-                answers = self._rows.together(asked)  # type: ignore[arg-type]
+                answers = self._rows.together([each.asked_rows for each in chosen])
         except NoRoomError as error:
-            self._suspend(error)
+            self._make_room(error)
             return
         except BimetalError as error:
             answers = [error for _ in chosen]
@@ -305,73 +312,30 @@ class Engine:
             self._fail(error)
             return
         for sequence, answer in zip(chosen, answers, strict=True):
-            if type(answer) is Computed:
+            if isinstance(answer, Computed):
                 self._advance(sequence, answer)
             else:
-                self._end(sequence, answer)  # type: ignore[arg-type]
+                self._end(sequence, answer)
 
     def _advance(self, sequence: Sequence, answer: Any) -> None:
         """Hand a decoder the answer to its request, and serve it until it asks for rows or a draft, or ends."""
-        decoder, ops = sequence.decoder, self.model.ops
-        assert decoder is not None
         try:
-            while True:
-                request = decoder.send(answer)
-                if type(request) is Emit:
-                    if not sequence.take(request.token, request.row):
-                        break
-                    answer = None
-                elif type(request) is Read:
-                    answer = read(ops, request.of)
-                elif type(request) is Choose:
-                    answer = ops.sample(request.logits, request.sampler)
-                else:
-                    sequence.request = request  # type: ignore[assignment]  # a Rows or a Draft
-                    return
-        except StopIteration:
-            pass
+            goes_on = sequence.advance(answer)
         except Exception as error:
             self._end(sequence, error)
             return
-        self._end(sequence)
+        if not goes_on:
+            self._end(sequence)
 
-    def _suspend(self, error: NoRoomError) -> None:
-        """Free memory for a step that had none: of an idle slot, else a sequence moves to the host.
+    def _make_room(self, error: NoRoomError) -> None:
+        """Free memory for a step that had none."""
+        self._moved(self._suspended.make_room(self.running, error))
 
-        A lone sequence ends with `error`.
-        """
-        if self.memory.forget_one([each.slot for each in (*self.running, *self.suspended)]):
-            return
-        victim = self.schedule.victim(self.running)
-        if len(self.running) == 1:
-            self._end(victim, error)
-            return
-        try:
-            assert victim.slot
-            victim.slot.suspend()
-        except Exception as raised:
-            self._end(victim, raised)
-            return
-        self.running.remove(victim)
-        self.suspended.append(victim)
-        self._ended = False
-
-    def _resume(self) -> None:
-        """Let a suspended sequence go on where memory may be free again: once one that ran has ended."""
-        if self.running and not self._ended:
-            return
-        self._ended = False
-        sequence = self.schedule.next_back(self.suspended)
-        try:
-            assert sequence.slot
-            sequence.slot.resume()
-        except NoRoomError as error:
-            taken = [each.slot for each in (*self.running, *self.suspended)]
-            if not self.memory.forget_one(taken) and not self.running:
-                self._end(sequence, error)
-            return
-        self.suspended.remove(sequence)
-        self.running.append(sequence)
+    def _moved(self, failed: Ended | None) -> None:
+        """Go on after a state has moved to the host or back, or one has failed to."""
+        if failed is not None:
+            self._end(*failed)
+        self._share_rows()
 
     def _fail(self, error: Exception) -> None:
         """End all that run: the backend failed, and what it left in any state is unknown."""

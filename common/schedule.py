@@ -5,6 +5,8 @@
   begins before it.
 - While sequences decode, steps of prompts take at most half of the time. Prompts are read one after another.
 - A step of decoding has at most `most_rows` rows. A sequence that a step had no room for comes first in the next.
+- Where several sequences decode, their draft tokens and newest tokens together are at most VERIFY_ROWS rows, in equal
+  parts: a further row of a long step takes more time than a draft token is likely to save.
 - Where memory runs out, the youngest gives its own to the others and goes on, as it was, once one of them has ended;
   nothing else begins before.
 - At most `queue` sequences wait; a further one is refused.
@@ -18,6 +20,7 @@ from common.step import MAX_DECODE_ROWS
 
 MOST_SKIPS = 4
 MOST_OWED = 2.0  # seconds that a prompt waits for decoding: a step of one may take long once, to compile
+VERIFY_ROWS = 64
 QUEUE = 256  # sequences that may wait
 
 
@@ -108,6 +111,12 @@ class Schedule:
             else:
                 item.waited += 1
         return chosen
+
+    def most_drafted(self, drafting: int, others: int) -> int | None:
+        """Draft tokens that each of `drafting` sequences may ask for beside `others` that decode; None: no bound."""
+        if drafting + others < 2:
+            return None
+        return max(0, (VERIFY_ROWS - others) // drafting - 1)
 
     def victim(self, running: Collection[T]) -> T:
         """Who gives its memory to the others when it runs out: the lowest priority, of equal ones the youngest."""

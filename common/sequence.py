@@ -11,12 +11,13 @@ import numpy as np
 
 from common.checks import check_fits, check_tokens, default_spec, default_window, speculation_of
 from common.decode.registry import check, decode
-from common.decode.requests import Draft, Request, Rows
+from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.decode.tuner import Tuner
 from common.decode.wedlm import most_unread
 from common.errors import UsageError
 from common.expert_stats import ExpertStats
+from common.joined import read
 from common.models import Model
 from common.ops import Array
 from common.options import GenerationOptions
@@ -24,7 +25,7 @@ from common.pieces import Logprob, Piece, Stats
 from common.reading import Reading, Span
 from common.sampling import Sampler
 from common.slot import Prefixes, Slot
-from common.step import MAX_DECODE_ROWS, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 from common.stop import StopText
 from common.tokenizer import Tokenizer
 
@@ -174,14 +175,14 @@ class Sequence:
         most = most_unread(self.speculation.wedlm)
         return new if new <= most else min(most, 1)
 
-    def prompt_step(self) -> tuple[Step, slice]:
-        """The next step of the prompt, and the rows of which logits are needed."""
+    def prompt_step(self) -> tuple[State, Step, slice]:
+        """The state, the next step of the prompt, and the rows of which logits are needed."""
         assert self.slot
         at = self.slot.state.length
         cut = self.reading.next_cut(at)
         n = cut - at
         rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
-        return Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
+        return self.slot.state, Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
 
     def has_read(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
         """Commit a step of the prompt; whether more are left."""
@@ -208,6 +209,45 @@ class Sequence:
         self.run.tuner = self.tuner = tuner
         self.first = self.last = time.perf_counter()
         self.decoder = decode(self.run)
+
+    @property
+    def asked_rows(self) -> tuple[State, Rows]:
+        """The state, and the rows that the decoder asks for."""
+        assert self.slot
+        assert type(self.request) is Rows
+        return self.slot.state, self.request
+
+    @property
+    def asked_draft(self) -> tuple[State, Draft]:
+        """The state, and the draft that the decoder asks for."""
+        assert self.slot
+        assert type(self.request) is Draft
+        return self.slot.state, self.request
+
+    def advance(self, answer: Any) -> bool:
+        """Hand the decoder the answer to its request, and serve it until it asks for rows or a draft.
+
+        Returns whether it does: False at the end of the reply.
+        """
+        decoder, ops = self.decoder, self.target.model.ops
+        assert decoder is not None
+        while True:
+            try:
+                request = decoder.send(answer)
+            except StopIteration:
+                return False
+            if type(request) is Emit:
+                if not self.take(request.token, request.row):
+                    return False
+                answer = None
+            elif type(request) is Read:
+                answer = read(ops, request.of)
+            elif type(request) is Choose:
+                answer = ops.sample(request.logits, request.sampler)
+            else:
+                assert isinstance(request, Rows | Draft)
+                self.request = request
+                return True
 
     def take(self, token: int, row: Array) -> bool:
         """Add a token of the reply, with the logits (1, vocab) of its row; whether the reply goes on."""

@@ -189,3 +189,11 @@ def test_a_thousand_calls_all_end():
         machine.turn()
     machine.drain()
     assert all(each.left == 0 for each in waiting)
+
+
+@pytest.mark.parametrize(
+    ("drafting", "others", "most"),
+    [(1, 0, None), (2, 0, 31), (1, 1, 62), (4, 0, 15), (16, 0, 3), (32, 0, 1), (33, 0, 0), (64, 0, 0), (2, 100, 0)],
+)
+def test_draft_tokens_shrink_with_the_number_that_decode(drafting, others, most):
+    assert Schedule(joins=True).most_drafted(drafting, others) == most

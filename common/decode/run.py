@@ -105,6 +105,8 @@ class Run:
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
     unread  last tokens of the prompt that `state` does not hold yet, which WeDLM's first step reads
 
+    most_drafted  most draft tokens of the next step, which depend on how many decode beside it; None: no bound
+
     A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
     holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are
     committed a step later.
@@ -120,3 +122,9 @@ class Run:
     stats: DecodeStats = field(default_factory=DecodeStats)
     wedlm: WedlmStats = field(default_factory=WedlmStats)
     unread: Sequence[int] = ()
+    most_drafted: int | None = None
+
+    def bounded(self, budget: int, sizes: Sequence[int] = ()) -> int:
+        """Draft tokens of the next step, at most `budget`; one of `sizes`, which has 0, where they are given."""
+        most = budget if self.most_drafted is None else min(budget, self.most_drafted)
+        return max((size for size in sizes if size <= most), default=most)

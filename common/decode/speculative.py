@@ -99,10 +99,10 @@ def decode(run: Run) -> Generator[Request, Any, None]:
         budget = run.options.budget or 0
         token = yield from _first(run, drafter)
         while run.state.length < run.state.capacity:
-            token, _ = yield from _step(run, drafter, token, budget)
+            token, _ = yield from _step(run, drafter, token, run.bounded(budget))
         return
     tuner.begin()
-    budget = tuner.choose()
+    budget = run.bounded(tuner.choose(), tuner.sizes)
     if budget == 0:
         token, budget = yield from _plain(run, drafter, tuner, run.logits)
     else:
@@ -117,7 +117,7 @@ def decode(run: Run) -> Generator[Request, Any, None]:
             started = time.perf_counter()
             token, path = yield from _step(run, drafter, token, budget)
             tuner.record(budget, path, time.perf_counter() - started)
-            budget = tuner.choose()
+            budget = run.bounded(tuner.choose(), tuner.sizes)
 
 
 def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
@@ -144,7 +144,7 @@ def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator
         ahead -= 1
         if ahead > 0:
             return True
-        budget = tuner.choose()
+        budget = run.bounded(tuner.choose(), tuner.sizes)
         ahead = tuner.plain_steps()
         return budget == 0
 

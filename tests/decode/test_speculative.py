@@ -161,6 +161,7 @@ class Script:
 
     def __init__(self, budgets):
         self.left, self.recorded = list(budgets), []
+        self.sizes = (0, *{size for size in budgets if size})
 
     def begin(self):
         pass

@@ -1,0 +1,61 @@
+"""Sequences that have given their memory to others: their states are on the host until one that runs has ended."""
+
+from common.errors import NoRoomError
+from common.schedule import Schedule
+from common.sequence import Sequence
+from common.slot import Slot
+from common.slots import Slots
+
+Ended = tuple[Sequence, Exception]  # a sequence that must end, and the error that it ends with
+
+
+class Suspended:
+    """Moves states to the host and back.
+
+    sequences  whose states are on the host
+    has_ended  whether a sequence has ended since the last one was suspended: memory may be free again
+    """
+
+    def __init__(self, schedule: Schedule, memory: Slots):
+        self._schedule, self._memory = schedule, memory
+        self.sequences: list[Sequence] = []
+        self.has_ended = False
+
+    def make_room(self, running: list[Sequence], error: NoRoomError) -> Ended | None:
+        """Free memory for a step that had none: of an idle slot, else one of `running` moves to the host.
+
+        Returns the sequence that ends instead, where it runs alone or its state cannot be saved.
+        """
+        if self._memory.forget_one(self._taken(running)):
+            return None
+        victim = self._schedule.victim(running)
+        if len(running) == 1:
+            return victim, error
+        try:
+            assert victim.slot
+            victim.slot.suspend()
+        except Exception as raised:
+            return victim, raised
+        running.remove(victim)
+        self.sequences.append(victim)
+        self.has_ended = False
+        return None
+
+    def resume(self, running: list[Sequence]) -> Ended | None:
+        """Let a sequence go on where memory may be free again; returns it where it does not fit alone."""
+        if running and not self.has_ended:
+            return None
+        self.has_ended = False
+        sequence = self._schedule.next_back(self.sequences)
+        try:
+            assert sequence.slot
+            sequence.slot.resume()
+        except NoRoomError as error:
+            is_alone = not self._memory.forget_one(self._taken(running)) and not running
+            return (sequence, error) if is_alone else None
+        self.sequences.remove(sequence)
+        running.append(sequence)
+        return None
+
+    def _taken(self, running: list[Sequence]) -> list[Slot | None]:
+        return [each.slot for each in (*running, *self.sequences)]
