@@ -6,7 +6,7 @@ import numpy as np
 
 from cuda_backend.caches.kv import KV
 from cuda_backend.caches.packed import Exact, PackedStore, calibrate
-from cuda_backend.caches.planes import Planes
+from cuda_backend.caches.planes import Planes, of_slot
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.prototypes import EXACT
@@ -32,9 +32,11 @@ def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> Ex
     planes: Planes = (exact.kv.keys, exact.kv.values)
     if step.prefill and exact.kv.store.is_ring:
         planes = unrolled(exact.kv, step, context.arena, context.stream)
+    elif step.prefill:
+        planes = of_slot(planes, step.slot)
     packing, width = kv.store.spec.packing, kv.keys.width
     q, shift = context.arena.take(T * H * width * 2), context.arena.take(T * H * 4)
-    counts = 0, packing.first, packing.recent
+    counts = 0, exact.slot // 4, packing.first, packing.recent
     record = np.array((*(plane.record for plane in planes), q, shift, exact.mean, exact.scale, *counts), EXACT)
     return ExactStep(record, ("EXACT=1",), planes)
 
@@ -47,10 +49,11 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
     keys, rows = opened.planes[0], 1 if step.prefill else step.T
     size = 4 * keys.heads * keys.width
     stats = context.arena.take(2 * rows * size)
-    calibrate(keys, store.calibration, stats, context.stream, rows, 0 if step.prefill else step.address)
+    whole = 0 if step.prefill else step.address
+    calibrate(keys, store.calibration, stats, context.stream, rows, whole, (kv.exact.mean, kv.exact.slot // 4))
     record = opened.record.copy()
     record["mean"], record["scale"] = stats, stats + rows * size
-    record["own"] = 0 if step.prefill else keys.heads * keys.width
+    record["own"], record["slots"] = 0 if step.prefill else keys.heads * keys.width, 0
     return opened._replace(record=record)
 
 

@@ -41,7 +41,7 @@ EXACT = _struct(
     ("keys", PLANE),
     ("values", PLANE),
     *_named("u8", "q", "shift", "mean", "scale"),
-    *_named("i4", "own", "first", "recent"),
+    *_named("i4", "own", "slots", "first", "recent"),
 )
 
 TYPES: dict[str, np.dtype] = {

@@ -89,8 +89,9 @@ class CudaPool:
         slot = min(self.vacant)
         self.vacant.remove(slot)
         self.set_length(slot, 0)
-        if self.recurrent and self.slots > 1:
-            self.recurrent.clear(slot)
+        for store in self.stores if self.slots > 1 else ():
+            if isinstance(store, Recurrent | PackedStore):
+                store.clear(slot)
         return CudaState(self, slot)
 
     def set_length(self, slot: int, length: int) -> None:

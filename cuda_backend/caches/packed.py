@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import BimetalError
 from common.step import Shape
 from common.storage import NATIVE, KVSpec, Packing
 from cuda_backend.caches.kv import KV, KVStore
@@ -27,20 +26,23 @@ class Exact:
     """What one layer keeps beside its codes.
 
     kv     keys and values of the tokens that are read exactly
-    mean   address of each channel's mean, float32 (K, D); 0: keys are encoded as they are
+    mean   address of each channel's mean in slot 0, float32 (K, D); 0: keys are encoded as they are
     scale  of each channel's scale
+    slot   bytes from a slot's to the next's
     """
 
     kv: KV
     mean: int
     scale: int
+    slot: int
 
 
 class PackedStore(KVStore):
     """The caches of all layers of one shape.
 
     exact      the rows that are read exactly
-    stats      mean and scale of committed rows, float32 (2, layers, K, D): 0 and 1 until there are rows enough
+    stats      mean and scale of committed rows, float32 (slots, 2, layers, K, D): 0 and 1 until there are rows enough
+    slot_stats bytes of a slot's
     calibrates whether keys of the step that was noted last are encoded with statistics that it completes itself
     """
 
@@ -53,29 +55,30 @@ class PackedStore(KVStore):
         stream: Stream,
         pages: Pages | None = None,
     ):
-        if len(lengths) > 1:
-            raise BimetalError(
-                f"a cache of keys in {spec.key_format} that keeps tokens exactly, for {len(lengths)} sequences; "
-                "the CUDA backend holds it for one"
-            )
         super().__init__(spec, layers, capacity, lengths, stream, pages)
         self.exact = WindowStore(exact_spec(spec), layers, capacity, lengths, stream)
-        self.stats = Memory(stats_bytes(spec, layers), stream)
+        self.slot_stats = stats_bytes(spec, layers)
+        self.stats = Memory(len(lengths) * self.slot_stats, stream)
         self.calibrates = False
-        self._forget()
+        for slot in range(len(lengths)):
+            self.clear(slot)
 
     @property
     def calibration(self) -> int:
         return self.spec.packing.calibration
 
-    def _forget(self) -> None:
-        half = self.stats.nbytes // 8
-        copy_in(self.stats.address, np.repeat(np.array([0, 1], np.float32), half), self.stream)
+    def clear(self, slot: int) -> None:
+        """Forget a slot's statistics."""
+        copy_in(self._stats(slot), np.repeat(np.array([0, 1], np.float32), self.slot_stats // 8), self.stream)
+
+    def _stats(self, slot: int) -> int:
+        return self.stats.address + slot * self.slot_stats
 
     def layer(self, i: int) -> KV:
         part = i * 4 * self.spec.kv_heads * self.spec.key_dim
         mean = self.stats.address + part if self.calibration else 0
-        return replace(super().layer(i), exact=Exact(self.exact.layer(i), mean, mean + self.stats.nbytes // 2))
+        exact = Exact(self.exact.layer(i), mean, mean + self.slot_stats // 2, self.slot_stats if mean else 0)
+        return replace(super().layer(i), exact=exact)
 
     def note_step(self, runs: Sequence[Run]) -> None:
         self.exact.note_step(runs)
@@ -88,31 +91,31 @@ class PackedStore(KVStore):
         super().commit(slot, path)
         self.exact.commit(slot, path)
         if completes:
-            calibrate(self.exact.planes[0], self.calibration, self.stats.address, self.stream)
+            calibrate(self.exact.planes[0].of_slot(slot), self.calibration, self._stats(slot), self.stream)
 
     def snapshot(self, slot: int) -> Any:
         held = None
         if 0 < self.calibration <= self.lengths[slot]:
-            held = Memory(self.stats.nbytes, self.stream)
-            copy(held.address, self.stats.address, held.nbytes, self.stream)
+            held = Memory(self.slot_stats, self.stream)
+            copy(held.address, self._stats(slot), held.nbytes, self.stream)
         return self.exact.snapshot(slot), held
 
     def restore(self, slot: int, snapshot: Any) -> None:
         exact, held = snapshot
         self.exact.restore(slot, exact)
         if held:
-            copy(self.stats.address, held.address, held.nbytes, self.stream)
+            copy(self._stats(slot), held.address, held.nbytes, self.stream)
         else:
-            self._forget()
+            self.clear(slot)
 
     def point_shapes(self, length: int) -> list[Shape]:
-        statistics: list[Shape] = [((self.stats.nbytes // 4,), np.dtype(np.float32))]
+        statistics: list[Shape] = [((self.slot_stats // 4,), np.dtype(np.float32))]
         return self.exact.point_shapes(length) + (statistics if 0 < self.calibration <= length else [])
 
     def save_point(self, slot: int) -> list[np.ndarray]:
         rows = self.exact.save_point(slot)
         if 0 < self.calibration <= self.lengths[slot]:
-            rows.append(copy_out(self.stats.address, self.stats.nbytes, self.stream).view(np.float32))
+            rows.append(copy_out(self._stats(slot), self.slot_stats, self.stream).view(np.float32))
         return rows
 
     def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
@@ -120,26 +123,30 @@ class PackedStore(KVStore):
         exact = len(self.exact.point_shapes(length))
         self.exact.load(slot, length, [], point[:exact])
         if point[exact:]:
-            copy_in(self.stats.address, np.ascontiguousarray(point[exact]), self.stream)
+            copy_in(self._stats(slot), np.ascontiguousarray(point[exact]), self.stream)
         else:
-            self._forget()
+            self.clear(slot)
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.exact.nbytes + self.stats.nbytes
 
 
-def calibrate(keys: Plane, count: int, to: int, stream: Stream, rows: int = 1, step: int = 0) -> None:
+def calibrate(
+    keys: Plane, count: int, to: int, stream: Stream, rows: int = 1, step: int = 0, kept: tuple[int, int] = (0, 0)
+) -> None:
     """Mean, then scale, float32 (rows, heads, D) each, of the first `count` keys on the path of each row.
 
     keys   float16 rows, the step's among them
     step   address of the step whose rows these are; 0: one row, whose path is the first positions in order
+    kept   address of the statistics of slot 0, which rows of a step behind `count` committed keys take, and elements
+           from a slot's to the next
     """
     heads, width = keys.heads, keys.width
     kernel("calibrate", "calibrate")(
         (heads, rows),
         (-(-width // 32) * 32,),
-        (keys.record, width, count, step, to, to + 4 * rows * heads * width),
+        (keys.record, width, count, step, *kept, to, to + 4 * rows * heads * width),
         stream=stream,
     )
 
@@ -159,4 +166,4 @@ def stats_bytes(spec: KVSpec, layers: int) -> int:
 
 def exact_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
     """Device bytes of what one layer keeps beside its codes."""
-    return window_bytes(exact_spec(spec), slots, capacity) + stats_bytes(spec, 1)
+    return window_bytes(exact_spec(spec), slots, capacity) + slots * stats_bytes(spec, 1)

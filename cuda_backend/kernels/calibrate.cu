@@ -1,20 +1,24 @@
 // calibrate: mean and scale of each channel over the first keys of a sequence
 // Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/exact.py
-// In        keys [head][place][D] float16: the first positions in order, those of the step at past + row
+// In        keys [head][place][D] float16 of each slot: the first positions in order, those of the step at past + row; kept:
+//           means of slot 0 that are complete, each / 2 elements behind them scales, and `each` behind them the next slot's
 // Out       mean and scale [row][head][D] float32
-// Assumes   the step and the cache have one sequence
+// Assumes   without a step the cache has one sequence
 // Work      a CTA per head and row, a thread per channel. Without a step `n` positions in order make the one row's. Else row t
-//           of the step takes the committed ones, then the rows that it sees; where these are fewer than n, mean 0 and scale 1
+//           of the step takes the committed ones, then the rows that it sees; where these are fewer than n, mean 0 and scale 1,
+//           and where n are committed those that are kept
 // Numbers   sums in float64, in the order of the keys: those of a row are those of its path read alone, bit for bit
 // Bound     latency; it runs once in a sequence
 
-extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* step, float* mean, float* scale) {
+extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* step, const float* kept, int each, float* mean,
+                                     float* scale) {
     begin();
     __shared__ int listed[MAX_DECODE_ROWS];  // rows of the step that this one sees
-    const int head = blockIdx.x, t = blockIdx.y, d = threadIdx.x, heads = gridDim.x, past = step ? step->run[0].past : n;
+    const int head = blockIdx.x, t = blockIdx.y, d = threadIdx.x, heads = gridDim.x;
+    const int past = step ? run_at(step, t).past : n, slot = step ? run_at(step, t).slot : 0;
     const s64 to = (s64)(t * heads + head) * D + d;
     int count = past;
-    if (step)
+    if (step && past < n)
         for (int j = 0; j < min(step->rows, MAX_DECODE_ROWS); j++)
             if (step->seen[t][j / 32] >> j % 32 & 1) {
                 if (d == 0) listed[count - past] = j;
@@ -22,8 +26,13 @@ extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* 
             }
     __syncthreads();
     if (d >= D || (step && t >= step->rows)) return;
+    if (step && past >= n) {
+        const float* from = kept + (s64)slot * each + head * D + d;
+        mean[to] = from[0], scale[to] = from[each / 2];
+        return;
+    }
     double sum = 0.0, squares = 0.0;
-    const u16* rows = (const u16*)row_at(keys, 0, head, 0, 2 * D) + d;
+    const u16* rows = (const u16*)row_at(keys, slot, head, 0, 2 * D) + d;
     auto key = [&](int i) { return (double)from_half(rows[(s64)place_of(keys, i < past ? i : past + listed[i - past]) * D]); };
 #pragma unroll 1
     for (int i = 0; i < n && count >= n; i++) sum += key(i);

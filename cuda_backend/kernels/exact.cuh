@@ -13,5 +13,7 @@ struct Exact {
     u16* q;                    // [T][H][D] float16; products with codes take q times `scale`, rotated
     float* shift;              // [T][H] q times `mean`, which belongs to every product with a code
     const float *mean, *scale; // [K][D] of each channel of the keys; null: keys are encoded as they are
-    int own, first, recent;    // own: elements from the statistics of a row to the next row's, 0: all rows have one
+    int own, slots, first, recent;  // elements from the statistics of a row, and of a slot, to the next; 0: they are shared
 };
+// Where the statistics of row t of a sequence begin.
+__device__ __forceinline__ s64 statistics_of(const Exact& exact, int t, int slot) { return (s64)t * exact.own + (s64)slot * exact.slots; }

@@ -35,7 +35,7 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     u8* exact_row = is_q   ? (u8*)(exact.q + ((s64)t * H + of) * WIDTH)
                     : is_k ? row_at(exact.keys, run.slot, of, exact_place, 2 * WIDTH)
                            : row_at(exact.values, run.slot, of, exact_place, 2 * WIDTH);
-    const s64 at = (s64)t * exact.own + (is_q ? of / (H / K) : of) * WIDTH;
+    const s64 at = statistics_of(exact, t, run.slot) + (is_q ? of / (H / K) : of) * WIDTH;
     float part = 0.0f;
 #endif
 #pragma unroll

@@ -107,7 +107,7 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         u8* exact_row = kind == 0   ? (u8*)(exact.q + ((s64)t * H + of) * D)
                         : kind == 1 ? row_at(exact.keys, slot, of, exact_place, 2 * D)
                                     : row_at(exact.values, slot, of, exact_place, 2 * D);
-        const s64 at = (s64)t * exact.own + (kind ? of : of / (H / K)) * D;
+        const s64 at = statistics_of(exact, t, slot) + (kind ? of : of / (H / K)) * D;
         float part = 0.0f;
 #pragma unroll
         for (int n = 0; n < PARTS; n++) part += store_both<D>(exact, at, kind == 0, kind == 1, row, exact_row, n, threadIdx.x % 32, e[n]);

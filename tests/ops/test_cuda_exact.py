@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from common.joined_step import JoinedStep
 from common.kv_cache import CacheOptions, packed
 from common.kv_formats import FORMATS
 from common.reference import NumpyOps
@@ -46,8 +47,8 @@ def rows_at(places, heads, D):
 class Read:
     """A sequence on one backend: tokens are numbers, and stand for the same rows everywhere."""
 
-    def __init__(self, ops, spec, H=4):
-        self.ops, self.spec, self.state = ops, spec, ops.new_state(spec, 1200)
+    def __init__(self, ops, spec, H=4, state=None):
+        self.ops, self.spec, self.state = ops, spec, state or ops.new_state(spec, 1200)
         self.heads, self.D = (H, spec[0]["kv"].kv_heads, spec[0]["kv"].kv_heads), spec[0]["kv"].key_dim
 
     def step(self, step):
@@ -56,7 +57,7 @@ class Read:
 
     def chain(self, tokens, keep=True):
         tokens = np.asarray(tokens, np.int32)
-        out = self.step(Step.chain(tokens, self.state.length))
+        out = self.step(Step.chain(tokens, self.state.length, self.state.slot))
         self.state.commit(range(len(tokens)) if keep else [])
         return out
 
@@ -240,3 +241,39 @@ def test_keys_and_values_are_written_alone(ops):
         one.state.commit(range(count))
         at += count
     assert np.array_equal(one.chain([at]), other.chain([at]))
+
+
+@pytest.mark.parametrize("packing", [{}, {"calibration": 0, "sinks": 1}, {"recent": 500}], ids=str)
+def test_sequences_of_a_pool(packing, ops):
+    """Each has the bits of running alone, before, at and behind the keys that calibrate."""
+    spec = spec_of(("lm4", "q8_0"), **packing)
+    pool = ops.new_pool(spec, 3, 1200)
+    many = [Read(ops, spec, state=pool.new_state()) for _ in range(3)]
+    alone = [Read(ops, spec) for _ in range(3)]
+    for i, count in enumerate((0, 4, 160)):
+        if count:
+            assert np.array_equal(*(reads[i].chain(range(count)) for reads in (many, alone)))
+    for turn, counts in enumerate([(1, 3, 2), (4, 1, 5), (7, 2, 1), (2, 90, 3)]):
+        steps = []
+        for i, count in enumerate(counts):
+            tokens = 100 * turn + 10 * i + np.arange(count, dtype=np.int32)
+            steps.append(Step.tree(tokens, [max(PAST, t - 2) for t in range(count)], many[i].state.length))
+        joined = JoinedStep.of(steps, np.concatenate([step.tokens for step in steps]), [r.state.slot for r in many])
+        pool.note_step(joined)
+        out = attend(ops, pool, rows_at(joined.tokens, many[0].heads, 64), joined)
+        for i, (step, at) in enumerate(zip(steps, joined.runs, strict=True)):
+            assert np.array_equal(out[at], alone[i].step(step)), f"sequence {i}, turn {turn}"
+            path = np.flatnonzero(step.visible[-1])
+            for read in (many[i], alone[i]):
+                read.state.commit(path)
+    assert np.array_equal(*(reads[1].chain(range(600, 750)) for reads in (many, alone)))
+    for one, other in zip(many, alone, strict=True):
+        saved, expected = one.state.save(), other.state.save()
+        assert all(np.array_equal(saved[name], expected[name]) for name in expected)
+    slot = many[1].state.slot
+    del one, read
+    many[1] = None
+    fresh, new = Read(ops, spec, state=pool.new_state()), Read(ops, spec)
+    assert fresh.state.slot == slot
+    for count in (3, 9):
+        assert np.array_equal(*(read.chain(range(count)) for read in (fresh, new)))
