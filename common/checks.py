@@ -9,7 +9,7 @@ import numpy as np
 
 from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
 from common.errors import PromptTooLongError, UsageError
-from common.models.dflash import Pair
+from common.models.pair import Pair
 from common.options import GenerationOptions
 
 
@@ -44,9 +44,9 @@ def check_fits(tokens: int, context: int, trained: int) -> None:
 
 
 def default_spec(model: Any) -> str:
-    """The speculative mode of `model` where none is chosen: tree with a draft, wedlm with a mask token, else off."""
+    """The speculative mode of `model` where none is chosen: that of its draft, wedlm with a mask token, else off."""
     if isinstance(model, Pair):
-        return "tree"
+        return model.spec
     return "off" if getattr(model.config, "mask_id", None) is None else "wedlm"
 
 

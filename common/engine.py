@@ -285,7 +285,7 @@ class Engine:
         """Answer a Draft, one sequence at a time."""
         state, asked = sequence.asked_draft
         try:
-            answer = drafted(self.target.decoding, state, asked.token, asked.k)
+            answer = drafted(self.target.decoding, state, asked)
         except NoRoomError as error:
             self._make_room(error)
         except BimetalError as error:

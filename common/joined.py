@@ -78,7 +78,8 @@ class RowRunner:
 
     def _state_of(self, states: list[State], asked: list[Rows]) -> Any:
         layers = len(self.model.weights.layers)
-        own = [layers if rows.target_only else layers + DRAFT_LAYERS for rows in asked]
+        omits = self.target is not self.model  # the draft's rows, in a step after which nothing is drafted
+        own = [layers if rows.target_only and omits else layers + DRAFT_LAYERS for rows in asked]
         if self._state is None or self._state.states != states or self._state.own != own:
             self._state = JoinedState(states, own)
         return self._state

@@ -116,6 +116,9 @@ class Joined:
     def short_conv(self, x: Array, taps: Array, conv: Any, step: JoinedStep) -> Array:
         return self._each(step, lambda i, at, part: self._ops.short_conv(x[at], taps, conv[i], part))
 
+    def parent_rows(self, x: Array, last: Any, step: JoinedStep) -> Array:
+        return self._each(step, lambda i, at, part: self._ops.parent_rows(x[at], last[i], part))
+
     def gated_delta(
         self,
         q: Array,

@@ -295,6 +295,13 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
+        """Of each row of x (T, C) the row that it continues: -> (T, C); the committed past's last, zeros before any.
+
+        The state `last` is that of a short convolution of two taps.
+        """
+
+    @abstractmethod
     def gated_delta(
         self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
     ) -> Array:

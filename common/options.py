@@ -297,7 +297,8 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
     draft: str | PathLike[str] | None = option(  # noqa: RUF009
         None,
         rules.PATH,
-        "a DFlash draft model for speculative decoding, named as models are, or demo; the text stays the same",
+        "what drafts for speculative decoding: mtp, the multi-token-prediction block in the model's own files; a "
+        "DFlash draft, named as models are; or demo. The text stays the same",
     )
     fa_window: int | None = option(
         None, rules.whole(1), "positions that decoding attends to; changes the text. None: all"

@@ -187,6 +187,11 @@ class NumpyOps(Ops):
             at = np.where(at >= n, n + parents[np.maximum(at - n, 0)], at - 1)  # PAST lands on n - 1
         return silu(out)
 
+    def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
+        step.the_slot()
+        last.rows = np.array(x)
+        return np.concatenate([last.tail, x])[1 + _parents(step)]  # PAST lands on the tail
+
     def gated_delta(
         self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
     ) -> Array:

@@ -60,6 +60,14 @@ def short_conv(context: Context, x: Array, taps: Array, conv: Conv, step: Any) -
     return out
 
 
+def parent_rows(context: Context, x: Array, last: Conv, step: Any) -> Array:
+    T, C = x.shape
+    step = context.step_of(step, last.store, recurrent=True)
+    out = Array((T, C), context.arena.take(T * C * 4))
+    _conv(context, view(x), Taps(last, 0), step.address, T, out.address, ("PARENTS=1",))
+    return out
+
+
 def gated_delta(
     context: Context,
     q: Array,
@@ -144,11 +152,13 @@ def apply_paths(context: Context, recurrent: Recurrent, slots: Sequence[int]) ->
             _delta(context, rule, out_of(Target(), 0))
 
 
-def _conv(context: Context, x: np.ndarray, taps: Taps, step: int, T: int, out: int) -> None:
+def _conv(
+    context: Context, x: np.ndarray, taps: Taps, step: int, T: int, out: int, defines: tuple[str, ...] = ()
+) -> None:
     conv = taps.conv
     C = conv.spec.channels
     args = (x, taps.address, C, conv.spec.taps - 1, conv.tail, conv.flip, conv.rows, step, out)
-    kernel("conv", "conv")((-(-C // 256), T), (256,), args, stream=context.stream)
+    kernel("conv", "conv", defines)((-(-C // 256), T), (256,), args, stream=context.stream)
 
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:

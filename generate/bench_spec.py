@@ -15,7 +15,7 @@ from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
 from common.engine import Engine
 from common.errors import UsageError
 from common.hub import resolve_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.scores import logits_of
 from common.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def run(options: SpecBench) -> int:
     if default_spec(target) == "wedlm":
         ways |= WINDOWS
     if options.draft is not None:
-        drafted = Engine(load_pair(resolve_draft(options.draft, True), target, True), tokenizer, context)
+        drafted = Engine(load_pair(resolve_draft(options.draft, path, True), target, True), tokenizer, context)
         for kind in (row.name for row in DECODERS.values() if row.needs_draft):
             sessions[kind] = drafted
             ways[kind] = Speculation(kind, options.tree_budget, options.tree_topk)

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from common.checkpoint import open_checkpoint
-from common.demo import demo_path
 from common.engine import Engine
 from common.hub import resolve_model
 from common.models import Model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.pieces import Piece
 from common.sequence import Call
@@ -26,6 +25,7 @@ from generate.bench_options import StreamsBench, SyntheticBench
 from generate.bench_serve import percentile
 from generate.bench_synthetic import open_synthetic
 from generate.caches import with_cache
+from generate.llm import resolve_draft
 from generate.timing import announced
 
 WARM_TOKENS = 8  # of the first run, in which a backend compiles and captures
@@ -125,13 +125,13 @@ def _model(options: StreamsBench, capacity: int) -> Model:
             contexts=options.contexts,
         )
         return open_synthetic(shapes, capacity)
-    checkpoint = open_checkpoint(resolve_model(options.model))
+    path = resolve_model(options.model)
+    checkpoint = open_checkpoint(path)
     model = open_model(checkpoint, options.backend, progress=True, placement=placement_of(options))
     model = with_cache(model, options.cache, capacity)
     if options.draft is None:
         return model
-    draft = demo_path("draft") if options.draft == "demo" else resolve_model(options.draft)
-    return load_pair(draft, model, True)
+    return load_pair(resolve_draft(options.draft, path, True), model, True)
 
 
 def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result:

@@ -486,7 +486,7 @@ def _batch(p: Parser) -> None:
 
 def _serve(p: Parser) -> None:
     flags.model(p)
-    flags.draft(p, "a DFlash draft for the model, named as models are; or demo")
+    flags.draft(p, "mtp, a DFlash draft named as models are, or demo")
     flags.cache(p)
     flags.experts(p)
     flags.prefixes(p)
@@ -523,7 +523,7 @@ def _selftest(p: Parser) -> None:
 def _speculation_bench(p: Any) -> None:
     p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
     p.add_argument("--prompts", type=values.positive, metavar="N", help="the first N of them (default: 16)")
-    flags.draft(p, "a draft for the model; or demo, or synthetic with --synthetic")
+    flags.draft(p, "mtp, a draft named as models are, or demo; or synthetic with --synthetic")
     p.add_argument("--tree-budget", type=values.budget, metavar="N", help="draft tokens per step (default: auto)")
     p.add_argument(
         "--tree-topk", type=values.positive, metavar="N", help="tokens considered at each place (default: 8)"

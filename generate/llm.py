@@ -25,7 +25,7 @@ from common.expert_stats import ExpertStats
 from common.fit import context_that_fits, rows_that_fit
 from common.hub import resolve_model
 from common.models import Model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
 from common.pieces import Logprob, Piece, PieceParser
@@ -63,8 +63,10 @@ def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
     owner.close()
 
 
-def resolve_draft(name: str, progress: bool) -> Path:
-    """The local path of a draft: "demo", or as `resolve_model` takes it."""
+def resolve_draft(name: str, model: Path, progress: bool) -> Path:
+    """The local path of a draft: "demo", "mtp" for a block of the files of `model`, or as `resolve_model` takes it."""
+    if name == "mtp":
+        return model
     return demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
 
 
@@ -110,7 +112,7 @@ class LLM:
         self.recommended = recommended_sampling(checkpoint)
         if check is not None:
             check(self.tokenizer)
-        self.draft_path = None if draft is None else resolve_draft(draft, self._progress)
+        self.draft_path = None if draft is None else resolve_draft(draft, self.path, self._progress)
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
@@ -165,7 +167,7 @@ class LLM:
             "memory": f"{self.peak_bytes / 2**30:.2f} GiB at most so far",
         }
         if self.draft_path is not None:
-            facts["draft"] = self.draft_path.name
+            facts["draft"] = "mtp" if self.draft_path == self.path else self.draft_path.name
         if self.recommended_options:
             facts["sampling"] = ", ".join(f"{name} {value:g}" for name, value in self.recommended_options.items())
         return model_card(self.path.name, facts)

@@ -13,7 +13,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.host import available_bytes
 from common.models import Model
-from common.models.dflash import Pair
+from common.models.pair import Pair
 from common.options import PrefixChoice
 from common.prefix_cache import PrefixCache
 from common.prefix_disk import PrefixDisk

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.models import Model
-from common.models.dflash import Pair, layout, load_draft, read_config
+from common.models.dflash import DflashPair, layout, load_draft, read_config
 from common.tensors import Tensor
 from common.weights import Matrix
 from generate.synthetic import constant_vector, random_matrix
@@ -27,7 +27,7 @@ METADATA: dict[str, Any] = {
 TAPS = 5
 
 
-def synthetic_pair(target: Model) -> Pair:
+def synthetic_pair(target: Model) -> DflashPair:
     """`target` with a draft of five layers in Q8_0 that reads five of its layers."""
     hidden, layers = target.config.hidden, len(target.layout.layers)
     ids = [round(1 + i * (layers - 4) / (TAPS - 1)) for i in range(TAPS)]
@@ -43,7 +43,7 @@ def synthetic_pair(target: Model) -> Pair:
     checkpoint = Checkpoint(Path("synthetic draft"), "gguf", metadata, tensors)
     weights = load_draft(checkpoint, config, target)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
-    return Pair(*parts, config, weights)
+    return DflashPair(*parts, config, weights)
 
 
 def _tensor(name: str, shape: tuple[int, ...], is_matrix: bool) -> Tensor:

@@ -339,6 +339,11 @@ class MlxOps(Ops):
         conv.stream = mx.concatenate([conv.tail, x], axis=0)
         return recurrent.short_conv(conv.stream, taps, step)
 
+    def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
+        step.the_slot()
+        last.stream = mx.concatenate([last.tail, x.astype(last.tail.dtype)], axis=0)
+        return last.stream[:-1] if step.is_chain else last.stream[mx.array(1 + recurrent.parents_of(step))]
+
     def gated_delta(
         self,
         q: Array,

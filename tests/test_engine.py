@@ -17,7 +17,7 @@ from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.kv_cache import CacheOptions
 from common.models import load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.models.window import bounded
 from common.options import GenerationOptions
 from common.prefix_cache import PrefixCache
@@ -153,6 +153,8 @@ def models(kind, name, ops, folder):
         c, layers = model.config, len(model.layout.layers)
         write = tiny_draft.write(folder / "draft", c.hidden, c.vocab, layers, [0, layers - 1], laguna=name == "laguna")
         return load_pair(write, model), DRAFTED
+    if kind == "block":
+        return load_pair(tiny.FOLDER / f"mtp-{name}", model), [*DRAFTED[:2], {"spec": "off"}]
     if kind == "wedlm":
         config = replace(model.config, mask_id=MASK)
         return replace(model, config=config), WINDOWS
@@ -166,6 +168,8 @@ def models(kind, name, ops, folder):
 CASES = [
     *[("plain", name) for name in ("llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm")],
     *[("draft", name) for name in ("qwen35", "laguna", "glm", "qwen3")],
+    ("block", "qwen35"),
+    pytest.param("block", "glm", marks=pytest.mark.slow),
     ("wedlm", "qwen3"),
     ("latent", "glm"),
     ("packed", "demo"),

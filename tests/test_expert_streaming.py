@@ -21,7 +21,7 @@ from common.expert_files import checkpoint_source
 from common.expert_profile import Profile, least_bytes
 from common.expert_stream import open_stream, sizes_of
 from common.models import load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.sampling import Sampler, Sampling
 from common.step import Step
 from common.tensors import stored_at

@@ -15,7 +15,7 @@ from common.errors import UsageError
 from common.kv_cache import LADDER, SHORTHANDS, CacheOptions, options_of
 from common.kv_formats import FORMATS
 from common.models import load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.options import CACHE_SHORTHANDS, CACHE_TYPES, CacheChoice, GenerationOptions
 from common.reference import NumpyOps
 from common.storage import NATIVE, all_specs

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BimetalError
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.models.window import bounded
 from common.step import PAST, Step
 

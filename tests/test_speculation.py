@@ -18,7 +18,7 @@ from common.decoders import DECODERS
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.models import load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.models.window import bounded, windowed
 from common.options import GenerationOptions
 from common.reference import NumpyOps
@@ -80,7 +80,8 @@ def right(llm, monkeypatch):
         def ahead(at):
             return [*prompt, *reply.tokens, *[0] * 5][at : at + 4]
 
-        def drafted(model, state, token, k):
+        def drafted(model, state, request):
+            k = request.k
             ids = np.array(ahead(state.length + 1), np.int32)
             return ids[:, None] + np.arange(k), np.tile(-1.0 - np.arange(k), (len(ids), 1))
 

@@ -70,7 +70,8 @@ def arrays_of(model: Model, state: State) -> dict[str, np.ndarray]:
     arrays = {}
     for i, layer in enumerate(state.layers):
         for kind, stored in vars(layer).items():
-            parts = {"kv": ("keys", "values"), "latent": ("keys",), "conv": ("tail",), "delta": ("matrix",)}[kind]
+            tails = {"conv": ("tail",), "last": ("tail",)}
+            parts = ({"kv": ("keys", "values"), "latent": ("keys",), "delta": ("matrix",)} | tails)[kind]
             for part in parts:
                 array = model.ops.read(getattr(stored, part))
                 if kind in ("kv", "latent") and model.ops.name == "numpy":

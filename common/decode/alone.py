@@ -7,10 +7,10 @@ import numpy as np
 
 from common.decode.plain import target_of
 from common.decode.registry import decode
-from common.decode.requests import EVERY, Choose, Computed, Emit, Read, Rows
+from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows
 from common.decode.run import Run
 from common.models import Model
-from common.models.dflash import Pair
+from common.models.pair import Pair
 from common.ops import Array, Ops
 from common.step import State
 
@@ -43,7 +43,7 @@ def answered(model: Model, state: State, request: Any) -> Any:
         return computed(ops, runs.forward(state, request.step), request)
     if kind is Choose:
         return ops.sample(request.logits, request.sampler)
-    return drafted(model, state, request.token, request.k)
+    return drafted(model, state, request)
 
 
 def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
@@ -57,7 +57,7 @@ def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
     return Computed(logits, sampled, masked)
 
 
-def drafted(model: Model, state: State, token: int, k: int) -> tuple[np.ndarray, ...]:
-    """The `k` likeliest tokens of each position after `token`, and their log-probabilities, (depth, k) each."""
+def drafted(model: Model, state: State, request: Draft) -> tuple[np.ndarray, ...]:
+    """The likeliest tokens of each position after the request's, and their log-probabilities, (n, k) each."""
     assert isinstance(model, Pair)
-    return model.ops.read_all(*model.ops.top_k(model.propose(state, token), k))
+    return model.drafted(state, request.token, request.k, request.depth)

@@ -6,7 +6,7 @@ from typing import Any
 from common.decode.requests import Choose, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.models import Model
-from common.models.dflash import Pair
+from common.models.pair import Pair
 from common.ops import Array
 from common.step import Step
 
@@ -17,7 +17,7 @@ def decode(run: Run) -> Generator[Request, Any, None]:
 
 
 def target_of(model: Model) -> Model:
-    """The model without its draft."""
+    """The model for steps after which nothing is drafted."""
     return model.target if isinstance(model, Pair) else model
 
 

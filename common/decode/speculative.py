@@ -19,13 +19,14 @@ from common.decode.tuner import STRETCH, Tuner
 from common.decoders import Speculation
 from common.errors import UsageError
 from common.models import Model
-from common.models.dflash import Pair
+from common.models.pair import Pair
 from common.ops import Array
 from common.sampling import Ahead
 from common.step import State, Step
 
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
-LOOKUP_DEPTH = 15
+LOOKUPS = (0, 3, 7, 11, 15)
+LOOKUP_DEPTH = LOOKUPS[-1]
 TREE_SIZES = (0, 7, 15, 23, 31, 47, 63)  # with the root, rows for which CUDA kernels are built
 
 
@@ -45,8 +46,7 @@ def new_tuner(options: Speculation, model: Model) -> Tuner:
     """A tuner of the budgets that `options` allow with `model`."""
     if "tree" in options.kind:
         return Tuner(TREE_SIZES)
-    deepest = model.draft.block - 1 if options.decoder.needs_draft and isinstance(model, Pair) else LOOKUP_DEPTH
-    return Tuner(sorted({0, deepest, *(size for size in (3, 7, 11, 15, 23, 31) if size < deepest)}))
+    return Tuner(model.budgets if options.decoder.needs_draft and isinstance(model, Pair) else LOOKUPS)
 
 
 class Drafter:
@@ -72,7 +72,8 @@ class Drafter:
         if room < 1 or budget < 1 or kind == "lookup" or (kind == "lookup+chain" and len(tree) > 1):
             self.stats.seconds["tree"] += time.perf_counter() - started
             return tree
-        ids, logp = yield Draft(token, 1 if "chain" in kind else min(self.options.top_k, budget))
+        k = 1 if "chain" in kind else min(self.options.top_k, budget)
+        ids, logp = yield Draft(token, k, min(room, budget))
         drafted = time.perf_counter()
         ids, logp = ids[: min(room, budget)], logp[: min(room, budget)]
         if "chain" in kind or self.options.seed_chain:

@@ -1,6 +1,7 @@
 """What the model files share: reading rope settings, the dense FFN, experts behind a sigmoid router, the head."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from common.ops import Array, ExpertWeights, Ops, Rope
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
 from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector
+
+RowFn = Callable[[Array], Array]  # of x (T, hidden)
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,28 @@ class Experts:
     def __post_init__(self) -> None:
         if self.top_k > self.count:
             raise BimetalError(f"the configuration chooses {self.top_k} of {self.count} experts")
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """What a model's files call the tensors of a multi-token-prediction block.
+
+    layer     what the names of the block's own layer begin with
+    fc        the matrix (hidden, 2 hidden) over the normed embedding and the normed hidden state, in that order
+    norm      of the block's output
+    prefixes  what all names begin with, {} being the number of the layer
+    is_alone  whether there is one such prefix, whatever the number
+    """
+
+    layer: str
+    fc: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    embed: str
+    head: str
+    prefixes: tuple[str, ...] = ("blk.{}.",)
+    is_alone: bool = False
 
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:

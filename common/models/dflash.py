@@ -11,22 +11,24 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from common.checkpoint import Checkpoint, open_checkpoint
+from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.models import Model
 from common.models.blocks import check_sizes, ffn_weights, gguf_rope, hf_rope, swiglu_ffn
+from common.models.pair import Pair
 from common.ops import Array, Ops, Rope
-from common.step import Pool, State, Step
+from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights, rows
 
 NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
 CONTEXT_ROWS = 4096  # that a layer without a window keeps: more than drafts are trained on, little beside the target's
+CHAINS = (3, 7, 11, 15, 23, 31)  # depths of a chain among which a budget is chosen, beside the whole block
 KINDS = ("full_attention", "sliding_attention")
 OTHER_ALGORITHMS = ("markov_rank", "selector_rank", "selector_top_k", "conv_kernel_size")
 UNSUPPORTED = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
@@ -335,17 +337,20 @@ class Tap:
 
 
 @dataclass(frozen=True)
-class Pair(Model):
-    """A target that also fills its draft's state: the target's layers come first, the draft's after them."""
+class DflashPair(Pair):
+    """A target and its DFlash draft."""
 
     draft: Config
-    draft_weights: SimpleNamespace
+    spec: ClassVar[str] = "tree"
 
-    def new_state(self, capacity: int) -> State:
-        return self.ops.new_state([*self.state_spec, *state_spec(self.draft)], capacity)
+    @property
+    def draft_spec(self) -> list[LayerSpec]:
+        return state_spec(self.draft)
 
-    def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
-        return self.ops.new_pool([*self.state_spec, *state_spec(self.draft)], slots, capacity, tokens)
+    @property
+    def budgets(self) -> Sequence[int]:
+        deepest = self.draft.block - 1
+        return sorted({0, deepest, *(size for size in CHAINS if size < deepest)})
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         taps, layers = self.draft.taps, len(self.weights.layers)
@@ -363,6 +368,9 @@ class Pair(Model):
         """The target alone, over the same state: its steps leave no rows for the draft, whose caches commit blanks."""
         parts = self.architecture, self.definition, self.config, self.layout, self.weights, self.ops
         return Model(*parts, expert_stream=self.expert_stream)
+
+    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+        return self.ops.read_all(*self.ops.top_k(self.propose(state, token), k))
 
     def propose(self, state: State, token: int) -> Array:
         """Logits (block - 1, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
@@ -383,15 +391,12 @@ class Pair(Model):
         return [state[len(self.weights.layers) + i] for i in range(self.draft.layers)]
 
 
-def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
-    """`target` with the draft at `path` (a GGUF file or a safetensors folder) on the same backend."""
-    if not isinstance(target, Model):
-        raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
-    checkpoint = open_checkpoint(path)
+def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -> DflashPair:
+    """`target` with the draft of `checkpoint` on the same backend."""
     config = read_config(checkpoint, target)
     weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
-    return Pair(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
+    return DflashPair(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
 
 
 def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:

@@ -16,6 +16,8 @@ from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import (
     Experts,
+    MtpNames,
+    RowFn,
     check_sizes,
     ffn_weights,
     gguf_rope,
@@ -32,6 +34,17 @@ from common.storage import LatentSpec, LayerSpec
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, dense, rows
 
+NORM_FIX: dict[str, Fix] = {}
+MTP = MtpNames(
+    layer="",
+    fc="eh_proj.weight",
+    embedding_norm="enorm.weight",
+    hidden_norm="hnorm.weight",
+    norm="shared_head.norm.weight",
+    embed="embed_tokens.weight",
+    head="shared_head.head.weight",
+    prefixes=("model.layers.{}.",),
+)
 GLM_VOCAB = 154880  # its early GGUF files name no gating function, or a wrong one
 
 
@@ -191,6 +204,15 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     return Layout(top, layers, partial(_ignored, prefix, c.layers))
 
 
+def mtp_weights(c: Config, at: Names) -> Table:
+    """The layer of a multi-token-prediction block."""
+    return {**_attention_weights(c, at), **sigmoid_moe_weights(at, c.hidden, c.experts)}
+
+
+def check_mtp(checkpoint: Checkpoint) -> None:
+    """Accept every layout: norm weights are stored as they are multiplied in all of them."""
+
+
 def _attention_weights(c: Config, at: Names) -> Table:
     H, R, N, P, V = c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     split = np.arange(P).reshape(-1, 2).T.ravel()  # pairs (0, 1), (2, 3), ... to (j, j + P/2)
@@ -248,32 +270,55 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 def _ignored(prefix: str, layers: int, name: str) -> str | None:
     layer = name.removeprefix(prefix).split(".")[0] if name.startswith(prefix) else ""
-    return "multi-token-prediction block, not run" if layer.isdigit() and int(layer) >= layers else None
+    return "multi-token-prediction block, run with draft mtp" if layer.isdigit() and int(layer) >= layers else None
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    return [{"latent": LatentSpec(c.latent, c.rope_dim)}] * c.layers
+    return [mtp_spec(c)] * c.layers
+
+
+def mtp_spec(c: Config) -> LayerSpec:
+    """What the mixer of the multi-token-prediction block stores: that of every layer."""
+    return {"latent": LatentSpec(c.latent, c.rope_dim)}
 
 
 def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
     """The logits (n, vocab) of `rows` of the step."""
     x = ops.embed(w.embed, step.tokens)
-    expand = c.expands(len(step), state.length)
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, expand, kept, i < c.dense_layers), x)
+        x = ops.scope(i, partial(block, ops, c, layer, state, step, i, kept), x)
     return head(ops, w, x, c.eps)
 
 
-def block(
-    ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, kept: slice, is_dense: bool, x: Array
-) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.latent, step, expand, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
+    return ffn(ops, c, w, layer, mixed(ops, c, w, state, step, layer, x)[kept])
+
+
+def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:
+    """Both halves of a layer, functions from x (T, hidden) to x and what the half adds."""
+    return partial(mixed, ops, c, w, state, step, layer), partial(ffn, ops, c, w, layer)
+
+
+def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:
+    """x (T, hidden) and what the layer's attention adds to it."""
+    expand = c.expands(len(step), state.length)
+    y = attention(ops, c, w, state[layer].latent, step, expand, ops.rms_norm(x, w.attn_norm, c.eps))
+    return ops.add(x, y)
+
+
+def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
+    """x (T, hidden) and what the layer's feed-forward network adds to it."""
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
-    return ops.add(x, swiglu_ffn(ops, w, z) if is_dense else sigmoid_moe(ops, c.experts, w, z))
+    return ops.add(x, swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z))
+
+
+def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
+    """Leave the rows of x (T, hidden) in the layer's state: no op writes latent rows without attending to them."""
+    mixed(ops, c, w, state, step, layer, x)
 
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, x: Array) -> Array:

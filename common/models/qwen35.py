@@ -13,11 +13,24 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
+from common.models.blocks import MtpNames, RowFn, check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, DeltaWeights, ExpertWeights, Ops, Rope
 from common.step import State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
 from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
+
+NORM_FIX = {"hf": mapped(lambda w: w + 1)}  # stored around 0 as trained, around 1 in converted files
+MTP = MtpNames(
+    layer="layers.0.",
+    fc="fc.weight",
+    embedding_norm="pre_fc_norm_embedding.weight",
+    hidden_norm="pre_fc_norm_hidden.weight",
+    norm="norm.weight",
+    embed="embed_tokens.weight",
+    head="lm_head.weight",
+    prefixes=("mtp.", "model.mtp.", "language_model.mtp."),
+    is_alone=True,
+)
 
 
 @dataclass(frozen=True)
@@ -180,27 +193,26 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = _dialect(checkpoint)
     top_at = Names(dialect, prefix, checkpoint.tensors)
     head_at = Names(dialect, "language_model." if prefix.startswith("language_model.") else "", checkpoint.tensors)
-    plus_one = {"hf": mapped(lambda w: w + 1)}  # stored around 0 as trained, around 1 in converted files
     top: Table = {
         "embed": Matrix(top_at("embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
-        "norm": Vector(top_at("norm.weight", "output_norm.weight", (c.hidden,), plus_one)),
+        "norm": Vector(top_at("norm.weight", "output_norm.weight", (c.hidden,), NORM_FIX)),
         "head": None if c.tied else Matrix(head_at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     layers = []
     for i, is_attention in enumerate(c.is_attention):
         at = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}layers.{i}.", checkpoint.tensors)
-        post_norm = (
-            "ffn_norm.weight" if at.has("ffn_norm.weight") else "post_attention_norm.weight"
-        )  # two writers' names
-        layers.append(
-            {
-                "mixer_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,), plus_one)),
-                **(_attention_weights if is_attention else _delta_weights)(c, at, plus_one),
-                "ffn_norm": Vector(at("post_attention_layernorm.weight", post_norm, (c.hidden,), plus_one)),
-                **(_moe_weights if c.experts else _ffn_weights)(c, at),
-            }
-        )
+        layers.append(_layer_weights(c, at, is_attention))
     return Layout(top, layers, partial(_ignored, dialect, len(c.is_attention)))
+
+
+def _layer_weights(c: Config, at: Names, is_attention: bool) -> Table:
+    post_norm = "ffn_norm.weight" if at.has("ffn_norm.weight") else "post_attention_norm.weight"  # two writers' names
+    return {
+        "mixer_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,), NORM_FIX)),
+        **(_attention_weights(c, at) if is_attention else _delta_weights(c, at)),
+        "ffn_norm": Vector(at("post_attention_layernorm.weight", post_norm, (c.hidden,), NORM_FIX)),
+        **(_moe_weights if c.experts else _ffn_weights)(c, at),
+    }
 
 
 def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
@@ -219,7 +231,7 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
     )
 
 
-def _attention_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
+def _attention_weights(c: Config, at: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
     parts: tuple[Stored, ...] = (
         at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden)),  # per head: D rows of q, D of gate
@@ -231,12 +243,12 @@ def _attention_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
     return {
         "qkv": Matrix(*parts),
         "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
-        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,), plus_one)),
-        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,), plus_one)),
+        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,), NORM_FIX)),
+        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,), NORM_FIX)),
     }
 
 
-def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
+def _delta_weights(c: Config, at: Names) -> Table:
     keys, values = c.key_heads * c.key_dim, c.value_heads * c.value_dim
     channels = 2 * keys + values
     repeats = c.value_heads // c.key_heads
@@ -273,6 +285,22 @@ def _delta_weights(c: Config, at: Names, plus_one: dict[str, Fix]) -> Table:
             )
         ),
     }
+
+
+def mtp_weights(c: Config, at: Names) -> Table:
+    """The layer of a multi-token-prediction block: one that attends."""
+    return _layer_weights(c, at, is_attention=True)
+
+
+def check_mtp(checkpoint: Checkpoint) -> None:
+    """Refuse a block in MLX's layout: mlx-lm drops it, and other writers do not agree on how norms are stored."""
+    names = [name for name, tensor in checkpoint.tensors.items() if tensor.scales is not None]
+    names += [n for n, t in checkpoint.tensors.items() if n.endswith("conv1d.weight") and t.shape[-1:] == (1,)]
+    if names:
+        raise BimetalError(
+            f"{checkpoint.path} has a multi-token-prediction block in MLX's layout; supported: GGUF, and safetensors "
+            "as trained"
+        )
 
 
 def _ffn_weights(c: Config, at: Names) -> Table:
@@ -320,9 +348,9 @@ def _moe_weights(c: Config, at: Names) -> Table:
 def _ignored(dialect: str, layers: int, name: str) -> str | None:
     if dialect == "gguf":
         block = name.split(".")[1] if name.startswith("blk.") else ""
-        return "multi-token-prediction block, not run" if block.isdigit() and int(block) >= layers else None
+        return "multi-token-prediction block, run with draft mtp" if block.isdigit() and int(block) >= layers else None
     if name.startswith(("mtp.", "model.mtp.", "language_model.mtp.")):
-        return "multi-token-prediction block, not run"
+        return "multi-token-prediction block, run with draft mtp"
     if name.startswith(("model.visual.", "visual.", "vision_tower.")):
         return "vision tower, not run"
     return None
@@ -332,7 +360,7 @@ def _ignored(dialect: str, layers: int, name: str) -> str | None:
 
 
 def state_spec(c: Config) -> list[LayerSpec]:
-    attention: LayerSpec = {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
+    attention = mtp_spec(c)
     delta: LayerSpec = {
         "conv": ConvSpec(2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim, c.taps),
         "delta": DeltaSpec(c.key_heads, c.value_heads, c.key_dim, c.value_dim),
@@ -340,33 +368,63 @@ def state_spec(c: Config) -> list[LayerSpec]:
     return [attention if is_attention else delta for is_attention in c.is_attention]
 
 
+def mtp_spec(c: Config) -> LayerSpec:
+    """What the mixer of the multi-token-prediction block stores: an attention layer's keys and values."""
+    return {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
+
+
 def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice = slice(None)) -> Array:
     """The logits (n, vocab) of `rows` of the step."""
     x = ops.embed(w.embed, step.tokens)
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
-        x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept, c.is_attention[i]), x)
+        x = ops.scope(i, partial(block, ops, c, layer, state, step, i, kept), x)
     return head(ops, w, x, c.eps)
 
 
-def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, is_attention: bool, x: Array) -> Array:
+def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:
+    """Both halves of a layer, functions from x (T, hidden) to x and what the half adds."""
+    return partial(mixed, ops, c, w, state, step, layer), partial(ffn, ops, c, w)
+
+
+def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:
+    return ffn(ops, c, w, mixed(ops, c, w, state, step, layer, x)[kept])
+
+
+def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> Array:
+    """x (T, hidden) and what the layer's mixer adds to it; a layer after the model's own attends."""
+    is_attention = layer >= len(c.is_attention) or c.is_attention[layer]
     mixer = attention if is_attention else gated_deltanet
-    x = ops.add(x, mixer(ops, c, w, state, step, ops.rms_norm(x, w.mixer_norm, c.eps)))[kept]
+    return ops.add(x, mixer(ops, c, w, state[layer], step, ops.rms_norm(x, w.mixer_norm, c.eps)))
+
+
+def ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
+    """x (T, hidden) and what the layer's feed-forward network adds to it."""
     return ops.add(x, (moe_ffn if c.experts else dense_ffn)(ops, c, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
 
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
     """Grouped-query attention with a sigmoid gate on its output, x (T, hidden) -> (T, hidden)"""
-    T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
+    T, H, D = x.shape[0], c.heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
     q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2 * D)
     q, gate = q_gate[..., :D], q_gate[..., D:]
+    q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
+    o = ops.attention(q, *_keys_values(ops, c, w, step, qkv), state.kv, step, scale=D**-0.5)
+    return ops.linear(ops.mul_sigmoid(o, gate).reshape(T, H * D), w.o)
+
+
+def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
+    """Leave the keys and values of x (T, hidden) in an attention layer's state, as `mixed` would."""
+    qkv = ops.linear(ops.rms_norm(x, w.mixer_norm, c.eps), w.qkv)
+    ops.write_kv(*_keys_values(ops, c, w, step, qkv), state[layer].kv, step)
+
+
+def _keys_values(ops: Ops, c: Config, w: Any, step: Step, qkv: Array) -> tuple[Array, Array]:
+    T, H, K, D = qkv.shape[0], c.heads, c.kv_heads, c.head_dim
     k = qkv[:, 2 * H * D : (2 * H + K) * D].reshape(T, K, D)
     v = qkv[:, (2 * H + K) * D :].reshape(T, K, D)
-    q = ops.norm_rope(q, w.q_norm, step.positions, c.rope, c.eps)
-    k = ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps)
-    o = ops.attention(q, k, v, state.kv, step, scale=D**-0.5)
-    return ops.linear(ops.mul_sigmoid(o, gate).reshape(T, H * D), w.o)
+    return ops.norm_rope(k, w.k_norm, step.positions, c.rope, c.eps), v
 
 
 def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:

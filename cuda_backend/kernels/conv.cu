@@ -1,10 +1,14 @@
-// conv: silu of a causal depthwise convolution along each row's ancestors
-// Meaning   common/reference.py NumpyOps.short_conv       Launcher  cuda_backend/recurrent.py
+// conv: silu of a causal depthwise convolution along each row's ancestors; with PARENTS, of each row the one before
+// Meaning   common/reference.py NumpyOps.short_conv, .parent_rows       Launcher  cuda_backend/recurrent.py
 // In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MAX_DECODE_ROWS][C]   Out  out [T][C] float32
 // Work      a thread per channel and row, in the order of visits. The last committed path is still in the other step's rows: it is read there,
 //           and the tail that it leaves is written beside the old one, so that a step can run twice
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
+
+#ifndef PARENTS
+#define PARENTS 0
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, const StepState* step, float* out) {
@@ -32,7 +36,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
         for (int i = 0; i < 4; i++, j--) {
             inside[i] = j >= 0 && row >= 0, p[i] = place_of(row), tap[i] = v[i] = 0.0f;
             if (j < 0) continue;
-            tap[i] = taps[c * (n + 1) + j];
+            if (!PARENTS) tap[i] = taps[c * (n + 1) + j];
             if (!inside[i]) v[i] = *p[i];  // committed: no kernel of the step writes it
             row = row >= 0 && branches ? of_byte(step->parents[first + row]) : row - 1;
         }
@@ -45,8 +49,9 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
         if (!run.kind && j == n - 4) rows[((s64)(1 - step->kept) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
+        if (PARENTS) sum = v[1];  // n is 1
     }
-    if (real) out[(s64)row_at(t) * C + c] = silu(sum);
+    if (real) out[(s64)row_at(t) * C + c] = PARENTS ? sum : silu(sum);
     if (t == 0)
 #pragma unroll 1
         for (int j = 0; j < n; j++) {  // oldest first; a step of kind 1 leaves its own last rows

@@ -17,7 +17,7 @@ from common.errors import BimetalError, NotFiniteError, UsageError
 from common.fit import predict_stacks
 from common.hot_experts import HotExperts, hot_sizes
 from common.models import load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling, top_k
 from common.step import Step
@@ -84,6 +84,24 @@ def test_memory_of_a_state(pair):
 @pytest.mark.parametrize("kind", [row.name for row in DECODERS.values() if row.family == "speculative"])
 def test_greedy_equals_plain(pair, kind):
     assert_plain(pair, TEXT[:20].tolist(), 40, Speculation(kind, 12))
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "glm"])
+def test_multi_token_prediction(name):
+    """Logits of the block against another implementation, with float16 keys; text equal to plain decoding."""
+    block = load_pair(tiny.FOLDER / f"mtp-{name}", load_model(tiny.checkpoint(name), CudaOps()))
+    golden, ids = np.load(tiny.FOLDER / f"mtp-{name}" / "golden.npz"), tiny.golden(name)["ids"].astype(np.int32)
+    state = block.new_state(64)
+    for anchor, expected in zip(golden["anchors"], golden["logits"], strict=True):
+        while state.length < anchor:
+            block.forward(state, Step.chain(ids[state.length : state.length + 1], state.length))
+            state.commit([0])
+        for n, row in enumerate(expected, 1):
+            got = [block.ops.read(block.propose(state, ids[anchor : anchor + n].tolist()))[0] for _ in range(3)]
+            assert np.abs(got[0] - row).max() < 0.05
+            assert all(np.array_equal(got[0], again) for again in got)  # as captured, too
+    accepted = assert_plain(block, ids[:20].tolist(), 30, Speculation("chain", 3))
+    assert set(accepted.budgets) == {3}
 
 
 @pytest.mark.parametrize("budget", [128, 135])

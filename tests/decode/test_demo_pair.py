@@ -18,7 +18,7 @@ from common.decode.run import DecodeStats, Run
 from common.decoders import Speculation
 from common.demo import demo_path
 from common.models import load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.tokenizer import load_tokenizer

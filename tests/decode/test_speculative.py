@@ -9,6 +9,7 @@ import tiny
 import tiny_draft
 from test_plain import prefilled
 
+from common.checks import default_spec
 from common.decode import alone as driver
 from common.decode import speculative
 from common.decode.alone import run_alone
@@ -17,7 +18,8 @@ from common.decode.tuner import Tuner
 from common.decoders import DECODERS, Speculation
 from common.errors import UsageError
 from common.models import Model, dflash
-from common.models.dflash import Pair, load_pair
+from common.models.dflash import DflashPair
+from common.models.drafts import load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 
@@ -67,7 +69,8 @@ def prophet(monkeypatch):
     def know(prompt, tokens, vocab, depth=4):
         text = [*prompt, *tokens, *[0] * 20]
 
-        def draft(model, state, token, k):
+        def draft(model, state, request):
+            k = request.k
             at = state.length + 1
             ids = np.stack([random.permutation(vocab)[: max(k, 2)] for _ in range(depth)])
             for place, true in enumerate(text[at : at + depth]):
@@ -87,7 +90,7 @@ def paired(model):
     return Drafted(**fields, draft=config, draft_weights=SimpleNamespace(layers=[]))
 
 
-class Drafted(Pair):
+class Drafted(DflashPair):
     def new_state(self, capacity):
         return Model.new_state(self, capacity)
 
@@ -136,6 +139,30 @@ def test_a_real_draft(kind, ops):
     alone, _ = prefilled(pair, [*prompt, *tokens[:-1]])
     for (name, a), b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).values(), strict=True):
         assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["off", *KINDS])
+@pytest.mark.parametrize("name", ["qwen35", "glm"])
+def test_a_multi_token_prediction_block(name, kind):
+    """With a budget left open as well, which switches between plain steps and steps that verify."""
+    target = tiny.load(name, NumpyOps())
+    pair, prompt = load_pair(tiny.FOLDER / f"mtp-{name}", target), tiny.golden(name)["ids"][:PROMPT].tolist()
+    expected, margins, _ = decode(target, prompt, NEW)
+    for budget in (3, None) if kind != "off" else (None,):
+        tokens, _, state = decode(pair, prompt, NEW, Speculation(kind, budget))
+        assert_same(tokens, expected, margins, target.ops)
+        alone, _ = prefilled(pair, [*prompt, *tokens[:-1]])
+        for (part, a), b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).values(), strict=True):
+            assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) < 1e-4, part
+    assert default_spec(pair) == "chain"
+
+
+def test_a_multi_token_prediction_block_on_each_backend(ops):
+    target = tiny.load("qwen35", ops)
+    pair, prompt = load_pair(tiny.FOLDER / "mtp-qwen35", target), tiny.golden("qwen35")["ids"][:PROMPT].tolist()
+    expected, margins, _ = decode(target, prompt, 12)
+    tokens, _, _ = decode(pair, prompt, 12, Speculation("chain", 2))
+    assert_same(tokens, expected, margins, ops)
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "lookup+tree"])
@@ -247,9 +274,9 @@ def test_chi_square(kind, monkeypatch):
     monkeypatch.setattr(
         driver,
         "drafted",
-        lambda model, state, token, k: (
-            np.stack([random.permutation(5)[:k] for _ in range(3)]),
-            np.sort(random.uniform(-3, 0, (3, k)))[:, ::-1],
+        lambda model, state, request: (
+            np.stack([random.permutation(5)[: request.k] for _ in range(3)]),
+            np.sort(random.uniform(-3, 0, (3, request.k)))[:, ::-1],
         ),
     )
     model, sampler, counts = Markov(), Sampler(Sampling(temperature=1.0, seed=1)), Counter()
@@ -350,9 +377,10 @@ def test_speed_of_a_budget_that_is_learnt(kind, row, draft, least, monkeypatch):
             token = int(Markov.table[token].argmax())
             yield token if random.random() < 0.75 else (token + 1) % 5
 
-    def propose(model, state, token, k):
+    def propose(model, state, request):
         clock.now += draft * 1e-3
-        ids = np.stack([np.roll(np.arange(5), -token)[:k] for token in drafts(token)])
+        k = request.k
+        ids = np.stack([np.roll(np.arange(5), -token)[:k] for token in drafts(request.token)])
         return ids, np.tile(-np.arange(k, dtype=np.float32) - 0.3, (15, 1))
 
     def find(self, count):

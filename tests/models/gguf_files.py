@@ -51,20 +51,27 @@ def write_gguf(
     folder: Path,
     path: Path,
     matrices: str = "F32",
-    mtp: bool = False,
+    mtp: bool | dict[str, np.ndarray] = False,
     expand: bool = False,
     change: Callable[[dict, dict], None] = lambda keys, tensors: None,
 ) -> Path:
     """`folder`'s model at `path`, its matrices of type F32, F16 or a quantized one where their width allows it.
 
-    mtp     append a multi-token-prediction block to a Qwen3.5, as its original files have
+    mtp     append a multi-token-prediction block: that of these tensors, or some block to a Qwen3.5
     expand  store what gguf-py reads back from the quantized matrices, as F32
     change  is given the keys and tensors of a Laguna or GLM before they are written
     """
     config = json.loads((folder / "config.json").read_text())
     weights = {name: dequantize(tensor) for name, tensor in open_checkpoint(folder).tensors.items()}
+    nextn: dict[str, np.ndarray] = {}
+    if isinstance(mtp, dict):
+        n, nextn = config["num_hidden_layers"], _nextn(config, mtp)
+        weights |= {name.replace("mtp.layers.0.", f"model.layers.{n}."): array for name, array in mtp.items()}
+        config["num_hidden_layers"] = n + 1
     if config["model_type"] in gguf_laguna_glm.CONVERTERS:
         architecture, keys, tensors = gguf_laguna_glm.CONVERTERS[config["model_type"]](config, weights)
+        keys |= {"nextn_predict_layers": 1} if nextn else {}
+        tensors |= nextn
         change(keys, tensors)
         writer = gguf.GGUFWriter(path, architecture)
         gguf_laguna_glm.write_keys(writer, architecture, keys)
@@ -73,9 +80,12 @@ def write_gguf(
             config["model_type"], config["model_type"]
         )
         writer = gguf.GGUFWriter(path, architecture)
-        _write_keys(writer, config, architecture, mtp)
+        _write_keys(writer, config, architecture, mtp is True)
         tensors = _tensors(config, architecture, weights)
-        if mtp:
+        if nextn:
+            writer.add_nextn_predict_layers(1)
+            tensors |= nextn
+        elif mtp:
             tensors |= _mtp_block(config, tensors)
         if config["rope_parameters"]["rope_type"] == "llama3":
             tensors["rope_freqs.weight"] = _llama3_divisors(config)
@@ -94,6 +104,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+NEXTN |= {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "shared_head_norm"}
+
+
+def _nextn(config: dict, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a multi-token-prediction block that do not belong to its layer."""
+    n, out = config["num_hidden_layers"], {}
+    for name, array in block.items():
+        short = name.removeprefix("mtp.").removeprefix(f"model.layers.{n}.").removesuffix(".weight")
+        if short in NEXTN:
+            is_around_0 = name.startswith("mtp.") and array.ndim == 1
+            out[f"blk.{n}.nextn.{NEXTN[short]}.weight"] = array + 1 if is_around_0 else array
+    return out
 
 
 def _write_keys(writer: gguf.GGUFWriter, config: dict, architecture: str, mtp: bool) -> None:

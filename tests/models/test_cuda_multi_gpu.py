@@ -17,7 +17,7 @@ from common.decoders import Speculation
 from common.errors import BimetalError, UsageError
 from common.fit import SPARE, context_that_fits, predict_layers
 from common.models import ARCHITECTURES, load_model
-from common.models.dflash import load_pair
+from common.models.drafts import load_pair
 from common.ops import Ops
 from common.sampling import Sampler, Sampling
 from common.step import PAST, Step

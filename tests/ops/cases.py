@@ -31,6 +31,7 @@ TOLERANCE = {
     "attention": (2e-6, 3e-3, 2e-2),
     "latent_attention": (2e-6, 3e-3, 2e-2),
     "short_conv": (1e-6, 3e-3, 2e-2),
+    "parent_rows": (0, 4e-3, 3e-2),
     "gated_delta": (1e-5, 1e-2, 6e-2),  # a recurrence over all rows
     "route": (1e-6, 3e-3, 2e-2),
     "top_k": (2e-5, 3e-3, 2e-2),  # a float32 sum over the vocabulary
@@ -267,6 +268,9 @@ def recurrent_cases() -> Iterator[Case]:
 
         return call
 
+    def parents(i: Inputs, state: Any, step: Step) -> Array:
+        return i.ops.parent_rows(i.rows(len(step), 12)[:, 1:-1], state, step)
+
     def delta(Hk: int, Hv: int, Dk: int, Dv: int) -> Callable[[Inputs, Any, Step], Array]:
         def call(i: Inputs, state: Any, step: Step) -> Array:
             T = len(step)
@@ -304,6 +308,8 @@ def recurrent_cases() -> Iterator[Case]:
                 for taps in (2, 4):
                     run = stateful({"state": ConvSpec(10, taps)}, past, kind, T, conv(10, taps))
                     yield Case(f"short_conv-{taps}-past{past}-{kind}{T}", "short_conv", run)
+                run = stateful({"state": ConvSpec(10, 2)}, past, kind, T, parents)
+                yield Case(f"parent_rows-past{past}-{kind}{T}", "parent_rows", run)
                 for Hk, Hv, Dk, Dv in ((2, 4, 32, 32), (1, 3, 64, 32)):
                     run = stateful({"state": DeltaSpec(Hk, Hv, Dk, Dv)}, past, kind, T, delta(Hk, Hv, Dk, Dv))
                     yield Case(f"gated_delta-{Hk}.{Hv}.{Dk}.{Dv}-past{past}-{kind}{T}", "gated_delta", run)

@@ -170,6 +170,13 @@ def test_models(name):
     on_cpu("models/test_cuda_models.py", f"{name.strip(' -')} and not yarn and not m1 and ({chosen})")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35 ", "qwen35moe", "glm"])
+def test_multi_token_prediction(name):
+    chosen = f"test_multi_token_prediction and {name.strip()}" + (" and not moe" if name[-1] == " " else "")
+    on_cpu("decode/test_cuda_speculation.py", chosen)
+
+
 def test_launches():
     on_cpu("ops/test_cuda_launch.py", "test_")
 

@@ -1,0 +1,236 @@
+"""Multi-token prediction: the block that a model brings along to predict the token after the next (DeepSeek-V3, 2.2).
+
+The block is one more layer of the model. Its row of a token reads the token's embedding beside the target's hidden
+state, after the last norm, of the position before; through the model's head its output predicts the next token. Its
+keys and values are written as the target reads those tokens. To draft further the block reads what it drafted, with its
+own outputs as hidden states. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.errors import BimetalError
+from common.models import ARCHITECTURES, Model, architecture
+from common.models.blocks import MtpNames, RowFn
+from common.models.pair import Pair
+from common.ops import Array
+from common.step import State, Step
+from common.storage import ConvSpec, LayerSpec
+from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights
+
+MOST = 8  # blocks that are looked for
+DEEPEST = 5  # tokens that one block drafts at most: each takes a pass of the head, and is accepted less often
+GGUF_NAMES = MtpNames(
+    layer="",
+    fc="nextn.eh_proj.weight",
+    embedding_norm="nextn.enorm.weight",
+    hidden_norm="nextn.hnorm.weight",
+    norm="nextn.shared_head_norm.weight",
+    embed="nextn.embed_tokens.weight",
+    head="nextn.shared_head_head.weight",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a block has of its own.
+
+    embed, head  whether it has an embedding, and a head, beside the target's
+    """
+
+    embed: bool
+    head: bool
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
+    """The number of multi-token-prediction blocks in the checkpoint, of a model of configuration `c`."""
+    names, layers = getattr(definition, "MTP", None), len(definition.state_spec(c))
+    if names is None:
+        return 0
+    if checkpoint.format == "gguf":
+        fc = [f"blk.{i}.{GGUF_NAMES.fc}" for i in range(layers, layers + MOST)]
+        return sum(name in checkpoint.tensors for name in fc)
+    return sum(_prefix(checkpoint, names, layers + i) is not None for i in range(1 if names.is_alone else MOST))
+
+
+def _prefix(checkpoint: Checkpoint, names: MtpNames, layer: int) -> str | None:
+    """What the block's names begin with, where the checkpoint has it."""
+    prefixes = [prefix.format(layer) for prefix in names.prefixes]
+    return next((prefix for prefix in prefixes if prefix + names.fc in checkpoint.tensors), None)
+
+
+def layout(checkpoint: Checkpoint, target: Model) -> Layout:
+    """The tables of the block at `checkpoint`; raises BimetalError where it has none, or one for another model."""
+    definition, c = target.definition, target.config
+    _check_belongs(checkpoint, target)
+    count = blocks_of(checkpoint, definition, c)
+    if count != 1:
+        has = f"{count} multi-token-prediction blocks; supported: 1" if count else "no multi-token-prediction block"
+        raise BimetalError(f"{checkpoint.path} has {has}")
+    layers = len(target.layout.layers)
+    if checkpoint.format == "gguf":
+        at, names = Names("gguf", f"blk.{layers}.", checkpoint.tensors), GGUF_NAMES
+    else:
+        definition.check_mtp(checkpoint)
+        names = definition.MTP
+        at = Names("hf", _prefix(checkpoint, names, layers) or "", checkpoint.tensors)
+    table = definition.mtp_weights(c, Names(at.dialect, at.prefix + names.layer, checkpoint.tensors))
+    own = lambda name: None if name.startswith(at.prefix) else "of the target"  # noqa: E731
+    return Layout(_around(at, names, c, definition.NORM_FIX), [table], own)
+
+
+def _around(at: Names, names: MtpNames, c: Any, fix: Any) -> Table:
+    """The weights of the block beside those of a layer."""
+
+    def norm(name: str) -> Vector:
+        return Vector(at(name, name, (c.hidden,), fix))
+
+    def half(start: int) -> Matrix:
+        """Of the matrix over embedding and hidden state, in that order."""
+        whole, cut = (c.hidden, 2 * c.hidden), columns(start, c.hidden)
+        return Matrix(Stored((at.prefix + names.fc,), (c.hidden, c.hidden), cut, part_of=whole))
+
+    def own(name: str) -> Matrix | None:
+        return Matrix(at(name, name, (c.vocab, c.hidden))) if at.has(name) else None
+
+    return {
+        "of_embedding": half(0),
+        "of_hidden": half(c.hidden),
+        "embedding_norm": norm(names.embedding_norm),
+        "hidden_norm": norm(names.hidden_norm),
+        "last_norm": norm(names.norm) if at.dialect == "hf" or at.has(names.norm) else None,
+        "embed": own(names.embed),
+        "head": own(names.head),
+    }
+
+
+def _check_belongs(checkpoint: Checkpoint, target: Model) -> None:
+    name, definition = architecture(checkpoint)
+    if getattr(target.definition, "MTP", None) is None:
+        known = sorted(name for name, each in ARCHITECTURES.items() if hasattr(each, "MTP"))
+        raise BimetalError(
+            f"{target.architecture} models have no multi-token-prediction block here; supported: {', '.join(known)}"
+        )
+    if definition is not target.definition:
+        raise BimetalError(
+            f"{checkpoint.path} is of a {name} model; a multi-token-prediction block for a {target.architecture} "
+            "model is needed"
+        )
+
+
+def _one_after_other(mixed: RowFn, ffn: RowFn, x: Array) -> Array:
+    return ffn(mixed(x))
+
+
+# -- target and block --------------------------------------------------------------------------------------------------
+
+
+def load_mtp(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "MtpPair":
+    """`target` with the multi-token-prediction block of `checkpoint`, which may be the target's own."""
+    tables, layers = layout(checkpoint, target), len(target.layout.layers)
+    weights = load_weights(checkpoint, tables, target.ops, progress, layers, target.layout.out)
+    parts = target.architecture, target.definition, target.config, target.layout, target.weights, target.ops
+    config = Config(tables.top["embed"] is not None, tables.top["head"] is not None)
+    return MtpPair(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
+
+
+@dataclass(frozen=True)
+class MtpPair(Pair):
+    """A target and its multi-token-prediction block."""
+
+    draft: Config
+    spec: ClassVar[str] = "chain"
+
+    @property
+    def draft_spec(self) -> list[LayerSpec]:
+        """Those of a layer, and the hidden state of the last committed token."""
+        return [{**self.definition.mtp_spec(self.config), "last": ConvSpec(self.config.hidden, 2)}]
+
+    @property
+    def budgets(self) -> Sequence[int]:
+        return range(DEEPEST + 1)
+
+    @property
+    def target(self) -> Model:
+        """The pair itself: the block's rows are written in each step, because no later one could catch up."""
+        return self
+
+    def _logits(self, state: State, step: Step, rows: slice) -> Array:
+        ops, eps, layers = self.ops, self.config.eps, self.weights.layers
+        parts = partial(self.definition.halves, ops, self.config)
+        x = ops.embed(self.weights.embed, step.tokens)
+        for i, layer in enumerate(layers[:-1]):
+            x = ops.scope(i, partial(_one_after_other, *parts(layer, state, step, i)), x)
+        mixed, ffn = parts(layers[-1], state, step, len(layers) - 1)
+
+        def last(x: Array) -> tuple[Array, Array]:
+            """At `rows`, as the target alone computes them, and at all rows."""
+            x = mixed(x)
+            every = ffn(x)
+            return every if rows == slice(None) else ffn(x[rows]), every
+
+        x, every = ops.scope(len(layers) - 1, last, x)
+        logits = self.head_logits(ops.rms_norm(x, self.weights.norm, eps))
+        self._write(state, step, ops.rms_norm(every, self.weights.norm, eps))
+        return logits
+
+    def _write(self, state: State, step: Step, hidden: Array) -> None:
+        """Leave the block's rows of the step in the state, given the target's last normed hidden states (T, hidden)."""
+        w = self.draft_weights.layers[0]
+        x = self._inputs(state, step, hidden)
+        self.definition.write_past(self.ops, self.config, w, state, step, len(self.weights.layers), x)
+
+    def _inputs(self, state: State, step: Step, hidden: Array) -> Array:
+        """The block's input (T, hidden): each row's token, and of `hidden` (T, hidden) the row before it."""
+        ops, w, eps = self.ops, self.draft_weights, self.config.eps
+        before = ops.parent_rows(hidden, state[len(self.weights.layers)].last, step)
+        token = ops.embed(self.weights.embed if w.embed is None else w.embed, step.tokens)
+        of_token = ops.linear(ops.rms_norm(token, w.embedding_norm, eps), w.of_embedding)
+        return ops.add(of_token, ops.linear(ops.rms_norm(before, w.hidden_norm, eps), w.of_hidden))
+
+    # -- drafting ------------------------------------------------------------------------------------------------------
+
+    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+        tokens, ids, logp = [token], list[np.ndarray](), list[np.ndarray]()
+        for _ in range(min(depth, DEEPEST)):
+            best, chances = self.ops.read_all(*self.ops.top_k(self.propose(state, tokens), k))
+            ids.append(best)
+            logp.append(chances)
+            tokens.append(int(best[0, 0]))
+        return np.concatenate(ids), np.concatenate(logp)
+
+    def propose(self, state: State, tokens: Sequence[int]) -> Array:
+        """Logits (1, vocab) of the token after `tokens`, which follow the state; commits nothing.
+
+        Each token but the first was drafted, so that the block's output at the one before stands for its hidden state.
+        """
+        step = Step.chain(np.array(tokens, np.int32), state.length)
+        return self.ops.run(self._chains[len(tokens)], state, step)[:1]
+
+    @cached_property
+    def _chains(self) -> dict[int, Any]:
+        """By the number of tokens, what `propose` runs: kept, so that a backend may capture it."""
+        return {n: partial(self._chain_logits, n) for n in range(1, DEEPEST + 1)}
+
+    def _chain_logits(self, n: int, state: State, step: Step) -> Array:
+        """The logits (1, vocab) of row n - 1. After i passes the outputs of rows 0 to i - 1 are those of a chain."""
+        ops, layer = self.ops, len(self.weights.layers)
+        own = self.draft_weights
+        mixed, ffn = self.definition.halves(ops, self.config, own.layers[0], state, step, layer)
+
+        def one_pass(hidden: Array) -> Array:
+            x = ffn(mixed(self._inputs(state, step, hidden)))
+            return ops.rms_norm(x, self.weights.norm if own.last_norm is None else own.last_norm, self.config.eps)
+
+        x = ops.embed(self.weights.embed, step.tokens)  # of the first pass only row 0 counts, which reads the state
+        for _ in range(n):
+            x = ops.scope(layer, one_pass, x)
+        return self.head_logits(x[n - 1 : n]) if own.head is None else ops.linear(x[n - 1 : n], own.head)

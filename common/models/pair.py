@@ -1,0 +1,60 @@
+"""A target and its draft as one model: the target's layers come first in a state, the draft's after them."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from common.models import Model
+from common.step import Pool, State
+from common.storage import LayerSpec
+
+
+@dataclass(frozen=True)
+class Pair(Model):
+    """A target that also fills its draft's state, so that one commit moves both and the draft reads no prompt.
+
+    draft          the draft's configuration
+    draft_weights  the draft's weights, on the target's backend
+    spec           the speculative mode that is chosen where none is given
+    """
+
+    draft: Any
+    draft_weights: SimpleNamespace
+    spec: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def draft_spec(self) -> list[LayerSpec]:
+        """What each layer of the draft stores for a sequence."""
+
+    @property
+    @abstractmethod
+    def budgets(self) -> Sequence[int]:
+        """Depths of a chain among which a budget is chosen, ascending, from 0 to the deepest that `drafted` gives."""
+
+    @abstractmethod
+    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+        """Draft the tokens after `token`, which follows the state; commits nothing.
+
+        Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
+        at most `depth` where each position costs time of its own.
+        """
+
+    def new_state(self, capacity: int) -> State:
+        return self.ops.new_state([*self.state_spec, *self.draft_spec], capacity)
+
+    def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
+        return self.ops.new_pool([*self.state_spec, *self.draft_spec], slots, capacity, tokens)
+
+    @property
+    @abstractmethod
+    def target(self) -> Model:
+        """The model for steps after which nothing is drafted, over the same state."""
+
+    def head_logits(self, x: Any) -> Any:
+        """The logits (n, vocab) of x (n, hidden), normed, by the target's head."""
+        return self.ops.linear(x, self.weights.embed if self.weights.head is None else self.weights.head)
