@@ -82,12 +82,16 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # ggml has no -0
 
 
-def dequantize(tensor: Tensor) -> np.ndarray:
-    """The values of a tensor of any type: a new float32 array of `tensor.shape`. Raises BimetalError for other types.
+def dequantize(tensor: Tensor, out: np.ndarray | None = None) -> np.ndarray:
+    """The values of a tensor of any type, float32 of `tensor.shape`. Raises BimetalError for other types.
 
     A scale that is NaN or infinite gives what the arithmetic gives; `check_scales` refuses it.
+
+    out  where the values go, contiguous and of that shape; None: a new array
     """
-    out = np.empty(tensor.shape, np.float32)
+    out = np.empty(tensor.shape, np.float32) if out is None else out
+    assert out.shape == tuple(tensor.shape)
+    assert out.flags.c_contiguous
     with np.errstate(over="ignore", invalid="ignore"):
         if tensor.scales is not None:
             _decode_mlx(tensor, out.reshape(-1, tensor.shape[-1]))

@@ -46,7 +46,15 @@ class NumpyOps(Ops):
     joins = True
 
     def weight(self, *parts: Tensor) -> Weight:
-        return np.concatenate([dequantize(part) for part in parts], axis=-2)
+        if len(parts) == 1:
+            return dequantize(parts[0])
+        if len(parts[0].shape) > 2:
+            return np.concatenate([dequantize(part) for part in parts], axis=-2)
+        rows = [part.shape[0] for part in parts]
+        held = np.empty((sum(rows), parts[0].shape[1]), np.float32)
+        for part, own in zip(parts, np.split(held, np.cumsum(rows)[:-1]), strict=True):
+            dequantize(part, own)  # in place: new pages cost as much as decoding
+        return held
 
     def vector(self, tensor: Tensor) -> Array:
         return dequantize(tensor)

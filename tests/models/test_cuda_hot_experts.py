@@ -126,7 +126,7 @@ def test_counts(path, name, whole):
     model, store = spark(path, whole, 0.3)
     state, ids = model.new_state(tiny.CAPACITY), tiny.golden(name)["ids"].astype(np.int32)
     rows = 0
-    for n in (150, 1, 1, 1, 5, 5, 5):
+    for n in (70, 1, 1, 1, 5, 5, 5):
         model.forward(state, Step.chain(ids[:n], state.length))
         state.commit(range(n))
         rows += n
@@ -170,14 +170,14 @@ def test_a_copy_that_fails(path, name, whole, monkeypatch):
     monkeypatch.setattr(experts, "MISSES", 0.5)
     monkeypatch.setattr(experts, "TURNS", 1)
     ids = tiny.golden(name)["ids"].astype(np.int32)
-    expected = tiny.run(whole, whole.new_state(tiny.CAPACITY), ids[:40], [1] * 40)
+    expected = tiny.run(whole, whole.new_state(tiny.CAPACITY), ids[:16], [1] * 16)
     model, store = spark(path, whole, 0.3)
 
     def failing(*_):
         raise BimetalError("copying 5 bytes of experts to the GPU failed: injected")
 
     state, out, failures = model.new_state(tiny.CAPACITY), [], 0
-    for i in range(40):
+    for i in range(16):
         step = Step.chain(ids[i : i + 1], i)
         with monkeypatch.context() as patch:
             patch.setattr(experts, "copy", failing if i % 3 == 0 else experts.copy)

@@ -70,7 +70,7 @@ def test_a_table_says_where_experts_lie(type_, shared, ops):
             return ops.read(ops.moe_ffn(rows, ExpertWeights(router, gate_up, down, *beside), 3))
         return ops.read(ops.moe(rows, gate_up, down, *ops.route_softmax(ops.linear(rows, router), 3)))
 
-    counts = 1, 7, 150
+    counts = 1, 7, 70 if type_ == "F16" else 150  # values of float16 take longest on a CPU
     before = [out(T) for T in counts]
     kept = [move(ops, w) for w in (gate_up, down)]
     for T, expected in zip(counts, before, strict=True):

@@ -518,9 +518,9 @@ def test_sampled_steps(vocab):
 
     ops = CudaOps()  # no graph is captured where each result is filled with NaN first
     greedy, state = Sampler(Sampling()), ops.new_state((), 64)
-    rows = np.random.default_rng(5).normal(size=(vocab, 1024)).astype(np.float32)
+    rows = np.random.default_rng(5).normal(size=(vocab, 256)).astype(np.float32)
     table = ops.weight(Tensor("x", "F32", rows.shape, rows.view(np.uint8)))
-    head = ops.weight(random_matrix("Q4_K", vocab, 1024))
+    head = ops.weight(random_matrix("Q4_K", vocab, 256))
 
     def fn(state, step):
         return ops.linear(ops.embed(table, step.tokens), head)

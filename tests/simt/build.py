@@ -16,6 +16,7 @@ CACHE = Path(tempfile.gettempdir()) / f"bimetal-simt-{os.getuid()}"
 MISSING = (
     "" if shutil.which("g++") and platform.machine() == "x86_64" else "needs g++ on x86-64"
 )  # why nothing runs here
+TEXT = "text"  # what debug information calls a text, as against its header
 LINKED = ["-nostdlib", "-x", "none", "-lstdc++", "-lm", "-lc", "-lgcc"]  # the engine is the sanitizers' runtime
 
 
@@ -23,20 +24,52 @@ class BuildError(AssertionError):
     """The compiler refused a kernel; the message is the compiler's."""
 
 
-def library(text: str, flags: list[str]) -> Path:
-    """The shared library that g++ makes of `text`."""
-    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
-    path = CACHE / (hashlib.sha256("\0".join([text, headers, *flags]).encode()).hexdigest()[:24] + ".so")
+def library(text: str, flags: list[str], header: str = "", defines: tuple[str, ...] = ()) -> Path:
+    """The shared library that g++ makes of `header` and `text`.
+
+    header   C++ that many texts begin with: compiled once for each set of flags
+    defines  macros of the text, "NAME=VALUE" or "NAME"
+    """
+    path = _kept(".so", text, header, *flags, *defines)
     if not path.exists():
-        CACHE.mkdir(exist_ok=True)
-        made = path.with_suffix(f".{os.getpid()}.so")
-        command = ["g++", *flags, "-shared", "-fPIC", "-w", f"-I{HERE}", "-x", "c++", "-"]
-        command += [*LINKED, "-o", str(made)]
-        done = subprocess.run(command, input=text, capture_output=True, text=True)
-        if done.returncode:
-            raise BuildError(done.stderr[:3000])
-        made.rename(path)
+        before = ["-include", str(_precompiled(header, flags))] if header else []
+        macros = "".join(f"#define {macro.replace('=', ' ', 1)}\n" for macro in defines)
+        _compile(f'{macros}#line 1 "{TEXT}"\n{text}', [*flags, "-shared", *before, "-x", "c++", "-", *LINKED], path)
     return path
+
+
+def _precompiled(header: str, flags: list[str]) -> Path:
+    """The header's file, beside which g++ finds it compiled."""
+    path = _kept(".h", header, *flags)
+    compiled = path.with_suffix(".h.gch")
+    if not compiled.exists():
+        made = _own(path)
+        made.write_text(header)
+        made.rename(path)
+        _compile("", [*flags, "-x", "c++-header", str(path)], compiled)
+    return path
+
+
+def _kept(suffix: str, *sources: str) -> Path:
+    """Where a file made of `sources` and of the headers of this folder is kept."""
+    headers = (path.read_text() for path in sorted(HERE.glob("*.h")))
+    CACHE.mkdir(exist_ok=True)
+    return CACHE / (hashlib.sha256("\0".join([*sources, *headers]).encode()).hexdigest()[:24] + suffix)
+
+
+def _own(path: Path) -> Path:
+    """A name beside `path` that is this process's own, for a file that is renamed once it is whole."""
+    return path.with_name(f"{os.getpid()}-{path.name}")
+
+
+def _compile(text: str, flags: list[str], path: Path) -> None:
+    """Make the file `path` of `text`; raises BuildError."""
+    made = _own(path)
+    command = ["g++", "-fPIC", "-w", f"-I{HERE}", *flags, "-o", str(made)]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(done.stderr[:3000])
+    made.rename(path)
 
 
 @functools.cache
@@ -53,8 +86,11 @@ def located(message: str, library: str, text: str) -> str:
 
     def line(match: re.Match[str]) -> str:
         done = subprocess.run(["addr2line", "-e", library, f"0x{match[1]}"], capture_output=True, text=True)
-        number = done.stdout.strip().rpartition(":")[2].split()[0]
-        return f"line {number}" if number.isdecimal() else "an unknown line"
+        file, _, rest = done.stdout.strip().rpartition(":")
+        number = rest.split()[0]
+        if not number.isdecimal():
+            return "an unknown line"
+        return f"line {number}" if not file.endswith(".h") else f"a line of {Path(file).name}"
 
     message = re.sub(r"@([0-9a-f]+)", line, message)
     lines = text.splitlines()

@@ -141,19 +141,19 @@ extern "C" const char* run_{name}(void** arguments, unsigned* grid, unsigned* bl
     return run_grid(call_{name}, grid, block);
 }}
 """
-    return f"{SIMT.read_text()}\n{code}"
+    return code
 
 
 class RawModule:
     def __init__(self, code: str, options: tuple[str, ...]):
         self.kernels = prototypes(code)
         text = for_the_cpu(code, self.kernels)
-        defines = [option for option in options if option.startswith("-D")]
+        defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
         flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-mfma", "-mf16c"]
         if "BIMETAL_RACES" in os.environ:
             flags += ["-fsanitize=thread", "-g1"]
         build.engine()  # first: the kernels' library takes its symbols
-        self.text, self.library = text, ctypes.CDLL(str(build.library(text, [*flags, *defines])))
+        self.text, self.library = text, ctypes.CDLL(str(build.library(text, flags, SIMT.read_text(), defines)))
 
     def get_function(self, name: str) -> "Function":
         return Function(name, self.kernels[name], self.library, self.text)
