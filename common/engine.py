@@ -115,6 +115,10 @@ class Engine:
         if len(running) == 1 and type(running[0].request) is Rows:  # alone: nothing to choose or to count
             self._step(running[:1])
             return
+        if self.memory.grows and not self._suspended.grant(running):
+            error = NoRoomError("no memory is free for a longer reply beside others")
+            self._moved(self._suspended.make_room(running, error))
+            return
         began = time.perf_counter()
         reader = schedule.reader(running)
         if reader is not None:
@@ -183,8 +187,8 @@ class Engine:
         if len(self.running) >= self.parallel:
             return False
         try:
-            running = [(each.slot, each.tokens_needed) for each in self.running if each.slot]
-            slot = self.memory.take(sequence.prompt, sequence.reading, sequence.tokens_needed, running)
+            running = [(each.slot, each.granted) for each in self.running if each.slot]
+            slot = self.memory.take(sequence.prompt, sequence.reading, sequence.granted, running)
             if slot is None:
                 return False
             self.running.append(sequence)
@@ -249,7 +253,7 @@ class Engine:
         try:
             logits = self.model.forward(state, step, rows)
         except NoRoomError as error:
-            self._make_room(error)
+            self._moved(self._suspended.make_room(self.running, error))
             return
         except BimetalError as error:
             self._end(sequence, error)
@@ -287,7 +291,7 @@ class Engine:
         try:
             answer = drafted(self.target.decoding, state, asked)
         except NoRoomError as error:
-            self._make_room(error)
+            self._moved(self._suspended.make_room(self.running, error))
         except BimetalError as error:
             self._end(sequence, error)
         except Exception as error:
@@ -304,7 +308,7 @@ class Engine:
             else:
                 answers = self._rows.together([each.asked_rows for each in chosen])
         except NoRoomError as error:
-            self._make_room(error)
+            self._moved(self._suspended.make_room(self.running, error))
             return
         except BimetalError as error:
             answers = [error for _ in chosen]
@@ -326,10 +330,6 @@ class Engine:
             return
         if not goes_on:
             self._end(sequence)
-
-    def _make_room(self, error: NoRoomError) -> None:
-        """Free memory for a step that had none."""
-        self._moved(self._suspended.make_room(self.running, error))
 
     def _moved(self, failed: Ended | None) -> None:
         """Go on after a state has moved to the host or back, or one has failed to."""

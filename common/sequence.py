@@ -72,7 +72,7 @@ class Call:
     priority: int = 0
 
 
-RESERVED = 1024  # tokens of a reply for which memory must be free before it begins
+RESERVED = 1024  # tokens of a reply for which memory must be free before it begins, and whenever it has reached them
 
 
 class Sequence:
@@ -80,6 +80,7 @@ class Sequence:
 
     request  what its decoder asks for: Rows or a Draft; None while the prompt is read
     rows     of its next step, while it decodes
+    granted  tokens for which memory was free when that was last looked at
     waited   turns since it last ran
     skips    how many later calls began before it
     """
@@ -108,6 +109,8 @@ class Sequence:
         self.cached = self.matched = self.new = 0
         self.started = self.first = self.last = 0.0
         self.reading = self._reading()
+        reply = min(call.options.max_tokens or RESERVED, RESERVED)
+        self.granted = min(len(self.prompt) + reply, target.context)
         self.kept: dict[int, str] = {}  # cuts after which a store is offered the state, and why
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
@@ -118,10 +121,14 @@ class Sequence:
         return self.call.cancel.is_set()
 
     @property
-    def tokens_needed(self) -> int:
-        """Tokens for which memory must be free before it begins; a reply without an end counts as one of RESERVED."""
-        reply = min(self.options.max_tokens or RESERVED, RESERVED)
-        return min(len(self.prompt) + reply, self.target.context)
+    def outgrows(self) -> bool:
+        """Whether the next tokens are beyond those that were granted."""
+        return self.slot is not None and self.slot.state.length >= self.granted
+
+    @property
+    def next_grant(self) -> int:
+        """Tokens for which memory must be free before it outgrows what was granted."""
+        return min(self.granted + RESERVED, self.target.context)
 
     @property
     def reads(self) -> bool:

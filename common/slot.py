@@ -98,6 +98,8 @@ class Slot:
             raise BimetalError("memory ran out, and a state of this model cannot be moved to the host")
         self._saved = state.save(), state.length, list(state.long_steps)
         state.restore(self._empty)
+        if state.pool is None:
+            state.load(state.save(), 0)  # arrays without rows, in place of those that had grown
         self.turn = None
 
     def resume(self) -> None:

@@ -28,6 +28,11 @@ class Slots:
             return None
         return self.model.new_pool(self.parallel, self.context, self.tokens)
 
+    @property
+    def grows(self) -> bool:
+        """Whether each state takes memory of its own as it grows, which a prediction of its bytes finds first."""
+        return self.pool is None and isinstance(self.model, Model) and not self.model.ops.reserves
+
     def renew(self) -> None:
         """Drop all slots, and the pool with what a backend that failed has left in it."""
         self.slots.clear()
@@ -44,8 +49,21 @@ class Slots:
         """Forget what the idle slot used longest ago holds; whether there was one that holds anything."""
         held = [slot for slot in self.slots if slot not in taken and slot.state.length]
         if held:
-            min(held, key=lambda slot: slot.used).reset()
+            oldest = min(held, key=lambda slot: slot.used)
+            if self.grows:  # a state that forgets keeps its memory
+                self.slots.remove(oldest)
+            else:
+                oldest.reset()
         return bool(held)
+
+    def has_room(self, needs: Sequence[tuple[Slot, int]], taken: Collection[Slot | None]) -> bool:
+        """Is memory free for slots to hold so many tokens each? Drops idle slots where that helps.
+
+        True where states do not grow by themselves: a step finds out.
+        """
+        (slot, tokens), *others = needs
+        idle = sorted((each for each in self.slots if each not in taken), key=lambda each: each.used)
+        return not self.grows or self._fits(tokens, slot, others, idle)
 
     def take(
         self, prompt: list[int], reading: Reading, tokens: int, running: Sequence[tuple[Slot, int]]

@@ -41,14 +41,29 @@ class Suspended:
         self.has_ended = False
         return None
 
+    def grant(self, running: list[Sequence]) -> bool:
+        """Is memory free for all of `running` to go on? Those that reach what they were granted are granted more."""
+        growing = [each for each in running if each.outgrows]
+        if not growing or len(running) == 1:
+            return True
+        needs = [(each.slot, each.next_grant if each.outgrows else each.granted) for each in running if each.slot]
+        if not self._memory.has_room(needs, self._taken(running)):
+            return False
+        for each in growing:
+            each.granted = each.next_grant
+        return True
+
     def resume(self, running: list[Sequence]) -> Ended | None:
         """Let a sequence go on where memory may be free again; returns it where it does not fit alone."""
         if running and not self.has_ended:
             return None
         self.has_ended = False
         sequence = self._schedule.next_back(self.sequences)
+        assert sequence.slot
+        needs = [(each.slot, each.granted) for each in (sequence, *running) if each.slot]
+        if running and not self._memory.has_room(needs, self._taken(running)):
+            return None
         try:
-            assert sequence.slot
             sequence.slot.resume()
         except NoRoomError as error:
             is_alone = not self._memory.forget_one(self._taken(running)) and not running

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import tiny_draft
 
+from common import sequence
 from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
@@ -557,6 +558,52 @@ def test_sequences_of_a_pool_begin_when_their_tokens_fit():
     engine.drain()
     assert len(last.tokens) == 45
     assert [slot.state.length for slot in engine.slots if slot is not last.sequence.slot] == [0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "name"),
+    [
+        ("numpy", "draft", "qwen35"),
+        ("numpy", "wedlm", "qwen3"),
+        ("numpy", "latent", "glm"),
+        ("numpy", "plain", "laguna"),
+        ("mlx", "plain", "qwen35"),
+        pytest.param("mlx", "latent", "glm", marks=pytest.mark.slow),
+        pytest.param("mlx", "draft", "laguna", marks=pytest.mark.slow),
+        pytest.param("numpy", "packed", "demo", marks=pytest.mark.slow),
+        pytest.param("mlx", "packed", "demo", marks=pytest.mark.slow),
+    ],
+)
+def test_states_that_grow_beyond_the_memory_move_to_the_host_and_back(backend, kind, name, tmp_path, monkeypatch):
+    """Memory that states are predicted not to fit ends nothing: tokens and log-probabilities of running alone."""
+    ops: Any = NumpyOps()
+    if backend == "mlx":
+        pytest.importorskip("mlx.core", reason="mlx is not installed")
+        from mlx_backend.ops import MlxOps
+
+        ops = MlxOps()
+    model, options = models(kind, name, ops, tmp_path)
+    monkeypatch.setattr(sequence, "RESERVED", 6)
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=4))
+    engine.schedule.joins = backend == "numpy"  # MLX multiplies several rows in another order than one
+    most, moved = 2 * ops.held_state_bytes(model.state_spec, 24, ops.prefill_rows), set()
+    empty = model.new_state(CONTEXT).nbytes
+
+    def free(self):
+        return most - sum(slot.state.nbytes for slot in engine.slots), "a test"
+
+    monkeypatch.setattr(type(ops), "free_bytes", free)
+    asked = [([5 + n, 6, 7] * 2, options[n % 3] | {"max_tokens": 16 + 4 * n, "logprobs": 1}) for n in range(4)]
+    replies = [submit(engine, prompt, **how) for prompt, how in asked]
+    while engine.turn():
+        moved.update(id(each) for each in engine.suspended)
+        assert all(each.slot.state.nbytes <= empty for each in engine.suspended)
+    assert len(moved) > 0
+    monkeypatch.undo()
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.error is None
+        expected = alone(model, prompt, **how)
+        assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
 
 
 def test_a_sequence_without_memory_ends_if_it_is_alone(tmp_path):
