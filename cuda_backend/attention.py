@@ -10,7 +10,7 @@ from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 from common.storage import KVSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
-from cuda_backend.caches.formats import format_defines, is_direct, packed_bytes, turn_back
+from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV
 from cuda_backend.caches.planes import Places, Planes, of_slot, plane_of
 from cuda_backend.caches.window import rolled, unrolled
@@ -87,10 +87,7 @@ def attention(
         return out
     rows = 16 if T * (H // K) <= 16 else 32  # of a block
     formats = *format_defines(keys, values), *exact.defines
-    direct = is_direct(keys, values)
-    defines, shared, ctas = split_tiles(
-        context.card, wide, rows, packed_bytes(keys, values), bool(exact.defines), direct
-    )
+    defines, shared, ctas = split_tiles(context.card, wide, rows, packed_bytes(keys, values), bool(exact.defines))
     blocks = row_blocks(T, step.runs, H // K, rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)

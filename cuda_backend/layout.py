@@ -46,7 +46,6 @@ COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel 
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
-DIRECT = ("q8_0", "lm2", "lm3", "lm4", "tq3_0")  # formats of kernels/fragments.cuh, in heads of 128 and 256
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 
 
@@ -61,7 +60,6 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
     parts += ["formats.cuh"] if stem in ("attention", "latent", "split", "heads_to_cache", "pieces", "to_cache") else []
     parts += ["encode.cuh"] if stem in ("latent", "heads_to_cache", "to_cache") else []
     parts += ["decode.cuh"] if stem in ("attention", "latent", "split") else []
-    parts += ["fragments.cuh"] if stem == "split" else []
     parts += ["head.cuh"] if stem in ("rows", "heads_to_cache") else []
     parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
     parts += ["packed.cuh"] if stem == "single" else []
@@ -258,22 +256,18 @@ def latent_tiles(card: Card, width: int) -> tuple[int, int, int]:
 
 
 def split_tiles(
-    card: Card, width: int, rows: int, packed: int = 0, exact: bool = False, direct: bool = False
+    card: Card, width: int, rows: int, packed: int = 0, exact: bool = False
 ) -> tuple[tuple[str, ...], int, int]:
     """Definitions of kernels/split.cu for 16 or 32 rows a CTA, its shared memory, bytes, CTAs of a multiprocessor.
 
     packed  bytes of the longest row of the cache where rows are not float16: buffers hold rows as they are
     exact   whether some tokens are read as float16 beside them
-    direct  whether codes of keys and values become fragments without a tile of float16: kernels/fragments.cuh
     """
 
-    most = 4 if rows == 16 else 2
-    if packed and width > 128:  # more spill registers
-        two = card.capability == 90 or (card.capability < 90 and not exact)
-        most = 3 if rows == 16 else 1 + two
+    most = 4 if rows == 16 else 1 if exact and width > 128 and card.capability < 90 else 2  # more spill registers
 
     def fit(buffers: int) -> tuple[int, int, int]:
-        tiles = (0 if direct and not exact else 1) if packed else buffers
+        tiles = 1 if packed else buffers
         shared = (rows + tiles * SPLIT_TILE) * (width + 8) * 2 + rows * (2 * (SPLIT_TILE + 8) + 16)
         shared += buffers * SPLIT_TILE * packed
         return min(most, card.shared // (shared + 2048)), buffers, shared

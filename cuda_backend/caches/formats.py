@@ -3,7 +3,6 @@
 from common.hadamard import group_of
 from common.storage import NATIVE
 from cuda_backend.caches.planes import HALF, Plane
-from cuda_backend.layout import DIRECT
 
 PACKED = ("bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "lm2", "lm3", "lm4", "tq3_0")
 PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *PACKED) for values in (NATIVE, HALF, *PACKED))
@@ -20,11 +19,6 @@ def format_defines(keys: Plane, values: Plane) -> tuple[str, ...]:
 def packed_bytes(keys: Plane, values: Plane) -> int:
     """Bytes of the longer row, which attention unpacks before it multiplies; 0 where both are float16."""
     return 0 if keys.format == values.format == HALF else max(keys.row_bytes, values.row_bytes)
-
-
-def is_direct(keys: Plane, values: Plane) -> bool:
-    """Whether attention decodes both straight into fragments: kernels/fragments.cuh."""
-    return all(plane.format in DIRECT and plane.width % 128 == 0 for plane in (keys, values))
 
 
 def turn_back(values: Plane) -> int:

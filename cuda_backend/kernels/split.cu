@@ -10,8 +10,7 @@
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
 //           before this one have ended. A tree's row sees other rows than its neighbours: the tiles behind the committed
 //           ones are gathered for the group of each, its ancestors in the order of their positions. Rows that are not
-//           float16 arrive as the cache has them, rotated as they were stored; their codes become fragments (fragments.cuh), or
-//           where the format has no such form a tile is unpacked before its products.
+//           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products.
 //           EXACT: a tile that holds codes and exact rows is multiplied twice; a row takes nothing from the form that is not
 //           its own, which leaves its sums as they were
 // Assumes   memory beyond the last row of the cache holds finite numbers
@@ -35,6 +34,8 @@
 //           once through the code over nothing before the wait -> 15.7 against 12.7 at 22 rows: the code was there
 //           to_cache inside `split` -> not built: to_cache left out gains WeDLM 0.4 us per layer, `split` would start cold
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
+//           codes decoded straight into fragments, without a tile of float16 -> step of 27B at one row, context of 32K: 5.81 ms
+//             against 5.74 for lm4, 5.82 against 5.72 for tq3_0; at 22 rows 12.5 against 12.3 and 12.8 against 12.6
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE 64         // positions
@@ -50,10 +51,7 @@
 #define BLOCKS ((D + 31) / 32)  // of a row
 #define STAGE (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // a tile as the cache has it
 
-#define DIRECT_KEYS is_direct(KEYS, D)  // fragments.cuh
-#define DIRECT_VALUES is_direct(VALUES, D)
-#define TILES (!PACKED ? BUFFERS : DIRECT_KEYS && DIRECT_VALUES && !EXACT ? 0 : 1)  // of float16, as layout.py split_tiles counts them
-#define KEYS_AT_ONCE (ROWS == 16 ? 2 : 1)  // blocks of 32 channels; more spill registers
+#define TILES (PACKED ? 1 : BUFFERS)  // of float16, as layout.py split_tiles counts them
 
 // A tile of rows as float16.
 template <Format F>
@@ -66,21 +64,14 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     __syncthreads();
 }
 
-// A tile of float16 rows: from position `at` on, or those that `from` lists; `permuted` as fragments.cuh has values.
-__device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slot, int head, int at, const int* from, bool permuted) {
+// A tile of float16 rows: from position `at` on, or those that `from` lists.
+__device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slot, int head, int at, const int* from) {
     const int place = from ? 0 : place_of(plane, at);
 #pragma unroll 1
     for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
         const int row = n / LINE;
         const u8* begin = row_at(plane, slot, head, from ? place_of(plane, from[row]) : place + row, 2 * D);
-        const uint4 line = *(const uint4*)(begin + n % LINE * 16);
-        if (!permuted) {
-            *(uint4*)(tile + row * STRIDE + n % LINE * 8) = line;
-            continue;
-        }
-        const u32 pairs[4] = {line.x, line.y, line.z, line.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++) tile[row * STRIDE + column_of(n % LINE * 8 + i)] = pairs[i / 2] >> i % 2 * 16;
+        *(uint4*)(tile + row * STRIDE + n % LINE * 8) = *(const uint4*)(begin + n % LINE * 16);
     }
     __syncthreads();
 }
@@ -243,23 +234,11 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             if (waits && (i == BUFFERS || ahead + TILE > past)) depend(), waits = false;
             if (i < BUFFERS) fetch(i);
         }
-        auto load_query = [&](const u16* queries, int n, bool permuted) {  // eight channels
-            const u16* row = queries + (s64)heads[n / LINE] * D;
-            uint4* to = (uint4*)(qs + n / LINE * STRIDE + n % LINE * 8);
-            if (permuted) {
-                const u32* pair = (const u32*)(row + n % LINE / 4 * 32) + n % 4;
-                *to = make_uint4(pair[0], pair[4], pair[8], pair[12]);
-            } else {
-                *to = *(const uint4*)(row + n % LINE * 8);
-            }
-        };
 #pragma unroll 1
         for (int n = threadIdx.x; n < ROWS * LINE; n += CTA) {
             const int r = n / LINE;
             u16* to = qs + r * STRIDE + n % LINE * 8;
-            if (r < rows && DIRECT_KEYS)
-                load_query(q, n, true);
-            else if (r < rows)
+            if (r < rows)
                 copy16(shared_address(to), q + (s64)heads[r] * D + n % LINE * 8);
             else
                 *(uint4*)to = make_uint4(0, 0, 0, 0);
@@ -273,18 +252,18 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         for (int tile = 0; coming[tile % 4].x < NOWHERE; tile++) {
             const int at = coming[tile % 4].x / (EXACT ? TILE : 2) * (EXACT ? TILE : 2);
             auto is_exact = [&] { return EXACT && coming[tile % 4].x & 2; };
-            auto copy_exact = [&](const Plane& plane, bool permuted) {
-                copy_tile(tiles, plane, run.slot, head, at, seen ? from : 0, permuted);
+            auto copy_exact = [&](const Plane& plane) {
+                copy_tile(tiles, plane, run.slot, head, at, seen ? from : 0);
             };
             if (EXACT && is_exact() != (tile && coming[(tile + 3) % 4].x & 2)) {  // the queries there are those of the tile before
                 const u16* queries = is_exact() ? exact.q : q;
 #pragma unroll 1
-                for (int n = threadIdx.x; n < rows * LINE; n += CTA) load_query(queries, n, DIRECT_KEYS && !is_exact());
-                if (DIRECT_KEYS) __syncthreads();
+                for (int n = threadIdx.x; n < rows * LINE; n += CTA)
+                    *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = *(const uint4*)(queries + (s64)heads[n / LINE] * D + n % LINE * 8);
             }
             if (is_exact())
-                copy_exact(exact.keys, false);
-            else if constexpr (PACKED && !DIRECT_KEYS)
+                copy_exact(exact.keys);
+            else if constexpr (PACKED)
                 unpack_tile<KEYS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
             float s[2][2][4] = {};
             if (EXACT && !is_exact())
@@ -300,24 +279,6 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     mma(sum[0], a, k[0], k[1]);
                     mma(sum[1], a, k[2], k[3]);
                 };
-                if (DIRECT_KEYS && !is_exact()) {
-                    const u8* keys_at = stages + 2 * tile % BUFFERS * STAGE + (c * 16 + lane / 4) * KEY_BYTES;
-#pragma unroll KEYS_AT_ONCE
-                    for (int block = 0; block < D / 32; block++) {
-                        u32 low[4], high[4];
-                        if constexpr (DIRECT_KEYS) {
-                            keys_of<KEYS, D>(keys_at, block, lane % 4, low);
-                            keys_of<KEYS, D>(keys_at + 8 * KEY_BYTES, block, lane % 4, high);
-                        }
-#pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            u32 a[4];
-                            ldmatrix(a, q_at + (2 * block + i) * 32);
-                            mma(s[i][0], a, low[2 * i], low[2 * i + 1]);
-                            mma(s[i][1], a, high[2 * i], high[2 * i + 1]);
-                        }
-                    }
-                } else
 #pragma unroll 4
                 for (int d = 0; d < D / 16; d += 2) {  // two sums, since one would wait for itself
                     multiply(s[0], d);
@@ -366,8 +327,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 }
             wait_all_but<BUFFERS - 1>();
             if (is_exact())
-                copy_exact(exact.values, DIRECT_VALUES);
-            else if constexpr (PACKED && !DIRECT_VALUES)
+                copy_exact(exact.values);
+            else if constexpr (PACKED)
                 unpack_tile<VALUES>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
             if (active) {
                 const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
@@ -385,44 +346,25 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     l[half] = l[half] * before[half] + ones[2 * half] * after[half];
                     top[half] = both;
                 }
-                auto add = [&](float (&to)[4], const float (&sum)[4]) {
+                const u32 v_at = shared_address(tiles + ((PACKED ? 0 : (2 * tile + 1) % BUFFERS * TILE) + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
 #pragma unroll
-                    for (int e = 0; e < 4; e++) to[e] = __fmaf_rn(sum[e], after[e / 2], to[e] * before[e / 2]);  // both products are exact
-                };
-                if (DIRECT_VALUES && !is_exact()) {
-                    const u8* values_at = stages + (2 * tile + 1) % BUFFERS * STAGE + lane % 4 * 2 * VALUE_BYTES;
+                for (int n = 0; n < NV; n++) {
+                    if (D % 64 && (n * 4 + c) * 16 >= D) break;
+                    float sum[2][4] = {};
 #pragma unroll
-                    for (int h = 0; h < D / 128; h++) {
-                        float sum[4][4] = {};
-#pragma unroll
-                        for (int k = 0; k < TILE / 16; k++) {
-                            u32 low[4], high[4];
-                            if constexpr (DIRECT_VALUES) {
-                                values_of<VALUES, D>(values_at + k * 16 * VALUE_BYTES, h, c, lane / 4, low);
-                                values_of<VALUES, D>(values_at + (k * 16 + 8) * VALUE_BYTES, h, c, lane / 4, high);
-                            }
-#pragma unroll
-                            for (int i = 0; i < 4; i++) mma(sum[i], p[k], low[i], high[i]);
-                        }
-#pragma unroll
-                        for (int i = 0; i < 4; i++) add(o[4 * h + i], sum[i]);
+                    for (int k = 0; k < TILE / 16; k++) {
+                        u32 v[4];
+                        ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 64) * 2);
+                        mma(sum[0], p[k], v[0], v[1]);
+                        mma(sum[1], p[k], v[2], v[3]);
                     }
-                } else {
-                    const u32 v_at = shared_address(tiles + ((PACKED ? 0 : (2 * tile + 1) % BUFFERS * TILE) + lane % 16) * STRIDE + c * 16 + lane / 16 * 8);
 #pragma unroll
-                    for (int n = 0; n < NV; n++) {
-                        if (D % 64 && (n * 4 + c) * 16 >= D) break;
-                        float sum[2][4] = {};
+                    for (int j = 0; j < 2; j++)
 #pragma unroll
-                        for (int k = 0; k < TILE / 16; k++) {
-                            u32 v[4];
-                            ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 64) * 2);
-                            mma(sum[0], p[k], v[0], v[1]);
-                            mma(sum[1], p[k], v[2], v[3]);
+                        for (int e = 0; e < 4; e++) {
+                            float& x = o[2 * n + j][e];
+                            x = __fmaf_rn(sum[j][e], after[e / 2], x * before[e / 2]);  // both products are exact
                         }
-#pragma unroll
-                        for (int j = 0; j < 2; j++) add(o[2 * n + j], sum[j]);
-                    }
                 }
                 if (coming[tile % 4].x % 2) {
 #pragma unroll
@@ -431,15 +373,6 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                         if (r >= rows) continue;
                         const s64 to = (s64)coming[tile % 4].y * T * H + heads[r];
                         if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[half], l[half]);
-                        if (DIRECT_VALUES) {
-                            float* out = sums + to * D + c * 32 + lane % 4 * 8;
-#pragma unroll
-                            for (int n = 0; n < D / 64; n++) {
-                                const int e = 2 * half + n % 2, first = n / 2 * 4;
-                                *(float4*)(out + n / 2 * 128 + n % 2 * 4) = make_float4(o[first][e], o[first + 1][e], o[first + 2][e], o[first + 3][e]);
-                            }
-                            continue;
-                        }
                         float* out = sums + to * D + c * 16 + lane % 4 * 2;
 #pragma unroll
                         for (int n = 0; n < NV; n++)

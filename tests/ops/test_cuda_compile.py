@@ -22,7 +22,6 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend import occupancy
 from cuda_backend.layout import (
     COLS,
-    DIRECT,
     KERNELS,
     OPTIONS,
     PREFILL_COLS,
@@ -106,10 +105,9 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
         if longest == 512 and card.block_shared < 120 << 10:
             continue  # test_rows_that_do_not_fit
-        direct = d % 128 == 0 and {keys.lower(), values.lower()} <= set(DIRECT)
-        tiles = [split_tiles(card, d, rows, longest, direct=direct)[0] for rows in (16, 32)]
+        tiles = [split_tiles(card, d, rows, longest)[0] for rows in (16, 32)]
         plain += [("split", (*t, *formats, f"WINDOWED={w}")) for t in tiles for w in (0, 1)]
-        tiles = [split_tiles(card, d, rows, longest, exact=True, direct=direct)[0] for rows in (16, 32)]
+        tiles = [split_tiles(card, d, rows, longest, exact=True)[0] for rows in (16, 32)]
         plain += [("split", (*t, *exact, "WINDOWED=0")) for t in tiles]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]

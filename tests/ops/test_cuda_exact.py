@@ -114,13 +114,11 @@ def test_counts(packing, ops):
 
 
 @pytest.mark.parametrize("past", [0, 4, 7, 60, 130])
-@pytest.mark.parametrize(
-    ("pair", "D"), [(("lm4", "lm4"), 64), (("q8_0", "tq3_0"), 128), (("lm4", "q4_0"), 128)], ids=str
-)
+@pytest.mark.parametrize("pair", [("lm4", "lm4"), ("q8_0", "tq3_0")], ids="/".join)
 @pytest.mark.parametrize("counts", [(6, 2, 3), (62, 0, 2)], ids=str)
-def test_rows_of_a_tree_have_the_bits_of_plain_decoding(counts, pair, D, past, ops):
+def test_rows_of_a_tree_have_the_bits_of_plain_decoding(counts, pair, past, ops):
     """Also where a path passes the tokens that calibrate: each path has statistics of its own."""
-    spec = spec_of(pair, D=D, **dict(zip(("calibration", "sinks", "recent"), counts, strict=True)))
+    spec = spec_of(pair, **dict(zip(("calibration", "sinks", "recent"), counts, strict=True)))
     parents = [PAST, 0, 0, 1, 3, 4, 5, 2, 6, PAST, 8, 10, 11]
     tokens = 300 + np.arange(len(parents), dtype=np.int32)
     tree = Step.tree(tokens, parents, past)
