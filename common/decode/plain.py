@@ -21,7 +21,12 @@ def target_of(model: Model) -> Model:
     return model.target if isinstance(model, Pair) else model
 
 
-def plain(run: Run, logits: Array, goes_on: Callable[[], bool] | None = None) -> Generator[Request, Any, None]:
+def plain(
+    run: Run,
+    logits: Array,
+    goes_on: Callable[[], bool] | None = None,
+    note: Callable[[int], None] | None = None,
+) -> Generator[Request, Any, None]:
     """Emit a token per step until the state is full or the driver stops.
 
     Where the backend runs ahead, a step is asked for before its token has been read: the device computes it while the
@@ -30,6 +35,7 @@ def plain(run: Run, logits: Array, goes_on: Callable[[], bool] | None = None) ->
     logits   of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
              token and go on later from it.
     goes_on  called once per token, before it is read; False ends the generator after that token
+    note     called with each token before it is emitted
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
@@ -41,6 +47,8 @@ def plain(run: Run, logits: Array, goes_on: Callable[[], bool] | None = None) ->
         (values,) = yield Read((token,))
         value = int(values[0])
         sampler.accept(value)
+        if note is not None:
+            note(value)
         yield Emit(value, logits)
         if is_last or state.length >= state.capacity:
             return

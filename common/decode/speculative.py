@@ -139,6 +139,7 @@ def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator
     """
     budget = token = 0
     ahead = tuner.plain_steps()  # steps before the tuner's next choice
+    steps, switched, started = -1 if logits is run.logits else 0, True, time.perf_counter()
 
     def goes_on() -> bool:
         nonlocal budget, ahead
@@ -149,37 +150,24 @@ def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator
         ahead = tuner.plain_steps()
         return budget == 0
 
-    steps, switched, started = 0, True, time.perf_counter()
-    decoder, answer = plain(run, logits, goes_on), None
+    def note(chosen: int) -> None:
+        nonlocal token, steps, switched, started
+        token = chosen
+        drafter.append(chosen)
+        steps += 1
+        if steps == 0:  # the prompt's
+            switched, started = False, time.perf_counter()
+        elif switched or steps >= STRETCH or tuner.plain_steps() == 1:
+            ended = time.perf_counter()
+            tuner.record(0, [0], (ended - started) / steps, switched, steps)
+            run.stats.add_plain(steps, ended - started)
+            steps, switched, started = 0, False, ended
+
     try:
-        while (request := _sent(decoder, answer)) is not None:
-            answer = None
-            if type(request) is not Emit:
-                answer = yield request
-                continue
-            token = request.token
-            drafter.append(token)
-            of_prompt = request.row is run.logits
-            steps += not of_prompt
-            yield request
-            if of_prompt:
-                switched, started = False, time.perf_counter()
-            elif switched or steps >= STRETCH or tuner.plain_steps() == 1:
-                ended = time.perf_counter()
-                tuner.record(0, [0], (ended - started) / steps, switched, steps)
-                run.stats.add_plain(steps, ended - started)
-                steps, switched, started = 0, False, ended
+        yield from plain(run, logits, goes_on, note)
     finally:
-        run.stats.add_plain(steps, time.perf_counter() - started)
+        run.stats.add_plain(max(steps, 0), time.perf_counter() - started)
     return token, budget
-
-
-def _sent(decoder: Generator[Request, Any, None], answer: Any) -> Request | None:
-    """The decoder's next request, or None where it has ended."""
-    try:
-        return decoder.send(answer)
-    except StopIteration:
-        return None
 
 
 def _step(run: Run, drafter: Drafter, token: int, budget: int) -> Generator[Request, Any, tuple[int, list[int]]]:
