@@ -88,7 +88,7 @@ class Step:
 
     def the_slot(self) -> int:
         """The one sequence of this step, for kernels that serve one; refuses a step that mixes sequences."""
-        if len(self) and np.any(self.slots != self.slots[0]):
+        if len(self) and (self.slots != self.slots[0]).any():
             raise BimetalError(
                 f"this backend serves one sequence per step, got slots {sorted(set(self.slots.tolist()))}"
             )

@@ -9,7 +9,7 @@ import struct
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -88,6 +88,12 @@ def seen(parents: list[int] | None, T: int) -> bytes:
     return b"".join([row.to_bytes(SEEN_BYTES, "little") for row in rows])
 
 
+@cache
+def chain_sees(T: int, is_block: bool) -> bytes:
+    """`seen` of a chain of T rows, or of a block."""
+    return seen(None if is_block else list(range(PAST, T - 1)), T)
+
+
 class Inputs:
     """Device memory for a StepState, `rows` positions and `rows` tokens."""
 
@@ -119,9 +125,10 @@ class Inputs:
                 parents = None if step.parents is None else step.parents[first : first + rows].tolist()
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
-                put(SEEN + first * SEEN_BYTES, seen(parents, rows))
+                is_chain = parents is None or parents == list(range(PAST, rows - 1))
+                put(SEEN + first * SEEN_BYTES, chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
                 put(RUN_OF + first, bytes([number]) * max(rows, 1))
-                if parents is not None and parents != list(range(PAST, rows - 1)):
+                if parents is not None and not is_chain:
                     order, moves, after = depth_first(parents)
                     branches = 1
                     put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
