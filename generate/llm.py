@@ -25,7 +25,7 @@ from common.expert_stats import ExpertStats
 from common.fit import context_that_fits, rows_that_fit
 from common.hub import resolve_model
 from common.models import Model
-from common.models.drafts import load_pair
+from common.models.drafts import check_file, load_pair
 from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
 from common.pieces import Logprob, Piece, PieceParser
@@ -113,6 +113,8 @@ class LLM:
         if check is not None:
             check(self.tokenizer)
         self.draft_path = None if draft is None else resolve_draft(draft, self.path, self._progress)
+        if self.draft_path is not None:
+            check_file(self.draft_path, checkpoint)
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
@@ -136,10 +138,10 @@ class LLM:
         self.context = options.ctx or self.trained_context
         pooled = self.parallel if ops.joins else 1
         if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
-            sizes = model.config, model.layout, model.state_spec
+            sizes = model.config, *model.held
             ops.prefill_rows = rows_that_fit(ops, *sizes, self.context, pooled)
         if not options.ctx and options.max_kv_size is None and ops.reserves:
-            self.context = context_that_fits(ops, model.config, model.layout, model.state_spec, pooled)
+            self.context = context_that_fits(ops, model.config, *model.held, pooled)
             if self.context < self.trained_context:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)

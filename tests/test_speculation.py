@@ -10,14 +10,17 @@ import pytest
 import tiny
 import tiny_chat
 import tiny_draft
+from safetensors.numpy import save_file
 
 import generate
+from common.checkpoint import open_checkpoint
 from common.decode.lookup import Lookup
 from common.decode.run import PHASES
 from common.decoders import DECODERS
+from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
-from common.models import load_model
+from common.models import ARCHITECTURES, load_model
 from common.models.drafts import load_pair
 from common.models.window import bounded, windowed
 from common.options import GenerationOptions
@@ -272,3 +275,39 @@ def test_windows_that_cannot_be(folder):
         generate.load(str(folder), backend="numpy", fa_window=0)
     with pytest.raises(UsageError, match="latent attention of glm4_moe_lite has no window"):
         windowed(tiny.load("glm", NumpyOps()), 8)
+
+
+def test_a_multi_token_prediction_block(tmp_path):
+    """A random block for the demo, in a file of its own: the text of plain decoding, by steps that verify chains."""
+    shapes = block_shapes(ARCHITECTURES["qwen35"].read_config(open_checkpoint(demo_path())))
+    draws = np.random.default_rng(0)
+    tensors = {name: (0.1 * draws.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    folder = tmp_path / "block"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    save_file(tensors, folder / "model.safetensors")
+    with generate.load("demo", backend="numpy", draft=str(folder)) as llm:
+        plain = llm.generate("def f(", max_tokens=8, temperature=0, spec="off")
+        reply = llm.generate("def f(", max_tokens=8, temperature=0, tree_budget=3)
+        assert llm.default_spec == "chain"
+    assert reply.tokens == plain.tokens
+    assert set(reply.stats.accepted.budgets) == {3}
+
+
+def block_shapes(c):
+    at, H, K, D = "mtp.layers.0.", c.heads, c.kv_heads, c.head_dim
+    norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", f"{at}input_layernorm")
+    shapes = {f"{name}.weight": (c.hidden,) for name in (*norms, f"{at}post_attention_layernorm")}
+    shapes |= {f"{at}self_attn.{name}_norm.weight": (D,) for name in "qk"}
+    rows = {"q": 2 * H * D, "k": K * D, "v": K * D}
+    shapes |= {f"{at}self_attn.{name}_proj.weight": (n, c.hidden) for name, n in rows.items()}
+    shapes |= {f"{at}mlp.{name}_proj.weight": (c.ffn, c.hidden) for name in ("gate", "up")}
+    shapes |= {f"{at}self_attn.o_proj.weight": (c.hidden, H * D), f"{at}mlp.down_proj.weight": (c.hidden, c.ffn)}
+    return shapes | {"mtp.fc.weight": (c.hidden, 2 * c.hidden)}
+
+
+def test_a_model_without_a_multi_token_prediction_block(monkeypatch):
+    """It is refused before weights are loaded, in a sentence."""
+    monkeypatch.setattr("generate.llm.open_model", None)
+    with pytest.raises(BimetalError, match=r"demo-qwen35-Q8_0.gguf has no multi-token-prediction block$"):
+        generate.load("demo", backend="numpy", draft="mtp")

@@ -86,6 +86,11 @@ class Model:
                     total += share * self.ops.weight_bytes(getattr(handles, name))
         return int(total)
 
+    @property
+    def held(self) -> tuple[Layout, list[LayerSpec]]:
+        """Layers and states that predict a sequence's memory: a draft's too where they grow without bound."""
+        return self.layout, self.state_spec
+
     def new_state(self, capacity: int) -> State:
         return self.ops.new_state(self.state_spec, capacity)
 

@@ -7,7 +7,7 @@ own outputs as hidden states. The first row of a sequence has a hidden state of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -67,15 +67,18 @@ def _prefix(checkpoint: Checkpoint, names: MtpNames, layer: int) -> str | None:
     return next((prefix for prefix in prefixes if prefix + names.fc in checkpoint.tensors), None)
 
 
-def layout(checkpoint: Checkpoint, target: Model) -> Layout:
-    """The tables of the block at `checkpoint`; raises BimetalError where it has none, or one for another model."""
-    definition, c = target.definition, target.config
-    _check_belongs(checkpoint, target)
+def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
+    """The tables of the block at `checkpoint`, for a target of architecture `name` and configuration `c`.
+
+    Raises BimetalError where there is no block, or one for another model.
+    """
+    definition = ARCHITECTURES[name]
+    _check_belongs(checkpoint, name)
     count = blocks_of(checkpoint, definition, c)
     if count != 1:
         has = f"{count} multi-token-prediction blocks; supported: 1" if count else "no multi-token-prediction block"
         raise BimetalError(f"{checkpoint.path} has {has}")
-    layers = len(target.layout.layers)
+    layers = len(definition.state_spec(c))
     if checkpoint.format == "gguf":
         at, names = Names("gguf", f"blk.{layers}.", checkpoint.tensors), GGUF_NAMES
     else:
@@ -112,17 +115,14 @@ def _around(at: Names, names: MtpNames, c: Any, fix: Any) -> Table:
     }
 
 
-def _check_belongs(checkpoint: Checkpoint, target: Model) -> None:
+def _check_belongs(checkpoint: Checkpoint, target: str) -> None:
     name, definition = architecture(checkpoint)
-    if getattr(target.definition, "MTP", None) is None:
+    if not hasattr(ARCHITECTURES[target], "MTP"):
         known = sorted(name for name, each in ARCHITECTURES.items() if hasattr(each, "MTP"))
+        raise BimetalError(f"{target} models have no multi-token-prediction block here; supported: {', '.join(known)}")
+    if definition is not ARCHITECTURES[target]:
         raise BimetalError(
-            f"{target.architecture} models have no multi-token-prediction block here; supported: {', '.join(known)}"
-        )
-    if definition is not target.definition:
-        raise BimetalError(
-            f"{checkpoint.path} is of a {name} model; a multi-token-prediction block for a {target.architecture} "
-            "model is needed"
+            f"{checkpoint.path} is of a {name} model; a multi-token-prediction block for a {target} model is needed"
         )
 
 
@@ -135,11 +135,11 @@ def _one_after_other(mixed: RowFn, ffn: RowFn, x: Array) -> Array:
 
 def load_mtp(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "MtpPair":
     """`target` with the multi-token-prediction block of `checkpoint`, which may be the target's own."""
-    tables, layers = layout(checkpoint, target), len(target.layout.layers)
+    tables, layers = layout(checkpoint, target.architecture, target.config), len(target.layout.layers)
     weights = load_weights(checkpoint, tables, target.ops, progress, layers, target.layout.out)
     parts = target.architecture, target.definition, target.config, target.layout, target.weights, target.ops
     config = Config(tables.top["embed"] is not None, tables.top["head"] is not None)
-    return MtpPair(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
+    return MtpPair(*parts, config, weights, tables, cache=target.cache, expert_stream=target.expert_stream)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,15 @@ class MtpPair(Pair):
     """A target and its multi-token-prediction block."""
 
     draft: Config
+    tables: Layout
     spec: ClassVar[str] = "chain"
+
+    @property
+    def held(self) -> tuple[Layout, list[LayerSpec]]:
+        return replace(self.layout, layers=[*self.layout.layers, *self.tables.layers]), [
+            *self.state_spec,
+            *self.draft_spec,
+        ]
 
     @property
     def draft_spec(self) -> list[LayerSpec]:

@@ -11,6 +11,7 @@ from gguf_files import write_gguf
 
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
+from common.fit import predict_run
 from common.models import load_model
 from common.models.drafts import load_pair
 from common.models.mtp import MtpPair
@@ -145,6 +146,13 @@ def test_the_last_row_has_the_bits_of_the_target_alone():
     pair, ids = load_pair(folder_of("qwen35"), target), text("qwen35")[:200]
     rows = [each.forward(each.new_state(300), Step.chain(ids, 0), slice(199, 200)) for each in (target, pair)]
     assert np.array_equal(*rows)
+
+
+def test_its_memory_is_predicted():
+    pair = load_pair(folder_of("qwen35"), tiny.load("qwen35", NumpyOps()))
+    layout, spec = pair.held
+    assert len(layout.layers) == len(spec) == len(pair.new_state(8).layers) == 9
+    assert min(predict_run(pair.ops, pair.config, layout, spec, 100, 50)) > 0
 
 
 REFUSED = [
