@@ -137,16 +137,19 @@ def most_tokens(fits: Callable[[int], bool], most: int) -> int:
 
 def what_fits(
     ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1, spare: float = SPARE
-) -> Callable[[int, int], bool]:
-    """Whether `parallel` states of so many tokens fit beside loaded weights, and a prompt as long in steps of so many
-    rows."""
+) -> Callable[..., bool]:
+    """Whether sequences of so many tokens fit beside loaded weights, and a prompt as long in steps of so many rows.
+
+    parallel  sequences, which share memory for the tokens of one, or for as many as a third argument gives
+    """
     devices = ops.room(len(spec))
 
-    def fits(tokens: int, rows: int) -> bool:
+    def fits(tokens: int, rows: int, shared: int | None = None) -> bool:
         def need(own: Sequence[int]) -> int:
-            part = replace(layout, layers=[layout.layers[i] for i in own])
-            kv, state, work = predict_run(ops, config, part, [spec[i] for i in own], tokens, rows)
-            return parallel * (kv + state) + work
+            part = [spec[i] for i in own]
+            sizes = [layer_size(layout.layers[i], spec[i], config) for i in own]
+            states = ops.held_pool_bytes(part, parallel, tokens, shared or tokens, rows)
+            return states + ops.work_bytes(sizes, tokens, rows)
 
         return all(need(own) <= (1 - spare) * free for free, own in devices)
 
@@ -172,7 +175,7 @@ def most_rows(fits: Callable[[int], bool], most: int) -> int:
 def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1) -> int:
     """The most tokens, up to those that a model was trained for, whose states and prompt fit beside loaded weights.
 
-    parallel  sequences of so many tokens, each with a state of its own
+    parallel  sequences, which share memory for the tokens of one
 
     Raises BimetalError where LEAST_CONTEXT do not.
     """
@@ -190,6 +193,14 @@ def context_that_fits(ops: Ops, config: Any, layout: Layout, spec: Sequence[Laye
             "choose a smaller quantization, or ask for fewer tokens"
         )
     return most_tokens(fits, most)
+
+
+def shared_that_fits(
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, parallel: int
+) -> int:
+    """The most tokens that `parallel` sequences of up to `tokens` may hold together beside loaded weights."""
+    fits = what_fits(ops, config, layout, spec, parallel)
+    return max(tokens, most_tokens(lambda shared: fits(tokens, ops.prefill_rows, shared), parallel * tokens))
 
 
 def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:

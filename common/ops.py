@@ -186,6 +186,13 @@ class Ops(ABC):
         """Bytes that a state of `spec` occupies once `tokens` tokens have been read in steps of `rows`."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
+    def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
+        """Bytes of `slots` sequences of up to `capacity` tokens that share memory for `tokens`, as `new_pool` has them.
+
+        rows  of a prefill step. Where there is no pool each sequence takes what it can hold.
+        """
+        return slots * self.held_state_bytes(spec, capacity, rows)
+
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         """Most bytes that such a reading takes beside the weights and the state it ends with."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")

@@ -326,7 +326,7 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
         None,
         rules.whole(1),
         "replies that are generated at the same time, each with a state of its own; further ones wait. None: 8, on "
-        "CUDA and for models that mlx-lm runs 1",
+        "CUDA 4, which share memory for one context, on several GPUs and for models that mlx-lm runs 1",
     )
     queue: int = option(256, rules.whole(1), "replies that may wait; further ones are refused")
 

@@ -29,7 +29,7 @@ from cuda_backend.context import Context, make
 from cuda_backend.layout import FLOATS, UNITS
 from cuda_backend.memory import Memory, give_back, room, upload
 from cuda_backend.replay import bucket
-from cuda_backend.states import CudaPool, state_bytes
+from cuda_backend.states import CudaPool, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
@@ -134,6 +134,9 @@ class CudaOps(Ops):
 
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         return state_bytes(spec, tokens)
+
+    def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
+        return pool_bytes(spec, slots, capacity, tokens)
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         kept = 2 * sizes.snapshot_bytes(layers, tokens)  # an empty state, and the last turn's

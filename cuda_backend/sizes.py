@@ -7,7 +7,7 @@ tests/models/test_cuda_work.py compares them with it.
 from collections.abc import Sequence
 
 from common.ops import LayerSize
-from common.storage import NATIVE, DeltaSpec, KVSpec, LatentSpec, Spec
+from common.storage import DeltaSpec, KVSpec, LatentSpec, Spec
 from cuda_backend.caches.kv import kv_planes
 from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes
 from cuda_backend.caches.planes import TILE, planes_bytes
@@ -56,6 +56,5 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
                 values += 2 * s.key_heads * s.key_dim + 3 * s.heads * s.value_dim
             case LatentSpec():
                 past += layer.expanded  # keys and values of all heads in float16, made of float16
-                if s.latent_format != NATIVE:
-                    past += (padded(s.latent_dim) + padded(s.rope_dim)) // 2  # rows in float16
+                past += (padded(s.latent_dim) + padded(s.rope_dim)) // 2  # rows of pages, or in a format, as float16
     return 4 * (rows * values + tokens * past + beside)

@@ -11,7 +11,7 @@ class Activity:
     """What a model works on.
 
     running, waiting  replies that are generated, and that wait for a slot
-    context_share     tokens that the running replies hold, over those that all slots may hold
+    context_share     tokens that the running replies hold, over those that all slots may hold together
     prefix_bytes      of states that the prefix cache keeps in memory
     prefix_budget     most of these bytes
     """
@@ -31,7 +31,7 @@ def activity_of(engine: Engine) -> Activity:
     return Activity(
         running,
         waiting,
-        held / (engine.parallel * engine.target.context),
+        held / (engine.memory.tokens or engine.parallel * engine.target.context),
         prefixes.bytes if prefixes else 0,
         prefixes.budget if prefixes else 0,
     )

@@ -104,6 +104,8 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
 def _load_options(args: argparse.Namespace) -> LoadOptions:
     """The options of loading among the flags of a command that has some or all of them."""
     given: dict[str, Any] = {name: getattr(args, name) for name in LOAD if hasattr(args, name)}
+    if args.command in ("prompt", "chat"):
+        given["parallel"] = 1  # so that others' states take no memory
     return LoadOptions(progress=True, **given)
 
 

@@ -141,7 +141,7 @@ def parallel(p: Any) -> None:
         "--parallel",
         type=values.positive,
         metavar="N",
-        help="replies that are generated at the same time (default: 8, on CUDA and for models that mlx-lm runs 1)",
+        help="replies that are generated at the same time (default: 8, on CUDA 4, for models that mlx-lm runs 1)",
     )
 
 

@@ -22,7 +22,7 @@ from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError
 from common.expert_stats import ExpertStats
-from common.fit import context_that_fits, rows_that_fit
+from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
 from common.hub import resolve_model
 from common.models import Model
 from common.models.drafts import check_file, load_pair
@@ -51,6 +51,7 @@ from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 AHEAD = 4  # times as many replies of a list are submitted as run at once: none waits for the oldest
 PARALLEL = 8  # replies at the same time, where a step may serve several
+RESERVED = 4  # where each of them reserves memory
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -82,6 +83,18 @@ class Prepared:
     tokens: list[int]
     parser: Callable[[], ReplyParser] | None = None
     turns: Turns = field(default_factory=Turns)
+
+
+def _usual_parallel(model: Model, options: LoadOptions) -> int:
+    """Replies at the same time where their number is not given: one where several would leave too little memory."""
+    ops = model.ops
+    if not ops.reserves or not ops.joins:
+        return PARALLEL if ops.joins else 1
+    if options.max_kv_size is not None or ops.expert_vram:
+        return 1
+    tokens = options.ctx or min(LEAST_CONTEXT, model.config.context)
+    fits = what_fits(ops, model.config, model.layout, model.state_spec, RESERVED)
+    return RESERVED if fits(tokens, ops.prefill_rows) else 1
 
 
 class LLM:
@@ -133,8 +146,8 @@ class LLM:
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab_size: int = model.config.vocab
-        ops = model.ops  # one that reserves memory for a whole context does so for each reply
-        self.parallel = options.parallel or (PARALLEL if ops.joins and not ops.reserves else 1)
+        ops = model.ops
+        self.parallel = options.parallel or _usual_parallel(model, options)
         self.context = options.ctx or self.trained_context
         pooled = self.parallel if ops.joins else 1
         if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
@@ -145,9 +158,14 @@ class LLM:
             if self.context < self.trained_context:
                 kept = f"{self.context} of {self.trained_context} tokens"
                 print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
+        tokens = None  # of all replies together
+        if ops.reserves and pooled > 1 and options.parallel:
+            tokens = shared_that_fits(ops, model.config, model.layout, model.state_spec, self.context, pooled)
+        elif ops.reserves and pooled > 1:
+            tokens = self.context
         prefixes = self._open_prefixes(model, checkpoint, options)
         engine = Engine(
-            model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue, prefixes=prefixes
+            model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue, prefixes, tokens
         )
         self._owner.turn = engine.turn
         return engine

@@ -7,6 +7,7 @@ import pytest
 import tiny
 from test_cuda_pool import Beside, Ids
 
+import generate
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.options import GenerationOptions
@@ -16,7 +17,7 @@ from common.storage import KVSpec, LatentSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend.caches.pages import pages_of  # noqa: E402
+from cuda_backend.caches.pages import page_count, pages_of  # noqa: E402
 from cuda_backend.caches.planes import PAGE  # noqa: E402
 from cuda_backend.memory import copy_in, copy_out  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
@@ -182,3 +183,17 @@ def test_memory_of_pages(ops):
     assert state.nbytes == 2 * pool.pages.block
     with pytest.raises(BimetalError, match="do not fit"):
         ops.run(lambda s, step: step, state, chain(2001, 300))
+
+
+@pytest.mark.parametrize(("parallel", "pages"), [(None, page_count(4, 300, 300)), (3, 3 * pages_of(300))])
+def test_replies_of_a_loaded_model_share_memory(parallel, pages):
+    """By default as much as one context has; where their number is given, what fits up to a context of each."""
+    prompts = ["def add(a, b):", "class Stack:", "import "]
+    with generate.load("demo", backend="cuda", ctx=300, parallel=parallel) as llm:
+        assert llm.parallel == (parallel or 4)
+        assert llm._engine.memory.pool.pages.count == pages
+        replies = [reply.text for reply in llm.generate(prompts, max_tokens=4, temperature=0)]
+        assert 0 <= llm.activity.context_share < 0.5
+    with generate.load("demo", backend="cuda", ctx=300, parallel=1) as llm:
+        assert llm._engine.memory.pool is None
+        assert [llm.generate(prompt, max_tokens=4, temperature=0).text for prompt in prompts] == replies
