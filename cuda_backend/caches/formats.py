@@ -5,7 +5,8 @@ from common.storage import NATIVE
 from cuda_backend.caches.planes import HALF, Plane
 
 PACKED = ("bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "lm2", "lm3", "lm4", "tq3_0")
-PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *PACKED) for values in (NATIVE, HALF, *PACKED))
+KEYS = (*PACKED, "turboquant")  # whose estimate of inner products is of no use to values
+PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *KEYS) for values in (NATIVE, HALF, *PACKED))
 
 
 def format_defines(keys: Plane, values: Plane) -> tuple[str, ...]:

@@ -19,12 +19,18 @@
 #elif D > 64
 #define AND_BLOCKS
 #else  // left to itself the compiler spills for one block more
-#define AND_BLOCKS , __CUDA_ARCH__ < 900 || EXACT ? 3 : 4
+#define AND_BLOCKS , __CUDA_ARCH__ < 900 || EXACT || KEYS == TURBOQUANT ? 3 : 4
 #endif
 
 template <Format F>
 __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {  // TILE x D
-    if constexpr (F != F16) {
+    if constexpr (F == TURBOQUANT) {
+        const u8* rows = tile_at(plane, at, row_bytes(F, D));
+        constexpr int chunks = (D + 127) / 128;
+#pragma unroll 1
+        for (int n = threadIdx.x / 32; n < TILE * chunks; n += 4)
+            unpack_turboquant<D>(to + n / chunks * STRIDE + n % chunks * 128, rows + n / chunks * row_bytes(F, D), n % chunks, threadIdx.x % 32);
+    } else if constexpr (F != F16) {
         const u8* rows = tile_at(plane, at, row_bytes(F, D));
 #pragma unroll 1
         for (int n = threadIdx.x; n < TILE * BLOCKS; n += 128) {

@@ -139,3 +139,35 @@ __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
 #pragma unroll
     for (int i = 0; i < 4; i++) ((uint4*)to)[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
 }
+
+// A number of tq3_0 by its code.
+template <int GROUP>
+__device__ __forceinline__ float number_of(u32 code) {
+    constexpr Codes<TQ3_0, GROUP> table;
+    constexpr float a = table.centroid[4], b = table.centroid[5], c = table.centroid[6], d = table.centroid[7];
+    const u32 from_0 = code & 4 ? code : ~code;
+    const float magnitude = from_0 & 2 ? (from_0 & 1 ? d : c) : from_0 & 1 ? b : a;
+    return code & 4 ? magnitude : -magnitude;
+}
+
+// The square root of pi / 2 / GROUP: of the norm of a residual the length of each of its signs.
+template <int GROUP>
+__device__ constexpr float root_of_half_pi() { return GROUP == 128 ? 0.11077837f : GROUP == 64 ? 0.15666426f : 0.22155673f; }
+
+// Values 128 * chunk to 128 * chunk + 127 of a row of turboquant keys as float16, by a warp: four values per lane.
+template <int WIDE>
+__device__ __forceinline__ void unpack_turboquant(u16* to, const u8* row, int chunk, int lane) {
+    constexpr int GROUP = wht_group(WIDE);
+    const int d = chunk * 128 + lane * 4, own = lane % (GROUP / 4);
+    const u8* from = row + (WIDE % 128 ? min(d, WIDE - 1) / GROUP : chunk) * block_bytes(TURBOQUANT, WIDE);  // lanes beyond a row read its last group
+    const u32 signs = from[4 + GROUP / 8 * 3 + own / 2] >> own % 2 * 4;
+    float4 v = make_float4(signs & 1 ? 1.0f : -1.0f, signs & 2 ? 1.0f : -1.0f, signs & 4 ? 1.0f : -1.0f, signs & 8 ? 1.0f : -1.0f);
+    v = projected_back<GROUP>(v, own);
+    __syncwarp();  // what follows is read behind it, for registers
+    const float norm = from_half(((const u16*)from)[0]), by = from_half(((const u16*)from)[1]) * root_of_half_pi<GROUP>();
+    const u32 low = from[4 + own], high = from[4 + GROUP / 4 + own / 2] >> own % 2 * 4;
+    float e[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) e[i] = (number_of<GROUP>((low >> 2 * i & 3) | (high >> i & 1) << 2) + by * e[i]) * norm;
+    if (d < WIDE) *(uint2*)(to + lane * 4) = make_uint2(to_half2(e[0], e[1]), to_half2(e[2], e[3]));
+}

@@ -50,6 +50,28 @@ __device__ __forceinline__ void write_lloyd_max(u8* to, int lane, float4 v, bool
     }
 }
 
+// A group of keys: its norm, that of the residual of its unit vector, three-bit codes, and a bit for each number of the
+// projected residual that is not below 0.
+template <int GROUP>
+__device__ __forceinline__ void write_turboquant(u8* to, int lane, float4 v, bool ours) {
+    lane %= GROUP / 4;
+    const float norm = norm_of<GROUP>(v), by = inverse_of(norm);
+    v = make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+    float4 c;
+    const u32 a = nearest<TQ3_0, GROUP>(v.x, c.x), b = nearest<TQ3_0, GROUP>(v.y, c.y);
+    const u32 d = nearest<TQ3_0, GROUP>(v.z, c.z), e = nearest<TQ3_0, GROUP>(v.w, c.w);
+    const float4 residual = make_float4(v.x - c.x, v.y - c.y, v.z - c.z, v.w - c.w);
+    const float left = norm_of<GROUP>(residual) * (norm != 0.0f ? 1.0f : 0.0f);
+    v = projected<GROUP>(residual, lane);
+    u32 high = (a >> 2) | (b >> 2) << 1 | (d >> 2) << 2 | (e >> 2) << 3;
+    u32 signs = (v.x >= 0.0f) | (v.y >= 0.0f) << 1 | (v.z >= 0.0f) << 2 | (v.w >= 0.0f) << 3;
+    high |= __shfl_xor_sync(FULL, high, 1) << 4, signs |= __shfl_xor_sync(FULL, signs, 1) << 4;  // of an even lane and its neighbour
+    if (!ours) return;
+    if (lane == 0) ((u16*)to)[0] = scale_half(norm), ((u16*)to)[1] = scale_half(left);
+    to[4 + lane] = (a & 3) | (b & 3) << 2 | (d & 3) << 4 | (e & 3) << 6;
+    if (lane % 2 == 0) to[4 + GROUP / 4 + lane / 2] = high, to[4 + GROUP / 8 * 3 + lane / 2] = signs;
+}
+
 // A block of 32 values of ggml's formats, by eight lanes.
 template <Format F>
 __device__ __forceinline__ void write_ggml(u8* to, int lane, float4 v, bool ours) {
@@ -118,6 +140,8 @@ __device__ __forceinline__ void write_row(u8* row, int chunk, int lane, float4 v
         if (ours) *(uint2*)(row + d * 2) = make_uint2(to_bf16x2(v.x, v.y), to_bf16x2(v.z, v.w));
     } else if constexpr (is_lloyd_max(F)) {
         write_lloyd_max<F, wht_group(WIDE)>(to, lane, v, ours);
+    } else if constexpr (F == TURBOQUANT) {
+        write_turboquant<wht_group(WIDE)>(to, lane, v, ours);
     } else {
         write_ggml<F>(to, lane, v, ours);
     }

@@ -2,9 +2,10 @@
 // Meaning   common/kv_formats.py and common/hadamard.py: the same bytes, arithmetic in the same order
 // Build     KEYS and VALUES: formats below; TURN_KEYS, TURN_VALUES: are vectors rotated before they are stored?
 // Layout    a row is a run of blocks: of 32 values in ggml's formats and in bfloat16, of `wht_group` values in Lloyd-Max formats, where a
-//           block is a float16 scale and the codes. Blocks lie at multiples of 2 bytes
+//           block is a float16 scale and the codes; of TURBOQUANT, keys alone, the norm, that of what tq3_0's codes leave, the
+//           codes and the signs of that residual, rotated once more. Blocks lie at multiples of 2 bytes
 
-enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0 };
+enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0, TURBOQUANT };
 
 #ifndef KEYS
 #define PLAIN_FLOAT16  // no format was given
@@ -24,12 +25,12 @@ enum Format { F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, LM2, LM3, LM4, TQ3_0 };
 
 // Values of a head that are rotated together, and share a scale where codes are Lloyd-Max.
 __device__ constexpr int wht_group(int WIDE) { return WIDE % 128 == 0 ? 128 : WIDE % 64 == 0 ? 64 : 32; }
-__device__ constexpr bool is_lloyd_max(Format f) { return f >= LM2; }
+__device__ constexpr bool is_lloyd_max(Format f) { return f >= LM2 && f <= TQ3_0; }
 __device__ constexpr int code_bits(Format f) {
     return f == F16 || f == BF16 ? 16 : f == Q8_0 ? 8 : f == Q5_0 || f == Q5_1 ? 5 : f == LM2 ? 2 : f == LM3 || f == TQ3_0 ? 3 : 4;
 }
-__device__ constexpr int scale_bytes(Format f) { return f == F16 || f == BF16 ? 0 : f == Q4_1 || f == Q5_1 ? 4 : 2; }
-__device__ constexpr int block_values(Format f, int WIDE) { return is_lloyd_max(f) ? wht_group(WIDE) : 32; }
+__device__ constexpr int scale_bytes(Format f) { return f == F16 || f == BF16 ? 0 : f == Q4_1 || f == Q5_1 || f == TURBOQUANT ? 4 : 2; }
+__device__ constexpr int block_values(Format f, int WIDE) { return is_lloyd_max(f) || f == TURBOQUANT ? wht_group(WIDE) : 32; }
 __device__ constexpr int block_bytes(Format f, int WIDE) { return scale_bytes(f) + block_values(f, WIDE) * code_bits(f) / 8; }
 __device__ constexpr int row_bytes(Format f, int WIDE) { return f == F16 ? 2 * WIDE : WIDE / block_values(f, WIDE) * block_bytes(f, WIDE); }
 
@@ -67,6 +68,22 @@ template <int GROUP>
 __device__ __forceinline__ float4 rotated_back(float4 v, int lane) {
     lane %= GROUP / 4;
     v = signed_by(FIRST_SIGNS, lane, hadamard<GROUP>(signed_by(SECOND_SIGNS, lane, v), lane));
+    return make_float4(v.x * root_of(GROUP), v.y * root_of(GROUP), v.z * root_of(GROUP), v.w * root_of(GROUP));
+}
+
+// The rotation of a residual, and back: the same transform between other signs.
+#define THIRD_SIGNS 0x693a565eu, 0x25622d30u, 0x0243e607u, 0xfec58bdau
+#define FOURTH_SIGNS 0x3d172324u, 0x203007cbu, 0x9540a34bu, 0x856b1126u
+template <int GROUP>
+__device__ __forceinline__ float4 projected(float4 v, int lane) {
+    lane %= GROUP / 4;
+    v = signed_by(FOURTH_SIGNS, lane, hadamard<GROUP>(signed_by(THIRD_SIGNS, lane, v), lane));
+    return make_float4(v.x * root_of(GROUP), v.y * root_of(GROUP), v.z * root_of(GROUP), v.w * root_of(GROUP));
+}
+template <int GROUP>
+__device__ __forceinline__ float4 projected_back(float4 v, int lane) {
+    lane %= GROUP / 4;
+    v = signed_by(THIRD_SIGNS, lane, hadamard<GROUP>(signed_by(FOURTH_SIGNS, lane, v), lane));
     return make_float4(v.x * root_of(GROUP), v.y * root_of(GROUP), v.z * root_of(GROUP), v.w * root_of(GROUP));
 }
 

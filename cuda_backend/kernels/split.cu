@@ -52,14 +52,22 @@
 #define STAGE (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // a tile as the cache has it
 
 #define TILES (PACKED ? 1 : BUFFERS)  // of float16, as layout.py split_tiles counts them
+#define AT_ONCE (KEYS == TURBOQUANT && D > 128 && ROWS == 32 ? 1 : CTAS)  // two spill registers
 
 // A tile of rows as float16.
 template <Format F>
 __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
+    if constexpr (F == TURBOQUANT) {
+        constexpr int chunks = (D + 127) / 128;
 #pragma unroll 1
-    for (int n = threadIdx.x; n < TILE * BLOCKS; n += CTA) {  // neighbours take other rows and other blocks, for the banks
-        const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
-        unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
+        for (int n = threadIdx.x / 32; n < TILE * chunks; n += CTA / 32)
+            unpack_turboquant<D>(tile + n / chunks * STRIDE + n % chunks * 128, stage + n / chunks * row_bytes(F, D), n % chunks, threadIdx.x % 32);
+    } else {
+#pragma unroll 1
+        for (int n = threadIdx.x; n < TILE * BLOCKS; n += CTA) {  // neighbours take other rows and other blocks, for the banks
+            const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
+            unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
+        }
     }
     __syncthreads();
 }
@@ -76,7 +84,7 @@ __device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slo
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(CTA, CTAS)
+extern "C" __global__ void __launch_bounds__(CTA, AT_ONCE)
 split(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step,
       const int* positions, int T, float scale, int window, int keep, int causal, int trunk, float* sums, float2* stats, Exact exact) {
     release_next();

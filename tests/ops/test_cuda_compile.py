@@ -47,6 +47,7 @@ from cuda_backend.occupancy import Card
 PACKED = [  # widths of heads, formats of keys and of values
     *((d, f, f) for d in (128, 256) for f in ("Q8_0", "Q4_0", "LM4", "TQ3_0", "BF16")),
     *((64, "LM4", "LM4"), (128, "Q4_1", "Q5_0"), (256, "Q8_0", "LM4"), (96, "F16", "LM2"), (128, "Q5_1", "F16")),
+    *((d, "TURBOQUANT", "TQ3_0") for d in (64, 128, 256)),
 ]
 CARDS = [planned.card for planned in occupancy.CARDS]
 

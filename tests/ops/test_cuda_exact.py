@@ -16,12 +16,12 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_rows import array, attend, outliers, rows_of  # noqa: E402
 
-from cuda_backend.caches.formats import PACKED  # noqa: E402
+from cuda_backend.caches.formats import KEYS, PACKED  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 FEW = [("lm4", "lm4"), ("tq3_0", "tq3_0"), ("q8_0", "lm4"), ("q4_0", "q5_1")]
-EVERY = [(k, v) for k in (NATIVE, *PACKED) for v in (NATIVE, *PACKED) if (k, v) not in [(NATIVE, NATIVE), *FEW]]
+EVERY = [(k, v) for k in (NATIVE, *KEYS) for v in (NATIVE, *PACKED) if (k, v) not in [(NATIVE, NATIVE), *FEW]]
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,19 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuda_rows import array, attend, outliers, rows_of  # noqa: E402
 
 from cuda_backend.arrays import Array  # noqa: E402
-from cuda_backend.caches.formats import PACKED, PAIRS  # noqa: E402
+from cuda_backend.caches.formats import KEYS, PACKED, PAIRS  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-MIXED = [("q8_0", "lm4"), ("lm4", "tq3_0"), ("q5_1", NATIVE), (NATIVE, "q4_0"), ("f16", "f16"), ("bf16", "lm4")]
+MIXED = [
+    ("turboquant", "tq3_0"),
+    ("q8_0", "lm4"),
+    ("lm4", "tq3_0"),
+    ("q5_1", NATIVE),
+    (NATIVE, "q4_0"),
+    ("f16", "f16"),
+    ("bf16", "lm4"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +47,21 @@ def spec_of(K, D, keys, values, window=None, keep=0):
 
 @pytest.mark.parametrize("T", [1, 3, 140])
 @pytest.mark.parametrize("D", [64, 96, 128, 256])
-@pytest.mark.parametrize("format_", PACKED)
+@pytest.mark.parametrize("format_", KEYS)
 def test_bytes(format_, D, T, ops):
     """Rows are those of NumPy, bit for bit: of a step that decodes, and of a prompt. A vector of zeros stays zeros."""
     K, random = 3, np.random.default_rng(5)
     k, v = outliers(random, T, K, D), outliers(random, T, K, D)
     k[0, 1] = 0
-    state = ops.new_state([{"kv": spec_of(K, D, format_, format_)}], 200)
+    state = ops.new_state([{"kv": spec_of(K, D, format_, format_ if format_ in PACKED else "tq3_0")}], 200)
     kv = state[0].kv
     ops.write_kv(array(ops, k), array(ops, v), kv, Step.chain(np.zeros(T, np.int32), 0))
     for x, plane in ((k, kv.keys), (v, kv.values)):
-        expected = FORMATS[format_].encode(rotate(x) if plane.rotated else x).transpose(1, 0, 2)
+        format_ = FORMATS[plane.format]
+        expected = format_.encode(rotate(x) if plane.rotated else x).transpose(1, 0, 2)
         rows = rows_of(ops, plane, K, range(T))
         if x is k:  # whose smallest value is 0 or -0
-            assert not FORMATS[format_].decode(rows[1, 0], D).any()
+            assert not format_.decode(rows[1, 0], D).any()
             rows[1, 0] = expected[1, 0]
         assert np.array_equal(rows, expected)
 
@@ -86,6 +95,7 @@ def test_attention(pair, H, K, D, ops):
         (6, 2, 64, ("lm4", "lm4"), None),
         (6, 2, 128, ("q8_0", "q8_0"), None),
         (24, 4, 256, ("tq3_0", "tq3_0"), None),
+        (6, 2, 128, ("turboquant", "tq3_0"), None),
         (8, 2, 64, ("q8_0", "q4_0"), 100),
     ],
     ids=lambda s: f"{s[2]}-{'-'.join(s[3])}-{s[4]}",
@@ -254,9 +264,11 @@ def test_bytes_of_a_state(ops):
 
 def test_refusals(ops):
     """Formats without kernels and widths that differ are refused."""
-    assert {("q8_0", "q8_0"), ("lm4", "tq3_0"), ("bf16", "bf16")} <= PAIRS
-    coded = packed([{"kv": KVSpec(2, 128, 128)}], CacheOptions("turboquant", "turboquant"))
-    with pytest.raises(UsageError, match="cuda backend has no cache of keys in turboquant and values in tq3_0; suppor"):
+    assert {("q8_0", "q8_0"), ("lm4", "tq3_0"), ("bf16", "bf16"), ("turboquant", "tq3_0")} <= PAIRS
+    coded = packed([{"kv": LatentSpec(128, 64)}], CacheOptions("turboquant"))
+    with pytest.raises(
+        UsageError, match="cuda backend has no cache of keys in turboquant and values in turboquant; sup"
+    ):
         check_pairs(coded, ops.name, ops.cache_pairs)
     with pytest.raises(BimetalError, match="heads of 80 in bf16 have no CUDA kernel"):
         ops.new_state([{"kv": KVSpec(2, 80, 80, None, 0, "bf16", "bf16")}], 100)
