@@ -64,7 +64,7 @@ def texts_without_cache(template, conversations, turns):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize(("repeats", "turns"), [(16, 4), pytest.param(270, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("repeats", "turns"), [(12, 3), pytest.param(270, 20, marks=pytest.mark.slow)])
 def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_path):
     """Each turn reads its own tokens alone; the text is that of a model without a cache."""
     chats = [opening("lists", repeats), opening("graphs", repeats)]
@@ -126,13 +126,13 @@ def test_branches_of_a_long_text():
     """A text that leaves an earlier one in its middle is read from the last cut; the next such one finds that cut."""
     random = np.random.default_rng(0)
     with load() as llm:
-        ids = random.integers(10, 9000, 1600).tolist()
+        ids = random.integers(10, 9000, 1100).tolist()
         llm.generate(ids, max_tokens=2)
         forget(llm)
-        first = llm.generate([*ids[:1200], *random.integers(10, 9000, 60).tolist()], max_tokens=2).stats
-        assert (first.cached_tokens, first.matched_tokens) == (0, 1200)
+        first = llm.generate([*ids[:1060], *random.integers(10, 9000, 30).tolist()], max_tokens=2).stats
+        assert (first.cached_tokens, first.matched_tokens) == (0, 1060)
         forget(llm)
-        other = [*ids[:1200], *random.integers(10, 9000, 60).tolist()]
+        other = [*ids[:1060], *random.integers(10, 9000, 30).tolist()]
         reply = llm.generate(other, max_tokens=8, temperature=0, logprobs=0)
         assert reply.stats.cached_tokens == 1024
     with load(cache_memory=0) as cold:

@@ -17,8 +17,8 @@ from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-STEPS = 6
-PROMPT = 20
+STEPS = 4
+PROMPT = 9
 
 
 class Pause:

@@ -219,7 +219,7 @@ def test_windows(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "families and (qwen35 or laguna) and 5",
+        "families and (qwen35 or laguna) and not moe and not 140",
         *(pytest.param(c, marks=pytest.mark.slow) for c in ("families", "not fam")),
     ],
 )
