@@ -56,12 +56,15 @@ def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:
     return sum(predict_layers(checkpoint, layout, ops)) + ops.expert_vram
 
 
-def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[int]:
-    """The same by layer; weights outside the layers count to the layer beside which they lie."""
+def predict_layers(checkpoint: Checkpoint, layout: Layout, ops: Ops, out: int | None = None) -> list[int]:
+    """The same by layer; weights outside the layers count to the layer beside which they lie.
+
+    out  that of the last norm and the head, if not `layout.out`
+    """
     account(checkpoint, layout)
     kinds: dict[Any, Tensor] = {}
     sizes = [0] * len(layout.layers)
-    places = [(layout.layer_of(name), name, entry) for name, entry in layout.top.items()]
+    places = [(layout.layer_of(name, out=out), name, entry) for name, entry in layout.top.items()]
     places += [(i, name, entry) for i, table in enumerate(layout.layers) for name, entry in table.items()]
     for layer, name, entry in places:
         if isinstance(entry, Matrix):

@@ -141,6 +141,10 @@ class Ops(ABC):
         """Within it, `weight` and `vector` load for `layer`, counted as in a state: devices may share the layers."""
         return nullcontext()
 
+    def keeps(self, layer: int | None) -> bool:
+        """Whether this process loads the weights of `layer`, None for those outside; others may hold some."""
+        return True
+
     @abstractmethod
     def weight_bytes(self, weight: Weight) -> int:
         """Bytes that `weight` occupies on the device."""

@@ -226,9 +226,9 @@ class ExpertChoice(Options):
     memory: int | str | None = option(
         None,
         rules.AMOUNT,
-        "on CUDA, the most that this process takes of each GPU's memory from then on, beside CUDA's context and "
-        "libraries; elsewhere with stream_experts, memory for everything; in bytes or such as '16GB'. None: what is "
-        "free",
+        "memory for everything, in bytes or such as '16GB'. With stream_experts, experts get what is left of it; "
+        "without, on CUDA the most that this process takes of each GPU's memory from then on, beside its context and "
+        "libraries; elsewhere a model that needs more is refused. None: what is free",
     )
     expert_pack: str | PathLike[str] | None = option(  # noqa: RUF009
         None, rules.PATH, "with stream_experts, the file of `generate pack` to read experts from. None: the model's own"

@@ -157,7 +157,7 @@ def make_weights(
             made = SimpleNamespace()
             for name, entry in table.items():
                 with ops.at(layout.layer_of(name, first, out) if layer is None else layer):
-                    setattr(made, name, None if entry is None else make(entry))
+                    setattr(made, name, make(entry) if entry is not None and ops.keeps(layer) else None)
                 bar.update()
             return made
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import BimetalError, UsageError
 from common.terminal import printable
+from generate import machines
 from generate.bench_options import (
     BenchOptions,
     ModelBench,
@@ -74,6 +75,12 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments; its exit code."""
+    if machines.rank() is not None:
+        machines.check(args)
+        if machines.is_follower():
+            from generate import follow
+
+            return follow.follow(args)
     match args.command:
         case "prompt":
             from generate import prompt

@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,8 +16,10 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
+from common.machines_plan import share_layers
 from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model
 from common.ops import Ops
+from generate.machines import rank
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,16 @@ class Placement:
     devices  their numbers, in the order of the layers; empty: the first GPU alone
     split    proportions of the model's bytes, one per device; empty: as memory is free
     draft    the GPU of a draft; None: the last of `devices`
-    memory   most bytes that this process takes of each GPU from then on; None: what is free
+    memory   most bytes that this process takes of each GPU from then on, elsewhere that a model may need; None: what is
+             free
+    tokens   of the context that must fit into `memory` beside the weights; None: up to CACHED
     """
 
     devices: Sequence[int] = ()
     split: Sequence[float] = ()
     draft: int | None = None
     memory: int | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.devices and (self.split or self.draft is not None):
@@ -170,10 +176,13 @@ def open_backend(
     random  on CUDA, ops that make quantized matrices at random
     hot     on one CUDA GPU, what experts may take of its memory; None: all of them lie there
     """
-    chosen = choose(name, checkpoint).name
-    if placement.memory is not None:
-        if chosen != "cuda":
-            raise UsageError(f"memory is a limit on CUDA, or goes with stream_experts; here the backend is {chosen}")
+    shared = rank() is not None
+    chosen = choose("mlx" if shared else name, checkpoint).name
+    if shared:
+        return backend_package(chosen).open_shared(
+            checkpoint, is_wide(checkpoint), partial(_needs, checkpoint, placement)
+        )
+    if placement.memory is not None and chosen == "cuda":
         backend_package(chosen).limit_memory(placement.memory, placement.devices)
     if placement.devices:
         if chosen != "cuda":
@@ -189,6 +198,28 @@ def open_backend(
     if hot is not None:
         return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint), hot)
     return backend_package(chosen).open_ops(checkpoint, is_wide(checkpoint))
+
+
+def _needs(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> tuple[list[int], int, int]:
+    """(bytes of each layer with its states, what is outside the layers with the first; hidden size; memory to give)."""
+    definition = architecture(checkpoint)[1]
+    config = definition.read_config(checkpoint)
+    spec, layout = definition.state_spec(config), definition.layout(config, checkpoint)
+    tokens = min(placement.tokens or CACHED, config.context)
+    weights = predict_layers(checkpoint, layout, ops, out=0)
+    states = [ops.held_state_bytes([layer], tokens, ops.prefill_rows) for layer in spec]
+    memory = ops.free_bytes()[0] if placement.memory is None else placement.memory
+    return [w + s for w, s in zip(weights, states, strict=True)], config.hidden, memory
+
+
+def _check_memory(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> None:
+    """Refuse a model that needs more than the memory that was named."""
+    if placement.memory is None:
+        return
+    if not is_defined(checkpoint):
+        raise UsageError("memory: what a model run by mlx-lm needs is not known beforehand; leave it out")
+    sizes, _, memory = _needs(checkpoint, placement, ops)
+    share_layers(sizes, [memory])
 
 
 def _layer_bytes(checkpoint: Checkpoint, ops: Ops) -> list[int]:
@@ -210,6 +241,8 @@ def open_model(
     """
     hot = experts if isinstance(experts, HotExperts) else None
     ops = open_backend(backend, checkpoint, placement, hot=hot)
+    if ops.name != "cuda" and rank() is None:
+        _check_memory(checkpoint, placement, ops)
     if is_defined(checkpoint) or checkpoint.format != "safetensors" or experts is not None:
         return load_model(checkpoint, ops, progress, experts(ops) if callable(experts) else None)
     if ops.name == "mlx" and find_spec("mlx_lm"):

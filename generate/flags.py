@@ -92,7 +92,7 @@ def expert_memory(g: Any) -> None:
     g.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory for everything, such as 16GB; on CUDA without --stream-experts too (default: what is free)",
+        help="memory for everything on this machine, or on each GPU, such as 16GB (default: what is free)",
     )
 
 

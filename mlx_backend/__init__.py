@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from mlx_backend.ops import MlxOps
 from mlx_backend.weights import stored_dtype
+
+if TYPE_CHECKING:
+    from mlx_backend.pipeline import PipelineOps
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
@@ -20,6 +24,22 @@ def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
     if mx.default_device().type == mx.DeviceType.cpu:
         return MlxOps(mx.float32)  # MLX multiplies float16 groups 40 times slower there
     return MlxOps(stored_dtype(checkpoint.tensors.values(), wide))
+
+
+def open_shared(
+    checkpoint: Checkpoint, wide: bool, needs: Callable[[MlxOps], tuple[list[int], int, int]]
+) -> "PipelineOps":
+    """Ops of this process among those that mlx.launch has started, which share the model's layers.
+
+    needs  gives, on such ops, the bytes of each layer, the numbers of a row between two layers, and the memory to give
+    """
+    from mlx_backend.group import Group
+    from mlx_backend.pipeline import PipelineOps
+
+    ops = PipelineOps(open_ops(checkpoint, wide).dtype, Group())
+    sizes, hidden, memory = needs(ops)
+    ops.share(sizes, hidden, memory, same=crc32(f"{ops.dtype} {sizes}".encode()) >> 1)
+    return ops
 
 
 def load_fallback(checkpoint: Checkpoint, ops: MlxOps) -> Any:

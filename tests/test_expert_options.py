@@ -163,10 +163,10 @@ def test_bad_values_are_one_sentence(run, folder, argv, code, message):
     assert re.search(f"^error: .*({message})", err, re.MULTILINE), err
 
 
-def test_a_limit_on_memory_is_for_cuda(run):
-    code, out, err = run("--raw", "--prompt", "x", "--backend", "numpy", "--memory", "8GB")
-    assert (code, out) == (2, "")
-    assert "memory is a limit on CUDA, or goes with stream_experts; here the backend is numpy" in err
+def test_a_limit_on_memory(run):
+    code, out, err = run("--raw", "--prompt", "x", "--backend", "numpy", "--memory", "1MB")
+    assert (code, out) == (1, "")
+    assert "on machine 1 of 1, which gives 0.001 GB" in err
 
 
 def test_a_model_without_experts_is_refused(capsys, tmp_path):

@@ -1,0 +1,21 @@
+"""A process of a group of machines that is not rank 0."""
+
+import argparse
+from typing import Any
+
+from common.checkpoint import open_checkpoint
+from common.hub import resolve_model
+from common.rules import PATH
+from generate.backends import Placement, open_model
+from generate.caches import with_cache
+
+
+def follow(args: argparse.Namespace) -> int:
+    """Hold this rank's layers, and compute what rank 0 orders, until it ends; 0."""
+    options = args.load
+    limit: Any = options.memory  # the option's rule has made it bytes
+    checkpoint = open_checkpoint(resolve_model(PATH.accept("model", args.model), progress=False))
+    model: Any = open_model(checkpoint, options.backend, False, Placement(memory=limit, tokens=options.ctx))
+    model = with_cache(model, options, options.ctx or model.config.context)
+    model.ops.follow(model.new_state, model.forward)
+    return 0

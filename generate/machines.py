@@ -1,0 +1,39 @@
+"""A model on several machines: what a process of such a group does, and what it may be asked for."""
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from common.errors import UsageError
+from common.options import LoadOptions
+
+COMMANDS = ("prompt", "chat", "serve")
+ONE_MACHINE = ("draft", "devices", "spark", "stream_experts", "fa_window", "max_kv_size")
+
+
+def rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of this process in the group that mlx.launch has started; None: it is alone."""
+    number = environment.get("MLX_RANK", "")
+    several = environment.get("MLX_HOSTFILE") or environment.get("MLX_JACCL_COORDINATOR")
+    return int(number) if several and number.isdecimal() else None
+
+
+def is_follower() -> bool:
+    return bool(rank())
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what a group of machines cannot do: UsageError."""
+    if args.command not in COMMANDS:
+        raise UsageError(f"the command {args.command} runs on one machine; on several: a prompt, --chat and serve")
+    check_load(args.load)
+
+
+def check_load(options: LoadOptions) -> None:
+    """Refuse options of loading that a group of machines cannot follow: UsageError."""
+    if other := next((name for name in ONE_MACHINE if getattr(options, name)), None):
+        raise UsageError(f"{other} works on one machine; leave it out where mlx.launch starts several")
+    if options.backend not in (None, "mlx"):
+        raise UsageError(f"backend {options.backend} runs on one machine; several share a model on mlx")
+    if options.kv == "auto":
+        raise UsageError("kv auto may differ between machines; choose q8, q4 or tq3")

@@ -1,0 +1,192 @@
+"""The processes that share a model, one per machine: rank 0 decides, and tells the others what to do over TCP.
+
+Rows of a step travel by mx.distributed (ring, JACCL), whose collectives wait with a busy core. Orders travel by sockets
+of our own, which block without one, and end when their process or machine does: a lost peer is noticed in 8 seconds.
+"""
+
+import json
+import os
+import queue
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from common.errors import BimetalError
+
+Order = dict[str, Any]
+GREETING = struct.Struct("!i16s")  # a follower's rank, and the secret of the group
+LENGTH = struct.Struct("!I")
+CONNECT = 20.0  # seconds for a follower to connect
+UNWIND = 2.0  # seconds for what waits for a lost peer to end by itself
+# Probes of an idle connection: the first after 2 s, then one per second; lost after 5 without an answer.
+PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 7000}
+
+
+class Group:
+    """This process among those that share a model.
+
+    rank, size  its number, and how many there are
+    """
+
+    def __init__(self) -> None:
+        """Join the group that the environment names; raises BimetalError where a member does not come."""
+        try:
+            self._group = mx.distributed.init(strict=True)
+        except RuntimeError as error:
+            raise BimetalError(f"the group of machines cannot be joined: {error}") from None
+        self.rank, self.size = self._group.rank(), self._group.size()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._peers = self._followers() if self.rank == 0 else {0: self._leader()}
+        for rank, peer in self._peers.items():
+            threading.Thread(target=self._listen, args=(rank, peer), daemon=True).start()
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def pass_on(self, x: mx.array) -> None:
+        """Compute x and send it to the next rank; behind the last one comes rank 0."""
+        with self._telling_of_loss():
+            mx.eval(mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group))
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """What the rank before this one passes on."""
+        with self._telling_of_loss():
+            x = mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
+            mx.eval(x)
+        return x
+
+    def gather(self, values: list[int]) -> np.ndarray:
+        """The integers of every rank, below 2**31 each: (size, n)."""
+        mine = np.zeros((self.size, len(values)), np.int32)
+        mine[self.rank] = values
+        with self._telling_of_loss():
+            return np.array(mx.distributed.all_sum(mx.array(mine), group=self._group))
+
+    @contextmanager
+    def _telling_of_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise BimetalError(f"a machine of the group was lost: {error}") from None
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def order(self, what: str, **values: Any) -> None:
+        """Tell all followers to do `what`."""
+        data = json.dumps({"do": what, **values}).encode()
+        with self._lock:
+            for rank, peer in self._peers.items():
+                try:
+                    peer.sendall(LENGTH.pack(len(data)) + data)
+                except OSError as error:
+                    raise BimetalError(lost(rank, error.strerror)) from None
+
+    def orders(self) -> Iterator[Order]:
+        """What rank 0 orders, until it ends."""
+        while (order := self._orders.get()) is not None:
+            yield order
+
+    def close(self) -> None:
+        """End the group, on rank 0: the others end too."""
+        if not self._is_over:
+            self._is_over = True
+            with suppress(BimetalError):
+                self.order("end")
+
+    def _listen(self, rank: int, peer: socket.socket) -> None:
+        """Take in a peer's orders; ends this process soon after the peer is lost."""
+        why = "its process has ended"
+        try:
+            while (size := _received(peer, LENGTH.size)) and (data := _received(peer, LENGTH.unpack(size)[0])):
+                order = json.loads(data)
+                if order["do"] == "end":
+                    self._is_over = True
+                    self._orders.put(None)
+                    return
+                self._orders.put(order)
+        except OSError as error:
+            why = str(error.strerror)
+        time.sleep(0 if self.rank else UNWIND)
+        if not self._is_over:
+            print(f"error: {lost(rank, why)}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    # -- connecting --------------------------------------------------------------------------------------------------
+
+    def _followers(self) -> dict[int, socket.socket]:
+        """Sockets by rank, of followers that know the group's secret."""
+        secret, peers = secrets.token_bytes(16), dict[int, socket.socket]()
+        with socket.create_server(("", 0)) as server:
+            server.settimeout(CONNECT)
+            self.gather([server.getsockname()[1], *np.frombuffer(secret, "<u2").tolist()])
+            while len(peers) < self.size - 1:
+                try:
+                    peer, _ = server.accept()
+                    peer.settimeout(CONNECT)
+                    rank, given = GREETING.unpack(_received(peer, GREETING.size) or bytes(GREETING.size))
+                except OSError:
+                    missing = sorted(set(range(1, self.size)) - peers.keys())
+                    raise BimetalError(f"rank {missing[0]} of the group did not connect in {CONNECT:g} s") from None
+                if secrets.compare_digest(given, secret) and rank not in peers:
+                    peers[rank] = _watched(peer)
+        return peers
+
+    def _leader(self) -> socket.socket:
+        port, *secret = self.gather([0] * 9)[0].tolist()
+        host = leader_host(os.environ)
+        try:
+            peer = socket.create_connection((host, port), CONNECT)
+        except OSError as error:
+            raise BimetalError(f"rank 0 of the group is not reached at {host}:{port}: {error.strerror}") from None
+        peer.sendall(GREETING.pack(self.rank, np.array(secret, "<u2").tobytes()))
+        return _watched(peer)
+
+
+def leader_host(environment: Mapping[str, str]) -> str:
+    """The address of rank 0, as mlx.launch tells it; raises BimetalError."""
+    if coordinator := environment.get("MLX_JACCL_COORDINATOR"):
+        return coordinator.rpartition(":")[0]
+    try:
+        first = json.loads(Path(environment["MLX_HOSTFILE"]).read_text())[0]
+        return str((first if isinstance(first, str) else first[0]).rpartition(":")[0])
+    except (KeyError, OSError, ValueError, IndexError, AttributeError):
+        raise BimetalError(
+            "MLX_HOSTFILE names no file of addresses; start the program by mlx.launch with the backend ring or jaccl"
+        ) from None
+
+
+def lost(rank: int, why: str | None) -> str:
+    return f"rank {rank} of the group was lost: {why or 'no answer'}"
+
+
+def _watched(peer: socket.socket) -> socket.socket:
+    """`peer`, whose loss is noticed while nothing is sent, too."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return peer
+
+
+def _received(peer: socket.socket, size: int) -> bytes:
+    """`size` bytes, or b"" where the peer has ended."""
+    data = b""
+    while len(data) < size:
+        more = peer.recv(size - len(data))
+        if not more:
+            return b""
+        data += more
+    return data

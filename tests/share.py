@@ -1,0 +1,66 @@
+"""One rank of a shared tiny model: python tests/share.py NAME FOLDER. Rank 0 leaves logits there, each what it read.
+
+Started by test_machines.py, which computes the same in one process.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+
+from common import weights
+from common.models import Model, llama
+from common.step import PAST, Step
+from generate.backends import open_model
+
+CAPACITY = 640
+TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
+
+
+def logits(model: Model, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """A prompt in two long steps, rows of decoding, a tree, a step back, two states in turn."""
+    one, other, found = model.new_state(CAPACITY), model.new_state(CAPACITY), {}
+
+    def run(name: str, state, step, path, rows=slice(None)) -> None:
+        found[name] = model.ops.read(model.forward(state, step, rows)).copy()
+        state.commit(path)
+
+    run("prompt", one, Step.chain(ids[:150], 0), range(150), slice(-1, None))
+    run("more", one, Step.chain(ids[150:200], 150), range(50))
+    point = one.snapshot()
+    run("other", other, Step.chain(ids[40:60], 0), range(20))
+    run("tree", one, Step.tree(ids[200:208], TREE, 200), [0, 1, 3])
+    run("after", one, Step.chain(ids[208:209], 203), [0])
+    one.restore(point)
+    run("again", one, Step.chain(ids[200:203], 200), range(3))
+    del point
+    if model.definition is llama:  # the others have no rows that all see each other
+        run("block", one, Step.block(ids[210:214], 203), [])
+    run("aside", other, Step.chain(ids[60:61], 20), [0])
+    return found
+
+
+def main(name: str, folder: Path) -> None:
+    read, canonical = [], weights.canonical
+
+    def noted(checkpoint, stored, unseen):
+        read.extend(stored.names)
+        return canonical(checkpoint, stored, unseen)
+
+    weights.canonical = noted
+    model: Any = open_model(tiny.checkpoint(name), "mlx")
+    rank = int(os.environ["MLX_RANK"])
+    (folder / f"read{rank}.json").write_text(json.dumps(read))
+    if rank:
+        model.ops.follow(model.new_state, model.forward)
+    else:
+        found: dict[str, Any] = logits(model, tiny.golden(name)["ids"].astype(np.int32))
+        np.savez(folder / "logits.npz", **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,135 @@
+"""A model shared by processes on loopback, as by machines: the bits of one process, its own bytes, lost peers."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny
+from machines import ROOT, group
+
+from common.errors import BimetalError, UsageError
+from common.machines_plan import share_layers
+from common.options import LoadOptions
+from generate import machines
+
+MEMORY = "25MB"  # less than the demo model takes, more than its halves
+PROMPT = ("-m", "demo", "--prompt", "# a\n# a\n# a\n", "--raw", "--temperature", "0", "--max-tokens")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "memory", "ends"),
+    [
+        ([1, 1, 1, 1], [10], [4]),
+        ([1, 1, 1, 1], [10, 10], [2, 4]),
+        ([4, 1, 1, 1, 1], [10, 10], [1, 5]),
+        ([1, 1, 1, 1, 1, 1], [20, 10], [4, 6]),
+        ([1, 1, 1, 1, 1, 1], [10, 20], [2, 6]),
+        ([5, 1, 1], [5, 2, 2], [1, 2, 3]),
+        ([0, 0, 9], [9, 9], [2, 3]),
+    ],
+)
+def test_layers_are_shared_by_memory(sizes, memory, ends) -> None:
+    assert [own.stop for own in share_layers(sizes, memory)] == ends
+
+
+def test_layers_that_cannot_be_shared() -> None:
+    with pytest.raises(BimetalError, match="3 machines cannot share 2 layers"):
+        share_layers([1, 1], [9, 9, 9])
+    with pytest.raises(BimetalError, match=r"needs 7 GB, 4 GB of it on machine 1 of 2, which gives 3 GB"):
+        share_layers([4 * 10**9, 10**9, 2 * 10**9], [3 * 10**9, 3 * 10**9])
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, None),
+        ({"MLX_RANK": "0"}, None),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": ""}, None),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "hosts"}, 0),
+        ({"MLX_RANK": "2", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000"}, 2),
+    ],
+)
+def test_the_rank_is_mlx_launchs(environment, rank) -> None:
+    assert machines.rank(environment) == rank
+
+
+@pytest.mark.parametrize("options", [{"draft": "demo"}, {"backend": "numpy"}, {"kv": "auto"}, {"stream_experts": True}])
+def test_options_of_one_machine(options) -> None:
+    with pytest.raises(UsageError, match="machine"):
+        machines.check_load(LoadOptions(**options))
+
+
+def test_memory_refuses_a_model_of_one_process() -> None:
+    from generate.backends import Placement, open_model
+
+    with pytest.raises(BimetalError, match="on machine 1 of 1, which gives 1e-05 GB"):
+        open_model(tiny.checkpoint("qwen3"), "numpy", placement=Placement(memory=10_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
+def test_bits_are_those_of_one_process(tmp_path, name, size) -> None:
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    import share
+
+    from mlx_backend.ops import MlxOps
+
+    with group(tmp_path, size, name, str(tmp_path), program=["tests/share.py"]) as ranks:
+        ends = [(rank.communicate(timeout=60), rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0] * size, ends
+    model = tiny.load(name, MlxOps())
+    alone = share.logits(model, tiny.golden(name)["ids"].astype(np.int32))
+    with np.load(tmp_path / "logits.npz") as shared:
+        assert shared.keys() == alone.keys()
+        for key, values in alone.items():
+            assert np.array_equal(shared[key], values), key
+    read = [json.loads((tmp_path / f"read{rank}.json").read_text()) for rank in range(size)]
+    assert all(read)
+    assert set().union(*read) == model.layout.names()
+    assert sum(len(set(each)) for each in read) == len(model.layout.names())
+
+
+@pytest.mark.slow
+def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path) -> None:
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    alone = [sys.executable, "-m", "generate", *PROMPT, "24", "--backend", "mlx"]
+    whole = subprocess.run(alone, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert whole.returncode == 0, whole.stderr
+    refused = subprocess.run([*alone, "--memory", MEMORY], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert refused.returncode == 1
+    assert "on machine 1 of 1" in refused.stderr
+    with group(tmp_path, 2, *PROMPT, "24", "--memory", MEMORY) as ranks:
+        texts = [rank.communicate(timeout=90)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0]
+    assert texts == [whole.stdout, ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_rank_ends_the_others(tmp_path, lost) -> None:
+    """With one sentence of ours each; MLX itself may print more."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    with group(tmp_path, 3, *PROMPT, "3000") as ranks:
+        assert ranks[0].stdout.read(20)
+        ranks[lost].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        for number, rank in enumerate(ranks):
+            if number != lost:
+                _, errors = rank.communicate(timeout=20)
+                assert rank.returncode == 1, errors
+                (sentence,) = [line for line in errors.splitlines() if line.startswith("error:")]
+                assert "of the group was lost" in sentence
+        assert time.monotonic() - killed < 10
+
+
+@pytest.mark.slow
+def test_what_a_group_does_not_do(tmp_path) -> None:
+    with group(tmp_path, 2, "perplexity", "-m", "demo", "--text", "x") as ranks:
+        ends = [(rank.communicate(timeout=30)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [2, 2]
+    assert all("perplexity runs on one machine" in errors for errors, _ in ends)
