@@ -100,26 +100,39 @@ def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kind
 
 
 def predict_run(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, rows: int
+    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, rows: int, parallel: int = 1
 ) -> tuple[int, int, int]:
-    """Bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`."""
+    """Bytes of (kv, state, work) while `tokens` tokens are read in steps of `rows`.
+
+    parallel  sequences of up to so many tokens, which share memory for one of them where the backend has a pool
+    """
     kv = [{name: s for name, s in layer.items() if grows(s)} for layer in spec]
     fixed = [{name: s for name, s in layer.items() if not grows(s)} for layer in spec]
     sizes = [layer_size(table, states, config) for table, states in zip(layout.layers, spec, strict=True)]
     return (
-        ops.held_state_bytes(kv, tokens, rows),
-        ops.held_state_bytes(fixed, tokens, rows),
+        ops.held_pool_bytes(kv, parallel, tokens, tokens, rows),
+        ops.held_pool_bytes(fixed, parallel, tokens, tokens, rows),
         ops.work_bytes(sizes, tokens, rows),
     )
 
 
 def predict_need(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], tokens: int, weights: int, limit: int
+    ops: Ops,
+    config: Any,
+    layout: Layout,
+    spec: Sequence[LayerSpec],
+    tokens: int,
+    weights: int,
+    limit: int,
+    parallel: int = 1,
 ) -> Need:
-    """What weights of so many bytes and `tokens` tokens take where `limit` bytes are free before the weights."""
+    """What weights of so many bytes and `tokens` tokens take where `limit` bytes are free before the weights.
+
+    parallel  as predict_run has it
+    """
 
     def need(rows: int) -> Need:
-        return Need(weights, *predict_run(ops, config, layout, spec, tokens, rows), rows)
+        return Need(weights, *predict_run(ops, config, layout, spec, tokens, rows, parallel), rows)
 
     def fits(rows: int) -> bool:
         return need(rows).total - weights <= (1 - SPARE_OF_ROWS) * (limit - weights)

@@ -136,10 +136,11 @@ class CudaOps(Ops):
         return state_bytes(spec, tokens)
 
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
-        return pool_bytes(spec, slots, capacity, tokens)
+        beside = (slots - 1) * sizes.snapshot_bytes(spec, capacity)  # work_bytes has those of one
+        return pool_bytes(spec, slots, capacity, tokens) + beside
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-        kept = 2 * sizes.snapshot_bytes(layers, tokens)  # an empty state, and the last turn's
+        kept = sizes.snapshot_bytes([layer.states for layer in layers], tokens)
         return sizes.work_bytes(layers, tokens, rows) + kept
 
     def free_bytes(self) -> tuple[int, str]:

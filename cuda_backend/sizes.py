@@ -7,7 +7,7 @@ tests/models/test_cuda_work.py compares them with it.
 from collections.abc import Sequence
 
 from common.ops import LayerSize
-from common.storage import DeltaSpec, KVSpec, LatentSpec, Spec
+from common.storage import DeltaSpec, KVSpec, LatentSpec, LayerSpec, Spec, all_specs
 from cuda_backend.caches.kv import kv_planes
 from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes
 from cuda_backend.caches.planes import TILE, planes_bytes
@@ -20,9 +20,9 @@ from cuda_backend.weights import UPLOAD
 SLACK, CHUNKS = 1.1, 3  # what chunks leave unused: a share of what they hold, and one of each part
 
 
-def snapshot_bytes(layers: Sequence[LayerSize], tokens: int) -> int:
-    """Of recurrent states and of rings, a copy of which a session keeps to go back to."""
-    return sum(_copied_bytes(s, tokens) for layer in layers for s in layer.states.values())
+def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:
+    """Of the copies of recurrent states and of rings that a slot keeps to go back to: empty, and the last turn's."""
+    return 2 * sum(_copied_bytes(s, tokens) for s in all_specs(spec))
 
 
 def _copied_bytes(s: Spec, tokens: int) -> int:

@@ -395,6 +395,13 @@ def _fit(p: Parser) -> None:
     p.add_argument(
         "-c", "--ctx", type=values.tokens, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
     )
+    p.add_argument(
+        "--parallel",
+        type=values.positive,
+        default=1,
+        metavar="N",
+        help="replies at the same time, which on one GPU share memory for a context (default: 1)",
+    )
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     flags.cache(p, CACHE_SHORTHANDS[:-1])
     p.add_argument("--json", action="store_true", help="print one JSON object")

@@ -48,7 +48,7 @@ class Candidate:
 def run(args: argparse.Namespace) -> int:
     given = (parse_size(args.memory), "given by --memory") if args.memory else None
     with _checkpoints(args.model) as (paths, folder):
-        candidates, refusals = _candidates(paths, args.backend, folder, args.model, cache_of(args))
+        candidates, refusals = _candidates(paths, args, folder, cache_of(args))
         limit, limit_from = given or candidates[0].free
         trained = min(candidate.trained for candidate in candidates)
         contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
@@ -145,31 +145,36 @@ def _labelled(entries: Iterable[str]) -> dict[str, str]:
 
 
 def _candidates(
-    paths: dict[str, Path], backend: str | None, folder: str, name: str, cache: CacheChoice
+    paths: dict[str, Path], args: argparse.Namespace, folder: str, cache: CacheChoice
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """The models whose headers make sense, and by label why the others do not; one must. `folder` is called `name`."""
+    """The models whose headers make sense, and by label why the others do not; one must.
+
+    folder  is called as the arguments call the model
+    """
     candidates, refusals = [], {}
     for label, path in paths.items():
         try:
             checkpoint = open_checkpoint(path)
-            candidates.append(_candidate(label, checkpoint, open_backend(backend, checkpoint), cache))
+            candidates.append(
+                _candidate(label, checkpoint, open_backend(args.backend, checkpoint), cache, args.parallel)
+            )
         except UsageError:
             raise
         except BimetalError as error:
-            refusals[label] = str(error).replace(folder, name) if folder else str(error)
+            refusals[label] = str(error).replace(folder, args.model) if folder else str(error)
     if not candidates:
         raise BimetalError(next(iter(refusals.values())))
     return candidates, refusals
 
 
-def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice) -> Candidate:
+def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice, parallel: int) -> Candidate:
     _, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), cache, ops)
     weights = predict_weights(checkpoint, layout, ops)
 
     def need(tokens: int, limit: int) -> Need:
-        return predict_need(ops, config, layout, spec, tokens, weights, limit)
+        return predict_need(ops, config, layout, spec, tokens, weights, limit, parallel)
 
     def streamed(tokens: int, memory: int) -> str:
         try:

@@ -17,6 +17,7 @@ from tiny_chat import TEMPLATE, write
 from common.step import Step
 from generate.__main__ import main
 from generate.backends import open_backend, usable
+from generate.cli import parse
 
 ROOT = Path(__file__).parents[1]
 
@@ -503,3 +504,9 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_encoded(run, monk
         code, out, err = run(*flags, stdin="hello " * 200_000)
         assert (code, out) == (1, "")
         assert "the prompt has at least" in err
+
+
+def test_commands_of_one_reply_take_memory_for_one():
+    assert parse(["--prompt", "x"]).load.parallel == parse(["--chat"]).load.parallel == 1
+    assert parse(["serve", "--model", "demo"]).load.parallel is None
+    assert parse(["serve", "--model", "demo", "--parallel", "3"]).load.parallel == 3

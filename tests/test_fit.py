@@ -324,6 +324,8 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     values = 8192 * 256 + 2 * (256 * 256 * 2 + 128 * 256 * 2 + 3 * 512 * 256) + 5 * 256
     assert table["Q4_0", 4096]["weights"] == table["Q8_0", 4096]["weights"] == 4 * values
     assert table["Q4_0", 4096]["kv"] == 2 * 2 * 128 * 4096 * 4
+    three = rows(run(str(tmp_path), "--memory", "24GB", "--parallel", "3", "--json")[1])
+    assert three["Q4_0", 4096]["kv"] == 3 * table["Q4_0", 4096]["kv"]
     parts = ("weights", "kv", "state", "work")
     assert all(row["total"] == sum(row[part] for part in parts) for row in table.values())
 

@@ -82,7 +82,7 @@ def test_256k_tokens_in_24_gb(ops):
     for rows in (need.rows, 8):
         state.length = tokens - rows
         model.forward(state, Step.chain(np.zeros(rows, np.int32), state.length), slice(rows - 1, rows))
-    kept = 2 * snapshot_bytes(layer_sizes(model), tokens)
+    kept = snapshot_bytes(model.state_spec, tokens)
     taken = weights + state.nbytes + ops.context.arena.nbytes + UPLOAD + kept
     print(f"{ops.context.card.name}: {need.total / 1e9:.2f} GB in steps of {need.rows} rows, taken {taken / 1e9:.2f}")
     assert need.rows >= 512

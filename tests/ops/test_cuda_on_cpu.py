@@ -99,7 +99,7 @@ def test_sequences_of_a_pool(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "taken or memory",
+        "taken or memory and not loaded or predicted",
         *(pytest.param(f"{name}] and (leaves or move)", marks=pytest.mark.slow) for name in ("qwen3", "qwen35", "glm")),
         pytest.param("laguna or run_out", marks=pytest.mark.slow),
         pytest.param("loaded", marks=pytest.mark.slow),

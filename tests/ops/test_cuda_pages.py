@@ -10,8 +10,10 @@ from test_cuda_pool import Beside, Ids
 import generate
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
+from common.fit import predict_run
 from common.options import GenerationOptions
 from common.sequence import Call
+from common.slot import Slot
 from common.step import MAX_DECODE_ROWS, Step
 from common.storage import KVSpec, LatentSpec
 
@@ -21,6 +23,7 @@ from cuda_backend.caches.pages import page_count, pages_of  # noqa: E402
 from cuda_backend.caches.planes import PAGE  # noqa: E402
 from cuda_backend.memory import copy_in, copy_out  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.sizes import snapshot_bytes  # noqa: E402
 from cuda_backend.states import pool_bytes  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -149,8 +152,8 @@ def test_states_move_between_pages(model):
 
 
 @pytest.mark.parametrize("parallel", [2, 3])
-def test_replies_when_pages_run_out(ops, parallel):
-    """Sequences take turns in too few pages, and one that is alone in them ends with a sentence."""
+def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
+    """Sequences in too few pages move to the host and back, each with the tokens of running alone."""
     model = tiny.load("qwen3", ops)
     calls = [([i % 90 for i in range(240)], 30), ([i % 50 for i in range(245)], 20), ([7, 8], 12)]
 
@@ -166,12 +169,16 @@ def test_replies_when_pages_run_out(ops, parallel):
         if pool is not None:
             assert pool.pages.count == pages_of(500)
             engine.reset()
+            engine.turn()
             assert pool.free_tokens == pool.pages.count * PAGE, "an idle pool holds no page"
         return out
 
+    moved, suspend = [], Slot.suspend
+    monkeypatch.setattr(Slot, "suspend", lambda slot: moved.append(suspend(slot)))
     alone = replies(1)
     assert [len(reply) for reply in alone] == [31, 21, 13]
     assert replies(parallel, 0) == alone
+    assert moved
 
 
 def test_memory_of_pages(ops):
@@ -197,3 +204,15 @@ def test_replies_of_a_loaded_model_share_memory(parallel, pages):
     with generate.load("demo", backend="cuda", ctx=300, parallel=1) as llm:
         assert llm._engine.memory.pool is None
         assert [llm.generate(prompt, max_tokens=4, temperature=0).text for prompt in prompts] == replies
+
+
+def test_what_slots_take_is_predicted(ops):
+    """Pages for one context, and of each slot its fixed states and the copies that it goes back to."""
+    model = tiny.load("qwen35", ops)
+    sizes = model.config, model.layout, model.state_spec, 2000, 512
+    one, two, three = (predict_run(ops, *sizes, parallel) for parallel in (1, 2, 3))
+    held = ops.new_pool(model.state_spec, 3, 2000, 2000).nbytes + 2 * snapshot_bytes(model.state_spec, 2000)
+    assert sum(three[:2]) == held
+    assert 0 < two[1] - one[1] == three[1] - two[1]
+    assert one[2] == three[2]
+    assert three[0] < 1.7 * one[0]
