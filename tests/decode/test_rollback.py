@@ -62,7 +62,7 @@ def assert_same_state(model, steps):
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_state_after_trees(name, ops):
-    assert_same_state(tiny.load(name, ops), 60)
+    assert_same_state(tiny.load(name, ops), 30)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from common.models.drafts import load_pair
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 
-PROMPT, NEW = 20, 40
+PROMPT, NEW = 20, 28
 NEAR_TIE = 1e-3  # two float32 ways to the same logits, as in tests/test_state.py
 KINDS = [row.name for row in DECODERS.values() if row.family == "speculative"]
 
@@ -176,7 +176,7 @@ def test_a_real_draft_for_every_family(name, kind, ops, tmp_path):
     expected, margins, _ = decode(target, prompt, NEW)
     tokens, _, state = decode(pair, prompt, NEW, Speculation(kind, 40, top_k=32), accepted=accepted)
     assert_same(tokens, expected, margins, ops)
-    assert kind != "lookup+tree" or accepted.length > 1.1
+    assert kind != "lookup+tree" or accepted.length > 1
     alone, _ = prefilled(pair, [*prompt, *tokens[:-1]])
     for (part, a), b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).values(), strict=True):
         assert np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) < 1e-4, part
