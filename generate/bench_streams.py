@@ -13,6 +13,7 @@ import numpy as np
 
 from common.checkpoint import open_checkpoint
 from common.engine import Engine
+from common.errors import BimetalError
 from common.hub import resolve_model
 from common.models import Model
 from common.models.drafts import load_pair
@@ -30,6 +31,7 @@ from generate.timing import announced
 
 WARM_TOKENS = 8  # of the first run, in which a backend compiles and captures
 AHEAD = 32  # tokens that a reply may be ahead of the last one to begin, for each stream
+DRAFTED = 4  # times as many with a draft, several of whose tokens a step may accept
 
 
 class EveryToken:
@@ -72,7 +74,7 @@ class Result:
 def run(options: StreamsBench) -> int:
     """Print what each number of streams delivers."""
     context, most = options.contexts[0], max(options.streams)
-    capacity = context + options.new_tokens + AHEAD * most
+    capacity = context + options.new_tokens + AHEAD * most * (1 if options.draft is None else DRAFTED)
     model = _model(options, capacity)
     name = model.ops.name
     print(f"{options.synthetic or options.model} on {name}, {machine(name)}")
@@ -135,7 +137,10 @@ def _model(options: StreamsBench, capacity: int) -> Model:
 
 
 def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result:
-    """`count` calls at once, which go on until the last of them to begin has `new_tokens` tokens."""
+    """Measure `count` calls at once, which go on until the last of them to begin has `new_tokens` tokens.
+
+    Raises BimetalError where one has ended before.
+    """
     random = np.random.default_rng(0)
     streams: list[Stream] = []
     for _ in range(count):
@@ -154,6 +159,8 @@ def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result
             raise stream.errors[0]
     began = max(stream.tokens[0] for stream in streams)
     ended = min(stream.tokens[-1] for stream in streams)
+    if ended <= began:
+        raise BimetalError(f"a reply filled the context of {engine.target.context} tokens before the last one began")
     together = sum(began < at <= ended for stream in streams for at in stream.tokens)
     gaps = [b - a for stream in streams for a, b in pairwise(at for at in stream.tokens if at >= began)]
     first = [stream.tokens[0] - stream.called for stream in streams]

@@ -14,9 +14,13 @@ import pytest
 import tiny
 from tiny_chat import TEMPLATE, write
 
+from common.engine import Engine
+from common.errors import BimetalError
+from common.reference import NumpyOps
 from common.step import Step
 from generate.__main__ import main
 from generate.backends import open_backend, usable
+from generate.bench_streams import EveryToken, measure
 from generate.cli import parse
 
 ROOT = Path(__file__).parents[1]
@@ -300,6 +304,14 @@ def test_bench_of_streams(run, tmp_path):
     assert [line[0] for line in lines[-2:]] == ["1", "3"]
     assert all(float(number) > 0 for line in lines[-2:] for number in line)
     assert [line.split("\t")[9] for line in log.read_text().splitlines()] == ["decoder", "1 streams", "3 streams"]
+
+
+def test_bench_of_streams_refuses_a_time_in_which_not_all_decode():
+    engine = Engine(tiny.load("llama", NumpyOps()), EveryToken(), 12, 3)
+    engine.schedule.has_read = lambda *of: setattr(engine.schedule, "owed", 9.0)  # decoding alone after a prompt
+    engine.schedule.has_decoded = lambda *of: None
+    with pytest.raises(BimetalError, match="filled the context of 12 tokens"):
+        measure(engine, 3, 8, 4)
 
 
 @pytest.mark.parametrize("flag", ["--rows", "--prefill", "--prompts", "--budgets", "--tree-topk", "--draft-device"])
