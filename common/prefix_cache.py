@@ -170,6 +170,17 @@ class PrefixCache:
         branch = max((cut for cut in reading.cuts.tolist() if best < cut <= matched), default=0)
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
 
+    def matched(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` some text kept in memory begins with, in whatever steps it was read."""
+        ids, path, parent = np.asarray(tokens, np.int32), list[Page](), self.root
+        while len(part := ids[len(path) * PAGE :][:PAGE]) == PAGE:
+            same = [page for page in parent.children.values() if np.array_equal(page.tokens, part)]
+            if not same:
+                break
+            parent = same[0]
+            path.append(parent)
+        return self._matched(ids, path)
+
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is new and there is room or something of less value."""
         if state.can_save and state.length:

@@ -1,9 +1,11 @@
 """What a loaded model works on at a moment."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.engine import Engine
 from common.prefix_cache import PrefixCache
+from common.reading import common_length
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,10 @@ def activity_of(engine: Engine) -> Activity:
         prefixes.bytes if prefixes else 0,
         prefixes.budget if prefixes else 0,
     )
+
+
+def tokens_held(engine: Engine, tokens: Sequence[int]) -> int:
+    """Count how many of `tokens` a slot, or a text in the prefix cache's memory, begins with; in the owner thread."""
+    prefixes = engine.prefixes
+    kept = prefixes.matched(tokens) if isinstance(prefixes, PrefixCache) else 0
+    return max([kept, *(common_length(slot.committed, tokens) for slot in engine.memory.slots)])

@@ -521,6 +521,7 @@ def _serve(p: Parser) -> None:
         "--grace", type=values.count, default=30, metavar="SECONDS", help="for running replies at the end (default: 30)"
     )
     s.add_argument("--log-json", action="store_true", help="log JSON objects")
+    flags.compression(p)
 
 
 def _selftest(p: Parser) -> None:

@@ -9,6 +9,7 @@ from common.options import CACHE_SHORTHANDS, CACHE_TYPES, MOST_DRAFTED
 from generate import values
 
 BACKENDS = ("cuda", "mlx", "numpy")
+COMPRESSION = ("off", "auto", "always")
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 
 
@@ -106,6 +107,28 @@ def prefixes(p: Parser) -> None:
     )
     g.add_argument("--cache-dir", metavar="DIR", help="a folder for such states, which outlive the process")
     g.add_argument("--cache-disk", metavar="SIZE", help="most bytes in --cache-dir (default: 20GB)")
+
+
+def compression(p: Parser) -> None:
+    g = p.add_argument_group("prompt compression (lossy: the model reads only parts of a long prompt)")
+    g.add_argument(
+        "--prefill-compression",
+        choices=COMPRESSION,
+        default="off",
+        help="auto: prompts of at least --prefill-threshold tokens; always: all; neither where tools are declared or "
+        "half of a prompt is cached (default: off)",
+    )
+    g.add_argument("--prefill-drafter", metavar="MODEL", help=f"whose attention chooses the parts: {MODEL_HELP}")
+    g.add_argument(
+        "--prefill-keep-ratio",
+        type=values.ratio,
+        default=0.05,
+        metavar="X",
+        help="share of a prompt that is kept, above 0 and at most 1 (default: 0.05)",
+    )
+    g.add_argument(
+        "--prefill-threshold", type=values.positive, default=32_000, metavar="N", help="tokens (default: 32000)"
+    )
 
 
 def named_model(p: Parser) -> None:

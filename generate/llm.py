@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_tokens, default_spec, speculation_of
 from common.demo import demo_path
@@ -38,7 +39,7 @@ from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, turns_of
-from generate.activity import Activity, activity_of
+from generate.activity import Activity, activity_of, tokens_held
 from generate.backends import Placement, check_draft, choose, leave_thread, open_model
 from generate.caches import with_cache
 from generate.machines import check_load, is_follower, rank
@@ -321,6 +322,18 @@ class LLM:
             )
         finally:
             cancel.set()
+
+    def attention_to(self, tokens: Sequence[int], queries: int, cancel: threading.Event) -> np.ndarray:
+        """Measure the attention that the last `queries` of `tokens` give to each: (T,) float32.
+
+        cancel  ends the work at the next step, with BimetalError
+        """
+        job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
+        return self._submit(lambda: job(self._engine.model)).result()
+
+    def held(self, tokens: Sequence[int]) -> int:
+        """Count how many of `tokens` a slot, or a text in the prefix cache's memory, begins with."""
+        return self._submit(lambda: tokens_held(self._engine, tokens)).result()
 
     # -- the owner thread ----------------------------------------------------------------------------------------------
 

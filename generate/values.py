@@ -65,6 +65,12 @@ def above_zero(text: str) -> float:
     return value
 
 
+def ratio(text: str) -> float:
+    if not 0 < (value := number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
+    return value
+
+
 def counts(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 

@@ -19,7 +19,10 @@ ORACLES = {"mlx_lm", "torch", "transformers"}
 # what the rest of common and the backends never see
 ENGINE = {
     f"common.{name}"
-    for name in ("checks", "engine", "joined", "joined_step", "scores", "sequence", "slot", "slots", "suspended")
+    for name in (
+        *("attention_scores", "checks", "engine", "joined", "joined_step"),
+        *("scores", "sequence", "slot", "slots", "suspended"),
+    )
 }
 UPPER = {"common.models", "common.decode", "common.pieces"} | ENGINE
 

@@ -1,6 +1,7 @@
 """Answer a request for text: parse, prepare, then write the reply whole or as a stream, while the client is there."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from generate.server.events import Event, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.service import Service
-from generate.server.task import Ready, events, prepare, whole
+from generate.server.task import Ready, Task, events, prepare, whole
 from generate.server.wire import Parsed, dumps
 
 HEARTBEAT = 5.0  # seconds after which a silent stream gets a sign of life
@@ -50,7 +51,7 @@ class Generate:
         task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
             llm = self.service.llm
-            prompts = await run_in_threadpool(prepare, llm, facts, task)
+            prompts = await run_in_threadpool(prepare, llm, facts, await self._compressed(task))
             async with (
                 aclosing(events(llm, prompts, task)) as found,
                 aclosing(self.service.metrics.watched(found, task, began)) as watched,
@@ -62,6 +63,18 @@ class Generate:
             note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             response = Response(dumps(parsed.whole(replies)), media_type="application/json")
             await response(scope, _no_receive, send)
+
+    async def _compressed(self, task: Task) -> Task:
+        """The task with its long prompts shortened, where the server does that."""
+        if self.service.compressor is None:
+            return task
+        cancel = threading.Event()
+        try:
+            shorter, dropped = await asyncio.to_thread(self.service.compressor.shorten, self.service.llm, task, cancel)
+        finally:
+            cancel.set()
+        self.service.metrics.counters["prefill_compression_dropped_tokens"] += dropped
+        return shorter
 
     async def _stream(
         self,

@@ -52,6 +52,7 @@ COUNTERS = {
     "generation_tokens": "tokens of finished replies",
     "prefix_cache_queries": "prompt tokens that the prefix cache was asked for",
     "prefix_cache_hits": "prompt tokens that it had",
+    "prefill_compression_dropped_tokens": "tokens that compression left out of prompts, as its drafter counts them",
     "spec_decode_num_drafts": "steps that verified draft tokens",
     "spec_decode_num_draft_tokens": "draft tokens that were verified",
     "spec_decode_num_accepted_tokens": "draft tokens that were accepted",

@@ -12,8 +12,10 @@ from typing import Any
 import uvicorn
 
 from common.errors import BimetalError, UsageError
+from common.options import LoadOptions
 from generate.llm import LLM
 from generate.server.app import build
+from generate.server.compression import Compression, compressor_for
 from generate.server.guard import Policy, keys_of
 from generate.server.log import Log
 from generate.server.service import Service
@@ -25,7 +27,7 @@ BACKLOG = 2048
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
-    policy = policy_of(args)
+    policy, compression = policy_of(args), compression_of(args)
     log, service = Log(args.log_json), Service(args.max_queue)
     config = uvicorn.Config(
         build(service, policy, log),
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     listening = listen(args.host, args.port)
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     log.line("listening", url=url_of(listening), model=args.model)
-    service.load(args.model, partial(LLM, args.model, args.load), ended)
+    service.load(args.model, partial(load, args.model, args.load, service, compression), ended)
     try:
         server.run([listening])
     finally:
@@ -71,6 +73,25 @@ def policy_of(args: argparse.Namespace) -> Policy:
             "--insecure to serve anybody"
         )
     return Policy(keys, args.allow_host or (), args.cors_origin or ())
+
+
+def compression_of(args: argparse.Namespace) -> Compression | None:
+    """How prompts are compressed; None: they are not."""
+    mode, drafter = args.prefill_compression, args.prefill_drafter
+    if (mode == "off") != (drafter is None):
+        needs = "needs --prefill-drafter MODEL" if drafter is None else "goes without --prefill-drafter"
+        raise UsageError(f"--prefill-compression {mode} {needs}")
+    if drafter is None:
+        return None
+    return Compression(drafter, args.prefill_keep_ratio, args.prefill_threshold if mode == "auto" else 0)
+
+
+def load(name: str, options: LoadOptions, service: Service, compression: Compression | None) -> LLM:
+    """Load the model, and what compresses its prompts."""
+    llm = LLM(name, options)
+    if compression is not None:
+        service.compressor = compressor_for(llm.backend, compression)
+    return llm
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ from typing import Any
 
 from generate import __version__
 from generate.llm import LLM
+from generate.server.compression import Compressor
 from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts, facts_of
 from generate.server.metrics import Metrics
@@ -23,12 +24,14 @@ class Service:
     slots     sequences that the model works on at once
     draining  the server shuts down: what runs is finished, and nothing else is begun
     store     finished responses that requests may go on from
+    compressor  what shortens long prompts, if anything does
     """
 
     def __init__(self, most: int, replica: str | None = None):
         self.most, self.running, self.slots, self.draining = most, 0, 1, False
         self.metrics = Metrics(replica)
         self.store = Store()
+        self.compressor: Compressor | None = None
         self._llm: LLM | None = None
         self._facts: Facts | None = None
 
@@ -136,6 +139,7 @@ class Service:
             "backend": self.llm.backend,
             "capabilities": {"tools": facts.takes_tools, "thinking": facts.thinks},
             "speculative": self.llm.default_spec,
+            "prefill_compression": None if self.compressor is None else self.compressor.shown(),
             "is_sleeping": False,
         }
 
@@ -149,3 +153,5 @@ class Service:
         self.draining = True
         if self._llm is not None:
             self._llm.close()
+        if self.compressor is not None:
+            self.compressor.drafter.close()

