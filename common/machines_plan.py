@@ -1,54 +1,212 @@
-"""How machines share a model, and what that gives: layers by memory."""
+"""What several machines give one model: tokens per second and the time to the first token, by how they share it.
 
+One machine takes read / bandwidth + step for a token: what it reads, and what does not shrink with the bytes (launches,
+attention, waits). An exchange of b bytes among n machines takes latency + 2 (n - 1) / n x b / bandwidth of the link.
+
+replicas  each machine has the whole model: the step of one machine, n replies at once
+pipeline  layers shared: the sum over machines of its share of a step, and n passes of a row; replies take turns
+tensor    every matrix shared: read / n, the whole of `step`, and two exchanges per layer
+experts   experts shared, all else on each: the busiest machine's experts, all else, and one exchange per layer
+"""
+
+import json
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from common.errors import BimetalError
+import numpy as np
+
+from common.amounts import parse_size
+from common.errors import BimetalError, UsageError
+from common.layer_shares import share_layers
+
+CHUNK = 512  # rows of a prompt's step
+ITEM = 4  # bytes of a number that travels
 
 
-def share_layers(sizes: Sequence[int], memory: Sequence[int]) -> list[range]:
-    """Divide layers among machines, in order, at least one each, so that the fullest is as little filled as possible.
+@dataclass(frozen=True)
+class Host:
+    """A machine.
 
-    sizes   bytes of each layer
-    memory  bytes of each machine
-
-    Raises BimetalError where the layers do not fit.
+    memory     bytes for the model
+    bandwidth  bytes per second at which decoding reads weights
+    step       seconds of a decoding step beside that
+    flops      per second, of a prompt
     """
-    machines, layers = len(memory), len(sizes)
-    if machines > layers:
-        raise BimetalError(f"{machines} machines cannot share {layers} layers; give at most one machine per layer")
-    filled = [size / max(own, 1) for own in memory for size in (sum(sizes[a:b]) for a, b in _runs(layers))]
-    low, high = 0, len(filled) - 1  # of the sorted shares that a machine may be filled to
-    filled.sort()
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _ends(sizes, memory, filled[middle]) else (middle + 1, high)
-    ends = _ends(sizes, memory, filled[low])
-    assert ends is not None
-    found = [range(a, b) for a, b in pairwise([0, *ends])]
-    for rank, (own, most) in enumerate(zip(found, memory, strict=True)):
-        need = sum(sizes[own.start : own.stop])
-        if need > most:
-            raise BimetalError(
-                f"the model needs {sum(sizes) / 1e9:.3g} GB, {need / 1e9:.3g} GB of it on machine {rank + 1} of "
-                f"{machines}, which gives {most / 1e9:.3g} GB: add machines or memory, or choose a smaller quantization"
+
+    name: str
+    memory: float
+    bandwidth: float
+    step: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between machines: bytes per second, and the seconds of the smallest exchange."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model needs.
+
+    held     bytes of each layer with its states, what is outside the layers with the first
+    read     bytes that a token reads, without its experts
+    experts  bytes of the experts that a token chooses; 0: the model has none
+    chosen   experts of a token and layer
+    flops    per token of a prompt
+    """
+
+    held: Sequence[int]
+    hidden: int
+    read: float
+    experts: float
+    chosen: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to share a model: seconds per token of one reply, tokens per second of all, seconds to the first token.
+
+    built  whether this version can do it
+    """
+
+    name: str
+    token: float
+    all: float
+    first: float
+    built: bool
+
+
+def read_hosts(path: Path) -> tuple[list[Host], Link]:
+    """Read {"machines": [{"name", "memory", "read_gbs", "step_ms", "tflops"}, ...], "link": {"gbs", "us"}}."""
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        hosts = [
+            Host(
+                str(each.get("name", number)),
+                parse_size(str(each["memory"])),
+                _positive(each, "read_gbs") * 1e9,
+                float(each.get("step_ms", 0)) * 1e-3,
+                _positive(each, "tflops") * 1e12,
             )
-    return found
+            for number, each in enumerate(values["machines"], 1)
+        ]
+        link = Link(_positive(values["link"], "gbs") * 1e9, _positive(values["link"], "us") * 1e-6)
+    except KeyError as error:
+        raise BimetalError(f"{path} lacks {error}; docs/machines.md shows such a file") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BimetalError(f"{path} describes no machines: {error}") from None
+    if not hosts or any(host.step < 0 for host in hosts):
+        raise BimetalError(
+            f"{path} describes {len(hosts)} machines; at least one is needed, with step_ms of at least 0"
+        )
+    return hosts, link
 
 
-def _runs(layers: int) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(layers) for b in range(a + 1, layers + 1)]
+def _positive(values: Any, name: str) -> float:
+    number = float(values[name])
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name} is {values[name]}; it must be above 0")
+    return number
 
 
-def _ends(sizes: Sequence[int], memory: Sequence[int], share: float) -> list[int] | None:
-    """Where each machine's layers end if none is filled above `share`; None where that cannot be."""
-    ends, at = list[int](), 0
-    for rank, own in enumerate(memory):
-        left, held, begin = len(memory) - rank - 1, 0, at
-        while at < len(sizes) - left and (held + sizes[at]) / max(own, 1) <= share:
-            held += sizes[at]
-            at += 1
-        if at == begin:
-            return None
-        ends.append(at)
-    return ends if at == len(sizes) else None
+def exchange(link: Link, machines: int, size: float) -> float:
+    """Seconds in which all machines have the sum of their `size` bytes."""
+    return link.latency + 2 * (machines - 1) / machines * size / link.bandwidth
+
+
+def step_time(host: Host, work: Work, share: float = 1.0) -> float:
+    """Seconds of a share of a decoding step on one machine."""
+    return share * ((work.read + work.experts) / host.bandwidth + host.step)
+
+
+def ways(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> list[Way]:
+    """The ways in which the model fits, the fastest for one reply first; raises UsageError where it fits in none.
+
+    prompt  tokens before the first one of the reply
+    """
+    n, total = len(hosts), sum(work.held)
+    found = []
+    if holding := [host for host in hosts if host.memory >= total]:
+        steps = [step_time(host, work) for host in holding]
+        best = min(range(len(steps)), key=steps.__getitem__)
+        first = prompt * work.flops / holding[best].flops + steps[best]
+        name = "one machine" if len(holding) == 1 else f"replicas on {len(holding)}"
+        found.append(Way(name, steps[best], sum(1 / step for step in steps), first, True))
+    if n > 1:
+        found += [way for way in (_pipeline(hosts, link, work, prompt), _tensor(hosts, link, work, prompt)) if way]
+        if work.experts and (way := _experts(hosts, link, work, prompt)):
+            found.append(way)
+    if not found:
+        given = sum(host.memory for host in hosts)
+        raise UsageError(
+            f"the model needs {total / 1e9:.3g} GB, and the machines give {given / 1e9:.3g} GB, in no way enough"
+        )
+    return sorted(found, key=lambda way: way.token)
+
+
+def _pipeline(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way | None:
+    try:
+        shares = share_layers(work.held, [int(host.memory) for host in hosts])
+    except BimetalError:
+        return None
+    n, layers = len(hosts), len(work.held)
+    parts = [len(own) / layers for own in shares]
+
+    def passes(rows: int) -> float:
+        return n * (link.latency + rows * work.hidden * ITEM / link.bandwidth)
+
+    token = sum(step_time(host, work, part) for host, part in zip(hosts, parts, strict=True)) + passes(1)
+    compute = sum(part * prompt * work.flops / host.flops for host, part in zip(hosts, parts, strict=True))
+    first = compute + _chunks(prompt) * passes(min(prompt, CHUNK)) + token
+    return Way(f"pipeline over {n}", token, 1 / token, first, True)
+
+
+def _tensor(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way | None:
+    n, layers = len(hosts), len(work.held)
+    if any(host.memory < sum(work.held) / n for host in hosts):
+        return None
+
+    def exchanges(rows: int) -> float:
+        return 2 * layers * exchange(link, n, rows * work.hidden * ITEM)
+
+    read = (work.read + work.experts) / n
+    token = max(read / host.bandwidth + host.step for host in hosts) + exchanges(1)
+    compute = max(prompt * work.flops / n / host.flops for host in hosts)
+    first = compute + _chunks(prompt) * exchanges(min(prompt, CHUNK)) + token
+    return Way(f"tensor parallel over {n}", token, 1 / token, first, False)
+
+
+def _experts(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way | None:
+    """Experts whole, each on one machine; all else on every machine."""
+    n, layers = len(hosts), len(work.held)
+    if any(host.memory < sum(work.held) / n + work.read for host in hosts):
+        return None
+    busiest = busiest_share(work.chosen, n)
+    dense = work.read / (work.read + work.experts)
+
+    def exchanges(rows: int) -> float:
+        return layers * exchange(link, n, rows * work.hidden * ITEM)
+
+    token = max((work.read + busiest * work.experts) / host.bandwidth + host.step for host in hosts) + exchanges(1)
+    compute = max(prompt * work.flops * (dense + (1 - dense) / n) / host.flops for host in hosts)
+    first = compute + _chunks(prompt) * exchanges(min(prompt, CHUNK)) + token
+    return Way(f"expert parallel over {n}", token, 1 / token, first, False)
+
+
+@cache
+def busiest_share(chosen: int, machines: int) -> float:
+    """Mean share of a token's experts on the machine that has most of them, if machines are chosen alike."""
+    drawn = np.random.default_rng(0).multinomial(chosen, [1 / machines] * machines, size=20_000)
+    return float(drawn.max(axis=1).mean() / chosen)
+
+
+def _chunks(prompt: int) -> int:
+    return -(-prompt // CHUNK)

@@ -126,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
 
             return pack.run(args)
         case "plan":
-            from generate import plan
+            from generate import plan, plan_machines
 
-            return plan.run(args)
+            return plan.run(args) if args.machines is None else plan_machines.run(args)
         case "batch":
             from generate import batch
 

@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
-from common.machines_plan import share_layers
+from common.layer_shares import share_layers
 from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model
 from common.ops import Ops
 from generate.machines import rank

@@ -42,7 +42,7 @@ COMMANDS = {
     "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
     "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
     "pack": "write a mixture's experts into one file, from which each is read at once",
-    "plan": "tokens per second of a mixture whose experts are streamed, on a machine described by its rates",
+    "plan": "predicted tokens per second: of a mixture whose experts are streamed, or of several machines",
     "batch": "answer the requests of a JSON Lines file, several at a time",
     "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "launch": "start a coding agent (codex, claude, opencode) on a running server",
@@ -259,9 +259,20 @@ def _plan(p: Parser) -> None:
         metavar="MODEL",
         help=f"{MODEL_HELP}; or the shapes of qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3.6-35b-a3b or laguna-xs.2",
     )
+    where = p.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--machines",
+        metavar="FILE",
+        help="a JSON file of several machines and the link between them: how to share the model (docs/machines.md)",
+    )
     p.add_argument(
+        "--prompt-tokens",
+        type=values.positive,
+        metavar="N",
+        help="with --machines: tokens before the first one of a reply (default: 512)",
+    )
+    where.add_argument(
         "--machine",
-        required=True,
         metavar="NAME",
         help="m1-ultra-64gb, m5-pro-64gb, m4-16gb, rtx3090-24gb, or a JSON file of a machine's rates",
     )

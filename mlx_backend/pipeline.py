@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from common.errors import BimetalError
-from common.machines_plan import share_layers
+from common.layer_shares import share_layers
 from common.ops import Array, Weight
 from common.step import Shape, State, Step
 from common.storage import LayerSpec

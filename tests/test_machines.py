@@ -12,7 +12,7 @@ import tiny
 from machines import ROOT, group
 
 from common.errors import BimetalError, UsageError
-from common.machines_plan import share_layers
+from common.layer_shares import share_layers
 from common.options import LoadOptions
 from generate import machines
 

@@ -1,0 +1,131 @@
+"""What several machines give: the formulae against times measured on two H200, their limits, and the command."""
+
+import json
+
+import pytest
+import tiny
+
+from common.errors import UsageError
+from common.machines_plan import Host, Link, Work, busiest_share, ways
+from generate.__main__ import main
+
+NVLINK = Link(395e9, 2.28e-6)  # a copy of 256 MiB, and an exchange of 20 KB, captured in a graph
+GEMV = Host("H200", 141e9, (115e6 - 14.4e6) / (29.4e-6 - 7.15e-6), 2 * 3.97e-6, 1e15)  # one GPU: 7.15 us, 29.4 us
+MB = 10**6
+
+
+def found(hosts, link, work, prompt=512):
+    return {way.name.split(" over")[0]: way for way in ways(hosts, link, work, prompt)}
+
+
+@pytest.mark.parametrize(("megabytes", "microseconds"), [(14.4, 7.52), (57.7, 12.8), (115, 19.6)])
+def test_half_a_matrix_and_an_exchange_take_what_was_measured(megabytes, microseconds):
+    """Microseconds of half of a matrix on each GPU and one exchange of a row of 5,120; a layer has two of them."""
+    work = Work([2 * megabytes * MB], 5120, 2 * megabytes * MB, 0, 0, 1)
+    token = found([GEMV, GEMV], NVLINK, work)["tensor parallel"].token
+    assert token == pytest.approx(2 * microseconds * 1e-6, rel=0.15)
+
+
+def test_layers_on_two_gpus_take_what_was_measured():
+    """Qwen3.6-27B Q4_K_M at a context of 1,536: 6.01 ms on one H200, 6.07 ms with its layers on two."""
+    read = 15.811e9
+    host = Host("H200", 141e9, 4.25e12, 6.01e-3 - read / 4.25e12, 1e15)
+    work = Work([read / 64] * 64, 5120, read, 0, 0, 1)
+    by = found([host, host], NVLINK, work)
+    assert by["replicas on 2"].token == pytest.approx(6.01e-3)
+    assert by["pipeline"].token == pytest.approx(6.07e-3, rel=0.02)
+
+
+def mac(memory, bandwidth=800e9):
+    return Host("Mac", memory, bandwidth, 1e-3, 20e12)
+
+
+RDMA, TCP = Link(6e9, 30e-6), Link(1e9, 300e-6)
+DENSE = Work([10**9] * 64, 5120, 62e9, 0, 0, 1.2e11)
+MIXTURE = Work([10**9] * 64, 5120, 2e9, 2e9, 8, 8e9)
+
+
+def test_tensor_parallel_pays_over_rdma_and_not_over_tcp_for_small_models():
+    small = Work([4 * MB] * 64, 5120, 250 * MB, 0, 0, 5e8)
+    fast, slow = (found([mac(64e9)] * 2, link, small) for link in (RDMA, TCP))
+    assert fast["tensor parallel"].token > fast["replicas on 2"].token  # 128 exchanges outlast what halving saves
+    assert slow["tensor parallel"].token > fast["tensor parallel"].token
+    large = found([mac(80e9)] * 2, RDMA, DENSE)
+    assert large["tensor parallel"].token < large["replicas on 2"].token
+
+
+def test_what_fits_is_listed():
+    assert set(found([mac(80e9)] * 2, RDMA, DENSE)) == {"replicas on 2", "pipeline", "tensor parallel"}
+    assert set(found([mac(40e9)] * 2, RDMA, DENSE)) == {"pipeline", "tensor parallel"}
+    assert set(found([mac(80e9), mac(20e9)], RDMA, DENSE)) == {"one machine", "pipeline"}
+    assert set(found([mac(80e9)], RDMA, DENSE)) == {"one machine"}
+    assert "expert parallel" in found([mac(40e9)] * 2, RDMA, MIXTURE)
+    with pytest.raises(UsageError, match="needs 64 GB, and the machines give 40 GB"):
+        ways([mac(20e9)] * 2, RDMA, DENSE, 512)
+
+
+def test_replicas_add_up_and_pipelines_take_turns():
+    by = found([mac(80e9)] * 3, RDMA, DENSE)
+    assert by["replicas on 3"].all == pytest.approx(3 / by["replicas on 3"].token)
+    assert by["pipeline"].all == pytest.approx(1 / by["pipeline"].token)
+    assert by["replicas on 3"].first == pytest.approx(512 * 1.2e11 / 20e12 + by["replicas on 3"].token)
+
+
+def test_experts_of_a_token_are_not_spread_evenly():
+    assert busiest_share(1, 4) == 1
+    assert busiest_share(8, 1) == 1
+    assert busiest_share(2, 2) == pytest.approx(0.75, abs=0.01)  # both on one machine half of the time
+    assert 1 / 2 < busiest_share(8, 2) < busiest_share(2, 2)
+
+
+MACHINES = {
+    "machines": [{"name": name, "memory": "64GB", "read_gbs": 640, "step_ms": 2, "tflops": 20} for name in "ab"],
+    "link": {"gbs": 4, "us": 50},
+}
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_the_command(name, tmp_path, capsys):
+    (tmp_path / "hosts.json").write_text(json.dumps(MACHINES))
+    argv = ["plan", str(tiny.FOLDER / name), "--machines", str(tmp_path / "hosts.json")]
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    checkpoint = tiny.checkpoint(name)
+    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    states = sum(answer["work"]["held"]) - stored
+    assert 0 <= states < stored + 10 * MB
+    assert 0 < answer["work"]["read"] + answer["work"]["experts"] <= stored
+    assert (answer["work"]["experts"] > 0) == (name in ("qwen35moe", "laguna", "laguna-m1", "glm"))
+    assert main([*argv, "--prompt-tokens", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "of 100 tokens" in out
+    assert "for one reply: replicas on 2; for several: replicas on 2" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"link": {"gbs": 4}}, "lacks 'us'"),
+        ({"machines": []}, "describes 0 machines"),
+        ({"machines": [{"memory": "64GB", "read_gbs": 0, "tflops": 1}]}, "read_gbs is 0; it must be above 0"),
+        ({"machines": 3}, "describes no machines"),
+    ],
+)
+def test_files_that_describe_no_machines(change, message, tmp_path, capsys):
+    (tmp_path / "hosts.json").write_text(json.dumps(MACHINES | change))
+    assert main(["plan", "demo", "--machines", str(tmp_path / "hosts.json")]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "one of the arguments --machines --machine is required"),
+        (("--machines", "x", "--machine", "m4-16gb"), "not allowed with argument"),
+        (("--machines", "x", "--skew", "1"), "--skew goes with --machine, not with --machines"),
+        (("--machine", "m4-16gb", "--prompt-tokens", "5"), "--prompt-tokens goes with --machines"),
+    ],
+)
+def test_flags_of_the_other_plan(argv, message, capsys):
+    assert main(["plan", "demo", *argv]) == 2
+    assert message in capsys.readouterr().err
