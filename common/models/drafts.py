@@ -9,7 +9,8 @@ from common.models.dflash import load_dflash
 from common.models.mtp import layout, load_mtp
 from common.models.pair import Pair
 
-DRAFTS = ("dflash", "dspark", "eagle", "draft")  # in the class of a draft model, whose model_type may be a target's
+KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that say what kind a draft is
+REFUSED = {"dflash2": "DFlash2", "dspark": "DSpark", "domino": "Domino", "eagle": "EAGLE", "medusa": "Medusa"}
 
 
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
@@ -20,17 +21,31 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
     if not isinstance(target, Model):
         raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
     checkpoint = open_checkpoint(path)
+    _refuse_others(checkpoint)
     return (load_mtp if _is_model(checkpoint) else load_dflash)(checkpoint, target, progress)
 
 
 def check_file(path: Path, target: Checkpoint) -> None:
-    """Refuse a file without a block for `target` before weights are loaded, where the file is that of a model."""
+    """Refuse, before weights are loaded, a draft of a kind that is not supported, and a model without a block."""
     checkpoint = open_checkpoint(path)
+    _refuse_others(checkpoint)
     if _is_model(checkpoint) and is_defined(target):
         name, definition = architecture(target)
         layout(checkpoint, name, definition.read_config(target))
 
 
 def _is_model(checkpoint: Checkpoint) -> bool:
-    classes = str(checkpoint.config.get("architectures", "")).lower()
-    return is_defined(checkpoint) and not any(kind in classes for kind in DRAFTS)
+    """Whether the file is that of a model, and not of a DFlash draft, whose model_type is a model's."""
+    return is_defined(checkpoint) and "dflash" not in _kind(checkpoint)
+
+
+def _refuse_others(checkpoint: Checkpoint) -> None:
+    for mark, kind in REFUSED.items():
+        if mark in _kind(checkpoint):
+            raise BimetalError(
+                f"{checkpoint.path} is a draft of the kind {kind}; supported: multi-token-prediction blocks and DFlash"
+            )
+
+
+def _kind(checkpoint: Checkpoint) -> str:
+    return " ".join(str(checkpoint.config.get(key, "")) for key in KEYS).lower()

@@ -180,6 +180,23 @@ def test_draft(target, placement, one, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
+@pytest.mark.parametrize("name", ["qwen35", "glm"])
+def test_multi_token_prediction(name, one):
+    """A block on a GPU of its own: its logits after one token and after three, and tokens by chain."""
+    outputs, ids = [], tiny.golden(name)["ids"].astype(np.int32)
+    for ops in (one, ops_on(name, Placement((0,), draft=1))):
+        pair, out = load_pair(tiny.FOLDER / f"mtp-{name}", load_model(tiny.checkpoint(name), ops)), []
+        state = pair.new_state(96)
+        logits = pair.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
+        state.commit(range(12))
+        out += [pair.ops.read(pair.propose(state, ids[12 : 12 + n].tolist())) for n in (1, 3)]
+        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), ids[:12].tolist(), Speculation("chain", 3)))
+        for token, row in (next(tokens) for _ in range(8)):
+            out += [np.array([token]), pair.ops.read(row)]
+        outputs.append(out)
+    assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
 @pytest.mark.parametrize("name", WIDE)
 def test_real_widths(name, monkeypatch):
     """Models whose products finish the norm of their rows, and whose norms add up a mixture before they scale it."""

@@ -16,7 +16,7 @@ from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.models import load_model
 from common.models.dflash import CONTEXT_ROWS, Tap, read_config
-from common.models.drafts import load_pair
+from common.models.drafts import check_file, load_pair
 from common.quants import dequantize
 from common.step import Step
 from common.storage import KVSpec
@@ -245,8 +245,7 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, r"architectures is \['DFlash2DraftModel'\]; supported as a draft"),
-        ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
+        ({"architectures": ["DFlash3DraftModel"]}, r"architectures is \['DFlash3DraftModel'\]; supported as a draft"),
         ({"selector_rank": 256}, "selector_rank belongs to another kind of draft"),
         ({"draft_vocab_size": 32}, "draft_vocab_size is 32; supported: 96"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -266,6 +265,24 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
 def test_refusals(changes, message, tmp_path):
     with pytest.raises(BimetalError, match=message):
         load_pair(rewritten(FOLDER, tmp_path / "draft", **changes), tiny.load("qwen35", OPEN))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("DFlash2DraftModel", "DFlash2"),
+        ("DSparkDraftModel", "DSpark"),
+        ("LlamaForCausalLMEagle3", "EAGLE"),
+        ("Eagle3Speculator", "EAGLE"),
+    ],
+)
+def test_other_kinds(name, kind, tmp_path):
+    folder = rewritten(FOLDER, tmp_path / "draft", architectures=[name])
+    words = f"draft is a draft of the kind {kind}; supported: multi-token-prediction blocks and DFlash$"
+    with pytest.raises(BimetalError, match=words):
+        load_pair(folder, tiny.load("qwen35", OPEN))
+    with pytest.raises(BimetalError, match=words):
+        check_file(folder, tiny.checkpoint("qwen35"))
 
 
 def test_a_vocabulary_map_and_other_files_are_refused(tmp_path):

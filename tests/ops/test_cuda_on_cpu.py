@@ -178,6 +178,11 @@ def test_multi_token_prediction(name):
     on_cpu("decode/test_cuda_speculation.py", chosen)
 
 
+@pytest.mark.slow
+def test_multi_token_prediction_on_several_gpus():
+    on_cpu("models/test_cuda_multi_gpu.py", "test_multi_token_prediction", BIMETAL_GPUS="2")
+
+
 def test_launches():
     on_cpu("ops/test_cuda_launch.py", "test_")
 
@@ -198,7 +203,7 @@ def test_memory():
     "chosen",
     [
         "test_logits and short and three",
-        "not test_logits and not test_draft and not widths",
+        "not test_logits and not test_draft and not multi_token and not widths",
         "test_draft and own and qwen35",
         pytest.param("test_logits and not (short and three)", marks=pytest.mark.slow),
         pytest.param("test_draft and not (own and qwen35)", marks=pytest.mark.slow),
