@@ -35,6 +35,7 @@ def run(tmp_path, monkeypatch, capsys):
             (tmp_path / f"test_{name}.py").write_text(text)
         made_up = {name: [str(tmp_path / f"test_{name}.py"), "-k", "not left_out"] for name in texts}
         monkeypatch.setitem(selftest.SUITES, "numpy", real or made_up)
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a second less for each process
         monkeypatch.setattr(selftest, "demo_path", absent)
         out = tmp_path / "report.md"
         code = main(["selftest", "--backend", "numpy", "--out", str(out), *flags])
