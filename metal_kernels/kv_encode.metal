@@ -1,17 +1,17 @@
-// kv_encode: rows of keys or values as a KV cache stores them, equalised and rotated first
+// kv_encode: rows of keys and of values as a KV cache stores them, rotated first, keys equalised before that
 // Meaning   common/kv_formats.py Format.encode, behind common/hadamard.py rotate   Launcher  mlx_backend/kv_kernels.py encode
-// In        x [n][GROUP] T: groups of vectors; mean, scale [vectors][D] float (EQUALISED); before, after [GROUP] float
-//           signs (ROTATED); boundaries, centroids [16] float (Lloyd-Max formats)
-// Out       out [n][bytes of a group] uchar
-// Build     FORMAT as in include/kv.h; T float, half or bfloat; GROUP 32, 64 or 128; EQUALISED, ROTATED 0 or 1; D, a head's
-//           size; TOKENS, of each head: head h's groups follow one another, token by token
-// Work      one SIMD group per group, GROUP/32 neighbouring values per lane in registers; codes that share a byte meet by
+// In        keys [heads][tokens][D] and values [heads][tokens][DV], or keys alone: a plane; mean, scale [heads][D] float
+//           (EQUALISED); before, after float signs; boundaries, centroids [16] float of either (Lloyd-Max formats)
+// Out       out uchar: the bytes of all keys, then of all values
+// Build     KF, VF formats as in include/kv.h; KG, VG groups of 32, 64 or 128; EQUALISED, KEYS_TURN, VALUES_TURN 0 or 1; D
+// Work      one SIMD group per group of either, a 32nd of its values per lane in registers; codes that share a byte meet by
 //           shuffles; no threadgroup memory, no barrier
-// Assumes   threadgroups are 32 wide; x row-contiguous
+// Assumes   threadgroups are 32 wide; keys and values row-contiguous
 // Numbers   float inside; sums of squares per lane, then between lanes in the order of rising distance: the definition's
 //           bits, which no fast form of sqrt or division may change
-// Bound     sizeof(T) GROUP bytes in; 5 shuffles per value and 10 per group: memory, if a shuffle costs as much as an addition
-// Tried     fifth yet: not run on a GPU
+// Bound     the bytes of keys and values in; 5 shuffles per value and 10 per group: memory, if a shuffle costs as much as an
+//           addition
+// Tried     nothing yet: not run on a GPU
 #include "kv.h"
 #include "wht.h"
 
@@ -47,24 +47,18 @@ inline void put_codes(device uchar* out, const thread uint* codes, uint lane) {
     for (int n = 0; n < (bits + 7) / 8; n++) out[lane / lanes * ((bits + 7) / 8) + n] = uchar(field >> (8 * n) & 255);
 }
 
-[[kernel]] void kv_encode() {
+// A group, GROUP / 32 neighbouring values per lane, to `to`
+template <int FORMAT, int GROUP, bool ROTATED>
+inline void encode_group(device uchar* to, thread float* v, uint lane, const device float* before, const device float* after,
+                         const device float* boundaries, const device float* centroids) {
     constexpr int R = GROUP / 32;
-    const uint lane = thread_index_in_simdgroup, first = lane * R, row = thread_position_in_grid.y;
-    float v[R];
-    for (int i = 0; i < R; i++) v[i] = float(x[size_t(row) * GROUP + first + i]);
-    if (EQUALISED) {
-        const uint groups = D / GROUP, head = row / (groups * TOKENS), channel = row % groups * GROUP + first;
-        for (int i = 0; i < R; i++) {
-            v[i] = (v[i] - mean[size_t(head) * D + channel + i]) / scale[size_t(head) * D + channel + i];
-        }
-    }
+    const uint first = lane * R;
     if (ROTATED) {
         for (int i = 0; i < R; i++) v[i] = v[i] * before[first + i];
         wht_stages<R, 32>(v, lane);
         for (int i = 0; i < R; i++) v[i] = v[i] * after[first + i] * wht_scale(GROUP);
     }
 
-    device uchar* to = out + size_t(row) * kv_bytes<FORMAT, GROUP>(GROUP);
     uint codes[R];
     if (FORMAT >= KV_LM2) {
         constexpr int B = FORMAT < KV_LM2 ? 2 : FORMAT - KV_LM2 + 2;
@@ -141,5 +135,29 @@ inline void put_codes(device uchar* out, const thread uint* codes, uint lane) {
                 if (place < L / 2) at[place * R + i] = uchar((codes[i] & 15) | above << 4);
             }
         }
+    }
+}
+
+[[kernel]] void kv_encode() {
+    constexpr int groups = D / KG;
+    const uint lane = thread_index_in_simdgroup, row = thread_position_in_grid.y, tokens = keys_shape[2];
+    const uint key_rows = keys_shape[1] * tokens * groups;
+    if (row < key_rows) {
+        constexpr int R = KG / 32;
+        float v[R];
+        for (int i = 0; i < R; i++) v[i] = float(keys[size_t(row) * KG + lane * R + i]);
+        if (EQUALISED) {
+            const size_t at = size_t(row / (groups * tokens)) * D + row % groups * KG + lane * R;
+            for (int i = 0; i < R; i++) v[i] = (v[i] - mean[at + i]) / scale[at + i];
+        }
+        device uchar* to = out + size_t(row) * kv_bytes<KF, KG>(KG);
+        encode_group<KF, KG, KEYS_TURN>(to, v, lane, before, after, key_boundaries, key_centroids);
+    } else {
+        constexpr int R = VG / 32;
+        const uint of_values = row - key_rows;
+        float v[R];
+        for (int i = 0; i < R; i++) v[i] = float(values[size_t(of_values) * VG + lane * R + i]);
+        device uchar* to = out + size_t(key_rows) * kv_bytes<KF, KG>(KG) + size_t(of_values) * kv_bytes<VF, VG>(VG);
+        encode_group<VF, VG, VALUES_TURN>(to, v, lane, before, after, value_boundaries, value_centroids);
     }
 }

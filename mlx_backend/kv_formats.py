@@ -4,7 +4,7 @@ Arithmetic is float32 in the definition's order; the Walsh-Hadamard transform al
 within 1e-6 of a boundary may take the next code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import mlx.core as mx
@@ -33,7 +33,7 @@ class Coder:
         if self.plane.format == NATIVE:
             return rows
         if kv_kernels.encodes(self.plane):
-            return kv_kernels.encode(rows, self.plane)
+            return kv_kernels.encode([rows], [self.plane])[0]
         rows = rows.astype(mx.float32)
         return encode(rotate(rows) if self.plane.rotated else rows, self.plane.format)
 
@@ -42,6 +42,14 @@ class Coder:
             return rows
         values = decode(rows, self.plane.format, self.plane.dim)
         return (_transformed(values, "S2", "S1") if self.plane.rotated else values).astype(self.dtype)
+
+
+def encoded(coders: Sequence[Coder], rows: Sequence[mx.array]) -> list[mx.array]:
+    """Rows (1, K, T, D) of each plane as it stores them, by one launch where a kernel writes them all."""
+    planes = [coder.plane for coder in coders]
+    if all(map(kv_kernels.encodes, planes)) and len({x.dtype for x in rows}) == 1:
+        return kv_kernels.encode(rows, planes)
+    return [coder.encode(x) for coder, x in zip(coders, rows, strict=True)]
 
 
 @cache

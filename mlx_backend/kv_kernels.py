@@ -1,5 +1,6 @@
 """Launch the kernels that write and read compressed caches on a Mac's GPU: kv_encode, kv_attention and kv_merge."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -51,42 +52,49 @@ def attends(planes: Sequence[Plane], step: Step) -> bool:
     return on_metal() and kept and len(step) <= MAX_DECODE_ROWS
 
 
-def encode(rows: mx.array, plane: Plane, mean: mx.array | None = None, scale: mx.array | None = None) -> mx.array:
-    """Encode rows (1, K, T, D) of the plane: (1, K, T, bytes) uint8.
+def encode(
+    rows: Sequence[mx.array], planes: Sequence[Plane], mean: mx.array | None = None, scale: mx.array | None = None
+) -> list[mx.array]:
+    """Encode rows (1, K, T, D) of one plane, or keys and values of two, in one launch: (1, K, T, bytes) uint8 each.
 
     mean, scale  (1, K, 1, D) float32, which equalise keys
     """
-    _, K, T, D = rows.shape
-    group = group_of(D)
-    size = FORMATS[plane.format].row_bytes(D)
-    names = ("x", "mean", "scale", "before", "after", "boundaries", "centroids")
+    keys, values = rows[0], rows[-1]
+    sizes = [FORMATS[plane.format].row_bytes(plane.dim) for plane in planes]
+    shapes = [(*x.shape[:3], size) for x, size in zip(rows, sizes, strict=True)]
+    jobs = sum(x.size // group_of(x.shape[3]) for x in rows)
+    groups = [group_of(plane.dim) for plane in planes]
     none = mx.zeros(16)
-    centroids, boundaries = _tables(plane.format, group)
+    tables = "key_boundaries", "key_centroids", "value_boundaries", "value_centroids"
+    names = ("keys", "values", "mean", "scale", "before", "after", *tables)
     kernel = make_kernel("kv_encode", inputs=names, outputs=("out",))
-    return kernel(
+    flat = kernel(
         inputs=[
-            rows,
-            none if mean is None else mean.reshape(K * D),
-            none if scale is None else scale.reshape(K * D),
-            _signs("S1", group),
-            _signs("S2", group),
-            boundaries,
-            centroids,
+            keys,
+            values,
+            none if mean is None else mean.reshape(-1),
+            none if scale is None else scale.reshape(-1),
+            _signs("S1", max(groups)),
+            _signs("S2", max(groups)),
+            *(table for plane in (planes[0], planes[-1]) for table in _tables(plane.format, group_of(plane.dim))[::-1]),
         ],
         template=[
-            ("T", rows.dtype),
-            ("FORMAT", NUMBERS[plane.format]),
-            ("GROUP", group),
+            ("KF", NUMBERS[planes[0].format]),
+            ("VF", NUMBERS[planes[-1].format]),
+            ("KG", groups[0]),
+            ("VG", groups[-1]),
             ("EQUALISED", mean is not None),
-            ("ROTATED", plane.rotated),
-            ("D", D),
-            ("TOKENS", T),
+            ("KEYS_TURN", planes[0].rotated),
+            ("VALUES_TURN", planes[-1].rotated),
+            ("D", planes[0].dim),
         ],
-        grid=(32, K * T * (D // group), 1),
-        threadgroup=(32, 4 if K * T * (D // group) % 4 == 0 else 1, 1),
-        output_shapes=[(1, K, T, size)],
+        grid=(32, jobs, 1),
+        threadgroup=(32, 4 if jobs % 4 == 0 else 1, 1),
+        output_shapes=[(sum(map(math.prod, shapes)),)],
         output_dtypes=[mx.uint8],
     )[0]
+    parts = mx.split(flat, [math.prod(shapes[0])]) if len(shapes) > 1 else [flat]
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def attend(parts: Sequence[CachePart], step: Step, past: int, packing: Packing, dtype: mx.Dtype) -> mx.array:

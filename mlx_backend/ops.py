@@ -26,7 +26,7 @@ from common.visible import exact_rows, seen_rows
 from mlx_backend import host, quantized, recurrent
 from mlx_backend.experts import MlxSlots, expert_bytes
 from mlx_backend.kernels import on_metal
-from mlx_backend.kv_formats import rotate
+from mlx_backend.kv_formats import encoded, rotate
 from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
 from mlx_backend.logits import MOST, NOT_A_TOKEN, best_and_entropy, best_of_rows
 from mlx_backend.packed import MlxPacked
@@ -217,7 +217,7 @@ class MlxOps(Ops):
     def _attend_codes(self, q: mx.array, k: mx.array, v: mx.array, kv: MlxRows, step: Step, scale: float) -> mx.array:
         """Attention over a cache without exact rows, read as it is stored."""
         past, planes, query = kv.past, kv.spec.planes, q.astype(mx.float32) * scale
-        kv.put([coder.encode(x.swapaxes(0, 1)[None]) for coder, x in zip(kv.coders, (k, v), strict=True)])
+        kv.put(encoded(kv.coders, [x.swapaxes(0, 1)[None] for x in (k, v)]))
         query = rotate(query) if planes[0].rotated else query
         part = CachePart(query, mx.zeros(q.shape[:2]), kv.buffers, planes, past, past, EVERY)
         return attend([part], step, past, Packing(), q.dtype)

@@ -7,7 +7,7 @@ import numpy as np
 
 from common.step import Shape, Step
 from common.storage import KVSpec
-from mlx_backend.kv_formats import rotate
+from mlx_backend.kv_formats import encoded, rotate
 from mlx_backend.kv_kernels import CODES, EXACT, CachePart, encode, encodes
 from mlx_backend.rows import MlxRows
 from mlx_backend.saved import from_host, to_host
@@ -89,7 +89,7 @@ class MlxPacked:
         if self.calibration is not None:
             mean, scale = (mx.repeat(part.squeeze((0, 2)), repeats, axis=0) for part in self.calibration)  # (H, D)
             query, bias = q * scale, (q * mean).sum(axis=-1)
-        self.codes.put([self._encoded(k), self.codes.coders[1].encode(v.astype(mx.float32))])
+        self.codes.put(self._encoded(k, v))
         exact = self.exact.write(k, v)
         native, early = self.spec.exact.planes, min(self.exact.keep, past)
         rotated = rotate(query) if planes[0].rotated else query
@@ -98,12 +98,12 @@ class MlxPacked:
             CachePart(q, mx.zeros(q.shape[:2]), exact, native, exact[0].shape[2] - T, early, EXACT),
         ]
 
-    def _encoded(self, k: mx.array) -> mx.array:
-        plane, calibration = self.spec.planes[0], self.calibration
-        if calibration is not None and encodes(plane):
-            return encode(k, plane, *calibration)
+    def _encoded(self, k: mx.array, v: mx.array) -> list[mx.array]:
+        planes, calibration = self.spec.planes, self.calibration
+        if calibration is not None and all(map(encodes, planes)):
+            return encode([k, v], planes, *calibration)
         keys = k.astype(mx.float32) if calibration is None else calibration.apply(k)
-        return self.codes.coders[0].encode(keys)
+        return encoded(self.codes.coders, [keys, v.astype(mx.float32)])
 
     def is_uniform(self, step: Step) -> bool:
         """Whether no key of the step needs a calibration that is not known yet."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.step import Shape
 from common.storage import RowSpec
-from mlx_backend.kv_formats import Coder
+from mlx_backend.kv_formats import Coder, encoded
 from mlx_backend.saved import from_host, shape_of, to_host
 
 ROOM = 256  # rows by which a buffer grows; a quarter of the rows it holds where that is more
@@ -42,7 +42,7 @@ class MlxRows:
 
     def write(self, *rows: mx.array) -> list[mx.array]:
         """Put the step's rows, (1, K, T, D), behind the past; all kept rows and them, (1, K, n + T, D)."""
-        held = self.put([coder.encode(new) for coder, new in zip(self.coders, rows, strict=True)])
+        held = self.put(encoded(self.coders, rows))
         return [coder.decode(stored) for coder, stored in zip(self.coders, held, strict=True)]
 
     def put(self, rows: Sequence[mx.array]) -> list[mx.array]:

@@ -36,7 +36,7 @@ def test_bytes_are_the_definitions(name, shape):
         plane = Plane(shape[1], shape[3], name, rotated)
         with metal.on_metal():
             assert kv_kernels.encodes(plane)
-            ours = np.array(kv_kernels.encode(mx.array(x), plane))
+            ours = np.array(kv_kernels.encode([mx.array(x)], [plane])[0])
         with np.errstate(invalid="ignore"):
             expected = FORMATS[name].encode(rotate(x) if rotated else x)
         values = [FORMATS[name].decode(rows, shape[3]) for rows in (ours, expected)]
@@ -51,9 +51,37 @@ def test_equalised_keys(dtype):
     mean, scale = mx.array(numbers(1, 2, 1, 128)), mx.abs(mx.array(numbers(1, 2, 1, 128, seed=1))) + 0.5
     plane = Plane(2, 128, "lm4", True)
     with metal.on_metal():
-        ours = np.array(kv_kernels.encode(x, plane, mean, scale))
+        ours = np.array(kv_kernels.encode([x], [plane], mean, scale)[0])
     equal = (np.array(x.astype(mx.float32)) - np.array(mean)) / np.array(scale)
     assert np.array_equal(ours, FORMATS["lm4"].encode(rotate(equal)))
+
+
+@pytest.mark.parametrize(("pair", "widths"), [(("lm4", "q4_0"), (128, 128)), (("q8_0", "tq3_0"), (64, 256))])
+def test_one_launch_writes_keys_and_values(pair, widths, monkeypatch):
+    """It reads each number once and writes each byte of the codes once; one SIMD group for each group of numbers."""
+    planes = [Plane(2, dim, name, name != "q8_0") for name, dim in zip(pair, widths, strict=True)]
+    rows = [numbers(1, 2, 3, dim) for dim in widths]
+    launches, make = [], kv_kernels.make_kernel
+
+    def counted(name, **names):
+        kernel = make(name, **names)
+
+        def call(**sizes):
+            launches.append(sizes)
+            return kernel(**sizes)
+
+        return call
+
+    monkeypatch.setattr(kv_kernels, "make_kernel", counted)
+    with metal.on_metal():
+        ours = kv_kernels.encode([mx.array(x) for x in rows], planes)
+    for x, plane, out in zip(rows, planes, ours, strict=True):
+        assert np.array_equal(np.array(out), FORMATS[plane.format].encode(rotate(x) if plane.rotated else x))
+    (launch,) = launches
+    assert launch["grid"] == (32, 2 * 3 * sum(dim // group_of(dim) for dim in widths), 1)
+    assert launch["output_shapes"] == [
+        (2 * 3 * sum(FORMATS[f].row_bytes(d) for f, d in zip(pair, widths, strict=True)),)
+    ]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
