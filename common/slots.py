@@ -82,8 +82,10 @@ class Slots:
         room = len(self.slots) < self.parallel
         if best is None and idle and not (room and self._fits(tokens, None, running, [])):
             best = idle[0]
-        if running and not self._fits(tokens, best, running, [slot for slot in idle if slot is not best]):
-            return None
+        if running or self.pool is not None:  # one alone needs what idle slots hold of a pool
+            others = [slot for slot in idle if slot is not best]
+            if not self._fits(tokens, best, running, others) and running:
+                return None
         if best is None:
             best = Slot(self.model, self.context, self.pool)
             self.slots.append(best)
