@@ -230,12 +230,12 @@ def clear(client):
     gc.collect()
 
 
-def test_three_thousand(scripted):
+def test_a_thousand(scripted):
     scripted.llm.text = "Hm.</think>Yes."
-    attack(scripted, 1, 1000)
+    attack(scripted, 1, 300)
     clear(scripted)
     files, size = held()
-    attack(scripted, 2, 2000)
+    attack(scripted, 2, 700)
     clear(scripted)
     later, grown = held()
     assert later <= files

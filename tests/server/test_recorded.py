@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from contextlib import ExitStack
 
 import pytest
 from asgi import call
@@ -10,13 +11,22 @@ from conftest import client_of
 from recording import FOLDER, Ids, masked, media_of, parsed, scrub, shown
 from scripted import Scripted
 
+import generate
+
 RECORDINGS = sorted(FOLDER.glob("*.json"))
 
 
 @pytest.fixture
-def model(request, tmp_path, demo):
-    """What makes the model of a recording."""
-    return lambda name: demo if name == "demo" else Scripted(tmp_path / "model", context=1 << 20)
+def model(tmp_path):
+    """What makes the model of a recording. It has read nothing before, which answers would count as cached tokens."""
+    with ExitStack() as loaded:
+
+        def made(name):
+            if name == "demo":
+                return loaded.enter_context(generate.load("demo", backend="numpy"))
+            return Scripted(tmp_path / "model", context=1 << 20)
+
+        yield made
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
