@@ -1,0 +1,118 @@
+"""Tool calls as families write them, for tests that read them back: templates, writers, and how texts are read."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common.reply import Parts, ReplyParser
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
+TEMPLATES = {name: golden["template"] for name, golden in GOLDEN["templates"].items()}
+
+# What find_syntax looks for, without any thinking.
+HERMES_TEMPLATE = '{{ tools }}<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>'
+QWEN_TEMPLATE = "{{ tools }}<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>"
+GLM_TEMPLATE = "{{ tools }}<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
+THINKING = "{% if enable_thinking %}<think>{% endif %}</think>"
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "edit",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "path": {"type": "string"},
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "flag": {"type": "boolean"},
+                    "more": {"type": "object"},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+
+
+def qwen(name, arguments):
+    values = "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def glm(name, arguments):
+    pairs = (f"<arg_key>{key}</arg_key><arg_value>{plain(value)}</arg_value>" for key, value in arguments.items())
+    return f"<tool_call>{name}{''.join(pairs)}</tool_call>"
+
+
+def glm_lines(name, arguments):
+    """GLM-4.6 and Laguna put line breaks between the tags."""
+    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n" for key, value in arguments.items())
+    return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+
+
+def plain(value):
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+WRITERS = {
+    "hermes": (HERMES_TEMPLATE, hermes),
+    "qwen": (QWEN_TEMPLATE, qwen),
+    "glm": (GLM_TEMPLATE, glm),
+    "glm, lines": (GLM_TEMPLATE, glm_lines),
+}
+SYNTAXES = pytest.mark.parametrize(("template", "call"), WRITERS.values(), ids=WRITERS)
+
+ARGUMENTS = {
+    "none": {},
+    "plain": {"path": "a.py", "count": 3},
+    "every type": {"count": -7, "flag": True, "more": {"a": [1, None, {"b": "c"}]}, "text": "3"},
+    "nested quotes": {"text": """He said: "she said: 'it\\'s \\"it\\"'" `x` \\n""", "more": {"a": 'b "c" \\'}},
+    "angle brackets": {"text": "if a < b and c > d: x = <b>y</b> <!-- </ --> <<>>", "more": {"<k>": "</v>"}},
+    "unicode": {"path": "Zürich/東京", "text": "🏔️ é e\u0301 \u2028 \u00a0", "more": {"ключ": "ζ"}},
+    "white space": {"text": "    indented\n\n\ttab  \n", "path": " "},
+    "empty strings": {"text": "", "path": ""},
+    "the syntaxes themselves": {
+        "text": hermes("now", {}) + qwen("edit", {"path": "p"}) + glm("now", {"a": "b"}),
+        "count": 1,
+    },
+    "closing tags alone": {"text": "ends </tool_call> or </parameter> or </arg_value> or </function> here", "count": 1},
+    "thinking": {"text": "<think>no</think>", "path": "</think>"},
+}
+
+
+def take(template, pieces, tools=TOOLS, prompt=""):
+    """The parts of a reply that arrives in `pieces`, and the parts after each piece."""
+    parser, parts, seen = ReplyParser(template, prompt, tools), Parts(), []
+    for piece in pieces:
+        parser.push(piece, parts)
+        seen.append((parts.text, parts.reasoning, len(parts.tool_calls)))
+    parser.finish(parts)
+    return parts, seen
+
+
+def calls(parts):
+    """Names and arguments of calls, after the other fields are checked."""
+    for index, call in enumerate(parts.tool_calls):
+        assert (call["index"], call["type"], set(call)) == (index, "function", {"index", "id", "type", "function"})
+        assert re.fullmatch("call_[0-9a-f]{24}", call["id"])
+    assert len({call["id"] for call in parts.tool_calls}) == len(parts.tool_calls)
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.tool_calls]
+
+
+def everywhere(template, text, expected, tools=TOOLS, prompt=""):
+    """Check that `text` in one piece, in two cut anywhere, and by character gives (text, reasoning, calls)."""
+    cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(len(text) + 1))]
+    for pieces in cuts:
+        parts, seen = take(template, pieces, tools, prompt)
+        assert (parts.text, parts.reasoning, calls(parts)) == expected, pieces[0]
+        for shown, thought, _ in seen:
+            assert expected[0].startswith(shown)
+            assert expected[1].startswith(thought)
