@@ -34,11 +34,17 @@ def compressor_for(backend: str, compression: Compression) -> "Compressor":
     """Load the drafter: on the backend of the served model, beside CUDA on NumPy, whose attention can be read."""
     backend = "numpy" if backend == "cuda" else backend
     drafter = LLM(compression.drafter, LoadOptions(backend=backend, parallel=1, cache_memory=0))
-    least = SINKS + QUERY + CHUNK
-    if drafter.context < least:
-        context = f"{drafter.context} tokens of context"
+    try:
+        least = SINKS + QUERY + CHUNK
+        if drafter.context < least:
+            held = f"a context of {drafter.context} tokens"
+            raise UsageError(f"--prefill-drafter {compression.drafter} has {held}; at least {least} are supported")
+        drafter.attention_to(
+            drafter.tokenizer.encode_plain("a b"), QUERIES, threading.Event()
+        )  # refused here if at all
+    except BaseException:
         drafter.close()
-        raise UsageError(f"--prefill-drafter {compression.drafter} has {context}; at least {least} are supported")
+        raise
     return Compressor(drafter, compression)
 
 
