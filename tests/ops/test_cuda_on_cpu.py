@@ -102,7 +102,7 @@ def test_sequences_of_a_pool(chosen):
         "taken or memory and not loaded or predicted",
         *(pytest.param(f"{name}] and (leaves or move)", marks=pytest.mark.slow) for name in ("qwen3", "qwen35", "glm")),
         pytest.param("laguna or run_out", marks=pytest.mark.slow),
-        pytest.param("loaded", marks=pytest.mark.slow),
+        pytest.param("loaded or drafts", marks=pytest.mark.slow),
     ],
 )
 def test_pages_of_a_pool(chosen):

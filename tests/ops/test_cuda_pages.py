@@ -11,6 +11,7 @@ import generate
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
 from common.fit import predict_run
+from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.sequence import Call
 from common.slot import Slot
@@ -179,6 +180,26 @@ def test_replies_when_pages_run_out(ops, parallel, monkeypatch):
     assert [len(reply) for reply in alone] == [31, 21, 13]
     assert replies(parallel, 0) == alone
     assert moved
+
+
+def test_drafts_of_replies_share_pages(ops):
+    """A draft's rows lie in the same pages: trees of two sequences, one of which crosses a page's edge."""
+    pair = load_pair(tiny.FOLDER / "dflash", tiny.load("qwen35", ops))
+    calls = [[i % 90 for i in range(252)], [5, 6, 7, 8]]
+
+    def replies(parallel: int) -> list[list[int]]:
+        engine, out = Engine(pair, Ids(), 400, parallel, tokens=400), []
+        for prompt in calls:
+            out.append([])
+            put = lambda piece, out=out[-1]: out.extend(piece.tokens)  # noqa: E731
+            how = GenerationOptions(max_tokens=8, spec="tree", tree_budget=6)
+            engine.submit(Call(prompt, how, put, out[-1].append, threading.Event()))
+        engine.drain()
+        return out
+
+    alone = replies(1)
+    assert [len(reply) for reply in alone] == [9, 9]
+    assert replies(2) == alone
 
 
 def test_memory_of_pages(ops):
