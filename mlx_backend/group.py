@@ -4,6 +4,7 @@ Rows of a step travel by mx.distributed (ring, JACCL), whose collectives wait wi
 of our own, which block without one, and end when their process or machine does: a lost peer is noticed in 8 seconds.
 """
 
+import faulthandler
 import json
 import os
 import queue
@@ -26,6 +27,7 @@ from common.errors import BimetalError
 Order = dict[str, Any]
 GREETING = struct.Struct("!i16s")  # a follower's rank, and the secret of the group
 LENGTH = struct.Struct("!I")
+JOIN = 60  # seconds for all ranks to join; MLX's ring itself gives up connecting after half of it, listening never
 CONNECT = 20.0  # seconds for a follower to connect
 UNWIND = 2.0  # seconds for what waits for a lost peer to end by itself
 # Probes of an idle connection: the first after 2 s, then one per second; lost after 5 without an answer.
@@ -41,12 +43,13 @@ class Group:
     def __init__(self) -> None:
         """Join the group that the environment names; raises BimetalError where a member does not come."""
         try:
-            self._group = mx.distributed.init(strict=True)
+            with _ends_after(JOIN):
+                self._group = mx.distributed.init(strict=True)
         except RuntimeError as error:
             raise BimetalError(f"the group of machines cannot be joined: {error}") from None
         self.rank, self.size = self._group.rank(), self._group.size()
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._is_over = False
+        self._is_over = self._is_broken = False
         self._lock = threading.Lock()
         self._peers = self._followers() if self.rank == 0 else {0: self._leader()}
         for rank, peer in self._peers.items():
@@ -78,6 +81,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            self._is_broken = True
             raise BimetalError(f"a machine of the group was lost: {error}") from None
 
     # -- orders ------------------------------------------------------------------------------------------------------
@@ -90,6 +94,7 @@ class Group:
                 try:
                     peer.sendall(LENGTH.pack(len(data)) + data)
                 except OSError as error:
+                    self._is_broken = True
                     raise BimetalError(lost(rank, error.strerror)) from None
 
     def orders(self) -> Iterator[Order]:
@@ -98,8 +103,8 @@ class Group:
             yield order
 
     def close(self) -> None:
-        """End the group, on rank 0: the others end too."""
-        if not self._is_over:
+        """End the group, on rank 0: the others end too, after a loss by the end of their connections."""
+        if not self._is_over and not self._is_broken:
             self._is_over = True
             with suppress(BimetalError):
                 self.order("end")
@@ -119,8 +124,7 @@ class Group:
             why = str(error.strerror)
         time.sleep(0 if self.rank else UNWIND)
         if not self._is_over:
-            print(f"error: {lost(rank, why)}", file=sys.stderr, flush=True)
-            os._exit(1)
+            _give_up(lost(rank, why))
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
@@ -168,6 +172,25 @@ def leader_host(environment: Mapping[str, str]) -> str:
 
 def lost(rank: int, why: str | None) -> str:
     return f"rank {rank} of the group was lost: {why or 'no answer'}"
+
+
+@contextmanager
+def _ends_after(seconds: int) -> Iterator[None]:
+    """End this process where the block takes longer: MLX holds Python's lock while rank 0 waits for the others."""
+    if os.environ.get("MLX_RANK") == "0":
+        print(f"waiting for the other machines, {seconds} s at most", file=sys.stderr, flush=True)
+    with Path(os.devnull).open("w") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)  # a thread without Python's lock
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _give_up(why: str) -> None:
+    """End this process with a sentence, whatever its other threads wait for."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _watched(peer: socket.socket) -> socket.socket:

@@ -2,9 +2,13 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,6 +129,49 @@ def test_a_lost_rank_ends_the_others(tmp_path, lost) -> None:
                 (sentence,) = [line for line in errors.splitlines() if line.startswith("error:")]
                 assert "of the group was lost" in sentence
         assert time.monotonic() - killed < 10
+
+
+@pytest.mark.slow
+def test_a_server_of_two_machines(tmp_path) -> None:
+    """Replies in turn, a conversation that goes on, followers that cost nothing while nobody asks, and its end."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    httpx = pytest.importorskip("httpx")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def post(path, **body):
+        return httpx.post(f"{url}/v1/{path}", json=body | {"max_tokens": 16, "temperature": 0}, timeout=60).json()
+
+    def text(prompt):
+        return post("completions", prompt=prompt)["choices"][0]["text"]
+
+    with group(tmp_path, 2, "serve", "-m", "demo", "--port", str(port), "--parallel", "2") as ranks:
+        until, ready = time.monotonic() + 60, False
+        while not ready:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+            with suppress(httpx.TransportError):
+                ready = httpx.get(f"{url}/health").status_code == 200
+        prompts = ["def add(a, b):", "import os\n", "class A:"]
+        with ThreadPoolExecutor(3) as pool:
+            together = list(pool.map(text, prompts))
+        assert together == [text(prompt) for prompt in prompts]
+        messages = [{"role": "user", "content": "Write a class."}]
+        first = post("chat/completions", messages=messages)
+        messages += [first["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        assert post("chat/completions", messages=messages)["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
+        before = busy(ranks[1])
+        time.sleep(2)
+        assert busy(ranks[1]) - before < 20  # of 200 ticks
+        ranks[0].send_signal(signal.SIGTERM)
+        assert [(rank.communicate(timeout=30) and rank.returncode) for rank in ranks] == [0, 0]
+
+
+def busy(process) -> int:
+    """Ticks of processor time that a process has taken."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 @pytest.mark.slow
