@@ -231,4 +231,5 @@ class Relay:
                 PeerCopy(tokens.gpu, array.address, gpu, memory.address, memory.nbytes).play()
                 array = Array(array.shape, memory.address, owner=memory, dtype=array.dtype)
             step = replace(step, tokens=array)
-        return gpu.context.replay.upload(state.shares[gpu], step)
+        share = state.shares[gpu]
+        return gpu.context.replay.upload(share.pool, step, share.runs(step))

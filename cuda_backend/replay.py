@@ -181,17 +181,18 @@ class Replay:
 
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
         """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
-        check(step, state.runs(step), state.pool.lengths, state.capacity)
-        state.note_step(step)
-        here, table = self.upload(state, step), table_of(state, fn)
+        pool, runs = state.pool, state.runs(step)
+        check(step, runs, pool.lengths, state.capacity)
+        pool.note_runs(step, runs)
+        here, table = self.upload(pool, step, runs), table_of(state, fn)
         out = run_step(table, here.T, partial(self._call, fn, state, here), partial(self._captured, fn, state, here))
         return out, len(step)
 
-    def upload(self, state: Any, step: Step) -> DeviceStep:
-        """The step where graphs read it, of a CudaState or of all sequences of a CudaPool."""
-        pool, T = state.pool, len(step)
+    def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:
+        """A noted step of a CudaPool where graphs read it."""
+        T = len(step)
         shape = bucket(T), min(pool.slots, bucket(T))
-        return self.uploaded(self.inputs_for(step), shape, step, *state.inputs(step))
+        return self.uploaded(self.inputs_for(step), shape, step, *pool.inputs(step, runs))
 
     def uploaded(
         self, inputs: Inputs, shape: tuple[int, int], step: Step, kept: int, runs: Sequence[RunInput]

@@ -136,12 +136,8 @@ class CudaPool:
         """Whether the step that was noted last equalises keys by what it reads itself: it runs once in a sequence."""
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
 
-    def inputs(self, step: Step) -> tuple[int, list[RunInput]]:
-        """What kernels read of a noted step: the store of the paths' rows, and each run."""
-        return self.inputs_of(step, self.runs(step))
-
-    def inputs_of(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
-        """The same where the runs are known."""
+    def inputs(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
+        """What kernels read of a noted step and its runs: the store of the paths' rows, and each run."""
         if not self.recurrent or step.parents is None:
             return 0, [RunInput(run, self.lengths[run.slot]) for run in runs]
         of = self.recurrent.input
@@ -230,10 +226,6 @@ class CudaState(State):
 
     def note_step(self, step: Step) -> None:
         self.pool.note_runs(step, self.runs(step))
-
-    def inputs(self, step: Step) -> tuple[int, list[RunInput]]:
-        """What kernels read of a noted step."""
-        return self.pool.inputs_of(step, self.runs(step))
 
     def _all(self) -> list[Any]:
         return self._parts

@@ -158,10 +158,8 @@ def check_capacity(capacity: int) -> None:
 
 
 def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> None:
-    """Rows past + path[j] of every plane to past + j, in place; nothing where the path is the first rows in order."""
+    """Rows past + path[j] of every plane to past + j, in place."""
     rows, n = np.ascontiguousarray(path, np.int32), len(path)
-    if np.array_equal(rows, np.arange(n)):
-        return
     device = Memory(rows.nbytes, stream)
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
     if np.all(np.diff(rows) > 0):
