@@ -93,7 +93,8 @@ def attention(
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = context.arena.take(count * T * H * wide * 4), context.arena.take(count * T * H * 8)
-    kernel("split", "split", (*defines, *formats, windowed(window or 0)), shared)(
+    ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
+    kernel("split", "split", (*defines, *formats, *ways), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
         (8 * rows,),
         (

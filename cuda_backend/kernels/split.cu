@@ -4,7 +4,7 @@
 //           (to_cache.cu, rows.cu heads_to_cache)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
-//           a multiprocessor; WINDOWED: flash.cuh; EXACT, of packed rows alone: exact.cuh
+//           a multiprocessor; WINDOWED: flash.cuh; ALONE: the step has one sequence, whose share of the CTAs is known; EXACT, of packed rows alone: exact.cuh
 // Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
@@ -108,9 +108,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, m = warp / 4, c = warp % 4, head = blockIdx.y;
     const int parts = (group + ROWS - 1) / ROWS;
     if (warp == 0) {
-        const Part part = part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
+        const Part part = ALONE ? Part{0, (int)blockIdx.x, (int)gridDim.x, (int)blockIdx.z, (int)gridDim.z}
+                                : part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
         if (part.run >= 0) {
-            const Run& run = step->run[part.run];
+            const Run& run = step->run[ALONE ? 0 : part.run];
             const Mask mask(step, run, positions, window, keep, causal);
             for (int i = lane; EXACT && i < mask.rows; i += 32) offsets[i] = positions[run.first + i] - mask.past;
             const int lowest = mask.lowest();
@@ -132,7 +133,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     // first the pieces that all rows see, then tiles of the rows of a tree, one by one
 #pragma unroll 1
     for (int job = -1; job < jobs; job = job < 0 ? first_job : job + ctas) {
-        const Run& run = step->run[own.run];
+        const Run& run = step->run[ALONE ? 0 : own.run];
         const Mask mask(step, run, positions, window, keep, causal);  // read again, for registers
         const int row_of_tree = job < 0 ? 0 : job / parts / pieces.tails, part = job < 0 ? 0 : job % parts;
         const int first_row = job < 0 ? own.block * ROWS : row_of_tree * group + part * ROWS;

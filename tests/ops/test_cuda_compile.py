@@ -107,9 +107,9 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         if longest == 512 and card.block_shared < 120 << 10:
             continue  # test_rows_that_do_not_fit
         tiles = [split_tiles(card, d, rows, longest)[0] for rows in (16, 32)]
-        plain += [("split", (*t, *formats, f"WINDOWED={w}")) for t in tiles for w in (0, 1)]
+        plain += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
         tiles = [split_tiles(card, d, rows, longest, exact=True)[0] for rows in (16, 32)]
-        plain += [("split", (*t, *exact, "WINDOWED=0")) for t in tiles]
+        plain += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
@@ -132,7 +132,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     ]
     plain += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
     tiles = [split_tiles(card, d, rows)[0] for d in (16, 64, 80, 128, 256) for rows in (16, 32)]
-    plain += [("split", (*t, f"WINDOWED={w}")) for t in tiles for w in (0, 1)]
+    plain += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
