@@ -234,14 +234,14 @@ def test_steps_are_joined():
     assert len(rows) < 40
 
 
-@pytest.mark.parametrize("name", ["qwen35", "laguna", "glm"])
-def test_greedy_texts_on_mlx(name):
+@pytest.mark.parametrize("name", ["qwen35", "laguna", "glm", pytest.param("demo", marks=pytest.mark.slow)])
+def test_greedy_texts_on_mlx(name, tmp_path):
     """Up to near-ties: MLX multiplies several rows in another order than one."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     from mlx_backend.ops import MlxOps
 
-    model, random = tiny.load(name, MlxOps()), np.random.default_rng(1)
-    engine = Engine(model, Ids(), CONTEXT, parallel=4)
+    model, _ = models("packed" if name == "demo" else "plain", name, MlxOps(), tmp_path)
+    engine, random = Engine(model, Ids(), CONTEXT, parallel=4), np.random.default_rng(1)
     asked = [(prompt, {"max_tokens": 16, "logprobs": 2}) for prompt in prompts_of(name, 6, random)]
     replies = drain(engine, [submit(engine, prompt, **how) for prompt, how in asked], (), random)
     for reply, (prompt, how) in zip(replies, asked, strict=True):
