@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hub_models import BODY, CLUTTER, QUANTS, ROOT, SAFETENSORS, cache, running, server  # noqa: F401  fixtures
 from hub_server import Fault, Repo
-from test_hub import BODY, CLUTTER, QUANTS, ROOT, SAFETENSORS, cache, running, server  # noqa: F401  fixtures
 
 from common import hub_cache
 from common.hub import resolve_model
