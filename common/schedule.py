@@ -22,6 +22,7 @@ MOST_SKIPS = 4
 MOST_OWED = 2.0  # seconds that a prompt waits for decoding: a step of one may take long once, to compile
 VERIFY_ROWS = 64
 QUEUE = 256  # sequences that may wait
+SHARED_PREFILL_ROWS = 1024  # of a prompt's step, at most, where the replies of others wait for its end
 
 
 class BusyError(BimetalError):

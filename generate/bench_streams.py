@@ -19,6 +19,7 @@ from common.models import Model
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.pieces import Piece
+from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Call
 from generate.backends import open_model, placement_of
 from generate.bench_log import environment, log, machine, note
@@ -77,6 +78,8 @@ def run(options: StreamsBench) -> int:
     capacity = context + options.new_tokens + AHEAD * most * (1 if options.draft is None else DRAFTED)
     model = _model(options, capacity)
     name = model.ops.name
+    if most > 1:
+        model.ops.prefill_rows = min(model.ops.prefill_rows, SHARED_PREFILL_ROWS)
     print(f"{options.synthetic or options.model} on {name}, {machine(name)}")
     print(f"prompts of {context} tokens, called at once; {options.new_tokens} tokens of the last to begin")
     head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms"

@@ -35,6 +35,7 @@ from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
+from common.schedule import SHARED_PREFILL_ROWS
 from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -156,6 +157,8 @@ class LLM:
         self.parallel = options.parallel or _usual_parallel(model, options)
         self.context = options.ctx or self.trained_context
         pooled = self.parallel if ops.joins else 1
+        if pooled > 1:
+            ops.prefill_rows = min(ops.prefill_rows, SHARED_PREFILL_ROWS)
         if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
             sizes = model.config, *model.held
             ops.prefill_rows = rows_that_fit(ops, *sizes, self.context, pooled)

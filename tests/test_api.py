@@ -19,6 +19,8 @@ from tiny_chat import TEMPLATE, write
 
 import generate
 from common.errors import BimetalError, UsageError
+from common.reference import NumpyOps
+from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
 
 ROOT = Path(__file__).parents[1]
@@ -451,3 +453,11 @@ def test_a_dropped_model_is_freed_with_its_thread(folder):
     thread.join(5)
     assert gone() is None
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("parallel", "rows"), [(1, 4096), (2, SHARED_PREFILL_ROWS)])
+def test_steps_of_a_prompt_are_short_where_replies_run_side_by_side(parallel, rows, monkeypatch):
+    """A reply waits for the step of another's prompt, so that a backend that prefers long steps gets shorter ones."""
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 4096)
+    with generate.load("demo", backend="numpy", parallel=parallel) as llm:
+        assert llm._engine.model.ops.prefill_rows == rows
