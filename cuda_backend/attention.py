@@ -8,7 +8,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
-from common.storage import KVSpec, LayerSpec, all_specs
+from common.storage import KVSpec, LatentSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV
@@ -17,7 +17,18 @@ from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
 from cuda_backend.launch import kernel
-from cuda_backend.layout import SPLIT_TILE, padded, piece_places, row_blocks, run_count, split_tiles, tail_places
+from cuda_backend.layout import (
+    SPLIT_TILE,
+    latent_tiles,
+    padded,
+    piece_places,
+    row_blocks,
+    run_count,
+    split_rows,
+    split_tiles,
+    tail_places,
+    whole_tiles,
+)
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.occupancy import Card
 from cuda_backend.replay import DeviceStep
@@ -51,9 +62,12 @@ class Pieces(NamedTuple):
 
 def check_room(card: Card, spec: Sequence[LayerSpec]) -> None:
     """Refuse caches whose rows a card's shared memory cannot take; BimetalError."""
+    for width in {padded(s.latent_dim) + padded(s.rope_dim) for s in all_specs(spec) if isinstance(s, LatentSpec)}:
+        latent_tiles(card, width)
     for s in dict.fromkeys(s for s in all_specs(spec) if isinstance(s, KVSpec)):
         keys, values = (plane_of(plane, 1, Places(0, 1)) for plane in s.planes)
-        split_tiles(card, keys.width, 32, packed_bytes(keys, values))
+        packed = packed_bytes(keys, values)
+        split_tiles(card, keys.width, split_rows(card, keys.width, 32, packed), packed)
 
 
 def attention(
@@ -85,9 +99,10 @@ def attention(
             rolled(kv, step, (keys, values), context.stream)
         close_exact(context, kv, step, exact)
         return out
-    rows = 16 if T * (H // K) <= 16 else 32  # of a block
     formats = *format_defines(keys, values), *exact.defines
-    defines, shared, ctas = split_tiles(context.card, wide, rows, packed_bytes(keys, values), bool(exact.defines))
+    cache = packed_bytes(keys, values), bool(exact.defines)
+    rows = split_rows(context.card, wide, T * (H // K), *cache)  # of a block
+    defines, shared, ctas = split_tiles(context.card, wide, rows, *cache)
     blocks = row_blocks(T, step.runs, H // K, rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
@@ -221,9 +236,9 @@ def whole(
     (T, H, D), (keys, values) = shape, room
     K, wide = keys.heads, keys.width
     out = Array((T, H, D), context.arena.take(T * H * D * 4))
-    shared = 3 * 64 * (wide + 8) * 2
+    tiles, shared = whole_tiles(context.card, wide)
     formats = *format_defines(keys, values), *exact.defines
-    kernel("attention", "whole", (f"D={wide}", f"DIM={D}", *formats), shared)(
+    kernel("attention", "whole", (*tiles, f"DIM={D}", *formats), shared)(
         (-(-T * (H // K) // 64), K),
         (128,),
         (
@@ -264,7 +279,7 @@ def combined(context: Context, pieces: Pieces, shape: tuple[int, int, int], step
 
 def _emit(lazy: Lazy, to: Target) -> None:
     pieces, D, step, code, gate = lazy.parameters
-    if (to.packed and to.packing.joins(D)) or (to.bf16 and D % 32):
+    if (to.packed and to.packing.joins(D)) or (to.product and D % 32):
         emit_copy(lazy, to)
     else:
         out = out_of(to, lazy.K)

@@ -5,7 +5,7 @@ import cupy
 from common.errors import BimetalError
 from cuda_backend.occupancy import Card
 
-OLDEST = 80  # compute capability 8.0: cp.async, bf16, mma.m16n8k32
+OLDEST = 75  # compute capability 7.5: products of int8 on tensor cores
 
 
 def available() -> Card:
@@ -27,7 +27,7 @@ def available() -> Card:
         ) from None
     if card.capability < OLDEST:
         raise BimetalError(
-            f"{card.name} has compute capability {card.capability / 10}; the CUDA kernels need 8.0 (Ampere) or newer"
+            f"{card.name} has compute capability {card.capability / 10}; the CUDA kernels need 7.5 (Turing) or newer"
         )
     return card
 

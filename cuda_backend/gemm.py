@@ -11,12 +11,13 @@ from cuda_backend.memory import Arena
 from cuda_backend.weights import Segment, Weight
 
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)  # cuBLAS reads its factors from the host
-CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF = 0, 2, 14
+CUDA_R_32F, CUDA_R_16F = 0, 2
+HALF = {"F16": CUDA_R_16F, "BF16": 14}  # CUDA_R_16BF
 CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
 
 
 def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 0) -> None:
-    """Rows row..row+n of a segment of one expert to bf16 at `out`, or to float32 at `dense`."""
+    """Rows row..row+n of a segment of one expert to the card's `half` at `out`, or to float32 at `dense`."""
     if s.type in UNITS:
         tiles = -(-n // 16)
         units = s.memory.address + row // 128 * s.k_blocks * 8 * UNITS[s.type][1]
@@ -30,11 +31,11 @@ def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 
     else:
         source = s.memory.address + row * s.columns * FLOATS[s.type]
         args = (source, n * s.columns, out)
-        kernel("dense", "to_bf16_matrix", (s.type,))((2048,), (256,), args, stream=stream)
+        kernel("dense", "to_product_matrix", (s.type,))((2048,), (256,), args, stream=stream)
 
 
-def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, stream: Stream) -> None:
-    """out (T, rows) float32 = x (T, columns) w' (rows, columns), both bf16; in cuBLAS's column order w' x'."""
+def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, half: str, stream: Stream) -> None:
+    """out (T, rows) float32 = x (T, columns) w' (rows, columns), of type `half`; in cuBLAS's column order w' x'."""
     with stream.cuda:  # CuPy hands its current stream to cuBLAS
         cublas.gemmEx(
             cupy.cuda.device.get_cublas_handle(),
@@ -45,10 +46,10 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
             columns,
             ONE.ctypes.data,
             w,
-            CUDA_R_16BF,
+            HALF[half],
             columns,
             x,
-            CUDA_R_16BF,
+            HALF[half],
             columns,
             ZERO.ctypes.data,
             out,

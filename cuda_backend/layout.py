@@ -98,7 +98,8 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
 
     half = card.shared // 2 - 1024  # each block keeps 1 KB for the system
     stripes = 2 if stages(1, half) >= 3 else 1
-    n = stages(cols, half if stripes == 2 and cols <= 24 else card.block_shared)
+    whole = min(card.block_shared, card.shared - 1024)  # before 8.0 a block may take all; the kernel declares some
+    n = stages(cols, half if stripes == 2 and cols <= 24 else whole)
     if n < 1:
         raise BimetalError(f"{card.name} has too little shared memory for {cols} rows of {type_}")
     return stripes, n, n * (_stage(type_, cols) + 16) + 16
@@ -274,12 +275,36 @@ def split_tiles(
 
     choices = (2, 3, 4) if rows == 16 else (2, 3) if packed else (2, 4)  # others spill registers
     ctas, buffers, shared = max(fit(n) for n in choices)
+    if not ctas:  # keys and values take turns
+        ctas, buffers, shared = fit(1)
     if not ctas:
         raise BimetalError(
             f"{card.name} has too little shared memory for heads of {width} in rows of {packed} bytes; "
             "supported are keys and values of fewer bits, or both in f16"
         )
     return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
+
+
+def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool = False) -> int:
+    """Rows a CTA of kernels/split.cu for a step that has `rows` per head of keys: 16 or 32, 16 where 32 do not fit."""
+    if rows <= 16:
+        return 16
+    try:
+        split_tiles(card, width, 32, packed, exact)
+    except BimetalError:
+        return 16
+    return 32
+
+
+def whole_tiles(card: Card, width: int) -> tuple[tuple[str, ...], int]:
+    """Definitions of kernels/attention.cu and its shared memory, bytes: of 64 queries, and of tiles of the cache.
+
+    Where two tiles of 64 positions do not fit, keys and values take turns in one of 32.
+    """
+    line = (width + 8) * 2
+    if 3 * 64 * line <= card.block_shared:
+        return (f"D={width}",), 3 * 64 * line
+    return (f"D={width}", "POSITIONS=32"), (64 + 32) * line
 
 
 def groups_of(columns: int) -> int:
@@ -298,6 +323,8 @@ def delta_slots(card: Card, key_width: int, rows: int, norm: bool, runs: int = 1
     shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 4) + 2 * MAX_DECODE_ROWS
     shared += 4 * (2 * 16 * 64 + 16 * 128 + 8) if norm else 0
     slot = delta_slot(key_width)
+    if shared > card.block_shared:
+        raise BimetalError(f"{card.name} has too little shared memory for recurrent heads with keys {key_width} wide")
     shared_slots = int(slots > 0 and shared + slot <= card.block_shared)
     spilled = slots - shared_slots
     if runs > 1:  # a tree that needs n more slots has n times the rows of the smallest that needs one, or more

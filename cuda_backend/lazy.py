@@ -1,7 +1,8 @@
 """Row-wise ops that run when their consumer is known: a declared record of op, inputs and parameters.
 
-A product reads rows quantized, cuBLAS reads bf16, others float32: the consumer asks for a form, and one launch computes
-the op and writes that form. What a consumer computes in its own launch instead is the table of fuse.py.
+A product reads rows quantized, cuBLAS reads half precision (`product`), others float32: the consumer asks for a form,
+and one launch computes the op and writes that form. What a consumer computes in its own launch instead is the table of
+fuse.py.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ class Target(NamedTuple):
 
     dense: int = 0  # float32
     packed: int = 0  # int8 with scales, as `packing` says
-    bf16: int = 0
+    product: int = 0  # half precision for cuBLAS, of type `Card.half`
     packing: Packing = UNPACKED
 
 
@@ -45,7 +46,7 @@ class Forms:
     """
 
     dense: int = 0
-    bf16: int = 0
+    product: int = 0
     packed: dict[Packing, int] = field(default_factory=dict)
     deferred_dense: int = 0
     deferred: dict[Packing, tuple[int, int]] = field(default_factory=dict)
@@ -72,11 +73,11 @@ class Lazy:
             self.op.emit(self, Target(dense=self.forms.dense))
         return self.forms.dense
 
-    def as_bf16(self) -> int:
-        if not self.forms.bf16:
-            self.forms.bf16 = self.context.arena.take(self.T * self.K * 2)
-            self.op.emit(self, Target(bf16=self.forms.bf16))
-        return self.forms.bf16
+    def as_product(self) -> int:
+        if not self.forms.product:
+            self.forms.product = self.context.arena.take(self.T * self.K * 2)
+            self.op.emit(self, Target(product=self.forms.product))
+        return self.forms.product
 
     def as_packed(self, packing: Packing) -> int:
         """int8 rows for a product."""

@@ -250,7 +250,7 @@ def _heads_of_one_row(context: Context, x: Array, w: Weight) -> Array | None:
 
 def _emit_head_products(lazy: Lazy, to: Target) -> None:
     (x,), w = lazy.inputs, lazy.parameters
-    if to.bf16 or (to.packed and (to.packing.cols > 1 or w.rows % 128 or lazy.K % 256)):
+    if to.product or (to.packed and (to.packing.cols > 1 or w.rows % 128 or lazy.K % 256)):
         rows.emit_copy(lazy, to)
     else:
         heads_of_one(lazy.context, (lazy_of(x) if len(x.shape) == 3 else None) or x, w, to)

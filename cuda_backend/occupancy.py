@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Card:
-    """What a launch depends on, read from the device once. From 8.0 on a multiprocessor has 65,536 registers.
+    """What a launch depends on, read from the device once. A multiprocessor has 65,536 registers.
 
     sms           multiprocessors
     shared        shared memory of one, and the most that a block may take, bytes
@@ -27,9 +27,14 @@ class Card:
         """Of a product per multiprocessor: of 100 KB of shared memory, two would have too small a ring."""
         return 2 if self.shared > 128 << 10 else 1
 
+    @property
+    def half(self) -> str:
+        """The type of which cuBLAS multiplies many rows: before 8.0 tensor cores have no bf16."""
+        return "BF16" if self.capability >= 80 else "F16"
+
 
 class Planned(NamedTuple):
-    """A card and what its data sheet says: L2 cache in bytes, bytes per second, dense bf16 FLOP/s with float32 sums."""
+    """A card and what its data sheet says: L2 cache in bytes, bytes per second, dense FLOP/s of `half` into float32."""
 
     card: Card
     l2: int
@@ -37,8 +42,10 @@ class Planned(NamedTuple):
     flops: float
 
 
-# CUDA C++ programming guide, technical specifications; NVIDIA's whitepapers of A100, GA102, AD102, H100, RTX Blackwell
+# CUDA C++ programming guide, technical specifications; NVIDIA's whitepapers of
+# Turing, A100, GA102, AD102, H100, RTX Blackwell
 CARDS = (
+    Planned(Card("T4", 75, 40, 64 << 10, 64 << 10), 4 << 20, 0.320e12, 65e12),
     Planned(Card("A100 40 GB", 80, 108, 164 << 10, 163 << 10), 40 << 20, 1.555e12, 312e12),
     Planned(Card("RTX 3090", 86, 82, 100 << 10, 99 << 10), 6 << 20, 0.936e12, 71e12),
     Planned(Card("RTX 4090", 89, 128, 100 << 10, 99 << 10), 72 << 20, 1.008e12, 165e12),

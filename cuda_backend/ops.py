@@ -26,7 +26,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
-from cuda_backend.layout import FLOATS, UNITS
+from cuda_backend.layout import UNITS
 from cuda_backend.memory import Memory, give_back, room, upload
 from cuda_backend.replay import bucket
 from cuda_backend.states import CudaPool, pool_bytes, state_bytes
@@ -90,10 +90,11 @@ class CudaOps(Ops):
         return self.context.experts.hold(weight)
 
     def weight(self, *parts: Tensor) -> Weight:
-        weight, expanded = weights.load(parts, self.uploader, self.stage)
+        weight, expanded = weights.load(parts, self.uploader, self.context.card.half, self.stage)
         for type_ in expanded:
             if type_ not in self.expanded:
-                print(f"{type_} has no CUDA kernel yet: its tensors are held as float16", file=sys.stderr)
+                why = "this GPU cannot multiply it" if type_ == "BF16" else "it has no CUDA kernel yet"
+                print(f"{type_} tensors are held as float16: {why}", file=sys.stderr)
             self.expanded[type_] = self.expanded.get(type_, 0) + 1
         return weight
 
@@ -122,7 +123,7 @@ class CudaOps(Ops):
         return weight.nbytes
 
     def holds(self, stored_type: str) -> str:
-        if stored_type in FLOATS or stored_type in UNITS:
+        if stored_type in UNITS or stored_type in ("F32", "F16", self.context.card.half):
             return "as stored"
         return "expanded to float16"
 

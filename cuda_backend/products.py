@@ -43,7 +43,7 @@ class RowNorm(NamedTuple):
 
 
 NONE = RowNorm()
-EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands to bf16 at a time
+EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands at a time
 
 
 def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
@@ -172,11 +172,11 @@ def dense_product(
 
 
 def _product(context: Context, x: Lazy, w: Weight) -> Array:
-    """More rows than `linear` takes: bf16 through cuBLAS, a slice of the matrix expanded at a time.
+    """More rows than `linear` takes: half precision through cuBLAS, a slice of the matrix expanded at a time.
 
     A float32 matrix (a router, whose order decides) keeps its precision.
     """
-    T, N, arena, stream = x.T, w.rows, context.arena, context.stream
+    T, N, arena, stream, half = x.T, w.rows, context.arena, context.stream, context.card.half
     out = Array((T, N), arena.take(T * N * 4))
     at = out.address
     for s in w.segments:
@@ -184,15 +184,15 @@ def _product(context: Context, x: Lazy, w: Weight) -> Array:
             dense_product(context, s, x.as_dense(), at, T, N)
         else:
             step = min(s.rows, max(128, EXPAND // s.columns // 128 * 128))
-            scratch = 0 if s.type == "BF16" else arena.scratch(step * s.columns * 2, stream)
+            scratch = 0 if s.type == half else arena.scratch(step * s.columns * 2, stream)
             for row in range(0, s.rows, step):
                 n = min(step, s.rows - row)
-                if s.type == "BF16":
+                if s.type == half:
                     matrix = s.memory.address + row * s.columns * 2
                 else:
                     matrix = scratch
                     expand(s, row, n, matrix, stream)
-                gemm(x.as_bf16(), matrix, at + row * 4, T, n, s.columns, N, stream)
+                gemm(x.as_product(), matrix, at + row * 4, T, n, s.columns, N, half, stream)
         at += 4 * s.rows
     return out
 

@@ -19,7 +19,7 @@ def _named(kind: str, *names: str) -> list[Field]:
 
 
 IN = _struct(("p", "u8"), *_named("i8", "partial_stride", "row", "head"), *_named("i4", "partials", "width", "inner"))
-OUT = _struct(*_named("u8", "dense", "packed", "bf16"), *_named("i4", "K", "cols", "groups", "fine", "whole"))
+OUT = _struct(*_named("u8", "dense", "packed", "product"), *_named("i4", "K", "cols", "groups", "fine", "whole"))
 ROPE = _struct(*_named("u8", "frequencies", "positions"), ("pairs", "i4"), ("magnitude", "f4"))
 CHOICE = _struct(
     *_named("u8", "logits", "bias", "weights", "ids"),

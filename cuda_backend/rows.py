@@ -268,7 +268,7 @@ def _heads(context: Context, x: Array, parameters: Heads) -> Array:
 def _emit_heads(lazy: Lazy, to: Target) -> None:
     (x,), heads, stream = lazy.inputs, lazy.parameters, lazy.context.stream
     T, H, D = x.shape
-    if (to.packed and to.packing.joins(D)) or (to.bf16 and D % 32):
+    if (to.packed and to.packing.joins(D)) or (to.product and D % 32):
         emit_copy(lazy, to)
         return
     out = out_of(to, lazy.K)

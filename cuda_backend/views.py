@@ -14,12 +14,12 @@ COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu point
 def out_of(to: Target, K: int) -> np.ndarray:
     """Where a kernel writes rows of K columns: store.cuh Out."""
     groups, packing = groups_of(K) if to.packed else -(-K // 32), to.packing
-    return np.array((to.dense, to.packed, to.bf16, K, packing.cols, groups, packing.fine, packing.whole), OUT)
+    return np.array((to.dense, to.packed, to.product, K, packing.cols, groups, packing.fine, packing.whole), OUT)
 
 
 def packed_only(out: np.ndarray) -> tuple[str, ...]:
     """The build of store.cuh for rows that go to a product with scales per 128 columns, and nowhere else."""
-    packed = out["packed"] and not (out["dense"] or out["bf16"] or out["fine"])
+    packed = out["packed"] and not (out["dense"] or out["product"] or out["fine"])
     return (f"ONLY={1 if out['cols'] == 1 else 8}",) if packed else ()
 
 

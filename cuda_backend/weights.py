@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from common.errors import BimetalError
 from common.quants import BLOCKS, check_scales, dequantize
 from common.tensors import Tensor
 from cuda_backend.host_memory import HostMemory
@@ -80,8 +81,10 @@ Held = Memory | HostMemory
 Stage = Callable[[Tensor, list[np.ndarray], slice], int]  # a slice of stored rows -> where they lie on the device
 
 
-def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None) -> tuple[Weight, list[str]]:
-    """The parts stacked by rows, and the types that had to be expanded to float16.
+def load(
+    parts: Sequence[Tensor], uploader: Uploader, half: str, stage: Stage | None = None
+) -> tuple[Weight, list[str]]:
+    """The parts stacked by rows, and the types that are held as float16 instead; BF16 where `half` is F16.
 
     A scale that is not finite is refused here in what is expanded, else by `uploader.check`. On the stream all is there
     when this returns, but for the last `uploader.ahead` buffers.
@@ -96,7 +99,7 @@ def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None
     for part in parts:
         if part.type not in UNITS:
             check_scales(part)
-    expanded = [p.type for p in parts if p.scales is not None or p.type not in UNITS.keys() | FLOATS.keys()]
+    expanded = [p.type for p in parts if not is_kept(p, half)]
     groups: list[list[Tensor]] = []
     for part in parts:  # neighbours of one type become one segment
         if (
@@ -110,12 +113,17 @@ def load(parts: Sequence[Tensor], uploader: Uploader, stage: Stage | None = None
             groups.append([part])
     nbytes = sum(part.nbytes for part in parts)
     try:
-        segments = tuple(_segment(group, uploader, stage or upload_rows) for group in groups)
+        segments = tuple(_segment(group, uploader, half, stage or upload_rows) for group in groups)
         uploader.finish(uploader.ahead)
     except BaseException:
         uploader.drop()
         raise
     return Weight(segments, nbytes), expanded
+
+
+def is_kept(part: Tensor, half: str) -> bool:
+    """Is a tensor held in its stored type?"""
+    return part.scales is None and (part.type in UNITS or (part.type in FLOATS and part.type in ("F32", "F16", half)))
 
 
 def held_bytes(part: Tensor) -> int:
@@ -127,12 +135,12 @@ def held_bytes(part: Tensor) -> int:
     return experts * rows * part.shape[-1] * (2 if part.scales is not None else FLOATS.get(part.type, 2))
 
 
-def _segment(parts: list[Tensor], uploader: Uploader, stage: Stage) -> Segment:
+def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -> Segment:
     first = parts[0]
     experts = first.shape[0] if len(first.shape) == 3 else 1
     rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]
     if first.scales is not None or first.type not in UNITS:
-        return _float_segment(parts, rows, columns, experts, uploader)
+        return _float_segment(parts, rows, columns, experts, uploader, half)
     k_size, tile = UNITS[first.type]
     k_blocks, row_blocks = -(-columns // k_size), -(-rows // 128)
     unit_row = 8 * tile * k_blocks  # bytes of 128 rows
@@ -174,9 +182,11 @@ def _rows_of(arrays: list[np.ndarray], rows: slice) -> Iterator[np.ndarray]:
         at += len(array)
 
 
-def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, uploader: Uploader) -> Segment:
+def _float_segment(
+    parts: list[Tensor], rows: int, columns: int, experts: int, uploader: Uploader, half: str
+) -> Segment:
     first = parts[0]
-    type_ = first.type if first.scales is None and first.type in FLOATS else "F16"
+    type_ = first.type if is_kept(first, half) else "F16"
     size = FLOATS[type_]
     memory = Memory(experts * rows * columns * size)
     at = memory.address
@@ -184,19 +194,27 @@ def _float_segment(parts: list[Tensor], rows: int, columns: int, experts: int, u
         flat = part.data.reshape(-1, part.data.shape[-1])
         step = max(1, UPLOAD // (columns * 4))
         for row in range(0, len(flat), step):
-            if first.scales is None and first.type in FLOATS:
+            if is_kept(first, half):
                 chunk = np.ascontiguousarray(flat[row : row + step])
             else:
-                chunk = _decoded(part, row, step).astype("<f2").view(np.uint8)
+                chunk = _float16(part, row, step).view(np.uint8)
             uploader.copy(at, [chunk.reshape(-1, size)])
             at += chunk.nbytes
     return Segment(type_, rows, columns, experts, memory, _places(first, memory, uploader))
 
 
-def _decoded(part: Tensor, row: int, n: int) -> np.ndarray:
-    """Rows of a tensor of any type, counted over all but the last axis, as float32."""
+def _float16(part: Tensor, row: int, n: int) -> np.ndarray:
+    """Rows of a tensor of any type, counted over all but the last axis, as float16; BimetalError if too large."""
     flat = _flat(part)
-    return dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
+    values = dequantize(flat.take_rows(np.arange(row, min(row + n, flat.shape[0]))))
+    with np.errstate(over="ignore"):
+        halves = values.astype("<f2")
+    beyond = np.isinf(halves) & np.isfinite(values)
+    if beyond.any():
+        raise BimetalError(
+            f"{part.name} holds {values[beyond][0]:g} as {part.type}, which this GPU holds as float16, up to 65504"
+        )
+    return halves
 
 
 def _flat(part: Tensor) -> Tensor:

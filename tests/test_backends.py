@@ -110,7 +110,11 @@ owner.close()
             "install a driver for CUDA 13",
         ),
         ("runtime.driverGetVersion = lambda: 12020", "update the driver, or install cupy-cuda12x"),
-        ("cupy.PROPERTIES['major'] = 7", "compute capability 7.9; the CUDA kernels need 8.0 (Ampere) or newer"),
+        ("cupy.PROPERTIES.update(major=7, minor=5)", "True a CPU, compute capability 7.5"),
+        (
+            "cupy.PROPERTIES.update(major=7, minor=2)",
+            "compute capability 7.2; the CUDA kernels need 7.5 (Turing) or newer",
+        ),
         ("cupy.cuda.nvrtc.getVersion = lambda: fail(ImportError('libnvrtc.so.13'))", "pip install 'cupy-cuda13x[ctk]'"),
     ],
 )

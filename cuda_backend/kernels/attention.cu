@@ -3,7 +3,7 @@
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros behind it in q and cache
-// Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions up to the rows' last
+// Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions, or POSITIONS, up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
 // Assumes   capacity is a multiple of 64, and memory beyond the last row holds finite numbers; planes are one sequence's
@@ -12,14 +12,20 @@
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
+#ifdef POSITIONS  // of a tile, where a card has too little shared memory for two of 64
+#define TILE POSITIONS
+#define ONE_TILE true  // keys and values take turns in one place
+#else
 #define TILE TILE_POSITIONS
+#define ONE_TILE false
+#endif
 #define BLOCKS ((D + 31) / 32)  // of a row of the cache that is not float16
 #if D > 64 && !defined(PLAIN_FLOAT16)
 #define AND_BLOCKS , 2
 #elif D > 64
 #define AND_BLOCKS
 #else  // left to itself the compiler spills for one block more
-#define AND_BLOCKS , __CUDA_ARCH__ < 900 || EXACT || KEYS == TURBOQUANT ? 3 : 4
+#define AND_BLOCKS , __CUDA_ARCH__ < 800 ? 2 : __CUDA_ARCH__ < 900 || EXACT || KEYS == TURBOQUANT ? 3 : 4
 #endif
 
 template <Format F>
@@ -61,17 +67,17 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
     if (begin < end) load_tile<KEYS_AS>(ks, keys, begin);
     commit();
     for (int at = begin; at < end; at += TILE) {
-        load_tile<VALUES_AS>(vs, values, at);
+        if (!ONE_TILE) load_tile<VALUES_AS>(vs, values, at);
         commit();
-        wait_all_but<1>();
-        float s[8][4] = {};
+        wait_all_but<ONE_TILE ? 0 : 1>();
+        float s[TILE / 8][4] = {};
         if (active) {
 #pragma unroll
             for (int d = 0; d < D / 16; d++) {
                 u32 a[4];
                 ldmatrix(a, q_at + d * 32);
 #pragma unroll
-                for (int n = 0; n < 4; n++) {
+                for (int n = 0; n < TILE / 16; n++) {
                     u32 b[4];
                     ldmatrix(b, k_at + (n * 16 * STRIDE + d * 16) * 2);
                     mma(s[2 * n], a, b[0], b[1]);
@@ -81,16 +87,19 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
         }
         __syncthreads();
         const bool more = at + TILE < end;
-        if (more) load_tile<KEYS_AS>(ks, keys, at + TILE);
+        if (ONE_TILE)
+            load_tile<VALUES_AS>(vs, values, at);
+        else if (more)
+            load_tile<KEYS_AS>(ks, keys, at + TILE);
         commit();
-        u32 p[8][2];
+        u32 p[TILE / 8][2];
         if (active) {
             const bool all = !EXACT && at + TILE <= mask.past && !mask.window;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float top = m[half];
 #pragma unroll
-                for (int n = 0; n < 8; n++)
+                for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         float& x = s[n][2 * half + e];
@@ -109,7 +118,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
                 const float keep = exp2f(m[half] - base);
                 float sum = 0.0f;
 #pragma unroll
-                for (int n = 0; n < 8; n++) {
+                for (int n = 0; n < TILE / 8; n++) {
                     const float x = exp2f(s[n][2 * half] - base), y = exp2f(s[n][2 * half + 1] - base);
                     sum += x + y;
                     p[n][half] = to_half2(x, y);
@@ -120,10 +129,10 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
                 for (int n = 0; n < D / 8; n++) o[n][2 * half] *= keep, o[n][2 * half + 1] *= keep;
             }
         }
-        wait_all_but<1>();
+        wait_all_but<ONE_TILE ? 0 : 1>();
         if (active) {
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
+            for (int k = 0; k < TILE / 16; k++) {
                 const u32 a[4] = {p[2 * k][0], p[2 * k][1], p[2 * k + 1][0], p[2 * k + 1][1]};
 #pragma unroll
                 for (int n = 0; n < D / 16; n++) {
@@ -135,6 +144,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
             }
         }
         __syncthreads();
+        if (ONE_TILE && more) load_tile<KEYS_AS>(ks, keys, at + TILE);
     }
     wait_all_but<0>();
 }
@@ -208,7 +218,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
       const int* positions, int T, float scale, int window, int keep, float* out, Exact exact) {
     begin();
     extern __shared__ __align__(16) u16 shared[];
-    u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ks + TILE * STRIDE;
+    u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
     Run run = step->run[0];  // a long step has one sequence
     run.first = 0;           // known here, for registers
     const Mask mask(step, run, positions, window, keep, 0);

@@ -102,7 +102,7 @@ extern "C" __global__ void embed(const W* w, int rows, int K, const int* tokens,
     if (k < K) out[(s64)blockIdx.y * K + k] = value(w[(s64)token * K + k]);
 }
 
-extern "C" __global__ void to_bf16_matrix(const W* w, s64 n, u16* out) {
+extern "C" __global__ void to_product_matrix(const W* w, s64 n, u16* out) {
     for (s64 i = blockIdx.x * (s64)blockDim.x + threadIdx.x; i < n; i += (s64)gridDim.x * blockDim.x)
-        out[i] = to_bf16(value(w[i]));
+        out[i] = to_product(value(w[i]));
 }

@@ -1,9 +1,9 @@
-// expand: the values of a quantized matrix, for prefill (bf16) and for embedding rows (float32)
+// expand: the values of a quantized matrix, for prefill (prelude.cuh to_product) and for embedding rows (float32)
 // Meaning   common/quants.py dequantize; NumpyOps.embed      Launcher  cuda_backend/gemm.py
 // In        units of tile.cuh, as repack.cu writes them       Out       [n][K]
 // Build     one type of tile.cuh
 // Work      a warp per tile; embed: a warp per KBLOCK columns of a token's row, a lane for four of them and those 16 on
-// Numbers   float32, one rounding to bf16
+// Numbers   float32, one rounding to what cuBLAS multiplies
 // Bound     bytes written
 
 // The four columns of word `i` of group `j`.
@@ -40,7 +40,7 @@ extern "C" __global__ void expand(const u8* units, int rows, int K, int k_blocks
             if (dense)
                 *(float4*)(dense + to) = make_float4(v[0], v[1], v[2], v[3]);
             else
-                *(uint2*)(out + to) = make_uint2(to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]));
+                *(uint2*)(out + to) = make_uint2(to_product2(v[0], v[1]), to_product2(v[2], v[3]));
         }
     }
 }

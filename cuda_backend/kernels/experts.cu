@@ -123,13 +123,11 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
 #else
                 if (late) depend(), late = false;
                 gather(k, s);
-                asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
+                copies_arrive(full + 8 * s);
 #endif
             }
         }
-#if !BULK
-        asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+        copies_end();
         return;
     }
 

@@ -6,6 +6,14 @@
 #endif
 #define TILE_POSITIONS 64  // fixed and ring are multiples of it
 
+#if __CUDA_ARCH__ < 800  // copies are done when they return
+__device__ __forceinline__ void copy16(u32 to, const u16* from) { store_16(to, __ldcg((const uint4*)from)); }
+__device__ __forceinline__ void commit() {}
+template <int N>
+__device__ __forceinline__ void wait_all_but() {
+    __syncthreads();
+}
+#else
 __device__ __forceinline__ void copy16(u32 to, const u16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -15,6 +23,7 @@ __device__ __forceinline__ void wait_all_but() {  // groups of this thread's cop
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
     __syncthreads();
 }
+#endif
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -26,9 +35,13 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 at) {
                  : "r"(at));
 }
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if __CUDA_ARCH__ < 800
+    mma_k8(c, a[0], a[1], b0), mma_k8(c, a[2], a[3], b1);
+#else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
 }
 
 // Positions are added up in groups: of 128 up to 4096, of 256 up to 32768, of 1024 up to 131072, then of 4096.

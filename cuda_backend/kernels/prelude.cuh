@@ -180,17 +180,48 @@ __device__ __forceinline__ u16 to_half(float f) {
     return h;
 }
 __device__ __forceinline__ u32 to_half2(float low, float high) {
+#if __CUDA_ARCH__ < 800
+    return to_half(low) | (u32)to_half(high) << 16;
+#else
     u32 h;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
     return h;
+#endif
+}
+__device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
+    u32 c;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
 }
 __device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+#if __CUDA_ARCH__ < 800
+__device__ __forceinline__ u16 to_bf16(float f) {  // to nearest, of two the even one
+    const u32 bits = __float_as_uint(f), rounded = bits + 0x7fffu + (bits >> 16 & 1);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : (u16)(rounded >> 16);
+}
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
+#else
 __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     u32 h;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(high), "f"(low));
     return h;
 }
 __device__ __forceinline__ u16 to_bf16(float f) { return (u16)to_bf16x2(f, 0.0f); }
+#endif
+
+// What cuBLAS multiplies in a long step (cuda_backend/gemm.py HALF): bf16, or before 8.0, whose tensor cores lack it,
+// float16, where a finite number of a larger magnitude becomes the largest.
+#if __CUDA_ARCH__ < 800
+__device__ __forceinline__ u16 to_product(float f) {
+    const u32 bits = __float_as_uint(f), magnitude = bits & 0x7fffffffu;  // 65504 is 0x477fe000
+    const bool large = magnitude > 0x477fe000u && magnitude < 0x7f800000u;
+    return large ? (u16)(bits >> 16 & 0x8000u | 0x7bffu) : to_half(f);
+}
+__device__ __forceinline__ u32 to_product2(float low, float high) { return to_product(low) | (u32)to_product(high) << 16; }
+#else
+__device__ __forceinline__ u16 to_product(float f) { return to_bf16(f); }
+__device__ __forceinline__ u32 to_product2(float low, float high) { return to_bf16x2(low, high); }
+#endif
 
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
@@ -202,6 +233,12 @@ __device__ __forceinline__ float warp_max(float v) {
     for (int m = 16; m; m >>= 1) v = fmaxf(v, __shfl_xor_sync(FULL, v, m));
     return v;
 }
+#if __CUDA_ARCH__ < 800  // from 8.0 on an instruction
+__device__ __forceinline__ u32 __reduce_max_sync(u32 lanes, u32 v) {
+    for (int m = 16; m; m >>= 1) v = max(v, __shfl_xor_sync(lanes, v, m));
+    return v;
+}
+#endif
 // the divisor may be infinite, where the quotient is 0
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
@@ -228,3 +265,34 @@ __device__ __forceinline__ u32 quotient(u32 n, u32 d, u32 inverse) {
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+#if __CUDA_ARCH__ < 800
+// ---- compute capability 7.5: no asynchronous copies, no mbarriers, tensor cores of smaller shapes. The functions of 8.0
+// are made of these.
+
+__device__ __forceinline__ void store_16(u32 to, uint4 v) {  // 16 bytes to shared memory
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// A word of shared memory: what it was before n was added; what it is; `v` to it. Each orders what threads of the block
+// have written before it.
+__device__ __forceinline__ u32 add_shared(u32 at, u32 n) {
+    u32 before;
+    asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(at), "r"(n) : "memory");
+    return before;
+}
+__device__ __forceinline__ u32 read_shared(u32 at) {
+    u32 v;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ void write_shared(u32 at, u32 v) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+// c += a b of float16, 16 rows, 8 columns, k = 8
+__device__ __forceinline__ void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+#endif

@@ -3,7 +3,7 @@
 //               codes(half, pair, n)    of two groups of 32 columns of rows 8 n to 8 n + 7: B fragments of two m16n8k32
 //               scales(n)               WHOLE: of either half of rows 8 n + 2 t and the next, t = lane % 4
 //               scales(half, group, n)  others: of these rows
-//               sums(n)                 WHOLE: of x, 32 columns each: B fragment of a bf16 m16n8k16
+//               sums(n)                 WHOLE: of x, 32 columns each: B fragment of a bf16 m16n8k16, or before 8.0 of two float16 m16n8k8
 // Build     one type of tile.cuh; COLS 1 or a multiple of 8
 // Numbers   WHOLE types: 128 columns, which share a scale of x, add up in whole numbers. What follows rounds: two conversions,
 //           each times its scale of x, the second added to the first; minima times sums of x in bf16, 16 bits of a sum, which a
@@ -45,6 +45,22 @@
 #endif
 
 // c = START + a b
+#if __CUDA_ARCH__ < 800
+// c += a b of 8 rows, 8 columns, k = 16
+__device__ __forceinline__ void mma_8x8(int& c0, int& c1, u32 a, u32 b) {
+    asm("mma.sync.aligned.m8n8k16.row.col.s32." CODES ".s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};" : "+r"(c0), "+r"(c1) : "r"(a), "r"(b));
+}
+__device__ __forceinline__ void mma_half(int (&c)[4], u32 a0, u32 a1, u32 b) {
+    c[0] = c[1] = c[2] = c[3] = START;
+    mma_8x8(c[0], c[1], a0, b), mma_8x8(c[2], c[3], a1, b);
+}
+__device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    mma_half(c, a[0], a[1], b0);
+    mma_8x8(c[0], c[1], a[2], b1), mma_8x8(c[2], c[3], a[3], b1);
+}
+// The float16 minimum of a half, from those of minima_of, twice.
+__device__ __forceinline__ u32 minimum_of(u32 both, int half) { return add_half2(__byte_perm(both, 0, half ? 0x3232 : 0x1010), 0xe400e400u); }
+#else
 __device__ __forceinline__ void mma(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32." CODES ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
@@ -63,6 +79,7 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, uint2 b)
         : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
         : "r"(a0), "r"(a1), "r"(b.x), "r"(b.y), "f"(0.0f));
 }
+#endif
 
 #if WHOLE
 static_assert(HALVES == 2, "two scales of x");
@@ -111,12 +128,26 @@ template <class X>
 __device__ __forceinline__ void add_minima(float (&acc)[NT][ACC], const u8* tile, const X& x, int lane, int tiles) {
     const Scales low(tile, lane / 4, 0, SHIFT), high(tile, lane / 4 + 8, 0, SHIFT_HIGH);
     u32 low_minima = minima_of(tile, lane / 4, lane % 4), high_minima = minima_of(tile, lane / 4 + 8, lane % 4);
+#if __CUDA_ARCH__ >= 800
     less_128(low_minima), less_128(high_minima);
+#endif
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         if (n >= tiles) break;
         float minima[4];
+#if __CUDA_ARCH__ < 800
+        float of[2][4] = {};
+        const uint2 sums = x.sums(n);
+        const float4 dx = x.scales(n);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            mma_k8(of[half], minimum_of(low_minima, half), minimum_of(high_minima, half), half ? sums.y : sums.x);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            minima[i] = __fmaf_rn(of[1][i], i % 2 ? dx.w : dx.y, of[0][i] * (i % 2 ? dx.z : dx.x));
+#else
         mma_bf16(minima, low_minima, high_minima, x.sums(n));
+#endif
         add(acc[n], minima, low.m, high.m);
     }
 }

@@ -24,7 +24,26 @@
 // Stages that are requested before a kernel waits for the one before it: more would delay the reads of that kernel. Where
 // single.cu makes its rows it requests all stages, which was faster.
 #define PREFETCH (STAGES < 2 ? STAGES : 2)
+#define IN_FLIGHT 16  // reads of 16 bytes of a lane before 8.0, where a warp has none in flight while it stores
 
+#if __CUDA_ARCH__ < 800
+// 8 bytes, as an mbarrier has: how many have arrived; twice how many must, and the parity of the phase. Nobody arrives for
+// the next phase who has not waited for this one.
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+    write_shared(barrier, 0), write_shared(barrier + 4, 2 * count);
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    const u32 lanes = __activemask(), n = __popc(lanes);
+    __syncwarp(lanes);
+    if (threadIdx.x % 32 != __ffs(lanes) - 1) return;
+    const u32 all = read_shared(barrier + 4);
+    if (add_shared(barrier, n) + n < all / 2) return;
+    write_shared(barrier, 0), write_shared(barrier + 4, all ^ 1);
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    while (read_shared(barrier + 4) % 2 == parity);
+}
+#else
 __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -46,6 +65,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
             : "r"(barrier), "r"(parity)
             : "memory");
 }
+#endif
 // One thread: `full` completes once more when `bytes` have landed.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #if BULK
@@ -66,8 +86,31 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 full
                      : "memory");
     else if (lane == 0)
         asm volatile(BULK_COPY " [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(full) : "memory");
+#elif __CUDA_ARCH__ < 800
+    for (int i = lane * 16; i < bytes; i += 512 * IN_FLIGHT) {
+        uint4 v[IN_FLIGHT];
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; j++)
+            if (i + j * 512 < bytes) v[j] = __ldcg((const uint4*)(from + i + j * 512));
+#pragma unroll
+        for (int j = 0; j < IN_FLIGHT; j++)
+            if (i + j * 512 < bytes) store_16(to + i + j * 512, v[j]);
+    }
 #else
     for (int i = lane * 16; i < bytes; i += 512)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+#endif
+}
+// Where there is no BULK, each lane of the producer warp: `full` completes when its copies have landed; none is under way.
+__device__ __forceinline__ void copies_arrive(u32 full) {
+#if __CUDA_ARCH__ < 800
+    barrier_arrive(full);
+#elif !BULK
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full) : "memory");
+#endif
+}
+__device__ __forceinline__ void copies_end() {
+#if __CUDA_ARCH__ >= 800 && !BULK
+    asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }

@@ -59,7 +59,7 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
                 float4 e = first;
                 if (stored) e = make_float4(e.x * scale * f.x, e.y * scale * f.y, e.z * scale * f.z, e.w * scale * f.w);
                 Out now = out;
-                if (!stored) now.dense = sum, now.packed = 0, now.bf16 = 0;
+                if (!stored) now.dense = sum, now.packed = 0, now.product = 0;
                 if (to / 128 * 128 < end) store_four(now, t, to, e);
 #pragma unroll
                 for (int i = 0; i < TURNS - 1; i++) v[i] = v[i + 1], other[i] = other[i + 1];

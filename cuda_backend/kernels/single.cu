@@ -89,9 +89,7 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
 #endif
             copy(to + UNIT_BYTES, x + i * XUNIT, XUNIT, full + 8 * s, lane);
 #endif
-#if !BULK
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
-#endif
+            copies_arrive(full + 8 * s);
         }
 #if CHOICE && MADE
         if (writes) {
@@ -101,9 +99,7 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
             if (lane == k && choice.shared_one) choice.weights[k] = shared_weight(choice, 0);
         }
 #endif
-#if !BULK
-        asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+        copies_end();
         return;
     }
 

@@ -395,11 +395,11 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                     for (int n = 0; n < 2 * NV; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
                 }
             }
-            if (BUFFERS == 2) {  // the values to come must not wait for the keys before them
+            if (BUFFERS <= 2) {  // the values to come must not wait for the keys before them
                 __syncthreads();
-                fetch(2 * tile + 3);
+                fetch(2 * tile + 1 + BUFFERS);
             }
-            wait_all_but<BUFFERS == 2 ? 1 : BUFFERS - 2>();
+            wait_all_but<BUFFERS <= 2 ? BUFFERS - 1 : BUFFERS - 2>();
             if (BUFFERS > 2) fetch(2 * tile + 1 + BUFFERS);
         }
     }

@@ -1,8 +1,9 @@
 // store: a row-wise result in each form that its consumers want
-// Out       dense (T, K) float32, bf16 (T, K), packed: each where the pointer is not null
+// Out       dense (T, K) float32, product (T, K) of prelude.cuh to_product, packed: each where the pointer is not null
 //           packed, per 256 columns and 8 rows: the B fragments of eight mma.m16n8k32, 16 bytes per lane and two of them; the
 //           scales of either half, row after row; the sums of 32 codes, times their scale, as the B fragment of a bf16
-//           mma.m16n8k16: group t of either half at k = 2 t and 2 t + 1, and 8 on what bf16 has left of it. Where
+//           mma.m16n8k16: group t of either half at k = 2 t and 2 t + 1, and 8 on what bf16 has left of it; before 8.0
+//           the sums of codes alone, as those of two float16 m16n8k8. Where
 //           fine, per 128 columns: fragments, and four times 8 scales. The first `whole` rows, then those that are left,
 //           `cols`. With cols = 1 the one column of that, row after row: 320 bytes of 256 columns, or 160 of 128
 //           code = rint(x / scale), scale = largest magnitude of 128 columns, where fine 32, / 127; NaN reaches it and so the
@@ -17,7 +18,7 @@
 struct Out {
     float* dense;
     u8* packed;
-    u16* bf16;
+    u16* product;
     int K, cols, groups, fine, whole;  // groups: of 32 columns, padded to a whole unit of the widest weight
 };
 
@@ -37,14 +38,14 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
             for (int i = 0; i < 4; i++)
                 if (i < left) to[i] = v[i];
     }
-    if (!ONLY && out.bf16) {
-        u16* to = out.bf16 + (s64)t * out.K + k;
+    if (!ONLY && out.product) {
+        u16* to = out.product + (s64)t * out.K + k;
         if (whole)
-            *(uint2*)to = make_uint2(to_bf16x2(v[0], v[1]), to_bf16x2(v[2], v[3]));
+            *(uint2*)to = make_uint2(to_product2(v[0], v[1]), to_product2(v[2], v[3]));
         else
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (i < left) to[i] = to_bf16(v[i]);
+                if (i < left) to[i] = to_product(v[i]);
     }
     if (!ONLY && !out.packed) return;
     u32 bits = 0;  // magnitudes compare as integers, so that NaN wins
@@ -81,9 +82,15 @@ __device__ __forceinline__ void store_four(const Out& out, int t, int k, float4 
     }
     if (lane == 0) ((float*)to)[column * 2 + half] = scale;
     if (lane % 8 == 0) {
+#if __CUDA_ARCH__ < 800  // without the scale, which is the half's: both are whole numbers
+        const u16 high = to_half((float)total);
+        u16* sums = (u16*)(to + 8 * width) + column * 16 + lane / 8 * 4 + half * 2;
+        sums[0] = high, sums[1] = to_half((float)total - from_half(high));
+#else
         const float sum = (float)total * scale;
         const u16 high = to_bf16(sum);
         u16* sums = (u16*)(to + 8 * width) + column * 16 + lane / 8 * 4 + half;
         sums[0] = high, sums[2] = to_bf16(sum - __uint_as_float((u32)high << 16));
+#endif
     }
 }

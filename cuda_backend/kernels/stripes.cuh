@@ -89,13 +89,9 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
             if (i < PREFETCH) continue;
 #endif
             copy_x(s);
-#if !BULK
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * s) : "memory");
-#endif
+            copies_arrive(full + 8 * s);
         }
-#if !BULK
-        asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+        copies_end();
         return;
     }
 

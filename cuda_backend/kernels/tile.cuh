@@ -290,11 +290,12 @@ struct Scales {
 
 #define SUMS (MINS && WHOLE && GROUP == 32)  // minima meet sums of x, 32 columns each
 #if SUMS
-// The minima of groups t of either half of a row, 0..15, and 128 each, as two bf16.
+// The minima of groups t of either half of a row, 0..15, and 128 each, as two bf16; before 8.0 and 1024 each, as two float16.
 __device__ __forceinline__ u32 minima_of(const u8* tile, int row, int t) {
     const uint4 w = *(const uint4*)(tile + SCALES + row * 16);
     const u32 bytes = 0x0400 | t * 0x0101;  // t of the first word, and in the upper half t of the second
     const u32 high = __byte_perm(w.w, turned(w.w), bytes), low = __byte_perm(w.y, w.z, bytes);
-    return 0x43004300u | (high & 0x003c003cu) | (low & 0x00030003u);
+    const u32 base = __CUDA_ARCH__ < 800 ? 0x64006400u : 0x43004300u;
+    return base | (high & 0x003c003cu) | (low & 0x00030003u);
 }
 #endif

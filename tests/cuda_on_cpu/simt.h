@@ -22,7 +22,6 @@ inline float max(float a, int b) { return a > b ? a : b; }
 #define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("threadgroup"), used))
-#define __CUDA_ARCH__ 800
 #define __expf expf_of_cuda
 
 #define threadIdx simt::self->position
@@ -126,6 +125,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a 
 
 inline void wait_for_others() { simt::yield(); }
 inline void __syncthreads() { simt::barrier("__syncthreads", 0, simt::ORDERS_ALL); }
+inline unsigned __activemask() { return 1u << threadIdx.x % 32; }  // a fiber runs by itself
+inline void __syncwarp(unsigned) {}                               // of the lanes that __activemask names
 inline void __syncwarp() {
     simt::meet("__syncwarp", 0, nullptr, [](void**, void*) {}, nullptr, simt::ORDERS_ALL);
 }

@@ -1,6 +1,6 @@
 """Every CUDA kernel compiles for every architecture, without a warning, a spilled register or a stack. Needs no GPU.
 
-Everything that a launcher may build is compiled for five cards by NVRTC, as CuPy does it: from a toolkit, or from the
+Everything that a launcher may build is compiled for six cards by NVRTC, as CuPy does it: from a toolkit, or from the
 nvidia-cuda-nvrtc wheel of the test extra. Reports are kept by the hash of source, options and compiler.
 """
 
@@ -27,6 +27,7 @@ from cuda_backend.layout import (
     PREFILL_COLS,
     TOGETHER,
     UNITS,
+    delta_slots,
     expert_defines,
     expert_ring,
     group_count,
@@ -39,8 +40,10 @@ from cuda_backend.layout import (
     shares,
     single_defines,
     source,
+    split_rows,
     split_tiles,
     tile_defines,
+    whole_tiles,
 )
 from cuda_backend.occupancy import Card
 
@@ -52,8 +55,14 @@ PACKED = [  # widths of heads, formats of keys and of values
 CARDS = [planned.card for planned in occupancy.CARDS]
 
 
-def heads() -> list[tuple[str, ...]]:
-    return [(f"D={padded(d)}", f"DIM={d}") for d in (8, 16, 64, 128, 256)]
+def heads(card: Card) -> list[tuple[str, ...]]:
+    return [(*whole_tiles(card, padded(d))[0], f"DIM={d}") for d in (8, 16, 64, 128, 256)]
+
+
+def splits(card: Card, width: int, packed: int = 0, exact: bool = False) -> list[tuple[str, ...]]:
+    """Builds of kernels/split.cu for few rows and for many."""
+    rows = dict.fromkeys(split_rows(card, width, n, packed, exact) for n in (16, 32))
+    return [split_tiles(card, width, n, packed, exact)[0] for n in rows]
 
 
 def linear(card: Card, type_: str, cols: int) -> tuple[str, ...]:
@@ -102,13 +111,14 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         exact = (*formats, "EXACT=1")
         for form in (formats, exact):
             plain += [("to_cache", (f"D={d}", *form))] if d in (128, 256) else []
-            plain += [("heads_to_cache", (f"WIDTH={d}", *form)), ("attention", (f"D={d}", f"DIM={d}", *form))]
+            plain += [("heads_to_cache", (f"WIDTH={d}", *form))]
+            plain += [("attention", (*whole_tiles(card, d)[0], f"DIM={d}", *form))]
         longest = max(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
-        if longest == 512 and card.block_shared < 120 << 10:
+        if longest == 512 and card.shared <= 64 << 10:
             continue  # test_rows_that_do_not_fit
-        tiles = [split_tiles(card, d, rows, longest)[0] for rows in (16, 32)]
+        tiles = splits(card, d, longest)
         plain += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
-        tiles = [split_tiles(card, d, rows, longest, exact=True)[0] for rows in (16, 32)]
+        tiles = splits(card, d, longest, exact=True)
         plain += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
@@ -120,8 +130,9 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [
         ("dense", (t, *e)) for t in ("F32", "F16", "BF16") for e in (("ROWS=1",), ("ROWS=2",), ("ROWS=1", "EXPERTS"))
     ]
-    plain += [("latent", latent(card, *widths)) for widths in ((16, 32), (512, 576))]
-    coded = [(f, *widths) for f in ("BF16", "Q8_0", "Q4_0", "LM4", "TQ3_0") for widths in ((128, 144), (512, 576))]
+    latents = ((16, 32), (128, 144), (512, 576)) if card.capability >= 80 else ((16, 32), (128, 144))
+    plain += [("latent", latent(card, *widths)) for widths in latents if widths != (128, 144)]
+    coded = [(f, *widths) for f in ("BF16", "Q8_0", "Q4_0", "LM4", "TQ3_0") for widths in latents[1:]]
     plain += [
         ("latent", (*latent(card, *w), "APART=1", f"KEYS={f}", f"TURN_KEYS={int(f != 'Q8_0')}")) for f, *w in coded
     ]
@@ -131,12 +142,13 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         for e in ((1, 1, 1), (3, 3, 3), (5, 7, 7), (20, 40, 20))
     ]
     plain += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
-    tiles = [split_tiles(card, d, rows)[0] for d in (16, 64, 80, 128, 256) for rows in (16, 32)]
+    tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
     plain += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
-    plain += [("delta", delta(d, *e)) for d in (12, 64, 128, 256) for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
+    keys = (12, 64, 128, 256) if card.capability >= 80 else (12, 64, 128)  # test_too_little_shared_memory
+    plain += [("delta", delta(d, *e)) for d in keys for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
-    plain += [("attention", defines) for defines in heads()]
+    plain += [("attention", defines) for defines in heads(card)]
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
         plain += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]
@@ -200,7 +212,7 @@ def check(code: str, defines: tuple[str, ...], architecture: int) -> None:
 
 def groups() -> list[tuple[str, str]]:
     """Kernel files; a file that is compiled per block type appears with each of these types."""
-    pairs = dict.fromkeys((stem, d[0] if d and d[0] in UNITS else "") for stem, d in variants(CARDS[0]))
+    pairs = dict.fromkeys((stem, d[0] if d and d[0] in UNITS else "") for stem, d in variants(CARDS[-1]))
     return [(stem, type_) for stem, type_ in pairs]
 
 
@@ -257,7 +269,7 @@ def test_expert_rings_fit(card):
     for type_ in UNITS:
         for cols in (8, PREFILL_COLS):
             ctas, stages, shared = expert_ring(card, type_, cols)
-            assert stages >= 2
+            assert stages >= (2 if cols == 8 or card.shared > 64 << 10 else 1)
             assert shared <= card.block_shared
             assert ctas * (shared + 1024) <= card.shared
 
@@ -269,8 +281,8 @@ def test_rings_fit():
         assert len(ctas) == 1
         for cols in COLS:
             _, stages, shared = ring(card, type_, cols)
-            assert stages >= (2 if cols <= 32 else 1)
-            assert shared <= card.block_shared
+            assert stages >= (2 if cols <= (32 if card.shared > 64 << 10 else 16) else 1)
+            assert shared + 512 <= card.block_shared  # the kernel declares some itself
 
 
 def test_shares():
@@ -314,6 +326,7 @@ def test_group_count():
 @pytest.mark.parametrize("rows", [16, 32])
 def test_split_fits(card, rows):
     for width in (16, 64, 80, 128, 256):
+        assert whole_tiles(card, width)[1] <= card.block_shared
         defines, shared, ctas = split_tiles(card, width, rows)
         assert ctas >= 1, defines
         assert shared <= card.block_shared
@@ -323,11 +336,28 @@ def test_split_fits(card, rows):
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 def test_rows_that_do_not_fit(card):
     """Rows of 512 bytes are unpacked beside themselves, for which a small card has no room."""
-    if card.block_shared > 120 << 10:
-        assert all(split_tiles(card, 256, rows, 512)[2] for rows in (16, 32))
+    if card.shared > 64 << 10:
+        assert all(split_tiles(card, 256, split_rows(card, 256, rows, 512), 512)[2] for rows in (16, 32))
         return
     with pytest.raises(BimetalError, match=f"{card.name} has too little shared memory for heads of 256 in rows of 512"):
-        split_tiles(card, 256, 32, 512)
+        split_tiles(card, 256, split_rows(card, 256, 32, 512), 512)
+
+
+def test_too_little_shared_memory():
+    """What needs more than the 64 KB of compute capability 7.5 is refused there, and fits all others."""
+    small, *others = CARDS
+    assert small.capability == 75
+    with pytest.raises(BimetalError, match=r"^T4 has too little shared memory for latents 576 wide$"):
+        latent_tiles(small, 576)
+    with pytest.raises(BimetalError, match=r"^T4 has too little shared memory for recurrent heads with keys 256 wide$"):
+        delta_slots(small, 256, 1, norm=False)
+    for card in others:
+        assert latent_tiles(card, 576)
+        assert delta_slots(card, 256, 1, norm=False)
+    for packed in (0, 272, 144):  # f16, q8_0, q4_0
+        rows = split_rows(small, 256, 32, packed, packed > 0)
+        assert rows == (16 if packed else 32)
+        assert split_tiles(small, 256, rows, packed, packed > 0)[2] == 1
 
 
 def test_rows_of_a_step():

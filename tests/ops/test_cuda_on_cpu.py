@@ -40,6 +40,22 @@ def test_row_ops():
     on_cpu("ops/test_cuda_ops.py", "quotient or test_op and (rms_norm or mul_ or swiglu)")
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "bf16_where",
+        pytest.param(
+            "extremes or test_prefill or test_largest_sums or test_quantized_experts or test_two_types and Q4_K",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("of_trees and (65-7) and 6.2.16 or on_the_way_to_the_cache and 256", marks=pytest.mark.slow),
+        pytest.param("test_op and not 65", marks=pytest.mark.slow),
+    ],
+)
+def test_compute_capability_7_5(chosen):
+    on_cpu("ops/test_cuda_ops.py", chosen, BIMETAL_CAPABILITY="75")
+
+
 def test_tables_of_experts():
     on_cpu("ops/test_cuda_experts.py", "table")
 

@@ -319,6 +319,46 @@ def test_expanded_types(type_, ops, capfd):
     assert type_ in capfd.readouterr().err
 
 
+def bf16_matrix(rows: int, columns: int) -> Tensor:
+    values = np.random.default_rng(5).normal(size=(rows, columns)).astype("<f4")
+    return Tensor("w", "BF16", (rows, columns), np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8))
+
+
+def test_bf16_where_tensor_cores_lack_it(ops, capfd, monkeypatch):
+    """Before compute capability 8.0 a BF16 matrix is held as float16, value by value, or refused."""
+    if ops.context.card.half == "BF16":
+        pytest.skip("this GPU multiplies bf16")
+    monkeypatch.setattr(ops, "expanded", {})  # so that this one is the first
+    x = np.random.default_rng(3).normal(size=(3, 64)).astype(np.float32)
+    tensor = bf16_matrix(40, 64)
+    weight = ops.weight(tensor)
+    assert [s.type for s in weight.segments] == ["F16"]
+    assert ops.holds("BF16") == "expanded to float16"
+    assert "BF16 tensors are held as float16: this GPU cannot multiply it" in capfd.readouterr().err
+    out = ops.read(ops.linear(rows_on(ops, x), weight))
+    np.testing.assert_allclose(out, x @ dequantize(tensor).T, rtol=1e-5, atol=1e-5)
+    large = replace(tensor, data=tensor.data.copy())
+    large.data.view(np.uint16)[0, 0] = 0x4788  # 69632
+    with pytest.raises(BimetalError, match="holds 69632 as BF16, which this GPU holds as float16, up to 65504"):
+        ops.weight(large)
+
+
+@pytest.mark.parametrize("value", [1e6, -1e6, np.nan, np.inf])
+def test_extremes_of_long_steps(value, ops):
+    """A finite activation stays finite in a product of many rows; what is not finite reaches the result."""
+    ops.context.arena.reset()
+    matrix = bf16_matrix(8, 64)
+    x = np.zeros((140, 64), np.float32)
+    x[3, 5] = value
+    out = ops.read(ops.linear(rows_on(ops, x), ops.weight(matrix)))
+    assert not out[np.arange(140) != 3].any()
+    if np.isfinite(value):
+        least = value if ops.context.card.half == "BF16" else np.copysign(65504, value)
+        np.testing.assert_allclose(out[3], least * dequantize(matrix)[:, 5], rtol=1e-2)
+    else:
+        assert not np.isfinite(out[3]).any()
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0"], ids=["one more matrix", "a branch"])
 def test_shared_expert(type_, gated, ops):

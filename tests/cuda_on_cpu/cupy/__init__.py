@@ -4,7 +4,8 @@ With this folder on PYTHONPATH in CuPy's place, the tests marked `gpu` execute o
 Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) are replaced by the functions below.
 
 BIMETAL_GPUS pretends several GPUs: a launch, a copy or an event under another current GPU than its own is refused, and
-so is a kernel that is handed memory of another GPU.
+so is a kernel that is handed memory of another GPU. BIMETAL_CAPABILITY=75 pretends a T4, whose kernels are made of the
+instructions of compute capability 7.5.
 """
 
 import bisect
@@ -31,8 +32,10 @@ from simt import build  # noqa: E402
 
 from cuda_backend.prototypes import prototypes, type_of  # noqa: E402
 
-IN_SIMT = ["from_half", "to_half", "to_half2", "to_bf16x2", "release_next", "depend", "shared_address", "prefetch"]
-IN_SIMT += ["mul_half2", "add_half2", "fma_half2"]
+CAPABILITY = int(os.environ.get("BIMETAL_CAPABILITY", "80"))  # that kernels are built for
+TURING = CAPABILITY < 80
+IN_SIMT = ["from_half", "to_half", "release_next", "depend", "shared_address", "prefetch"]
+IN_SIMT += ["mul_half2", "add_half2", "fma_half2", *(() if TURING else ("to_half2", "to_bf16x2"))]
 RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
 static Barrier& barrier_at(u32 at) { return *(Barrier*)(block_memory + at); }
@@ -45,6 +48,8 @@ static void barrier_wait(u32 at, u32 parity) { while (barrier_at(at).phase % 2 =
 static void copy(u32 to, const u8* from, int bytes, u32, int lane, bool = false) {
     for (int i = lane * 16; i < bytes; i += 512) memcpy(block_memory + to + i, from + i, 16);
 }
+static void copies_arrive(u32 full) { barrier_arrive(full); }
+static void copies_end() {}
 """
 PRODUCT = r"""
 #if MINS
@@ -70,9 +75,11 @@ static void mma_bf16(float (&c)[4], u32 a0, u32 a1, uint2 b) {
     multiply_fragments<u16, u16, float, 16>(a, &b, nullptr, c, from_bf16_bits, from_bf16_bits);
 }
 """
-ATTENTION = r"""
+COPIES = r"""
 static void copy16(u32 to, const u16* from) { memcpy(block_memory + to, from, 16); }
 static void commit() {}
+"""
+LOADS = r"""
 struct Load { u32 at; u32* to; };
 static void ldmatrix(u32 (&r)[4], u32 at) {
     Load load{at, r};
@@ -93,9 +100,35 @@ static void ldmatrix_transposed(u32 (&r)[4], u32 at) {
                            block_memory + ((Load*)lanes[i * 8 + lane % 4 * 2 + e])->at + lane / 4 * 2, 2);
     });
 }
+"""
+FLOAT16 = r"""
 static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 b[2] = {b0, b1};
     multiply_fragments<u16, u16, float, 16>(a, b, c, c, from_half, from_half);
+}
+"""
+WORDS_7_5 = r"""
+static void store_16(u32 to, uint4 v) { memcpy(block_memory + to, &v, 16); }
+static u32 add_shared(u32 at, u32 n) { u32& word = *(u32*)(block_memory + at); return (word += n) - n; }
+static u32 read_shared(u32 at) { wait_for_others(); return *(u32*)(block_memory + at); }
+static void write_shared(u32 at, u32 v) { *(u32*)(block_memory + at) = v; }
+static void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b) {
+    const u32 a[2] = {a0, a1};
+    multiply_fragments<u16, u16, float, 8>(a, &b, c, c, from_half, from_half);
+}
+"""
+PRODUCT_7_5 = r"""
+#if MINS
+typedef unsigned char Code;
+#else
+typedef signed char Code;
+#endif
+static float of_code(Code code) { return code; }
+static void mma_8x8(int& c0, int& c1, u32 a, u32 b) {
+    const u32 rows[2] = {a, 0};
+    int c[4] = {c0, c1, 0, 0};
+    multiply_fragments<Code, signed char, int, 16>(rows, &b, c, c, of_code, of_int8);
+    c0 = c[0], c1 = c[1];
 }
 """
 
@@ -119,13 +152,16 @@ def _closing(code: str, at: int, pair: str) -> int:
 
 
 def for_the_cpu(code: str, kernels: dict[str, tuple[str, ...]]) -> str:
-    ring, extra = (RING, PRODUCT) if "barrier_init(" in code else ("", ATTENTION if "ldmatrix(" in code else "")
-    replaced = IN_SIMT + re.findall(r"^static void (\w+)\(", ring + extra, re.MULTILINE)
-    code = re.sub(r"^(?=__device__ __forceinline__ void mma\()", lambda _: extra, code, flags=re.MULTILINE)
-    code = ring.join(re.split(r"^(?=__device__ __forceinline__ void barrier_init\()", code, flags=re.MULTILINE))
+    if TURING:
+        ours = {"store_16": WORDS_7_5, "mma_8x8": PRODUCT_7_5, "ldmatrix": LOADS}
+    else:
+        products = PRODUCT if "barrier_init(" in code else FLOAT16
+        ours = {"barrier_init": RING, "mma": products, "copy16": COPIES, "ldmatrix": LOADS}
+    replaced = IN_SIMT + re.findall(r"^static \w+ (\w+)\(", "".join(ours.values()), re.MULTILINE)
+    for name, text in ours.items():  # stands before the function of that name, which it replaces with others
+        code = text.join(re.split(rf"^(?=__device__ __forceinline__ void {name}\()", code, flags=re.MULTILINE))
     code = without(code, replaced)
     code = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];", r"\1* \2 = (\1*)block_memory;", code)
-    code = re.sub(r'asm volatile\("cp\.async\.mbarrier[^"]*"[^;]*;', "barrier_arrive(full + 8 * s);", code)
     code = re.sub(r'asm volatile\("cp\.async\.wait_[^"]*"[^;]*;', "", code).replace("__align__(16)", "alignas(16)")
     code = f"namespace {{\n{code}\n}}\n"  # GCC puts shared variables of functions with external names elsewhere
     for name, params in kernels.items():
@@ -149,6 +185,7 @@ class RawModule:
         self.kernels = prototypes(code)
         text = for_the_cpu(code, self.kernels)
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
+        defines += (f"__CUDA_ARCH__={CAPABILITY}0",)
         flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-mfma", "-mf16c"]
         if "BIMETAL_RACES" in os.environ:
             flags += ["-fsanitize=thread", "-g1"]
@@ -348,11 +385,11 @@ def gemm(*args: Any) -> None:
 
 PROPERTIES = {
     "name": b"a CPU",
-    "major": 8,
-    "minor": 9,
+    "major": 7 if TURING else 8,
+    "minor": 5 if TURING else 9,
     "multiProcessorCount": 4,
-    "sharedMemPerMultiprocessor": 228 << 10,
-    "sharedMemPerBlockOptin": 227 << 10,
+    "sharedMemPerMultiprocessor": (64 if TURING else 228) << 10,
+    "sharedMemPerBlockOptin": (64 if TURING else 227) << 10,
 }
 
 
