@@ -145,7 +145,7 @@ def test_formats_of_caches(chosen):
     "chosen",
     [
         "as_numpy and lm4/lm4 or snapshots and (6 or 200) or bytes or alone",
-        "bits and lm4/lm4 and (4 or 60) or counts and 150",
+        "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150",
         "outliers",
         pytest.param("not every_pair", marks=pytest.mark.slow),
         pytest.param("every_pair", marks=pytest.mark.slow),
