@@ -27,6 +27,18 @@ def test_notebook():
     assert bars[0].partition(":")[0] == "loading"  # a slow machine shows bars of prefill as well
 
 
+def test_notebook_of_a_free_gpu():
+    """Its cells run on the CPU; the first one names the devices, and installs nothing that is there."""
+    notebook = nbformat.read(EXAMPLES / "colab.ipynb", as_version=4)
+    where = {"metadata": {"path": EXAMPLES.parent}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
+    first, model, reply, stream, _ = (cell.outputs for cell in notebook.cells if cell.cell_type == "code")
+    assert "chosen" in first[0].text
+    assert "demo" in model[-1].data["text/html"]
+    assert "16 tokens" in reply[-1].data["text/markdown"]
+    assert "".join(out.text for out in stream).strip()
+
+
 def test_deployments_start_the_server_with_flags_that_exist():
     unit = (EXAMPLES / "deploy" / "bimetal.service").read_text()
     image = (EXAMPLES / "deploy" / "Dockerfile").read_text()
