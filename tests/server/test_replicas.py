@@ -15,7 +15,7 @@ from common.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-ARGUMENTS = ("model=demo", "backend=numpy", "ctx=512", "parallel=4", "replicas=2", "cpus_per_replica=0.5", "grace=20")
+ARGUMENTS = ("model=demo", "backend=numpy", "ctx=512", "parallel=4", "replicas=2", "cpus_per_replica=0.5", "grace=120")
 REPLICA = re.compile(r'bimetal:num_requests_running\{model_name="demo",replica="(\w+)"\} (\d+)')
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
