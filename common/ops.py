@@ -107,6 +107,7 @@ class Ops(ABC):
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     joins = False  # may a step have rows of several sequences: of a pool, or each with a state of its own?
+    replays = False  # is a step of few rows launched at once where its function has run before?
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit
     reserves = False  # does a state take the memory of its whole capacity at once?
@@ -382,13 +383,16 @@ class Ops(ABC):
 
     # -- composed --------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step) -> Array:
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
         """fn(state, step), kept by the caller for as long as it likes.
 
         A backend that captures graphs replays one per (fn, state, rows bucket), for as long as fn lives: build fn once.
         Ops inside receive the step that the backend hands to fn, which may live on the device.
+
+        kept  rows of the result that the caller needs; None: all
         """
-        return fn(state, step)
+        out = fn(state, step)
+        return out if kept is None else out[kept]
 
     def scope(self, layer: int, block: Callable[[Array], Array], x: Array) -> Array:
         """block(x), around each layer: where a backend resets its arena and a tap reads hidden states."""

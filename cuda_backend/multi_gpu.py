@@ -143,6 +143,7 @@ class MultiGpuOps(Ops):
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes
     runs_ahead = CudaOps.runs_ahead
+    replays = CudaOps.replays
     draws = CudaOps.draws
     tree_rows = CudaOps.tree_rows
     cache_pairs = CudaOps.cache_pairs
@@ -224,9 +225,11 @@ class MultiGpuOps(Ops):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
         out, count = self.relay.run(fn, state, step), len(step)
-        return tuple(self._kept(x, count) for x in out) if isinstance(out, tuple) else self._kept(out, count)
+        if isinstance(out, tuple):
+            return tuple(self._kept(x, count) for x in out)
+        return self._kept(out if kept is None else out[kept], count)
 
     def scope(self, layer: int, block: Callable[[Any], Any], x: Value) -> Value:
         gpu = self._place(layer)

@@ -50,7 +50,7 @@ def of_context(op: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate
 class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
-    runs_ahead = draws = checks_scales = reserves = joins = True
+    runs_ahead = replays = draws = checks_scales = reserves = joins = True
     cache_pairs = PAIRS
     tree_rows = MAX_DECODE_ROWS
 
@@ -160,13 +160,13 @@ class CudaOps(Ops):
         apply_paths = partial(recurrent.apply_paths, self.context)
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens)
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
         play = partial(self.context.replay.run, fn, state, step)
         store = self.context.experts
         out, count = play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
         if isinstance(out, tuple):
             return tuple(rows.kept(self.context, x, count) for x in out)
-        return rows.kept(self.context, out, count)
+        return rows.kept(self.context, out if kept is None else out[kept], count)
 
     def scope(self, layer: int, block: Callable[[AnyArray], AnyArray], x: AnyArray) -> AnyArray:
         self.context.arena.turn()

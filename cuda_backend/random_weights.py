@@ -38,10 +38,10 @@ class RandomOps(CudaOps):
             if self.context.routing:
                 self.context.routing.open(sorted(self.experts_of), max(self.experts_of.values(), default=0))
 
-    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
         if self.context.routing and len(step) <= MAX_DECODE_ROWS:
             self.context.routing.step(len(step), bucket(len(step)))
-        return super().run(fn, state, step)
+        return super().run(fn, state, step, kept)
 
     @property
     def stage(self) -> Stage:

@@ -133,7 +133,7 @@ class PipelineOps(MlxOps):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step) -> Array:
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
         """fn(state, step); `fn` is a partial of the model's forward with its `rows`."""
         assert isinstance(fn, partial)
         rows = range(len(step))[fn.keywords["rows"]]
@@ -142,11 +142,11 @@ class PipelineOps(MlxOps):
             while self._dropped:
                 self.group.order("drop", **self._dropped.pop())
             parents = None if step.parents is None else step.parents.tolist()
-            kept = rows.start, rows.stop, rows.step
+            numbers = rows.start, rows.stop, rows.step
             self.group.order(
-                "step", state=state[-1].mirror.id, positions=step.positions.tolist(), parents=parents, rows=kept
+                "step", state=state[-1].mirror.id, positions=step.positions.tolist(), parents=parents, rows=numbers
             )
-        return fn(state, step)
+        return super().run(fn, state, step, kept)
 
     def embed(self, table: Weight, tokens: Array) -> Array:
         return super().embed(table, tokens) if self.group.rank == 0 else mx.zeros((len(tokens), 0))

@@ -15,7 +15,7 @@ from common.experts import ExpertSupply
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
-from common.step import Pool, State, Step
+from common.step import MAX_DECODE_ROWS, Pool, State, Step
 from common.storage import LayerSpec
 from common.weights import Layout, Matrix, load_weights
 
@@ -110,6 +110,8 @@ class Model:
         if rows == slice(None):
             return self.ops.run(self._every_row, state, step)
         start, stop, stride = rows.indices(len(step))  # a backend may run more rows than the step has
+        if self.ops.replays and len(step) <= MAX_DECODE_ROWS:
+            return self.ops.run(self._every_row, state, step, slice(start, stop, stride))
         fn = partial(self._logits, rows=slice(start, stop, stride))
         return self.ops.run(fn, state, step)
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ void write_fours(const float4 (&v)[NJ], float* to, in
     for (int j = 0; j < NJ; j++)
         if (DK % 64 == 0 || j * 64 + part * 4 < DK) *(float4*)(to + j * 64 + part * 4) = v[j];
 }
-__device__ __forceinline__ void copy(float4 (&to)[4][NJ], const float4 (&from)[4][NJ]) {
+__device__ __forceinline__ void copy_matrix(float4 (&to)[4][NJ], const float4 (&from)[4][NJ]) {
 #pragma unroll
     for (int c = 0; c < 4; c++)
 #pragma unroll
@@ -383,9 +383,9 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #if HELD
         if (slot == 1) {
             if (waits)
-                copy(held, s);
+                copy_matrix(held, s);
             else
-                copy(s, held);
+                copy_matrix(s, held);
             return;
         }
 #endif

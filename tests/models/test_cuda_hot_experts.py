@@ -170,14 +170,16 @@ def test_a_copy_that_fails(path, name, whole, monkeypatch):
     monkeypatch.setattr(experts, "MISSES", 0.5)
     monkeypatch.setattr(experts, "TURNS", 1)
     ids = tiny.golden(name)["ids"].astype(np.int32)
-    expected = tiny.run(whole, whole.new_state(tiny.CAPACITY), ids[:16], [1] * 16)
+    expected = tiny.run(whole, whole.new_state(tiny.CAPACITY), ids[:40], [1] * 40)
     model, store = spark(path, whole, 0.3)
 
     def failing(*_):
         raise BimetalError("copying 5 bytes of experts to the GPU failed: injected")
 
     state, out, failures = model.new_state(tiny.CAPACITY), [], 0
-    for i in range(16):
+    for i in range(40):
+        if i >= 16 and failures:
+            break
         step = Step.chain(ids[i : i + 1], i)
         with monkeypatch.context() as patch:
             patch.setattr(experts, "copy", failing if i % 3 == 0 else experts.copy)
@@ -189,7 +191,7 @@ def test_a_copy_that_fails(path, name, whole, monkeypatch):
         out[-1] = model.ops.read(model.forward(state, step)) if out[-1] is None else out[-1]
         state.commit([0])
     assert failures > 0
-    assert np.array_equal(np.concatenate(out), expected)
+    assert np.array_equal(np.concatenate(out), expected[: len(out)])
     assert store.residency.counters.prefetched > 0
 
 

@@ -109,6 +109,16 @@ def test_rows_counted_from_the_end(model, ids):
     assert np.array_equal(last, forward(model, model.new_state(64), Step.chain(ids[:5], 0))[-1:])
 
 
+def test_short_prompts_are_replayed(model, ids):
+    """Whichever row of a short step is read, one captured step of 8 rows serves all."""
+    state = model.new_state(64)
+    for T in (5, 6, 7):  # as it comes, captured, replayed
+        step = Step.chain(ids[:T], 0)
+        last = model.ops.read(model.forward(state, step, slice(T - 1, T)))
+        assert np.array_equal(last, forward(model, model.new_state(64), step)[-1:])
+    assert [list(table) for table in state.graphs.values()] == [[8]]
+
+
 def test_rows_do_not_depend_on_their_number(model, ids):
     """A chain of any length gives the bits of one row at a time, and leaves the same state."""
     start = model.new_state(tiny.CAPACITY)
