@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from common.errors import UsageError
+
+httpx = pytest.importorskip("httpx", reason="the ray extra is not installed")
 
 ROOT = Path(__file__).parents[2]
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
