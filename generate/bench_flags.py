@@ -1,0 +1,119 @@
+"""Flags of `bench`, and the options of the job that they name."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from common.errors import UsageError
+from common.options import CacheChoice
+from generate import flags, values
+from generate.bench_options import (
+    JOBS,
+    BenchOptions,
+    ModelBench,
+    ServeBench,
+    SpecBench,
+    StreamsBench,
+    SyntheticBench,
+    SyntheticSpecBench,
+    SyntheticWindowBench,
+)
+from generate.flags import BACKENDS, Parser
+
+
+def options(args: argparse.Namespace) -> BenchOptions:
+    """The options of the job that the flags of `bench` name; refuses flags of another job."""
+    if args.spec is not None and args.synthetic is not None:
+        raise UsageError("--spec and --synthetic exclude each other; random weights accept next to nothing")
+    if args.serve is not None and (args.spec or args.synthetic):
+        raise UsageError("--serve asks a server for its own model; leave out --spec and --synthetic")
+    job: type[BenchOptions] = ModelBench if args.spec is None else SpecBench
+    if args.synthetic is not None:
+        job = SyntheticBench if args.draft is None else SyntheticSpecBench
+        job = SyntheticWindowBench if args.wedlm else job
+    job = job if args.streams is None else StreamsBench
+    job = job if args.serve is None else ServeBench
+    takes = {each: {f.name for f in fields(each)} for each in JOBS}
+    known = set().union(*takes.values())
+    given = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    if other := next((name for name in sorted(given) if name not in takes[job]), None):
+        places = " or ".join(each.job for each in JOBS if other in takes[each])
+        raise UsageError(f"--{other.replace('_', '-')} goes with {places}, not with {job.job}")
+    return job(cache=CacheChoice(**{name: getattr(args, name) for name in CacheChoice.__dataclass_fields__}), **given)
+
+
+def bench(p: Parser) -> None:
+    """Flags are None where they are not given; bench_options.py has the defaults of each job."""
+    flags.model(p, (*BACKENDS, "all"))
+    p.set_defaults(model=None)
+    p.add_argument(
+        "--contexts",
+        type=values.counts,
+        metavar="N,N",
+        help="prompt tokens of each row (default: 128,512,2048; with --streams or a synthetic draft 128, --wedlm 512)",
+    )
+    p.add_argument(
+        "--synthetic",
+        metavar="SHAPE:RECIPE",
+        help="in a model's place: real shapes with random weights, such as qwen3.6-27b:q4_k_m",
+    )
+    p.add_argument(
+        "--rows",
+        type=values.counts,
+        metavar="N,N",
+        help="with --synthetic: rows of the steps (default: 1,2,4,8,16,22,32,64)",
+    )
+    p.add_argument(
+        "--prefill",
+        type=values.counts,
+        metavar="N,N",
+        help="with --synthetic: tokens of a prompt (default: 512,8192)",
+    )
+    p.add_argument(
+        "--wedlm", action="store_true", default=None, help="with --synthetic: steps of a WeDLM window and their choice"
+    )
+    p.add_argument(
+        "--streams",
+        type=values.counts,
+        metavar="N,N",
+        help="so many replies at once, such as 1,4,16: their speed, the first token, the time between tokens",
+    )
+    p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
+    p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")
+    p.add_argument("--memory", metavar="SIZE", help="on CUDA, most of each GPU's memory, such as 24GB (default: all)")
+    flags.cache(p)
+    e = p.add_argument_group("experts of a synthetic mixture")
+    e.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")
+    e.add_argument("--expert-vram", metavar="SIZE", help="VRAM for experts: 10GB, or a share of them such as 60%%")
+    e.add_argument("--routing", metavar="FILE", help="the trace that steps route by (examples/routing_trace.py)")
+    _speculation(p.add_argument_group("speculative decoding"))
+    _server(p.add_argument_group("a server"))
+    p.add_argument(
+        "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
+    )
+    p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
+    p.add_argument("--verdict", choices=("keep", "drop", "info"), help="what the logged rows decided")
+    p.add_argument("--note", metavar="TEXT", help="why, for the log")
+
+
+def _speculation(p: Any) -> None:
+    p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
+    p.add_argument("--prompts", type=values.positive, metavar="N", help="the first N of them (default: 16)")
+    flags.draft(p, "mtp, a draft named as models are, or demo; or synthetic with --synthetic")
+    p.add_argument("--tree-budget", type=values.budget, metavar="N", help="draft tokens per step (default: auto)")
+    p.add_argument(
+        "--tree-topk", type=values.positive, metavar="N", help="tokens considered at each place (default: 8)"
+    )
+    p.add_argument("--budgets", type=values.budgets, metavar="N,N", help="also trees of exactly N draft tokens")
+
+
+def _server(group: Any) -> None:
+    group.add_argument(
+        "--serve", type=values.url, metavar="URL", help="load the server at URL, ours or one with the same routes"
+    )
+    group.add_argument("--requests", type=values.positive, metavar="N", help="requests in all (default: 64)")
+    group.add_argument("--concurrency", type=values.positive, metavar="N", help="requests at a time (default: 16)")
+    group.add_argument("--rate", type=values.above_zero, metavar="X", help="requests begun per second, in their place")
+    group.add_argument("--prompt-tokens", type=values.positive, metavar="N", help="words of a prompt (default: 128)")
+    group.add_argument("--timeout", type=values.above_zero, metavar="S", help="seconds of a reply (default: 600)")
+    group.add_argument("--api-key", metavar="KEY", help="the server's key")

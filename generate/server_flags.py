@@ -1,0 +1,55 @@
+"""Flags of the commands that answer many requests, and of those that ask a server."""
+
+from generate import flags, values
+from generate.flags import Parser
+
+
+def serve(p: Parser) -> None:
+    flags.model(p)
+    flags.draft(p, "mtp, a DFlash draft named as models are, or demo")
+    flags.cache(p)
+    flags.experts(p)
+    flags.prefixes(p)
+    s = p.add_argument_group("server")
+    s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
+    s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")
+    s.add_argument("--api-key", action="append", type=values.key, metavar="KEY", help="required of clients; repeatable")
+    s.add_argument("--api-key-file", metavar="FILE", help="keys, one per line; BIMETAL_API_KEY holds one too")
+    flags.parallel(s)
+    s.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
+    s.add_argument("--allow-host", action="append", metavar="NAME", help="serve this host name too; repeatable")
+    s.add_argument(
+        "--cors-origin", action="append", metavar="URL", help="let pages of this origin call, * any; repeatable"
+    )
+    s.add_argument(
+        "--max-queue",
+        type=values.positive,
+        default=256,
+        metavar="N",
+        help="requests that run or wait; more are refused (default: 256)",
+    )
+    s.add_argument(
+        "--grace", type=values.count, default=30, metavar="SECONDS", help="for running replies at the end (default: 30)"
+    )
+    s.add_argument("--log-json", action="store_true", help="log JSON objects")
+    flags.compression(p)
+
+
+def batch(p: Parser) -> None:
+    p.add_argument("requests", metavar="IN", help="requests, a JSON object per line")
+    p.add_argument("answers", metavar="OUT", help="answers, a JSON object per line; those that it has are kept")
+    flags.model(p)
+    flags.parallel(p)
+    flags.cache(p)
+    flags.experts(p)
+    flags.prefixes(p)
+    flags.sampling(p)
+    flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
+    r = p.add_argument_group("replies to requests that leave these out")
+    flags.max_tokens(r)
+
+
+def launch(p: Parser) -> None:
+    p.add_argument("client", choices=("codex", "claude", "opencode"), help="the agent, which must be installed")
+    p.add_argument("--url", type=values.url, default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
+    p.add_argument("--dry-run", action="store_true", help="print the program, its arguments and environment instead")
