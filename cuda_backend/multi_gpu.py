@@ -150,6 +150,7 @@ class MultiGpuOps(Ops):
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
     joins = False
+    held_pool_bytes = Ops.held_pool_bytes  # without a pool: each sequence has a state of its own
 
     def __init__(self, gpus: Sequence[Gpu], layers: Sequence[int], draft: Gpu):
         self.gpus, self.layers, self.draft = gpus, [gpus[i] for i in layers], draft

@@ -203,6 +203,10 @@ def test_launches():
     on_cpu("ops/test_cuda_launch.py", "test_")
 
 
+def test_ops_of_several_gpus():
+    on_cpu("models/test_cuda_multi_gpu.py", "every_op_is_forwarded", BIMETAL_GPUS="2")
+
+
 def test_two_models_in_two_threads():
     on_cpu("models/test_cuda_threads.py", "two_models")
 

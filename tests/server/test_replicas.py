@@ -198,7 +198,8 @@ def test_a_client_that_leaves_ends_its_reply(url, demo) -> None:
     name, session = next(iter(sessions_by_replica(url).items()))
     body, headers = request_of("def add", 480, demo.tokenizer.end_ids), {"x-session-id": session}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # a generator that is dropped closes the connection
+        next(lines)
         wait_for(lambda: running(url, session) == (name, 1))
         left = time.monotonic()
     wait_for(lambda: running(url, session) == (name, 0))
