@@ -125,4 +125,4 @@ class Slots:
         return True
 
     def _bytes(self, tokens: int) -> int:
-        return self.model.ops.held_state_bytes(self.model.state_spec, tokens, self.model.ops.prefill_rows)
+        return self.model.ops.held_state_bytes(self.model.sequence_spec, tokens, self.model.ops.prefill_rows)

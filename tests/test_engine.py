@@ -564,12 +564,15 @@ def test_sequences_of_a_pool_begin_when_their_tokens_fit():
     ("backend", "kind", "name"),
     [
         ("numpy", "draft", "qwen35"),
+        ("numpy", "block", "qwen35"),
         ("numpy", "wedlm", "qwen3"),
         ("numpy", "latent", "glm"),
         ("numpy", "plain", "laguna"),
         ("mlx", "plain", "qwen35"),
         pytest.param("mlx", "latent", "glm", marks=pytest.mark.slow),
-        pytest.param("mlx", "draft", "laguna", marks=pytest.mark.slow),
+        *(pytest.param("mlx", "draft", name, marks=pytest.mark.slow) for name in ("laguna", "qwen35", "glm")),
+        pytest.param("mlx", "block", "qwen35", marks=pytest.mark.slow),
+        pytest.param("mlx", "block", "glm", marks=pytest.mark.slow),
         pytest.param("numpy", "packed", "demo", marks=pytest.mark.slow),
         pytest.param("mlx", "packed", "demo", marks=pytest.mark.slow),
     ],
@@ -586,7 +589,7 @@ def test_states_that_grow_beyond_the_memory_move_to_the_host_and_back(backend, k
     monkeypatch.setattr(sequence, "RESERVED", 6)
     engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=4))
     engine.schedule.joins = backend == "numpy"  # MLX multiplies several rows in another order than one
-    most, moved = 2 * ops.held_state_bytes(model.state_spec, 24, ops.prefill_rows), set()
+    most, moved = 2 * ops.held_state_bytes(model.sequence_spec, 24, ops.prefill_rows), set()
     empty = model.new_state(CONTEXT).nbytes
 
     def free(self):

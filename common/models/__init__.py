@@ -92,11 +92,11 @@ class Model:
         return self.layout, self.state_spec
 
     def new_state(self, capacity: int) -> State:
-        return self.ops.new_state(self.state_spec, capacity)
+        return self.ops.new_state(self.sequence_spec, capacity)
 
     def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
         """As Ops.new_pool."""
-        return self.ops.new_pool(self.state_spec, slots, capacity, tokens)
+        return self.ops.new_pool(self.sequence_spec, slots, capacity, tokens)
 
     @cached_property
     def state_spec(self) -> list[LayerSpec]:
@@ -104,6 +104,11 @@ class Model:
         spec = packed(self.definition.state_spec(self.config), self.cache)
         check_pairs(spec, self.ops.name, self.ops.cache_pairs)
         return spec
+
+    @property
+    def sequence_spec(self) -> list[LayerSpec]:
+        """All that a state stores: each layer of the model, and of a pair each layer of the draft after these."""
+        return self.state_spec
 
     def forward(self, state: State, step: Step, rows: slice = slice(None)) -> Array:
         """The logits (n, vocab) of `rows` of the step; commits nothing."""

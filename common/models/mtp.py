@@ -152,10 +152,7 @@ class MtpPair(Pair):
 
     @property
     def held(self) -> tuple[Layout, list[LayerSpec]]:
-        return replace(self.layout, layers=[*self.layout.layers, *self.tables.layers]), [
-            *self.state_spec,
-            *self.draft_spec,
-        ]
+        return replace(self.layout, layers=[*self.layout.layers, *self.tables.layers]), self.sequence_spec
 
     @property
     def draft_spec(self) -> list[LayerSpec]:

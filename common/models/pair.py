@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from common.models import Model
-from common.step import Pool, State
+from common.step import State
 from common.storage import LayerSpec
 
 
@@ -44,11 +44,9 @@ class Pair(Model):
         at most `depth` where each position costs time of its own.
         """
 
-    def new_state(self, capacity: int) -> State:
-        return self.ops.new_state([*self.state_spec, *self.draft_spec], capacity)
-
-    def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
-        return self.ops.new_pool([*self.state_spec, *self.draft_spec], slots, capacity, tokens)
+    @property
+    def sequence_spec(self) -> list[LayerSpec]:
+        return [*self.state_spec, *self.draft_spec]
 
     @property
     @abstractmethod
