@@ -57,7 +57,8 @@ class Engine:
         decoding = model if fa_window is None else windowed(model, fa_window)
         self.target = Target(model, decoding, tokenizer, context)
         self.model, self.parallel, self.prefixes = model, parallel, prefixes
-        self.schedule = Schedule(model.ops.joins and isinstance(model, Model), queue)
+        joins = model.ops.joins and isinstance(model, Model)
+        self.schedule = Schedule(joins, queue, batches=model.ops.micro_batches if joins else 1)
         self.memory = Slots(model, context, parallel, tokens)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []

@@ -107,6 +107,7 @@ class Ops(ABC):
     prefill_rows = 512  # of one prefill step: enough to fill the matrix units, little enough to answer Ctrl-C
     runs_ahead = False  # may a step be launched on a token that the host has not read yet?
     joins = False  # may a step have rows of several sequences: of a pool, or each with a state of its own?
+    micro_batches = 1  # steps of different sequences that are computed at the same time, each on other devices
     replays = False  # is a step of few rows launched at once where its function has run before?
     draws = False  # does `sample` draw by chance without reading the logits?
     tree_rows: int | None = None  # most rows of a tree or a block, where there is a limit

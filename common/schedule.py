@@ -5,6 +5,8 @@
   begins before it.
 - While sequences decode, steps of prompts take at most half of the time. Prompts are read one after another.
 - A step of decoding has at most `most_rows` rows. A sequence that a step had no room for comes first in the next.
+- Where a backend computes several steps at once, those that decode are divided into as many micro-batches, whose sizes
+  differ by one at most and which take turns. A sequence stays in its own where the sizes allow it.
 - Where several sequences decode, their draft tokens and newest tokens together are at most VERIFY_ROWS rows, in equal
   parts: a further row of a long step takes more time than a draft token is likely to save.
 - Where memory runs out, the youngest gives its own to the others and goes on, as it was, once one of them has ended;
@@ -58,12 +60,15 @@ T = TypeVar("T", bound=Item)
 class Schedule:
     """The policy, and the time that decoding is owed for steps of prompts.
 
-    joins  whether a step may have rows of several sequences
+    joins    whether a step may have rows of several sequences
+    batches  steps of decoding that the backend computes at once
     """
 
-    def __init__(self, joins: bool, queue: int = QUEUE, most_rows: int = MAX_DECODE_ROWS):
-        self.joins, self.queue, self.most_rows = joins, queue, most_rows
+    def __init__(self, joins: bool, queue: int = QUEUE, most_rows: int = MAX_DECODE_ROWS, batches: int = 1):
+        self.joins, self.queue, self.most_rows, self.batches = joins, queue, most_rows, batches
         self.owed = 0.0  # seconds
+        self._batch_of: dict[int, int] = {}  # the micro-batch of each sequence that decoded last, by arrival
+        self._last = 0  # the micro-batch that ran last
 
     def check_room(self, waiting: int) -> None:
         """Refuse a further sequence; raises BusyError."""
@@ -96,7 +101,12 @@ class Schedule:
         return min(readers, key=lambda item: (-item.priority, item.arrival))
 
     def step(self, decoders: list[T]) -> list[T]:
-        """Those whose rows fit one step: first the ones that waited longest, then those of fewest rows."""
+        """Those whose rows fit one step: first the ones that waited longest, then those of fewest rows.
+
+        Of several micro-batches, the next one's.
+        """
+        if self.batches > 1 and len(decoders) > 1:
+            decoders = self._next_batch(decoders)
         if len(decoders) < 2 or (self.joins and sum(item.rows for item in decoders) <= self.most_rows):
             for item in decoders:
                 item.waited = 0
@@ -112,6 +122,22 @@ class Schedule:
             else:
                 item.waited += 1
         return chosen
+
+    def _next_batch(self, decoders: list[T]) -> list[T]:
+        """Divide `decoders` into micro-batches, and return the one whose turn it is."""
+        members: list[list[T]] = [[] for _ in range(self.batches)]
+        added: list[T] = []
+        for item in sorted(decoders, key=lambda item: item.arrival):
+            number = self._batch_of.get(item.arrival)
+            (added if number is None else members[number]).append(item)
+        for item in added:
+            min(members, key=len).append(item)
+        while len(most := max(members, key=len)) > len(least := min(members, key=len)) + 1:
+            least.append(most.pop())
+        self._batch_of = {item.arrival: number for number, batch in enumerate(members) for item in batch}
+        turns = [(self._last + n) % self.batches for n in range(1, self.batches + 1)]
+        self._last = next(number for number in turns if members[number])
+        return members[self._last]
 
     def most_drafted(self, drafting: int, others: int) -> int | None:
         """Draft tokens that each of `drafting` sequences may ask for beside `others` that decode; None: no bound."""

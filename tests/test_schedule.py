@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from common.schedule import MOST_OWED, MOST_SKIPS, BusyError, Schedule
@@ -30,11 +31,11 @@ class Fake:
 class Machine:
     """Runs fakes by a schedule: a step of a prompt takes `chunk` seconds, one of decoding `step`."""
 
-    def __init__(self, slots=4, memory=10**9, joins=True, chunk=0.1, step=0.01):
-        self.schedule, self.slots, self.memory = Schedule(joins), slots, memory
+    def __init__(self, slots=4, memory=10**9, joins=True, chunk=0.1, step=0.01, batches=1):
+        self.schedule, self.slots, self.memory = Schedule(joins, batches=batches), slots, memory
         self.chunk, self.step, self.now = chunk, step, 0.0
         self.waiting, self.running, self.prompt_seconds, self.decode_seconds = [], [], 0.0, 0.0
-        self.rows = []
+        self.rows, self.batches = [], []
 
     def begin(self, item):
         if len(self.running) >= self.slots or sum(each.size for each in self.running) + item.size > self.memory:
@@ -57,6 +58,7 @@ class Machine:
         self.now += self.step
         self.decode_seconds += self.step
         self.rows.append(sum(each.rows for each in chosen))
+        self.batches.append(sorted(each.arrival for each in chosen))
         for each in chosen:
             each.ran.append(self.now)
             each.left -= 1
@@ -159,6 +161,36 @@ def test_plain_rows_always_fit_beside_trees_of_a_usual_size():
     machine.drain()
     for each in plain:
         assert max(b - a for a, b in zip(each.ran, each.ran[1:], strict=False)) <= 1.5 * machine.step
+
+
+@pytest.mark.parametrize(("batches", "count"), [(2, 2), (2, 5), (3, 2), (3, 4), (3, 7), (2, 16)])
+def test_micro_batches_take_turns(batches, count):
+    """Every sequence runs once in a round, beside the same others, in as many equal steps as there are devices."""
+    machine = Machine(slots=16, batches=batches)
+    machine.running = [Fake(n, left=12) for n in range(count)]
+    machine.drain()
+    steps = min(batches, count)
+    assert machine.batches[: 11 * steps] == machine.batches[:steps] * 11
+    assert sorted(n for batch in machine.batches[:steps] for n in batch) == list(range(count))
+    sizes = [len(batch) for batch in machine.batches[:steps]]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_micro_batches_stay_even_where_sequences_come_and_go():
+    """Sizes differ by one at most, nobody waits for long, and whoever is in a micro-batch mostly stays there."""
+    random, schedule = np.random.default_rng(1), Schedule(True, batches=2)
+    decoders, ran, twice = [Fake(n) for n in range(4)], dict.fromkeys(range(4), 3), 0
+    for n in range(4, 400):
+        chosen = schedule.step(list(decoders))
+        assert abs(2 * len(chosen) - len(decoders)) <= 1
+        twice += sum(ran.get(each.arrival) == n - 1 for each in chosen)
+        ran |= {each.arrival: n for each in chosen}
+        assert all(n - ran.get(each.arrival, each.arrival) <= 3 for each in decoders)
+        if random.random() < 0.3:
+            decoders.append(Fake(n))
+        if random.random() < 0.3 and len(decoders) > 3:
+            decoders.pop(int(random.integers(len(decoders))))
+    assert twice < 40
 
 
 def test_without_joined_steps_sequences_take_turns():
