@@ -191,6 +191,8 @@ def _of_expert(checkpoint: Checkpoint, stored: Stored, expert: int) -> Tensor:
     """The tensor (rows, columns) of one expert, as stored."""
     if stored.fix is not None:
         raise BimetalError(f"{stored.names[0]} is converted when it is loaded, so it cannot be streamed")
+    if stored.shard is not None:
+        raise BimetalError(f"{stored.names[0]} is divided among ranks, so it cannot be streamed")
     if len(stored.names) > 1:
         return checkpoint.tensors[stored.names[expert]].reshape(stored.shape[1:])
     tensor = checkpoint.tensors[stored.names[0]].reshape(stored.shape)

@@ -17,7 +17,7 @@ from common.gguf import read_gguf
 from common.ops import LayerSize, Ops
 from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
-from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account
+from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account, own_part
 
 FIRST_CHECK = 1 << 16  # bytes of a file after which its header may be whole; doubled each time it is not
 SPARE = 0.05  # of free memory, for what is not predicted: a draft's states, graphs, libraries
@@ -89,12 +89,13 @@ def predict_stacks(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> list[tup
 
 def _shaped(checkpoint: Checkpoint, stored: Stored, where: tuple[str, int], kinds: dict[Any, Tensor]) -> Tensor:
     """The canonical tensor's type and shape. A fix is run once for all layers that store this weight alike."""
-    tensors = [checkpoint.tensors[name] for name in stored.names]
-    first = tensors[0]
+    first = checkpoint.tensors[stored.names[0]]
     if stored.fix is None:
         return replace(first, shape=stored.shape)
     kind = where, first.type, first.shape, first.bits, first.group_size, stored.shape
     if kind not in kinds:
+        tensors = own_part(checkpoint, stored)
+        first = tensors[0]
         kinds[kind] = stored.fix(stack(tensors) if len(tensors) > 1 else first)
     return kinds[kind]
 

@@ -20,6 +20,7 @@ from common.errors import BimetalError
 from common.expert_forms import ExpertForm, SlotMemory, Streamed
 from common.experts import ExpertSupply
 from common.sampling import Sampler, argmax_entropy, top_k
+from common.shards import ONE, Ranks
 from common.step import Pool, State, Step
 from common.storage import LayerSpec, RowSpec
 from common.tensors import Tensor
@@ -115,6 +116,7 @@ class Ops(ABC):
     cache_pairs: frozenset[tuple[str, str]] = frozenset()  # (keys, values): formats of caches beside its own float type
     expert_supply: ExpertSupply | None = None  # what holds a mixture's experts where the backend has some in memory
     expert_vram = 0  # bytes that a mixture's experts take in all, where `held_expert_bytes` counts none of them
+    ranks: Ranks = ONE  # this rank among those that share every layer, each with a part of its weights and states
     checks_scales = False  # are scales that are not finite refused here? Reading them once more takes its time
 
     # -- weights and states ----------------------------------------------------------------------------------------
@@ -401,6 +403,10 @@ class Ops(ABC):
 
     def keep(self, x: Array) -> Array:
         """x, in memory that the layers after it leave alone: for what a tap takes out of `scope`."""
+        return x
+
+    def all_reduce(self, x: Array) -> Array:
+        """The sum of the ranks' x (T, C), equal to the bit on all of them; of one rank x itself."""
         return x
 
     def concatenate(self, parts: Sequence[Array]) -> Array:

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.ops import Ops
-from common.quants import BLOCKS, PLAIN, check_scales, dequantize
+from common.quants import PLAIN, check_scales, dequantize
+from common.shards import Shard, take_columns
 from common.tensors import Tensor, same_axes, stack
 
 Fix = Callable[[Tensor], Tensor]
@@ -31,12 +32,20 @@ class Stored:
     Several names are the layer's experts, one tensor each, to be stacked.
 
     part_of  shape of the tensor of which `fix` takes this weight, where it holds another one too
+    shard    the part of the stored tensor that this rank takes before `fix`, and whose shapes the others are; None: all
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     fix: Fix | None = None
     part_of: tuple[int, ...] | None = None
+    shard: Shard | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape that the stored tensor has, once axes are in the canonical order."""
+        shape = self.part_of or self.shape
+        return self.shard.whole(shape) if self.shard else shape
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,17 @@ class Names:
     prefix: str
     tensors: Mapping[str, Tensor]
 
-    def __call__(self, hf: str, gguf: str, shape: tuple[int, ...], fix: Mapping[str, Fix] | None = None) -> Stored:
+    def __call__(
+        self,
+        hf: str,
+        gguf: str,
+        shape: tuple[int, ...],
+        fix: Mapping[str, Fix] | None = None,
+        shard: Shard | None = None,
+    ) -> Stored:
         """The weight called `hf` (by mlx-lm too) or `gguf`, with `fix` of this dialect if any."""
         name = gguf if self.dialect == "gguf" else hf
-        return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect))
+        return Stored((self.prefix + name,), shape, (fix or {}).get(self.dialect), shard=shard)
 
     def has(self, name: str) -> bool:
         return self.prefix + name in self.tensors
@@ -205,13 +221,15 @@ def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
 
 def _misshapen(checkpoint: Checkpoint, stored: Stored) -> str | None:
     """A sentence where the weight cannot have its stored shape; a fix may change a shape, but not its elements."""
-    expected = stored.part_of or stored.shape
+    expected = stored.whole
     experts = (len(stored.names),) if len(stored.names) > 1 else ()
     for name in stored.names:
         shape = (*experts, *checkpoint.tensors[name].shape)
         fits = math.prod(shape) == math.prod(expected) if stored.fix else same_axes(shape, expected)
         if not fits:
             return _wrong_shape(name, shape[len(experts) :], expected[len(experts) :])
+        if stored.shard:
+            stored.shard.check(checkpoint.tensors[name])
     return None
 
 
@@ -243,18 +261,28 @@ def to_backend(entry: "Matrix | Vector", parts: Sequence[Tensor], ops: Ops) -> A
     return ops.expert_weight(*parts) if isinstance(entry, ExpertMatrix) else ops.weight(*parts)
 
 
+def own_part(checkpoint: Checkpoint, stored: Stored) -> list[Tensor]:
+    """The tensors of a weight as stored, or this rank's part of them; raises ValueError where they are too short."""
+    tensors = [checkpoint.tensors[name] for name in stored.names]
+    return [stored.shard.cut(tensor) for tensor in tensors] if stored.shard else tensors
+
+
 def canonical(checkpoint: Checkpoint, stored: Stored, unseen: bool) -> Tensor:
     """The weight as a backend takes it, of a checkpoint that `account` accepted.
 
     unseen  the backend checks scales itself, so that bytes which it receives as stored need no check here
     """
-    tensors = [checkpoint.tensors[name] for name in stored.names]
+    try:
+        tensors = own_part(checkpoint, stored)
+    except ValueError as error:
+        first = checkpoint.tensors[stored.names[0]]
+        raise BimetalError(_wrong_shape(first.name, first.shape, stored.whole)) from error
     for tensor in tensors if stored.fix or len(tensors) > 1 or not unseen else ():
         check_scales(tensor)
     tensor = stack(tensors) if len(tensors) > 1 else tensors[0]
     if tensor.scales is None and tensor.type in PLAIN and not tensor.type.startswith("F"):
         raise BimetalError(f"{tensor.name} holds {tensor.type} values; weights are floats")
-    file_shape, expected = tensor.shape, stored.part_of or stored.shape
+    file_shape, expected = tensor.shape, stored.part_of or stored.shape  # of this rank's part
     try:
         tensor = stored.fix(tensor) if stored.fix else tensor
     except BimetalError:
@@ -287,22 +315,7 @@ def rows(index: np.ndarray) -> Fix:
 
 def columns(start: int, count: int) -> Fix:
     """`count` columns from `start`; refused where they begin or end inside a quantization block."""
-
-    def cut(tensor: Tensor, unit: int) -> Tensor:
-        if start % unit or count % unit:
-            raise BimetalError(f"{tensor.name}: blocks of {unit} straddle columns {start} to {start + count}")
-        size = Fraction(tensor.data.shape[-1], tensor.shape[-1])
-        data = np.ascontiguousarray(tensor.data[..., int(start * size) : int((start + count) * size)])
-        return replace(tensor, shape=(*tensor.shape[:-1], count), data=data)
-
-    def fix(tensor: Tensor) -> Tensor:
-        if tensor.scales is None:
-            return cut(tensor, BLOCKS[tensor.type].elements if tensor.type in BLOCKS else 1)
-        part = columns(start // tensor.group_size, count // tensor.group_size)
-        scales, biases = part(tensor.scales), tensor.biases and part(tensor.biases)
-        return replace(cut(tensor, tensor.group_size), scales=scales, biases=biases)
-
-    return fix
+    return lambda tensor: take_columns(tensor, [(start, start + count)])
 
 
 def column_groups(index: np.ndarray, width: int) -> Fix:

@@ -15,6 +15,7 @@ from common.experts import ExpertSupply
 from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
+from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, State, Step
 from common.storage import LayerSpec
 from common.weights import Layout, Matrix, load_weights
@@ -53,6 +54,19 @@ def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise BimetalError(f"{checkpoint.path}: {_name_key(checkpoint)} is {name!r}; supported: {supported}")
     return str(name), ARCHITECTURES[str(name)]
+
+
+def rank_config(definition: ModuleType, checkpoint: Checkpoint, ranks: Ranks) -> Any:
+    """The checkpoint's configuration with the heads and channels that one of `ranks` computes.
+
+    The layout and the state specification of such a configuration are this rank's too. Raises BimetalError where heads
+    or channels cannot be shared equally.
+    """
+    config = definition.read_config(checkpoint)
+    try:
+        return config if ranks.size == 1 else definition.for_rank(config, ranks)
+    except BimetalError as error:
+        raise BimetalError(f"{checkpoint.path}: {error}") from None
 
 
 def _name_key(checkpoint: Checkpoint) -> str:
@@ -139,7 +153,7 @@ def load_model(path: Any, ops: Ops, progress: bool = False, open_experts: OpenEx
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     name, definition = architecture(checkpoint)
-    config = definition.read_config(checkpoint)
+    config = rank_config(definition, checkpoint, ops.ranks)
     layout = definition.layout(config, checkpoint)
     stream = None if open_experts is None else open_experts(checkpoint, layout, config)
     streamed = {} if stream is None else stream.handles(layout)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from common.config import Keys
 from common.errors import BimetalError
 from common.ops import Array, ExpertWeights, Ops, Rope
 from common.quants import dequantize
+from common.shards import ONE, Ranks, Shard, by_columns, by_expert_rows, by_rows
 from common.tensors import Tensor, same_axes
 from common.weights import ExpertMatrix, Matrix, Names, Stored, Table, Vector
 
@@ -31,6 +32,11 @@ class Experts:
     def __post_init__(self) -> None:
         if self.top_k > self.count:
             raise BimetalError(f"the configuration chooses {self.top_k} of {self.count} experts")
+
+    def for_rank(self, ranks: Ranks) -> "Experts":
+        """All experts, with this rank's channels of each."""
+        ffn = ranks.divide(self.ffn, "channels of an expert")
+        return replace(self, ffn=ffn, shared_ffn=ranks.divide(self.shared_ffn, "channels of the shared expert"))
 
 
 @dataclass(frozen=True)
@@ -56,46 +62,59 @@ class MtpNames:
 
 
 def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
-    """x (T, hidden) -> down(silu(gate x) * up x); w.gate_up stacks both by rows"""
+    """x (T, hidden) -> down(silu(gate x) * up x), of this rank's channels; w.gate_up stacks both by rows"""
     y = ops.linear(x, w.gate_up)
     F = y.shape[-1] // 2
     return ops.linear(ops.swiglu(y[:, :F], y[:, F:]), w.down)
 
 
-def ffn_weights(at: Names, hidden: int, ffn: int) -> Table:
+def ffn_weights(at: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
+    """Of a dense network with `ffn` channels on this rank."""
+    channels = ranks.of(ffn)
     return {
         "gate_up": Matrix(
-            at("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden)),
-            at("mlp.up_proj.weight", "ffn_up.weight", (ffn, hidden)),
+            at("mlp.gate_proj.weight", "ffn_gate.weight", (ffn, hidden), shard=by_rows(channels)),
+            at("mlp.up_proj.weight", "ffn_up.weight", (ffn, hidden), shard=by_rows(channels)),
         ),
-        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (hidden, ffn))),
+        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (hidden, ffn), shard=by_columns(channels))),
     }
 
 
 def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
-    """The best experts of each row, plus the shared ones as they are: x (T, hidden) -> (T, hidden)"""
+    """The best experts of each row, plus the shared ones as they are, of this rank's channels.
+
+    x (T, hidden) -> (T, hidden)
+    """
     matrices = w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down
     return ops.moe_ffn(x, ExpertWeights(*matrices, bias=w.router_bias), e.top_k, e.scale)
 
 
-def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:
-    """Under any of the names that training, transformers and mlx-lm give them, experts stacked or one by one."""
+def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
+    """Under any of the names that training, transformers and mlx-lm give them, experts stacked or one by one.
+
+    A rank holds all experts, each with `e.ffn` of its channels.
+    """
+    channels, shared_channels = ranks.of(e.ffn), ranks.of(e.shared_ffn)
 
     def first(hf: str, *others: str) -> str:
         return next((name for name in (hf, *others) if at.has(name)), hf)
 
-    def experts(part: str, gguf: str, shape: tuple[int, ...]) -> Stored:
+    def experts(part: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
         if at.has(f"mlp.experts.0.{part}.weight"):
-            return Stored(tuple(f"{at.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count)), shape)
-        return at(first(f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}"), gguf, shape)
+            names = tuple(f"{at.prefix}mlp.experts.{i}.{part}.weight" for i in range(e.count))
+            return Stored(names, shape, shard=shard)
+        return at(first(f"mlp.switch_mlp.{part}.weight", f"mlp.experts.{part}"), gguf, shape, shard=shard)
 
     E, F, S = e.count, e.ffn, e.shared_ffn
     if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
-        gate_up = ExpertMatrix(at("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden)))
+        both = by_expert_rows(channels, channels)
+        gate_up = ExpertMatrix(
+            at("mlp.experts.gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, hidden), shard=both)
+        )
     else:
         gate_up = ExpertMatrix(
-            experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden)),
-            experts("up_proj", "ffn_up_exps.weight", (E, F, hidden)),
+            experts("gate_proj", "ffn_gate_exps.weight", (E, F, hidden), by_expert_rows(channels)),
+            experts("up_proj", "ffn_up_exps.weight", (E, F, hidden), by_expert_rows(channels)),
         )
     shared = "mlp.shared_expert" if at.has("mlp.shared_expert.gate_proj.weight") else "mlp.shared_experts"
     bias = first("mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias")
@@ -103,12 +122,16 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts) -> Table:
         "router": Matrix(at(first("mlp.gate.weight", "mlp.gate.proj.weight"), "ffn_gate_inp.weight", (E, hidden))),
         "router_bias": Vector(at(bias, "exp_probs_b.bias", (E,))),
         "experts_gate_up": gate_up,
-        "experts_down": ExpertMatrix(experts("down_proj", "ffn_down_exps.weight", (E, hidden, F))),
-        "gate_up": Matrix(
-            at(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden)),
-            at(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden)),
+        "experts_down": ExpertMatrix(
+            experts("down_proj", "ffn_down_exps.weight", (E, hidden, F), by_columns(channels))
         ),
-        "down": Matrix(at(f"{shared}.down_proj.weight", "ffn_down_shexp.weight", (hidden, S))),
+        "gate_up": Matrix(
+            at(f"{shared}.gate_proj.weight", "ffn_gate_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
+            at(f"{shared}.up_proj.weight", "ffn_up_shexp.weight", (S, hidden), shard=by_rows(shared_channels)),
+        ),
+        "down": Matrix(
+            at(f"{shared}.down_proj.weight", "ffn_down_shexp.weight", (hidden, S), shard=by_columns(shared_channels))
+        ),
     }
 
 

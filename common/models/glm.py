@@ -29,6 +29,7 @@ from common.models.blocks import (
 )
 from common.ops import Array, Ops, Rope
 from common.quants import dequantize
+from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LatentSpec, LayerSpec
 from common.tensors import Tensor
@@ -66,6 +67,7 @@ class Config:
     eps: float
     context: int
     tied: bool
+    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
 
     def expands(self, rows: int, past: int) -> bool:
         """Do `rows` rows after `past` committed ones take fewer products with keys and values written out?
@@ -84,6 +86,17 @@ class Config:
 
 def read_config(checkpoint: Checkpoint) -> Config:
     return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+
+
+def for_rank(c: Config, ranks: Ranks) -> Config:
+    """What one of `ranks` computes: its heads, over latents that every rank holds, and its channels of the rest."""
+    return replace(
+        c,
+        heads=ranks.divide(c.heads, "heads"),
+        ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
+        experts=c.experts.for_rank(ranks),
+        ranks=ranks,
+    )
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -199,14 +212,14 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     layers = []
     for i in range(c.layers):
         at = Names(dialect, f"{prefix}{i}.", checkpoint.tensors)
-        ffn = ffn_weights(at, c.hidden, c.ffn) if i < c.dense_layers else sigmoid_moe_weights(at, c.hidden, c.experts)
-        layers.append({**_attention_weights(c, at), **ffn})
+        weights = partial(ffn_weights, ffn=c.ffn) if i < c.dense_layers else partial(sigmoid_moe_weights, e=c.experts)
+        layers.append({**_attention_weights(c, at), **weights(at, c.hidden, ranks=c.ranks)})
     return Layout(top, layers, partial(_ignored, prefix, c.layers))
 
 
 def mtp_weights(c: Config, at: Names) -> Table:
     """The layer of a multi-token-prediction block."""
-    return {**_attention_weights(c, at), **sigmoid_moe_weights(at, c.hidden, c.experts)}
+    return {**_attention_weights(c, at), **sigmoid_moe_weights(at, c.hidden, c.experts, c.ranks)}
 
 
 def check_mtp(checkpoint: Checkpoint) -> None:
@@ -219,19 +232,27 @@ def _attention_weights(c: Config, at: Names) -> Table:
     q_rows = np.arange(H * (N + P)).reshape(H, N + P)[:, np.r_[:N, N + split]].ravel()
     if at.has("self_attn.kv_b_proj.weight") or at.has("attn_kv_b.weight"):
         fused = partial(at, "self_attn.kv_b_proj.weight", "attn_kv_b.weight")
-        k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, slice(0, N)))))
-        v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, slice(N, N + V))))
+        heads = by_rows(c.ranks.of(H * (N + V)))
+        k_up = fused((H, R, N), _always(lambda kv: _transposed(_head_rows(kv, H, slice(0, N)))), shard=heads)
+        v_up = fused((H, V, R), _always(lambda kv: _head_rows(kv, H, slice(N, N + V))), shard=heads)
         k_up, v_up = (replace(part, part_of=(H * (N + V), R)) for part in (k_up, v_up))
     else:
-        k_up = at("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N))
-        v_up = at("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R))
+        heads = by_rows(c.ranks.of(H))
+        k_up = at("self_attn.embed_q.weight", "attn_k_b.weight", (H, R, N), shard=heads)
+        v_up = at("self_attn.unembed_out.weight", "attn_v_b.weight", (H, V, R), shard=heads)
     kv_down = at(
         "self_attn.kv_a_proj_with_mqa.weight",
         "attn_kv_a_mqa.weight",
         (R + P, c.hidden),
         _always(rows(np.r_[:R, R + split])),
     )
-    q_up = at("self_attn.q_b_proj.weight", "attn_q_b.weight", (H * (N + P), c.q_latent), _always(rows(q_rows)))
+    q_up = at(
+        "self_attn.q_b_proj.weight",
+        "attn_q_b.weight",
+        (H * (N + P), c.q_latent),
+        _always(rows(q_rows)),
+        shard=by_rows(c.ranks.of(H * (N + P))),
+    )
     return {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "down_qkv": Matrix(at("self_attn.q_a_proj.weight", "attn_q_a.weight", (c.q_latent, c.hidden)), kv_down),
@@ -240,7 +261,14 @@ def _attention_weights(c: Config, at: Names) -> Table:
         "kv_norm": Vector(at("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (R,))),
         "k_up": Matrix(k_up),
         "v_up": Matrix(v_up),
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * V))),
+        "o": Matrix(
+            at(
+                "self_attn.o_proj.weight",
+                "attn_output.weight",
+                (c.hidden, H * V),
+                shard=by_columns(c.ranks.of(H * V)),
+            )
+        ),
         "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
     }
 
@@ -307,13 +335,14 @@ def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: 
     """x (T, hidden) and what the layer's attention adds to it."""
     expand = c.expands(len(step), state.length)
     y = attention(ops, c, w, state[layer].latent, step, expand, ops.rms_norm(x, w.attn_norm, c.eps))
-    return ops.add(x, y)
+    return ops.add(x, ops.all_reduce(y))
 
 
 def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
     """x (T, hidden) and what the layer's feed-forward network adds to it."""
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
-    return ops.add(x, swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z))
+    y = swiglu_ffn(ops, w, z) if layer < c.dense_layers else sigmoid_moe(ops, c.experts, w, z)
+    return ops.add(x, ops.all_reduce(y))
 
 
 def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
@@ -322,7 +351,7 @@ def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int
 
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, expand: bool, x: Array) -> Array:
-    """Multi-head latent attention in either of its forms, x (T, hidden) -> (T, hidden)"""
+    """Multi-head latent attention in either of its forms, of this rank's heads: x (T, hidden) -> (T, hidden)"""
     T, H, R, N, P, V = x.shape[0], c.heads, c.latent, c.nope_dim, c.rope_dim, c.value_dim
     down = ops.linear(x, w.down_qkv)
     q = ops.linear(ops.rms_norm(down[:, : c.q_latent], w.q_norm, c.eps), w.q_up).reshape(T, H, N + P)

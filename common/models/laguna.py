@@ -23,6 +23,7 @@ from common.models.blocks import (
     swiglu_ffn,
 )
 from common.ops import Array, Ops, Rope
+from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Table, Vector
@@ -51,6 +52,8 @@ class Config:
     eps: float
     context: int
     tied: bool
+    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
+    kv_ranks: Ranks = ONE  # that hold different KV heads
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -66,6 +69,20 @@ def read_config(checkpoint: Checkpoint) -> Config:
                 f"{checkpoint.path}: rope turns {2 * len(rope.frequencies)} channels of a head of {c.head_dim}"
             )
     return c
+
+
+def for_rank(c: Config, ranks: Ranks) -> Config:
+    """What one of `ranks` computes: its heads, and its channels of each feed-forward network."""
+    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
+    return replace(
+        c,
+        heads=tuple(ranks.divide(heads, "heads") for heads in c.heads),
+        kv_heads=c.kv_heads // kv_ranks.size,
+        ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
+        experts=c.experts.for_rank(ranks),
+        ranks=ranks,
+        kv_ranks=kv_ranks,
+    )
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -219,8 +236,8 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     layers = []
     for i, heads in enumerate(c.heads):
         at = Names(dialect, f"blk.{i}." if dialect == "gguf" else f"{prefix}model.layers.{i}.", checkpoint.tensors)
-        ffn = sigmoid_moe_weights(at, c.hidden, c.experts) if c.is_sparse[i] else ffn_weights(at, c.hidden, c.ffn)
-        layers.append({**_attention_weights(c, at, heads), **ffn})
+        weights = partial(sigmoid_moe_weights, e=c.experts) if c.is_sparse[i] else partial(ffn_weights, ffn=c.ffn)
+        layers.append({**_attention_weights(c, at, heads), **weights(at, c.hidden, ranks=c.ranks)})
     return Layout(top, layers, lambda name: None)
 
 
@@ -233,15 +250,18 @@ def _prefix(checkpoint: Checkpoint) -> str:
 def _attention_weights(c: Config, at: Names, heads: int) -> Table:
     K, D = c.kv_heads, c.head_dim
     gates = heads * D if c.gate_per_channel else heads
+    q_rows, kv_rows, gate_rows = c.ranks.of(heads * D), c.kv_ranks.of(K * D), c.ranks.of(gates)
     return {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkgv": Matrix(  # values last, often of a wider type: neighbours of one type are one product
-            at("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden)),
-            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
-            at("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden)),
-            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+            at("self_attn.q_proj.weight", "attn_q.weight", (heads * D, c.hidden), shard=by_rows(q_rows)),
+            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
+            at("self_attn.g_proj.weight", "attn_gate.weight", (gates, c.hidden), shard=by_rows(gate_rows)),
+            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv_rows)),
         ),
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, heads * D))),
+        "o": Matrix(
+            at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, heads * D), shard=by_columns(q_rows))
+        ),
         "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
         "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
         "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
@@ -267,13 +287,15 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, layer: int, x: Array) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
+    mixed = attention(ops, c, w, state.kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps))
+    x = ops.add(x, ops.all_reduce(mixed))[kept]
     z = ops.rms_norm(x, w.ffn_norm, c.eps)
-    return ops.add(x, sigmoid_moe(ops, c.experts, w, z) if c.is_sparse[layer] else swiglu_ffn(ops, w, z))
+    ffn = sigmoid_moe(ops, c.experts, w, z) if c.is_sparse[layer] else swiglu_ffn(ops, w, z)
+    return ops.add(x, ops.all_reduce(ffn))
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
-    """Grouped-query attention with a softplus gate on its output, x (T, hidden) -> (T, hidden)"""
+    """Grouped-query attention with a softplus gate on its output, of this rank's heads: x (T, hidden) -> (T, hidden)"""
     T, H, K, D = x.shape[0], c.heads[layer], c.kv_heads, c.head_dim
     rope, window = (c.sliding_rope, c.window) if c.is_sliding[layer] else (c.rope, None)
     qkgv = ops.linear(x, w.qkgv)

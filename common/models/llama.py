@@ -3,7 +3,7 @@
 Qwen3 norms each q and k head before rope; WeDLM-8B is Qwen3 with other weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,9 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
+from common.models.blocks import check_sizes, ffn_weights, gguf_rope, head, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
+from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
 from common.weights import Fix, Layout, Matrix, Names, Table, Vector, rows
@@ -36,6 +37,8 @@ class Config:
     context: int
     tied: bool
     mask_id: int | None = None  # of WeDLM: the token of a position that is still to be filled
+    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
+    kv_ranks: Ranks = ONE  # that hold different KV heads
 
     @property
     def norms_heads(self) -> bool:
@@ -44,6 +47,19 @@ class Config:
 
 def read_config(checkpoint: Checkpoint) -> Config:
     return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint)
+
+
+def for_rank(c: Config, ranks: Ranks) -> Config:
+    """What one of `ranks` computes: its heads and its channels of the feed-forward network."""
+    kv_ranks = ranks.holding(c.kv_heads, "KV heads")
+    return replace(
+        c,
+        heads=ranks.divide(c.heads, "heads"),
+        kv_heads=c.kv_heads // kv_ranks.size,
+        ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
+        ranks=ranks,
+        kv_ranks=kv_ranks,
+    )
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -139,6 +155,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 def _layer_weights(c: Config, at: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
+    heads, kv_heads = c.ranks.of(H * D), c.kv_ranks.of(K * D)
 
     def half_split(heads: int) -> dict[str, Fix]:
         """A llama GGUF stores a rope pair as adjacent rows; here a pair is (j, j + D/2)."""
@@ -149,17 +166,13 @@ def _layer_weights(c: Config, at: Names) -> Table:
     table: dict[str, Matrix | Vector | None] = {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
         "qkv": Matrix(
-            at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden), half_split(H)),
-            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), half_split(K)),
-            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+            at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden), half_split(H), shard=by_rows(heads)),
+            at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), half_split(K), shard=by_rows(kv_heads)),
+            at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv_heads)),
         ),
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=by_columns(heads))),
         "ffn_norm": Vector(at("post_attention_layernorm.weight", "ffn_norm.weight", (c.hidden,))),
-        "gate_up": Matrix(
-            at("mlp.gate_proj.weight", "ffn_gate.weight", (c.ffn, c.hidden)),
-            at("mlp.up_proj.weight", "ffn_up.weight", (c.ffn, c.hidden)),
-        ),
-        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (c.hidden, c.ffn))),
+        **ffn_weights(at, c.hidden, c.ffn, c.ranks),
     }
     if c.norms_heads:
         table["q_norm"] = Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,)))
@@ -189,12 +202,13 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, x: Array) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.kv, step, ops.rms_norm(x, w.attn_norm, c.eps)))[kept]
-    return ops.add(x, swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
+    mixed = attention(ops, c, w, state.kv, step, ops.rms_norm(x, w.attn_norm, c.eps))
+    x = ops.add(x, ops.all_reduce(mixed))[kept]
+    return ops.add(x, ops.all_reduce(swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps))))
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, x: Array) -> Array:
-    """x (T, hidden) -> (T, hidden)"""
+    """x (T, hidden) -> (T, hidden), of this rank's heads"""
     T, H, K, D = x.shape[0], c.heads, c.kv_heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
     q = qkv[:, : H * D].reshape(T, H, D)

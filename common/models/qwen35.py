@@ -4,7 +4,7 @@ Conventions inside: value heads are tiled over key heads (head h uses key head h
 a 256-wide quantization block cannot be split to reorder 128-wide heads); norm weights are multiplied as they stand.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,18 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import MtpNames, RowFn, check_sizes, gguf_rope, head, hf_rope, swiglu_ffn
+from common.models.blocks import (
+    MtpNames,
+    RowFn,
+    check_sizes,
+    ffn_weights,
+    gguf_rope,
+    head,
+    hf_rope,
+    swiglu_ffn,
+)
 from common.ops import Array, DeltaWeights, ExpertWeights, Ops, Rope
+from common.shards import ONE, Ranks, Segment, Shard, by_columns, by_expert_rows, by_rows
 from common.step import State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec
 from common.weights import ExpertMatrix, Fix, Layout, Matrix, Names, Stored, Table, Vector, column_groups, mapped, rows
@@ -60,6 +70,8 @@ class Config:
     eps: float
     context: int
     tied: bool
+    ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
+    kv_ranks: Ranks = ONE  # that hold different KV heads
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -72,6 +84,24 @@ def read_config(checkpoint: Checkpoint) -> Config:
     if c.experts and c.experts.top_k > c.experts.count:
         raise BimetalError(f"{checkpoint.path}: a token takes {c.experts.top_k} experts of {c.experts.count}")
     return c
+
+
+def for_rank(c: Config, ranks: Ranks) -> Config:
+    """What one of `ranks` computes: its heads, of Gated DeltaNet those of its key heads, and its channels."""
+    kv_ranks, e = ranks.holding(c.kv_heads, "KV heads"), c.experts
+    key_heads = ranks.divide(c.key_heads, "key heads of Gated DeltaNet")
+    ffn, shared_ffn = "channels of an expert", "channels of the shared expert"
+    return replace(
+        c,
+        heads=ranks.divide(c.heads, "heads"),
+        kv_heads=c.kv_heads // kv_ranks.size,
+        key_heads=key_heads,
+        value_heads=c.value_heads // ranks.size,
+        ffn=ranks.divide(c.ffn, "channels of the feed-forward network"),
+        experts=e and replace(e, ffn=ranks.divide(e.ffn, ffn), shared_ffn=ranks.divide(e.shared_ffn, shared_ffn)),
+        ranks=ranks,
+        kv_ranks=kv_ranks,
+    )
 
 
 def _hf_config(checkpoint: Checkpoint) -> Config:
@@ -211,7 +241,7 @@ def _layer_weights(c: Config, at: Names, is_attention: bool) -> Table:
         "mixer_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,), NORM_FIX)),
         **(_attention_weights(c, at) if is_attention else _delta_weights(c, at)),
         "ffn_norm": Vector(at("post_attention_layernorm.weight", post_norm, (c.hidden,), NORM_FIX)),
-        **(_moe_weights if c.experts else _ffn_weights)(c, at),
+        **(_moe_weights(c, at) if c.experts else ffn_weights(at, c.hidden, c.ffn, c.ranks)),
     }
 
 
@@ -233,16 +263,18 @@ def _dialect(checkpoint: Checkpoint) -> tuple[str, str]:
 
 def _attention_weights(c: Config, at: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
+    q, kv = c.ranks.of(2 * H * D), c.kv_ranks.of(K * D)  # per head of q: D rows of q, D of gate
     parts: tuple[Stored, ...] = (
-        at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden)),  # per head: D rows of q, D of gate
-        at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
-        at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+        at("self_attn.q_proj.weight", "attn_q.weight", (2 * H * D, c.hidden), shard=by_rows(q)),
+        at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden), shard=by_rows(kv)),
+        at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden), shard=by_rows(kv)),
     )
     if at.dialect == "gguf" and at.has("attn_qkv.weight"):  # some writers fuse the three
-        parts = (at("", "attn_qkv.weight", ((2 * H + 2 * K) * D, c.hidden)),)
+        parts = (at("", "attn_qkv.weight", ((2 * H + 2 * K) * D, c.hidden), shard=by_rows(q, kv, kv)),)
+    of_heads = by_columns(c.ranks.of(H * D))
     return {
         "qkv": Matrix(*parts),
-        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D), shard=of_heads)),
         "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,), NORM_FIX)),
         "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,), NORM_FIX)),
     }
@@ -256,6 +288,12 @@ def _delta_weights(c: Config, at: Names) -> Table:
     value_rows = (tiled[:, None] * c.value_dim + np.arange(c.value_dim)).ravel()
     qkv_rows = np.concatenate([np.arange(2 * keys), 2 * keys + value_rows])
 
+    def of_values(width: int) -> list[Segment]:
+        """This rank's value heads of `width` rows in the file's order: with their key heads, or tiled over them."""
+        if at.dialect == "gguf":
+            return [c.ranks.of(c.key_heads * width)] * repeats
+        return [c.ranks.of(c.value_heads * width)]
+
     def grouped(fix: Fix) -> dict[str, Fix]:
         """Of files whose head g * R + r uses key head g: those as trained, and mlx-lm's."""
         return {"hf": fix, "mlx": fix}
@@ -265,16 +303,26 @@ def _delta_weights(c: Config, at: Names) -> Table:
         "hf": mapped(lambda conv: conv.squeeze(1)[qkv_rows]),
         "mlx": mapped(lambda conv: conv.squeeze(2)[qkv_rows]),
     }
+    qkv_shard = by_rows(c.ranks.of(keys), c.ranks.of(keys), *of_values(c.value_dim))
+    value_shard, head_shard = by_rows(*of_values(c.value_dim)), by_rows(*of_values(1))
+    by_value, by_head = grouped(rows(value_rows)), grouped(rows(tiled))
+    heads, H = (c.value_heads,), (c.value_heads, c.hidden)
     return {
         "qkvzba": Matrix(
-            at("linear_attn.in_proj_qkv.weight", "attn_qkv.weight", (channels, c.hidden), grouped(rows(qkv_rows))),
-            at("linear_attn.in_proj_z.weight", "attn_gate.weight", (values, c.hidden), grouped(rows(value_rows))),
-            at("linear_attn.in_proj_b.weight", "ssm_beta.weight", (c.value_heads, c.hidden), grouped(rows(tiled))),
-            at("linear_attn.in_proj_a.weight", "ssm_alpha.weight", (c.value_heads, c.hidden), grouped(rows(tiled))),
+            at(
+                "linear_attn.in_proj_qkv.weight",
+                "attn_qkv.weight",
+                (channels, c.hidden),
+                grouped(rows(qkv_rows)),
+                shard=qkv_shard,
+            ),
+            at("linear_attn.in_proj_z.weight", "attn_gate.weight", (values, c.hidden), by_value, shard=value_shard),
+            at("linear_attn.in_proj_b.weight", "ssm_beta.weight", H, by_head, shard=head_shard),
+            at("linear_attn.in_proj_a.weight", "ssm_alpha.weight", H, by_head, shard=head_shard),
         ),
-        "taps": Vector(at("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), taps)),
-        "decay": Vector(at("linear_attn.A_log", "ssm_a", (c.value_heads,), grouped(decay))),
-        "dt_bias": Vector(at("linear_attn.dt_bias", "ssm_dt.bias", (c.value_heads,), grouped(rows(tiled)))),
+        "taps": Vector(at("linear_attn.conv1d.weight", "ssm_conv1d.weight", (channels, c.taps), taps, shard=qkv_shard)),
+        "decay": Vector(at("linear_attn.A_log", "ssm_a", heads, grouped(decay), shard=head_shard)),
+        "dt_bias": Vector(at("linear_attn.dt_bias", "ssm_dt.bias", heads, by_head, shard=head_shard)),
         "delta_norm": Vector(at("linear_attn.norm.weight", "ssm_norm.weight", (c.value_dim,))),  # never around 0
         "out": Matrix(
             at(
@@ -282,6 +330,7 @@ def _delta_weights(c: Config, at: Names) -> Table:
                 "ssm_out.weight",
                 (c.hidden, values),
                 grouped(column_groups(tiled, c.value_dim)),
+                shard=by_columns(*of_values(c.value_dim)),
             )
         ),
     }
@@ -303,44 +352,45 @@ def check_mtp(checkpoint: Checkpoint) -> None:
         )
 
 
-def _ffn_weights(c: Config, at: Names) -> Table:
-    return {
-        "gate_up": Matrix(
-            at("mlp.gate_proj.weight", "ffn_gate.weight", (c.ffn, c.hidden)),
-            at("mlp.up_proj.weight", "ffn_up.weight", (c.ffn, c.hidden)),
-        ),
-        "down": Matrix(at("mlp.down_proj.weight", "ffn_down.weight", (c.hidden, c.ffn))),
-    }
-
-
 def _moe_weights(c: Config, at: Names) -> Table:
     assert c.experts
     E, F, S = c.experts.count, c.experts.ffn, c.experts.shared_ffn
+    channels, shared = c.ranks.of(F), c.ranks.of(S)
 
-    def experts(hf: str, gguf: str, shape: tuple[int, ...]) -> Stored:
+    def experts(hf: str, gguf: str, shape: tuple[int, ...], shard: Shard | None) -> Stored:
         """One stacked tensor, or in newer Hugging Face files one tensor per expert; quantized stacks as mlx-lm's."""
         if at.has(module := f"mlp.switch_mlp.{hf}.weight"):
-            return Stored((at.prefix + module,), shape)
+            return Stored((at.prefix + module,), shape, shard=shard)
         if at.dialect == "hf" and not at.has(f"mlp.experts.{hf}"):
-            return Stored(tuple(f"{at.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape)
-        return at(f"mlp.experts.{hf}", gguf, shape)
+            return Stored(tuple(f"{at.prefix}mlp.experts.{e}.{hf}.weight" for e in range(E)), shape, shard=shard)
+        return at(f"mlp.experts.{hf}", gguf, shape, shard=shard)
 
     if at.has("mlp.experts.gate_up_proj") or at.has("ffn_gate_up_exps.weight"):
-        gate_up = ExpertMatrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden)))
+        both = by_expert_rows(channels, channels)
+        gate_up = ExpertMatrix(experts("gate_up_proj", "ffn_gate_up_exps.weight", (E, 2 * F, c.hidden), both))
     else:
         gate_up = ExpertMatrix(
-            experts("gate_proj", "ffn_gate_exps.weight", (E, F, c.hidden)),
-            experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden)),
+            experts("gate_proj", "ffn_gate_exps.weight", (E, F, c.hidden), by_expert_rows(channels)),
+            experts("up_proj", "ffn_up_exps.weight", (E, F, c.hidden), by_expert_rows(channels)),
         )
     return {
         "router": Matrix(at("mlp.gate.weight", "ffn_gate_inp.weight", (E, c.hidden))),
         "experts_gate_up": gate_up,
-        "experts_down": ExpertMatrix(experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F))),
-        "gate_up": Matrix(
-            at("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden)),
-            at("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden)),
+        "experts_down": ExpertMatrix(
+            experts("down_proj", "ffn_down_exps.weight", (E, c.hidden, F), by_columns(channels))
         ),
-        "down": Matrix(at("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight", (c.hidden, S))),
+        "gate_up": Matrix(
+            at("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
+            at("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight", (S, c.hidden), shard=by_rows(shared)),
+        ),
+        "down": Matrix(
+            at(
+                "mlp.shared_expert.down_proj.weight",
+                "ffn_down_shexp.weight",
+                (c.hidden, S),
+                shard=by_columns(shared),
+            )
+        ),
         "shared_gate": Matrix(at("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight", (1, c.hidden))),
     }
 
@@ -395,16 +445,18 @@ def mixed(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: 
     """x (T, hidden) and what the layer's mixer adds to it; a layer after the model's own attends."""
     is_attention = layer >= len(c.is_attention) or c.is_attention[layer]
     mixer = attention if is_attention else gated_deltanet
-    return ops.add(x, mixer(ops, c, w, state[layer], step, ops.rms_norm(x, w.mixer_norm, c.eps)))
+    y = mixer(ops, c, w, state[layer], step, ops.rms_norm(x, w.mixer_norm, c.eps))
+    return ops.add(x, ops.all_reduce(y))
 
 
 def ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
     """x (T, hidden) and what the layer's feed-forward network adds to it."""
-    return ops.add(x, (moe_ffn if c.experts else dense_ffn)(ops, c, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
+    y = (moe_ffn if c.experts else dense_ffn)(ops, c, w, ops.rms_norm(x, w.ffn_norm, c.eps))
+    return ops.add(x, ops.all_reduce(y))
 
 
 def attention(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
-    """Grouped-query attention with a sigmoid gate on its output, x (T, hidden) -> (T, hidden)"""
+    """Grouped-query attention with a sigmoid gate on its output, of this rank's heads: x (T, hidden) -> (T, hidden)"""
     T, H, D = x.shape[0], c.heads, c.head_dim
     qkv = ops.linear(x, w.qkv)
     q_gate = qkv[:, : 2 * H * D].reshape(T, H, 2 * D)
@@ -428,7 +480,7 @@ def _keys_values(ops: Ops, c: Config, w: Any, step: Step, qkv: Array) -> tuple[A
 
 
 def gated_deltanet(ops: Ops, c: Config, w: Any, state: Any, step: Step, x: Array) -> Array:
-    """Short convolution, delta rule, gated norm: x (T, hidden) -> (T, hidden)"""
+    """Short convolution, delta rule, gated norm, of this rank's heads: x (T, hidden) -> (T, hidden)"""
     T, Hv, Dv = x.shape[0], c.value_heads, c.value_dim
     values = Hv * Dv
     y = ops.linear(x, w.qkvzba)

@@ -1,0 +1,102 @@
+"""Ranks that share every layer of a tiny model, as threads of one process on NumPy."""
+
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+
+from common.checkpoint import Checkpoint
+from common.models import architecture
+from common.reference import NumpyOps
+from common.shards import Ranks
+from common.tensors import Tensor
+from common.weights import dense
+
+# Sizes that three ranks divide, of models whose own sizes they do not.
+WIDE: dict[str, dict[str, Any]] = {
+    "glm": {"num_attention_heads": 6, "num_key_value_heads": 6, "moe_intermediate_size": 24},
+    "qwen35moe": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "moe_intermediate_size": 24,
+    },
+}
+
+
+class RankOps(NumpyOps):
+    """One of several threads; `met` and `shown` are common to all of them.
+
+    taken  bytes of each weight that the rank was given
+    """
+
+    def __init__(self, ranks: Ranks, met: threading.Barrier, shown: list[Any]):
+        self.ranks, self._met, self._shown = ranks, met, shown
+        self.taken: dict[str, int] = {}
+        self.sums = 0
+
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
+        self._shown[self.ranks.rank] = x
+        self._met.wait(60)
+        total = self._shown[0]
+        for part in self._shown[1:]:
+            total = total + part
+        self._met.wait(60)
+        self.sums += 1
+        return total
+
+    def weight(self, *parts: Tensor) -> np.ndarray:
+        for part in parts:
+            self.taken[part.name] = self.taken.get(part.name, 0) + part.nbytes
+        return super().weight(*parts)
+
+
+def together(size: int, work: Callable[[RankOps], Any]) -> list[Any]:
+    """What `work` returns on each of `size` ranks; raises what one of them raised."""
+    met, shown = threading.Barrier(size), [None] * size
+    found: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = work(RankOps(Ranks(rank, size), met, shown))
+        except BaseException as error:
+            met.abort()
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [each for each in found if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return found
+
+
+def _weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers that depend on the name and shape alone."""
+    noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    return 0.3 * noise if len(shape) == 1 else 1.5 * noise / np.sqrt(shape[-1])
+
+
+@cache
+def wide(name: str) -> Checkpoint:
+    """The tiny model with the sizes of WIDE, its weights given by a formula."""
+    c = replace(tiny.checkpoint(name), config=tiny.checkpoint(name).config | WIDE[name], path=Path(f"wide {name}"))
+    definition = architecture(c)[1]
+    tensors = {}
+    for entry in definition.layout(definition.read_config(c), c).entries():
+        for stored in entry.parts:
+            shape = stored.whole[1:] if len(stored.names) > 1 else stored.whole
+            for key in stored.names:
+                values = _weight(key, shape)
+                tensors[key] = dense(key, values[:, None] if key.endswith("conv1d.weight") else values)
+    return replace(c, tensors=tensors)
