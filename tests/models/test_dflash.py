@@ -15,7 +15,8 @@ from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.models import load_model
-from common.models.dflash import CONTEXT_ROWS, Tap, read_config
+from common.models.dflash import CONTEXT_ROWS, Tap
+from common.models.dflash_config import read_config
 from common.models.drafts import check_file, load_pair
 from common.quants import dequantize
 from common.step import Step

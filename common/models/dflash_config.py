@@ -1,0 +1,177 @@
+"""What a DFlash draft states in config.json or in GGUF metadata of llama.cpp and of lucebox."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.config import Keys
+from common.errors import BimetalError
+from common.models import Model
+from common.models.blocks import check_sizes, gguf_rope, hf_rope
+from common.ops import Rope
+
+NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
+KINDS = ("full_attention", "sliding_attention")
+OTHER_ALGORITHMS = ("markov_rank", "selector_rank", "selector_top_k", "conv_kernel_size")
+UNSUPPORTED = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
+
+
+@dataclass(frozen=True)
+class Config:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    eps: float
+    rope: Rope
+    windows: tuple[int | None, ...]  # per layer: positions that a row sees, its own included; None: all
+    is_causal: tuple[bool, ...]  # per layer: rows of the block see earlier ones alone
+    block: int  # tokens of a block, the known one included
+    mask_token: int
+    taps: tuple[int, ...]  # target layers whose output the draft reads, in the order of the columns of `fc`
+    vocab: int | None  # of the target, where the file says it
+    target_layers: int | None
+    is_laguna: bool = False  # a norm per tap, the context through each layer's norm, gated attention
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+
+def read_config(checkpoint: Checkpoint, target: Model) -> Config:
+    """The draft's configuration, checked against the target that it is to serve."""
+    for name in checkpoint.tensors:
+        if name.rpartition(".")[2] in ("d2t", "t2d"):
+            raise BimetalError(f"{checkpoint.path} has a vocabulary of its own ({name}), which is not supported")
+    c = (_gguf_config if checkpoint.format == "gguf" else _hf_config)(checkpoint, target)
+    _check_belongs(c, checkpoint.path, target)
+    return c
+
+
+def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
+    keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
+    names = keys.read("architectures", list)
+    if names not in ([NAME], [LAGUNA]):
+        raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {NAME}, {LAGUNA}")
+    vocab = keys.read("vocab_size", int, 0) or None
+    keys.expect("draft_vocab_size", vocab)
+    keys.expect("gating", "per-head")
+    keys.expect("hidden_act", "silu")
+    keys.expect("attention_bias", False)
+    keys.expect("partial_rotary_factor", 1.0)
+    keys.expect("dflash_config.use_swa", False)
+    for key in (*OTHER_ALGORITHMS, *UNSUPPORTED):
+        for place in (key, f"dflash_config.{key}"):
+            if keys.get(place) is not None:
+                raise BimetalError(f"{keys.where}: {place} belongs to another kind of draft, which is not supported")
+    layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
+    head_dim, kv_heads = keys.size("head_dim"), keys.size("num_key_value_heads", heads)
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    kinds = keys.read("layer_types", list, ["full_attention"] * layers)
+    if len(kinds) != layers or set(kinds) - set(KINDS):
+        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
+    slides = [kind == "sliding_attention" for kind in kinds]
+    has_window = keys.read("use_sliding_window", bool, True)
+    causal = keys.flag("is_causal" if keys.flag("dflash_config.causal") is None else "dflash_config.causal")
+
+    def either(key: str) -> str:
+        return key if keys.get(key) is not None else f"dflash_config.{key}"
+
+    return Config(
+        hidden=keys.size("hidden_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=keys.size("intermediate_size"),
+        eps=keys.positive("rms_norm_eps", 1e-6),
+        rope=hf_rope(keys, head_dim),
+        windows=tuple(keys.size("sliding_window") if slide and has_window else None for slide in slides),
+        is_causal=tuple(slides) if causal is None else (causal,) * layers,
+        block=keys.size(either("block_size")),
+        mask_token=keys.read(either("mask_token_id"), int),
+        taps=_taps(keys.where, keys.read(either("target_layer_ids"), list, []), 0) or _default_taps(checkpoint, target),
+        vocab=vocab,
+        target_layers=keys.read(either("num_target_layers"), int, 0) or None,
+        is_laguna=names == [LAGUNA],
+    )
+
+
+def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
+    """Metadata as llama.cpp writes them (`dflash`), or as lucebox does (`dflash-draft`, `qwen35-dflash-draft`)."""
+    architecture = str(checkpoint.config.get("general.architecture"))
+    upstream = architecture == "dflash"
+    if not upstream and not architecture.endswith("dflash-draft"):
+        raise BimetalError(f"{checkpoint.path}: general.architecture is {architecture!r}, which is no DFlash draft")
+    keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
+    inner = "" if upstream else "dflash."
+    for key in (*OTHER_ALGORITHMS, *UNSUPPORTED, "dspark.enabled", "dspark.markov_rank", "laguna"):
+        for place in (key, f"dflash.{key}"):
+            if keys.get(place):
+                raise BimetalError(
+                    f"{keys.where}: {keys.prefix}{place} belongs to another kind of draft, which is not supported"
+                )
+    layers, heads = keys.size("block_count"), keys.size("attention.head_count")
+    head_dim, kv_heads = keys.size("attention.key_length"), keys.size("attention.head_count_kv", heads)
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    keys.expect("attention.value_length", head_dim)
+    window = keys.read("attention.sliding_window", int, 0)
+    pattern = keys.read("attention.sliding_window_pattern", list, [window > 0] * layers)
+    if len(pattern) < layers:
+        raise BimetalError(f"{keys.where}: {keys.prefix}attention.sliding_window_pattern covers {len(pattern)} layers")
+    slides = [window > 0 and bool(slide) for slide in pattern[:layers]]
+    causal = keys.flag("attention.causal")
+    listed = keys.read("target_layers" if upstream else "dflash.target_layer_ids", list, [])
+    mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
+    tokens = checkpoint.config.get("tokenizer.ggml.tokens")
+    return Config(
+        hidden=keys.size("embedding_length"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=keys.size("feed_forward_length"),
+        eps=keys.positive("attention.layer_norm_rms_epsilon", 1e-6),
+        rope=gguf_rope(keys, head_dim, None),
+        windows=tuple(window if slide else None for slide in slides),
+        is_causal=tuple(slides) if causal is None else (causal,) * layers,
+        block=keys.size(f"{inner}block_size"),
+        mask_token=mask if isinstance(mask, int) else keys.read(f"{inner}mask_token_id", int),
+        taps=_taps(keys.where, listed, int(upstream)) or _default_taps(checkpoint, target),  # it counts inputs
+        vocab=len(tokens) if isinstance(tokens, list) else keys.read("vocab_size", int, 0) or None,
+        target_layers=None,
+    )
+
+
+def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
+    """Layer ids from 0, in the order in which a file lists them, counted there from `first`."""
+    if any(type(i) is not int or i < first for i in listed) or len(set(listed)) < len(listed):
+        raise BimetalError(f"{where}: {listed} are not the numbers of different target layers")
+    return tuple(i - first for i in listed)
+
+
+def _default_taps(checkpoint: Checkpoint, target: Model) -> tuple[int, ...]:
+    """As many layers as `fc` has room for, from the second to the third from the end."""
+    fc = next((t for name, t in checkpoint.tensors.items() if name.endswith("fc.weight")), None)
+    layers, n = len(target.layout.layers), fc.shape[-1] // target.config.hidden if fc is not None else 0
+    return (layers // 2,) if n == 1 else tuple(round(1 + i * (layers - 4) / (n - 1)) for i in range(n))
+
+
+def _check_belongs(c: Config, path: Path, target: Model) -> None:
+    layers = len(target.layout.layers)
+    for what, drafts, targets in (
+        ("hidden size", c.hidden, target.config.hidden),
+        ("vocabulary", c.vocab or target.config.vocab, target.config.vocab),
+        ("number of target layers", c.target_layers or layers, layers),
+    ):
+        if drafts != targets:
+            raise BimetalError(f"{path} is a draft for another model: its {what} is {drafts}, the model's {targets}")
+    if not c.taps or max(c.taps) >= layers:
+        raise BimetalError(f"{path} is a draft for another model: it reads layers {c.taps}, the model has {layers}")
+    if not 0 <= c.mask_token < target.config.vocab:
+        raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.config.vocab}")
+    if c.block < 2:
+        raise BimetalError(f"{path}: block_size is {c.block}; a block has the known token and at least one more")
+    for window, is_causal in zip(c.windows, c.is_causal, strict=True):
+        if window is not None and window < c.block and not is_causal:
+            raise BimetalError(f"{path}: sliding_window is {window}; a block of {c.block} tokens must fit in it")

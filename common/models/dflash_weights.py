@@ -1,0 +1,71 @@
+"""The tables of a DFlash draft's weights, by the names of safetensors, of llama.cpp and of lucebox."""
+
+import numpy as np
+
+from common.checkpoint import Checkpoint
+from common.models.blocks import ffn_weights
+from common.models.dflash_config import Config
+from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, rows
+
+
+def layout(c: Config, checkpoint: Checkpoint) -> Layout:
+    gguf = checkpoint.format == "gguf"
+    dialect = "gguf" if gguf else "hf"
+    prefix = "model." if "model.fc.weight" in checkpoint.tensors else ""
+    at, n = Names(dialect, prefix, checkpoint.tensors), len(c.taps)
+    fc = _first(at, "fc.weight", "dflash.fc.weight", "dflash_fc.weight")
+    context = _first(at, "enc.output_norm.weight", "dflash.hidden_norm.weight", "dflash_hidden_norm.weight")
+    shape = (c.hidden, c.hidden)
+    top: Table = {
+        **{
+            f"fc_{i}": Matrix(
+                Stored((prefix + fc,), shape, columns(i * c.hidden, c.hidden), part_of=(c.hidden, n * c.hidden))
+            )
+            for i in range(n)
+        },
+        **{
+            f"tap_norm_{i}": Vector(at(f"aux_hidden_norms.{i}.weight", "", (c.hidden,))) for i in range(c.is_laguna * n)
+        },
+        "hidden_norm": Vector(at("hidden_norm.weight", context, (c.hidden,))),
+        "norm": Vector(at("norm.weight", "output_norm.weight", (c.hidden,))),
+    }
+    layers = []
+    for i in range(c.layers):
+        at = Names(dialect, f"blk.{i}." if gguf else f"{prefix}layers.{i}.", checkpoint.tensors)
+        layers.append(_layer_weights(c, at))
+    return Layout(top, layers, lambda name: "rope frequencies" if name.endswith("rotary_emb.inv_freq") else None)
+
+
+def _layer_weights(c: Config, at: Names) -> Table:
+    H, K, D = c.heads, c.kv_heads, c.head_dim
+    q: tuple[Stored, ...] = (at("self_attn.q_proj.weight", "attn_q.weight", (H * D, c.hidden)),)
+    kv: tuple[Stored, ...] = (
+        at("self_attn.k_proj.weight", "attn_k.weight", (K * D, c.hidden)),
+        at("self_attn.v_proj.weight", "attn_v.weight", (K * D, c.hidden)),
+    )
+    if at.has("self_attn.qkv_proj.weight"):  # the three in one
+        names, whole, end = (at.prefix + "self_attn.qkv_proj.weight",), ((H + 2 * K) * D, c.hidden), (H + 2 * K) * D
+        q = (Stored(names, (H * D, c.hidden), rows(np.arange(H * D)), whole),)
+        kv = (Stored(names, (2 * K * D, c.hidden), rows(np.arange(H * D, end)), whole),)
+    return {
+        "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),
+        "q": Matrix(*q),
+        "kv": Matrix(*kv),
+        "gate": Matrix(at("self_attn.g_proj.weight", "", (H, c.hidden))) if c.is_laguna else None,
+        "o": Matrix(at("self_attn.o_proj.weight", "attn_output.weight", (c.hidden, H * D))),
+        "q_norm": Vector(at("self_attn.q_norm.weight", "attn_q_norm.weight", (D,))),
+        "k_norm": Vector(at("self_attn.k_norm.weight", "attn_k_norm.weight", (D,))),
+        "ffn_norm": Vector(
+            at(
+                "post_attention_layernorm.weight",
+                _first(at, "ffn_norm.weight", "post_attention_norm.weight"),
+                (c.hidden,),
+            )
+        ),
+        **ffn_weights(at, c.hidden, c.ffn),
+    }
+
+
+def _first(at: Names, *names: str) -> str:
+    """The name that the file has, or the first."""
+    return next((name for name in names if at.has(name)), names[0])
