@@ -39,7 +39,11 @@ EXTRAS = {"mlx": ".[mlx,test]", "cuda": ".[cuda12,test]", "numpy": ".[test]"}
 MODELS = ["tests/models/test_golden.py", "tests/models/test_smollm2.py", "tests/test_demo.py"]
 SUITES: dict[str, dict[str, list[str]]] = {  # by backend and title, what pytest is given
     "cuda": {
-        "ops and kernels": ["tests/ops/test_cuda_ops.py", "-m", "gpu"],
+        "ops and kernels": [
+            f"tests/ops/test_cuda_{name}.py"
+            for name in ("ops", "products", "mixtures", "sampling", "delta", "attention")
+        ]
+        + ["-m", "gpu"],
         "models": ["tests/models/test_cuda_models.py", "-m", "gpu"],
         "state": ["tests/decode/test_rollback.py", "tests/decode/test_cuda_speculation.py", "-m", "gpu"],
     },

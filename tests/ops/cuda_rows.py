@@ -1,9 +1,14 @@
-"""Rows of attention for the tests of compressed caches on a GPU."""
+"""Ops, matrices and rows for the tests on a GPU."""
+
+from dataclasses import replace
 
 import cupy
 import numpy as np
 
+from common.quants import BLOCKS
+from common.tensors import Tensor
 from common.weights import dense
+from cuda_backend.occupancy import WHOLE
 from cuda_backend.ops import CudaOps
 
 
@@ -35,3 +40,58 @@ def attend(ops, state, rows, step, window=None):
         ops.context.arena.reset()
     q, k, v = (array(ops, x) for x in rows)
     return np.array(ops.read(ops.attention(q, k, v, state[0].kv, step, rows[0].shape[-1] ** -0.5, window)))
+
+
+def on_multiprocessors(context, sms):
+    return replace(context, card=replace(context.card, sms=sms))
+
+
+def poisoned_ops() -> CudaOps:
+    """CudaOps whose workspace holds NaN until a kernel writes it."""
+    ops = CudaOps()
+    take = ops.context.arena.take
+
+    def poisoned(nbytes, lasting=False):
+        address = take(nbytes, lasting)
+        for stream in (ops.context.side, ops.context.stream):
+            stream.synchronize()
+        cupy.cuda.runtime.memsetAsync(address, 0xFF, nbytes, ops.context.stream.ptr)
+        ops.context.stream.synchronize()
+        return address
+
+    ops.context.arena.take = poisoned  # type: ignore[method-assign]
+    return ops
+
+
+def random_matrix(type_: str, rows: int, columns: int, experts: int = 0) -> Tensor:
+    """Random codes, and scales of about 1/100."""
+    block, random = BLOCKS[type_], np.random.default_rng(5)
+    n = max(experts, 1) * rows * columns // block.elements
+    blocks = random.integers(0, 256, (n, block.bytes), dtype=np.uint8)
+    for at in block.halves:
+        blocks[:, at : at + 2] = random.uniform(0.005, 0.02, n).astype("<f2")[:, None].view(np.uint8)
+    if type_ == "MXFP4":
+        blocks[:, 0] = random.integers(115, 125, n)
+    shape = (experts, rows, columns) if experts else (rows, columns)
+    return Tensor("w", type_, shape, blocks.reshape(*shape[:-1], -1))
+
+
+def quantized_rows(x: np.ndarray, type_: str) -> np.ndarray:
+    """Activations as the kernels quantize them for a matrix: int8 with a scale per 32 or 128 columns, in float64."""
+    n = 128 if type_ in WHOLE else 32
+    padded = np.zeros((len(x), -(-x.shape[1] // n) * n), np.float32)
+    padded[:, : x.shape[1]] = x
+    groups = padded.reshape(len(x), -1, n)
+    scale = np.abs(groups).max(axis=-1, keepdims=True) * np.float32(1 / 127)
+    codes = np.rint(groups * (np.float32(1) / np.maximum(scale, np.float32(1e-30))))
+    return (codes.astype(np.float64) * scale).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def rows_on(ops, x: np.ndarray):
+    table = ops.weight(Tensor("x", "F32", x.shape, x.view(np.uint8)))
+    return ops.embed(table, np.arange(len(x), dtype=np.int32))
+
+
+def f32(values: np.ndarray) -> Tensor:
+    values = np.ascontiguousarray(values, np.float32)
+    return Tensor("values", "F32", values.shape, values.reshape(len(values), -1).view(np.uint8))

@@ -37,23 +37,23 @@ def test_a_run_without_a_test_fails(file, chosen, reason):
 
 
 def test_row_ops():
-    on_cpu("ops/test_cuda_ops.py", "quotient or test_op and (rms_norm or mul_ or swiglu)")
+    on_cpu("ops/test_cuda_ops.py", "nothing_is_read or test_op and (rms_norm or mul_ or swiglu)")
+    on_cpu("ops/test_cuda_products.py", "quotient")
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    ("file", "chosen"),
     [
-        "bf16_where",
-        pytest.param(
-            "extremes or test_prefill or test_largest_sums or test_quantized_experts or test_two_types and Q4_K",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("of_trees and (65-7) and 6.2.16 or on_the_way_to_the_cache and 256", marks=pytest.mark.slow),
-        pytest.param("test_op and not 65", marks=pytest.mark.slow),
+        ("products", "bf16_where"),
+        pytest.param("products", "extremes or prefill or largest_sums or two_types and Q4_K", marks=pytest.mark.slow),
+        pytest.param("mixtures", "quantized_experts", marks=pytest.mark.slow),
+        pytest.param("attention", "of_trees and (65-7) and 6.2.16", marks=pytest.mark.slow),
+        pytest.param("ops", "before_they_are_stored and 256", marks=pytest.mark.slow),
+        pytest.param("ops", "test_op and not 65", marks=pytest.mark.slow),
     ],
 )
-def test_compute_capability_7_5(chosen):
-    on_cpu("ops/test_cuda_ops.py", chosen, BIMETAL_CAPABILITY="75")
+def test_compute_capability_7_5(file, chosen):
+    on_cpu(f"ops/test_cuda_{file}.py", chosen, BIMETAL_CAPABILITY="75")
 
 
 def test_tables_of_experts():
@@ -83,16 +83,16 @@ def test_spark():
 
 
 def test_draws():
-    on_cpu("ops/test_cuda_ops.py", "test_draws and not 5003")
+    on_cpu("ops/test_cuda_sampling.py", "test_draws and not 5003")
 
 
 def test_sampled_steps():
-    on_cpu("ops/test_cuda_ops.py", "sampled_steps or argmax or nothing_is_read or chosen_tokens")
+    on_cpu("ops/test_cuda_sampling.py", "sampled_steps or argmax or chosen_tokens")
 
 
 def test_rows_of_trees():
     layers = "(KVSpec-None or LatentSpec) and (6.2.16 or 3.1.16)"
-    on_cpu("ops/test_cuda_ops.py", f"of_trees and (65-7 or 65-136) and {layers}")
+    on_cpu("ops/test_cuda_attention.py", f"of_trees and (65-7 or 65-136) and {layers}")
 
 
 @pytest.mark.parametrize(
@@ -166,18 +166,20 @@ def test_races_in_shared_memory(chosen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "chosen",
+    ("file", "chosen"),
     [
-        "test_op and not attention and not 65 and not 140",
-        "test_op and attention and (past0 or past1-) and not 65 and not 140",
-        "embed_decodes or mixed or expanded or experts or argmax or draws or prefill",
-        "quantized_linear and shape1",
-        "of_trees and (250-7 or 64-22)",
-        "mixer_trees and 128",
+        ("ops", "test_op and not attention and not 65 and not 140"),
+        ("ops", "test_op and attention and (past0 or past1-) and not 65 and not 140"),
+        ("products", "embed_decodes or mixed or expanded or prefill"),
+        ("products", "quantized_linear and shape1"),
+        ("mixtures", "experts"),
+        ("sampling", "argmax or draws"),
+        ("attention", "of_trees and (250-7 or 64-22)"),
+        ("delta", "mixer_trees and 128"),
     ],
 )
-def test_ops(chosen):
-    on_cpu("ops/test_cuda_ops.py", chosen)
+def test_ops(file, chosen):
+    on_cpu(f"ops/test_cuda_{file}.py", chosen)
 
 
 @pytest.mark.slow

@@ -1,0 +1,131 @@
+"""Rows of attention in trees have the bits of plain decoding."""
+
+import numpy as np
+import pytest
+from cases import TOLERANCE
+
+from common.ops import Rope
+from common.reference import NumpyOps
+from common.step import MAX_DECODE_ROWS, PAST, Step
+from common.storage import KVSpec, LatentSpec
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+from cuda_rows import f32, on_multiprocessors, poisoned_ops, rows_on  # noqa: E402
+
+from cuda_backend.arrays import Array  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return poisoned_ops()
+
+
+class Attention:
+    """Layers to compare rows of: random queries, keys and values by node of a tree."""
+
+    def __init__(self, ops, H: int, K: int, D: int, spec, window: int | None = None):
+        self.ops, self.spec, self.window, self.random = ops, spec, window, np.random.default_rng(3)
+        self.widths = ((H, D), (K, D), (K, D)) if not isinstance(spec, LatentSpec) else ((H, D), (H, 8), (D,), (8,))
+        self.past = [self.random.normal(size=(320, *shape)).astype(np.float32) for shape in self.widths]
+
+    def state(self, past: int):
+        state = self.ops.new_state([{"kv": self.spec}], past + 200)
+        for start in range(0, past, 64):
+            n = min(64, past - start)
+            self(state, [x[start % 320 : start % 320 + n] for x in self.past], Step.chain(np.zeros(n, np.int32), start))
+            state.commit(range(n))
+        return state
+
+    def __call__(self, state, inputs, step) -> np.ndarray:
+        self.ops.context.arena.reset()
+        arrays = [rows_on(self.ops, x.reshape(len(x), -1)).reshape(x.shape) for x in inputs]
+        if isinstance(self.spec, LatentSpec):
+            return self.ops.read(self.ops.latent_attention(*arrays, state[0].kv, step, 0.3))
+        return self.ops.read(self.ops.attention(*arrays, state[0].kv, step, 0.3, self.window))
+
+    def check(self, past: int, n: int) -> None:
+        """A tree of n rows against the chain of each leaf, and against plain decoding of one leaf."""
+        parents = [int(self.random.integers(max(PAST, t - 4), t)) for t in range(n)]
+        rows = [2 * self.random.normal(size=(n, *shape)).astype(np.float32) for shape in self.widths]
+        state, tokens = self.state(past), np.zeros(n, np.int32)
+        tree = Step.tree(tokens, parents, past)
+        out = self(state, rows, tree)
+        for leaf in sorted(set(range(n)) - set(parents)):
+            path = np.flatnonzero(tree.visible[leaf])
+            chain = Step.chain(tokens[path], past)
+            assert np.array_equal(self(state, [x[path] for x in rows], chain), out[path]), f"leaf {leaf} of {parents}"
+        for at, row in enumerate(path):
+            alone = self(state, [x[row : row + 1] for x in rows], Step.chain(tokens[:1], past + at))
+            assert np.array_equal(alone[0], out[row]), f"row {row} of {parents}, alone"
+            state.commit([0])
+
+
+@pytest.mark.parametrize("n", [2, 7, 22, 64, MAX_DECODE_ROWS])
+@pytest.mark.parametrize("past", [0, 1, 50, 63, 64, 65, 250, 256, 300])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        (6, 2, 16, KVSpec(2, 16, 16), None),
+        (24, 4, 64, KVSpec(4, 64, 64), None),
+        (8, 8, 80, KVSpec(8, 80, 80), None),
+        (40, 1, 16, KVSpec(1, 16, 16), None),
+        (6, 2, 16, KVSpec(2, 16, 16), 33),
+        (6, 2, 16, KVSpec(2, 16, 16, 33), 33),
+        (6, 2, 16, KVSpec(2, 16, 16, 100, 5), 100),
+        (3, 1, 16, LatentSpec(16, 8), None),
+        (40, 1, 48, LatentSpec(48, 8), None),
+    ],
+    ids=lambda layer: f"{layer[0]}.{layer[1]}.{layer[2]}-{type(layer[3]).__name__}-{layer[4]}",
+)
+def test_rows_of_trees_are_plain(layer, past, n, ops):
+    """Rows of trees have the bits of plain decoding, whatever their siblings and wherever they lie in the cache."""
+    Attention(ops, *layer).check(past, n)
+
+
+@pytest.mark.parametrize("slots", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])
+@pytest.mark.parametrize(("H", "K", "D", "pairs"), [(6, 2, 128, 64), (10, 5, 256, 32)])
+def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
+    """Heads normed and rotated before they are stored in the cache, however many warps add them up."""
+    random, eps = np.random.default_rng(3), 1e-6
+    sums = [random.normal(size=(n, 5, heads, D)).astype(np.float32) for n, heads in zip(slots, (H, K, K), strict=True)]
+    weights_, rope = [f32(random.normal(size=D)) for _ in range(2)], Rope(tuple(0.3**i for i in range(pairs)))
+
+    def run(on, inputs, past, state):
+        step = Step.chain(np.zeros(len(inputs[0]), np.int32), past)
+        positions = ops.context.on_device(step.positions) if on is ops else step.positions  # q and k turn by the same
+        norms = [on.vector(w) for w in weights_]
+        q, k = (on.norm_rope(x, w, positions, rope, eps) for x, w in zip(inputs[:2], norms, strict=True))
+        out = on.read(on.attention(q, k, inputs[2], state[0].kv, step, D**-0.5))
+        state.commit(range(len(out)))
+        return out
+
+    def on_device(rows):
+        ops.context.arena.reset()
+        flat = [rows_on(ops, np.ascontiguousarray(x[:, rows]).reshape(-1, x[0, 0].size)) for x in sums]
+        shapes = [x[0, rows].shape for x in sums]
+        return [
+            Array(shape, f.address, partials=n, partial_stride=int(np.prod(shape)), owner=f)
+            for f, shape, n in zip(flat, shapes, slots, strict=True)
+        ]
+
+    spec = [{"kv": KVSpec(K, D, D)}]
+    numpy = NumpyOps()
+    want = run(numpy, [x.sum(0) for x in sums], 0, numpy.new_state(spec, 100))
+    out = run(ops, on_device(slice(5)), 0, ops.new_state(spec, 100))
+    assert np.abs(out - want).max() <= TOLERANCE["attention"][1] * np.abs(want).max()
+    state = ops.new_state(spec, 100)
+    alone = [run(ops, on_device(slice(t, t + 1)), t, state) for t in range(5)]
+    assert np.array_equal(np.concatenate(alone), out)
+
+
+def test_rows_of_trees_are_plain_behind_a_long_past(ops, monkeypatch):
+    """Where a single row's pieces are tiles, more than a warp reads together, and where they no longer are."""
+    layer = Attention(ops, 6, 2, 16, KVSpec(2, 16, 16))
+    for past in (4090, 4100):
+        layer.check(past, 9)
+    monkeypatch.setattr(ops, "context", on_multiprocessors(ops.context, 64))
+    for n in (9, 64):
+        layer.check(1000, n)
