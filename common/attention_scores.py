@@ -9,21 +9,24 @@ import numpy as np
 from common.checks import check_fits, check_tokens
 from common.errors import BimetalError, UsageError
 from common.models import Model
-from common.ops import Ops
+from common.ops import Array, Ops
 from common.step import State, Step
+
+ROWS = 1024  # most tokens of a step: the keys of all layers stay on the device until it ends
 
 
 class _Tap:
-    """The ops of a backend, whose attention also keeps the keys of all rows and the queries of the latest ones.
+    """The ops of a backend, whose attention also keeps keys and queries of layers that attend to all positions.
 
-    keys     (rows, key heads, width) float16 per step, of each layer that attends to all positions
-    queries  (rows, heads, width) float32 of the latest step, and the scale of their products, of each such layer
+    keys, queries  of each such layer, (rows, key heads, width) and (rows, heads, width), on the device
+    scales         of their products
     """
 
     def __init__(self, ops: Ops):
         self._ops = ops
-        self.keys: list[list[np.ndarray]] = []
-        self.queries: list[tuple[np.ndarray, float]] = []
+        self.keys: list[Array] = []
+        self.queries: list[Array] = []
+        self.scales: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -32,11 +35,9 @@ class _Tap:
         self, q: Any, k: Any, v: Any, kv: Any, step: Step, scale: float, window: int | None = None, causal: bool = False
     ) -> Any:
         if window is None:
-            at = len(self.queries)
-            self.queries.append((np.asarray(self._ops.read(q), np.float32), scale))
-            if at == len(self.keys):
-                self.keys.append([])
-            self.keys[at].append(np.asarray(self._ops.read(k), np.float16))
+            self.queries.append(self._ops.keep(q))
+            self.keys.append(self._ops.keep(k))
+            self.scales.append(scale)
         return self._ops.attention(q, k, v, kv, step, scale, window, causal)
 
 
@@ -45,35 +46,50 @@ def attention_to(
 ) -> np.ndarray:
     """The share of attention that the last `queries` of `tokens` give to each: (T,) float32.
 
-    Of each query the largest share of any layer and head counts; the shares of the queries are averaged. Raises
-    UsageError for a model without such layers, and BimetalError when `cancel` is set.
+    Of each query the largest share of any layer and head counts; the shares of the queries are averaged. The model
+    runs on its backend, and the shares are computed on the host, from keys in float16. Raises UsageError for a model
+    without such layers, and BimetalError when `cancel` is set.
     """
     if not isinstance(model, Model):
         raise UsageError("models that mlx-lm runs do not show their attention; use one that bimetal defines")
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
-    tap, state, at = _Tap(model.ops), model.new_state(context), 0
+    state, at, rows = model.new_state(context), 0, min(model.ops.prefill_rows, ROWS)
     first = max(len(ids) - queries, 0)
+    parts: list[list[np.ndarray]] = []  # of each step, the keys of each layer
     while at < len(ids):
         if cancel is not None and cancel.is_set():
             raise BimetalError("the request was cancelled while its prompt was compressed")
-        end = len(ids) if at >= first else min(at + model.ops.prefill_rows, first)
-        _read(model, tap, state, Step.chain(np.asarray(ids[at:end], np.int32), at))
+        end = len(ids) if at >= first else min(at + rows, first)
+        asked, keys, scales = _read(model, state, Step.chain(np.asarray(ids[at:end], np.int32), at), end == len(ids))
+        parts.append([key.astype(np.float16) for key in keys])
         at = end
-    if not tap.keys:
+    if not scales:
         raise UsageError(f"{model.architecture} has no layers whose attention could score a prompt; use another model")
     best = np.zeros((len(ids) - first, len(ids)), np.float32)
-    for parts, (q, scale) in zip(tap.keys, tap.queries, strict=True):
-        best = np.maximum(best, _shares(q, np.concatenate(parts).astype(np.float32), scale))
+    for q, layer, scale in zip(asked, zip(*parts, strict=True), scales, strict=True):
+        best = np.maximum(best, _shares(q, np.concatenate(layer).astype(np.float32), scale))
     return best.mean(axis=0)
 
 
-def _read(model: Model, tap: _Tap, state: State, step: Step) -> None:
-    """Run one step under the tap, without logits, and commit it."""
-    tap.queries.clear()
-    ops: Any = tap
-    model.definition.forward(ops, model.config, model.weights, state, step, slice(0, 0))
+def _read(model: Model, state: State, step: Step, asks: bool) -> tuple[list[np.ndarray], list[np.ndarray], list[float]]:
+    """Run one step under the tap, without logits, and commit it: queries, keys and scales of each layer.
+
+    asks  the queries are read too; else there are none
+    """
+    scales: list[float] = []
+
+    def run(state: State, step: Step) -> tuple[Array, ...]:
+        tap: Any = _Tap(model.ops)
+        model.definition.forward(
+            tap, model.config, model.weights, state, step, slice(0, 1)
+        )  # one row of logits, which nothing reads
+        scales[:] = tap.scales
+        return (*(tap.queries if asks else ()), *tap.keys)
+
+    found = [model.ops.read(x) for x in model.ops.run(run, state, step)]
     state.commit(np.arange(len(step)))
+    return found[: -len(scales)] if asks and scales else [], found[-len(scales) :] if scales else [], scales
 
 
 def _shares(q: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:

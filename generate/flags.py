@@ -122,9 +122,14 @@ def compression(p: Parser) -> None:
     g.add_argument(
         "--prefill-keep-ratio",
         type=values.ratio,
-        default=0.05,
         metavar="X",
         help="share of a prompt that is kept, above 0 and at most 1 (default: 0.05)",
+    )
+    g.add_argument(
+        "--prefill-curve",
+        type=values.curve,
+        metavar="N:X,...",
+        help="the share by the tokens of a prompt, on straight lines between points such as 8000:0.3,64000:0.05",
     )
     g.add_argument(
         "--prefill-threshold", type=values.positive, default=32_000, metavar="N", help="tokens (default: 32000)"

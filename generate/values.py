@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 from common.options import MOST_DRAFTED, MOST_TOKENS
@@ -69,6 +70,17 @@ def ratio(text: str) -> float:
     if not 0 < (value := number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
     return value
+
+
+def curve(text: str) -> tuple[tuple[int, float], ...]:
+    """Points TOKENS:SHARE with rising tokens, such as 8000:0.3,32000:0.1."""
+    points = []
+    for part in text.split(","):
+        tokens, _, share = part.partition(":")
+        points.append((positive(tokens), ratio(share)))
+    if any(after <= before for (before, _), (after, _) in pairwise(points)):
+        raise argparse.ArgumentTypeError(f"{text!r} has tokens that do not rise from point to point")
+    return tuple(points)
 
 
 def counts(text: str) -> list[int]:

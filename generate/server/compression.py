@@ -2,16 +2,22 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from common.checkpoint import open_checkpoint
 from common.compression import CHUNK, QUERIES, QUERY, SINKS, kept_spans, scored
 from common.errors import PromptTooLongError, UsageError
+from common.hub import resolve_model
+from common.models import architecture
 from common.options import LoadOptions
 from generate.llm import LLM
 from generate.server.task import Chat, Task, rendered
 
+KEEP_RATIO = 0.05  # where nothing else is chosen
 PIECE = 8192  # most tokens that the drafter reads at once: its attention over more would cost more than it finds
 GAP = " … "  # between parts of a text that did not follow one another
 
@@ -20,28 +26,35 @@ GAP = " … "  # between parts of a text that did not follow one another
 class Compression:
     """What is compressed, and how far.
 
-    drafter     the model whose attention chooses, as --model takes it
-    keep_ratio  share of a prompt's chunks that are kept
-    threshold   tokens from which a prompt is compressed
+    drafter    the model whose attention chooses, as --model takes it
+    curve      points of a prompt's tokens and the share of its chunks that is kept, by rising tokens
+    threshold  tokens from which a prompt is compressed
     """
 
     drafter: str
-    keep_ratio: float
+    curve: Sequence[tuple[int, float]]
     threshold: int
 
+    def keep_ratio(self, tokens: int) -> float:
+        """Share of the chunks of a prompt of so many tokens that is kept: between points on a straight line."""
+        lengths, shares = zip(*self.curve, strict=True)
+        return float(np.interp(tokens, lengths, shares))
 
-def compressor_for(backend: str, compression: Compression) -> "Compressor":
-    """Load the drafter: on the backend of the served model, beside CUDA on NumPy, whose attention can be read."""
-    backend = "numpy" if backend == "cuda" else backend
-    drafter = LLM(compression.drafter, LoadOptions(backend=backend, parallel=1, cache_memory=0))
+
+def compressor_for(backend: str | None, compression: Compression) -> "Compressor":
+    """Load the drafter on a backend, None: the fastest for it; raises UsageError for a model that cannot score."""
+    checkpoint = open_checkpoint(resolve_model(compression.drafter))
+    context = architecture(checkpoint)[1].read_config(checkpoint).context
+    least = SINKS + QUERY + CHUNK
+    if context < least:
+        held = f"a context of {context} tokens"
+        raise UsageError(f"--prefill-drafter {compression.drafter} has {held}; at least {least} are supported")
+    drafter = LLM(
+        compression.drafter, LoadOptions(backend=backend, ctx=min(context, PIECE), parallel=1, cache_memory=0)
+    )
     try:
-        least = SINKS + QUERY + CHUNK
-        if drafter.context < least:
-            held = f"a context of {drafter.context} tokens"
-            raise UsageError(f"--prefill-drafter {compression.drafter} has {held}; at least {least} are supported")
-        drafter.attention_to(
-            drafter.tokenizer.encode_plain("a b"), QUERIES, threading.Event()
-        )  # refused here if at all
+        words = drafter.tokenizer.encode_plain("a b")
+        drafter.attention_to(words, QUERIES, threading.Event())  # refused here if at all
     except BaseException:
         drafter.close()
         raise
@@ -56,7 +69,9 @@ class Compressor:
 
     def shown(self) -> dict[str, Any]:
         """What /props shows."""
-        return asdict(self.compression) | {"backend": self.drafter.backend}
+        points = [{"tokens": tokens, "keep_ratio": share} for tokens, share in self.compression.curve]
+        given = {"drafter": self.compression.drafter, "backend": self.drafter.backend}
+        return given | {"curve": points, "threshold": self.compression.threshold}
 
     def shorten(self, llm: LLM, task: Task, cancel: threading.Event) -> tuple[Task, int]:
         """Return `task` with its long prompts shortened, and the tokens that were left out.
@@ -77,14 +92,13 @@ class Compressor:
         texts = texts_of(prompt)
         ids = [self.drafter.tokenizer.encode_plain(text) for text in texts]
         tokens = [id for part in ids for id in part]
-        chunks = -(-len(tokens) // CHUNK)
-        if len(tokens) < max(self.compression.threshold, 1) or int(chunks * self.compression.keep_ratio) >= chunks:
+        chunks, ratio = -(-len(tokens) // CHUNK), self.compression.keep_ratio(len(tokens))
+        if len(tokens) < max(self.compression.threshold, 1) or int(chunks * ratio) >= chunks:
             return prompt, 0
         if is_cached(llm, prompt):
             return prompt, 0
         attention = partial(self.drafter.attention_to, queries=QUERIES, cancel=cancel)
-        scores = scored(tokens, attention, min(self.drafter.context, PIECE))
-        spans = kept_spans(tokens, scores, self.compression.keep_ratio)
+        spans = kept_spans(tokens, scored(tokens, attention, self.drafter.context), ratio)
         short = list(self._parts(ids, spans))
         return replaced(prompt, short), len(tokens) - sum(end - first for first, end in spans)
 

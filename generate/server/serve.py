@@ -15,7 +15,7 @@ from common.errors import BimetalError, UsageError
 from common.options import LoadOptions
 from generate.llm import LLM
 from generate.server.app import build
-from generate.server.compression import Compression, compressor_for
+from generate.server.compression import KEEP_RATIO, Compression, compressor_for
 from generate.server.guard import Policy, keys_of
 from generate.server.log import Log
 from generate.server.service import Service
@@ -83,15 +83,18 @@ def compression_of(args: argparse.Namespace) -> Compression | None:
         raise UsageError(f"--prefill-compression {mode} {needs}")
     if drafter is None:
         return None
-    return Compression(drafter, args.prefill_keep_ratio, args.prefill_threshold if mode == "auto" else 0)
+    curve, ratio = args.prefill_curve, args.prefill_keep_ratio
+    if curve is not None and ratio is not None:
+        raise UsageError("--prefill-curve goes without --prefill-keep-ratio, whose place it takes")
+    threshold = args.prefill_threshold if mode == "auto" else 0
+    return Compression(drafter, curve or ((1, ratio or KEEP_RATIO),), threshold)
 
 
 def load(name: str, options: LoadOptions, service: Service, compression: Compression | None) -> LLM:
-    """Load the model, and what compresses its prompts."""
-    llm = LLM(name, options)
+    """Load what compresses prompts, and then the model, which takes the memory that is left."""
     if compression is not None:
-        service.compressor = compressor_for(llm.backend, compression)
-    return llm
+        service.compressor = compressor_for(options.backend, compression)
+    return LLM(name, options)
 
 
 def listen(host: str, port: int) -> socket.socket:

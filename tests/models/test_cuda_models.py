@@ -9,6 +9,7 @@ from gguf_files import write_gguf
 from narrow import WIDE, narrow
 
 import generate
+from common.attention_scores import attention_to
 from common.demo import demo_path
 from common.errors import BimetalError
 from common.models import load_model
@@ -71,6 +72,17 @@ def test_prefill(model, name, ids):
     print(name, "prefill", errors)
     assert errors.top1 > 0.9
     assert errors.kl < 2e-2
+
+
+def test_attention_scores(model, name, ids, monkeypatch):
+    """Of captured steps as of the first one, and as NumPy computes them."""
+    if name == "glm":
+        pytest.skip("latent attention has no keys per head")
+    monkeypatch.setattr(model.ops, "prefill_rows", 20)
+    expected = attention_to(tiny.load(name, NumpyOps()), ids[:60], 4, 64)
+    found = [attention_to(model, ids[:60], 4, 64) for _ in range(2)]
+    assert np.array_equal(*found)
+    assert np.abs(found[0] - expected).max() < 2e-3
 
 
 def test_memory_of_a_state(model, ids):

@@ -214,6 +214,11 @@ def test_two_models_in_two_threads():
 
 
 @pytest.mark.compile
+def test_attention_scores():
+    on_cpu("models/test_cuda_models.py", "attention_scores and (yarn or laguna and not m1)")
+
+
+@pytest.mark.compile
 def test_memory():
     on_cpu("models/test_cuda_models.py", "memory_of and (closed or laguna or qwen35moe)")
     on_cpu("decode/test_cuda_speculation.py", "memory_of")

@@ -17,8 +17,10 @@ from common.attention_scores import _shares, attention_to
 from common.compression import CHUNK, HEAD, QUERY, SINKS, TAIL, kept_spans, scored
 from common.errors import BimetalError, UsageError
 from common.reference import NumpyOps
+from generate import values
 from generate.__main__ import main
 
+COMPRESS = ["--prefill-compression", "auto", "--prefill-drafter", "demo"]
 USER = {"role": "user", "content": "What is it?"}
 
 
@@ -122,14 +124,25 @@ def test_a_drafter_is_refused_when_it_is_loaded(drafter, tmp_path):
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
     from generate.server.compression import Compression, compressor_for
 
-    made = compressor_for("cuda", Compression(str(drafter.path), 0.1, 0))
-    assert made.shown() == {"drafter": str(drafter.path), "keep_ratio": 0.1, "threshold": 0, "backend": "numpy"}
+    made = compressor_for("numpy", Compression(str(drafter.path), ((1, 0.1),), 0))
+    points = [{"tokens": 1, "keep_ratio": 0.1}]
+    assert made.shown() == {"drafter": str(drafter.path), "backend": "numpy", "curve": points, "threshold": 0}
+    assert made.drafter.context == drafter.trained_context
     made.drafter.close()
     folder = write_model(tmp_path / "short")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
     with pytest.raises(UsageError, match="context of 128 tokens"):
-        compressor_for("numpy", Compression(str(folder), 0.1, 0))
+        compressor_for("numpy", Compression(str(folder), ((1, 0.1),), 0))
+
+
+def test_the_share_that_is_kept_follows_the_length():
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    from generate.server.compression import Compression
+
+    made = Compression("tiny", values.curve("8000:0.3,64000:0.1"), 0)
+    lengths = 1, 8000, 36_000, 64_000, 10**6
+    assert [round(made.keep_ratio(tokens), 3) for tokens in lengths] == [0.3, 0.3, 0.2, 0.1, 0.1]
 
 
 def test_attention_can_be_cancelled(drafter):
@@ -145,7 +158,7 @@ def compressing(tmp_path, drafter):
     from generate.server.compression import Compression, Compressor
 
     client = client_of(Scripted(tmp_path / "model", context=1 << 16), "scripted")
-    client.service.compressor = Compressor(drafter, Compression("tiny", 0.2, 300))
+    client.service.compressor = Compressor(drafter, Compression("tiny", ((1, 0.2),), 300))
     return client
 
 
@@ -170,7 +183,7 @@ def test_a_long_conversation_is_shortened(compressing):
     assert 0.1 * len(text) < sum(map(len, parts)) < 0.25 * len(text)
     assert "bimetal:prefill_compression_dropped_tokens_total" in compressing.service.metrics_text()
     assert compressing.service.metrics.counters["prefill_compression_dropped_tokens"] > 0.7 * len(text)
-    assert compressing.get("/props").json()["prefill_compression"]["keep_ratio"] == 0.2
+    assert compressing.get("/props").json()["prefill_compression"]["curve"][0]["keep_ratio"] == 0.2
 
 
 def test_a_long_text_is_shortened(compressing):
@@ -218,6 +231,9 @@ def test_flags(capsys):
         (["--prefill-drafter", "demo"], "off goes without --prefill-drafter"),
         (["--prefill-keep-ratio", "0"], "not a share above 0"),
         (["--prefill-compression", "some"], "invalid choice"),
+        (["--prefill-curve", "8000"], "'' is not a number"),
+        (["--prefill-curve", "9:0.2,9:0.1"], "do not rise"),
+        ([*COMPRESS, "--prefill-keep-ratio", "0.1", "--prefill-curve", "9:0.2"], "goes without --prefill-keep-ratio"),
     ):
         assert main(["serve", "--port", "0", *flags]) == 2
         assert said in capsys.readouterr().err
