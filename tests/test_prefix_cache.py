@@ -81,7 +81,8 @@ def test_a_branch_is_named_once(cache):
 
 def test_ids_are_compared_and_not_only_hashed(cache, points, monkeypatch):
     """Two texts whose hashes are equal never share a state."""
-    monkeypatch.setattr("common.prefix_cache._key", lambda parent, tokens, steps: b"the same")
+    for module in ("prefix_tree", "prefix_cache"):
+        monkeypatch.setattr(f"common.{module}.chained_key", lambda parent, tokens, steps: b"the same")
     tokens, other = text(300), text(300, 1)
     for one in (tokens, other):
         cache.offer(one, Fake(points, one))

@@ -1,0 +1,173 @@
+"""The tree of kept prefixes: pages of tokens that texts share, and entries, the states that lie at their ends.
+
+A page is found by a chained hash of its tokens and of the pages before it; a match then compares the token ids, so that
+two texts with one hash are never mixed up.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from common.step import LongStep
+
+PAGE = 256  # tokens
+
+
+@dataclass(eq=False)
+class Page:
+    """The rows of PAGE tokens, which follow the tokens of the parent pages; the root has none.
+
+    steps     the long steps that overlap the page
+    children  the pages that follow it, by key
+    entries   the entries whose last whole page it is
+    used      time of the last use, on the cache's clock
+    """
+
+    key: bytes
+    parent: "Page | None"
+    tokens: np.ndarray
+    steps: tuple[LongStep, ...]
+    rows: list[np.ndarray]
+    used: int = 0
+    children: dict[bytes, "Page"] = field(default_factory=dict)
+    entries: dict[bytes, "Entry"] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.rows)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing needs the page: it has neither children nor entries, and is not the root."""
+        return self.parent is not None and not self.children and not self.entries
+
+    def child(self, ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> "Page | None":
+        """The child that holds page `at` of the tokens `ids`; token ids are compared."""
+        part, over = page_part(ids, at, steps)
+        page = self.children.get(chained_key(self.key, part, over))
+        return page if page is not None and page.steps == over and np.array_equal(page.tokens, part) else None
+
+    def subtree(self) -> Iterator["Page"]:
+        """This page, then every page of its subtree after its parent."""
+        waiting = [self]
+        while waiting:
+            page = waiting.pop()
+            yield page
+            waiting += page.children.values()
+
+
+@dataclass(eq=False)
+class Entry:
+    """A state of `length` tokens: the rows of the pages up to `page`, of the `tail` after them, and the point.
+
+    why    what the state was kept for: "system", "turn", "branch", "grid"
+    base   the longest entry whose tokens begin this one's; `kids` are the entries of which this one is the base
+    used   time of the last use, on the cache's clock
+    below  time of the last use of any entry that begins with this one's tokens
+    """
+
+    key: bytes
+    page: Page
+    length: int
+    tail: np.ndarray
+    steps: tuple[LongStep, ...]
+    rows: list[np.ndarray]
+    point: list[np.ndarray]
+    why: str
+    base: "Entry | None" = None
+    kids: set["Entry"] = field(default_factory=set)
+    used: int = 0
+    below: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.rows, *self.point))
+
+    @property
+    def value(self) -> int:
+        """When the entry was last useful; a longer text's use counts for branch points and system prompts."""
+        return max(self.used, self.below) if len(self.kids) > 1 or self.why == "system" else self.used
+
+    def is_prefix_of(self, tail: np.ndarray) -> bool:
+        """Whether `tail`, tokens that follow the entry's page, begins with the entry's tail."""
+        return len(self.tail) <= len(tail) and np.array_equal(self.tail, tail[: len(self.tail)])
+
+    def extends(self, entry: "Entry") -> bool:
+        """Whether this entry is longer than `entry` and begins with its tokens."""
+        if self.length <= entry.length:
+            return False
+        tail, page = self.tail, self.page
+        while page is not entry.page:
+            if page.parent is None:
+                return False
+            tail, page = page.tokens, page.parent
+        return entry.is_prefix_of(tail)
+
+    def find_base(self) -> "Entry | None":
+        """The longest other entry whose tokens begin this one's."""
+        tail, page = self.tail, self.page
+        while True:
+            shorter = [e for e in page.entries.values() if e.length < self.length and e.is_prefix_of(tail)]
+            if shorter:
+                return max(shorter, key=lambda e: e.length)
+            if page.parent is None:
+                return None
+            tail, page = page.tokens, page.parent
+
+    def insert(self, roots: Iterator["Entry"]) -> None:
+        """Link this entry between its base and the entries that extend it.
+
+        roots  entries, among which all that have no base
+        """
+        self.base = self.find_base()
+        siblings = set(roots) if self.base is None else self.base.kids
+        for kid in [kid for kid in siblings if kid.base is self.base and kid.extends(self)]:
+            if self.base is not None:
+                self.base.kids.discard(kid)
+            kid.base = self
+            self.kids.add(kid)
+            self.below = max(self.below, kid.used, kid.below)
+        if self.base is not None:
+            self.base.kids.add(self)
+
+    def remove(self) -> None:
+        """Unlink this entry from its page, its base and its kids."""
+        del self.page.entries[self.key]
+        for kid in self.kids:
+            kid.base = self.base
+        if self.base is not None:
+            self.base.kids.discard(self)
+            self.base.kids |= self.kids
+
+    def touch(self, now: int) -> None:
+        """Note a use at time `now` on the entry, its pages and its bases."""
+        self.used = now
+        page: Page | None = self.page
+        while page is not None:
+            page.used, page = now, page.parent
+        base = self.base
+        while base is not None:
+            base.below, base = now, base.base
+
+
+def page_part(ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> tuple[np.ndarray, tuple[LongStep, ...]]:
+    """The tokens of page `at`, and the long steps that overlap it."""
+    return ids[at * PAGE : (at + 1) * PAGE], overlapping(steps, at * PAGE, (at + 1) * PAGE)
+
+
+def overlapping(steps: Sequence[LongStep], first: int, end: int) -> tuple[LongStep, ...]:
+    return tuple(step for step in steps if step[0] < end and step[1] > first)
+
+
+def root_key(fingerprint: bytes) -> bytes:
+    return blake2b(fingerprint, digest_size=16).digest()
+
+
+def chained_key(parent: bytes, tokens: np.ndarray, steps: Sequence[LongStep]) -> bytes:
+    """Hash of the parent's key, the tokens and the long steps that overlap them."""
+    hashed = blake2b(parent, digest_size=16)
+    hashed.update(len(tokens).to_bytes(4, "little") + np.ascontiguousarray(tokens, "<i4").tobytes())
+    hashed.update(np.asarray(steps, "<i8").tobytes())
+    return hashed.digest()
