@@ -21,9 +21,9 @@ from functools import cache, partial
 
 import numpy as np
 
+from common.block_decoders import DECODERS
 from common.errors import BimetalError
 from common.hadamard import GROUPS, group_of, signs, wht
-from common.quants import DECODERS
 
 BLOCK = 32  # values of one ggml block
 LANES = 32  # partial sums of a group's squares: the lanes of a kernel

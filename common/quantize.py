@@ -1,7 +1,7 @@
 """Encoding weights: what `mlx.core.quantize` makes of a matrix, bit for bit, and the GGUF types of the gguf package.
 
 An encoder takes rows in the precision that they are stored in, because MLX computes mxfp4 and nvfp4 in the type of its
-input and stores affine scales in that type. Decoders are in `common/quants.py`. Source: mlx 0.32 on its CPU device.
+input and stores affine scales in that type. `common/quants.py` decodes. Source: mlx 0.32 on its CPU device.
 """
 
 import math
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.block_decoders import FP4_VALUES
 from common.errors import BimetalError, UsageError
-from common.quants import BLOCKS, CHUNK, FP4_VALUES, FP_MODES, check_scales, dequantize, floats
+from common.quants import BLOCKS, CHUNK, FP_MODES, check_scales, dequantize, floats
 from common.safetensors import DEFAULTS, MODES
 from common.tensors import Tensor
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from common.quants import BLOCKS, codebook
+from common.block_decoders import codebook
+from common.quants import BLOCKS
 from common.tensors import Tensor
 from mlx_backend import kernels
 

@@ -12,19 +12,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from common.block_decoders import DECODERS, IQ4_VALUES, bit_fields, half_floats, k_scales
 from common.errors import BimetalError
-from common.quants import (
-    BLOCKS,
-    CHUNK,
-    DECODERS,
-    IQ4_VALUES,
-    PLAIN,
-    bit_fields,
-    dequantize,
-    floats,
-    half_floats,
-    k_scales,
-)
+from common.quants import BLOCKS, CHUNK, PLAIN, dequantize, floats
 from common.tensors import Tensor
 from mlx_backend.quantized import Blocks, filled, load_blocks, stays
 

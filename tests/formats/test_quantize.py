@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
+from common.block_decoders import E4M3
 from common.errors import BimetalError, UsageError
 from common.quantize import (
     AFFINE_BITS,
@@ -17,7 +18,7 @@ from common.quantize import (
     mlx_format,
     to_e4m3,
 )
-from common.quants import _E4M3, dequantize
+from common.quants import dequantize
 from common.tensors import Tensor
 
 mx = pytest.importorskip("mlx.core")
@@ -74,8 +75,8 @@ def test_the_smallest_mxfp4_scales() -> None:
 
 
 def test_8_bit_floats_equal_mlx() -> None:
-    middles = (_E4M3[1:127] + _E4M3[:126]) / 2
-    values = np.concatenate([_E4M3[:127], middles, np.nextafter(middles, 0), np.linspace(0, 600, 10001)])
+    middles = (E4M3[1:127] + E4M3[:126]) / 2
+    values = np.concatenate([E4M3[:127], middles, np.nextafter(middles, 0), np.linspace(0, 600, 10001)])
     values = np.concatenate([values, 10.0 ** np.linspace(-12, 3, 10001)]).astype(np.float32)
     np.testing.assert_array_equal(to_e4m3(values), np.array(mx.to_fp8(mx.array(values))))
 
