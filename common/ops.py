@@ -237,7 +237,7 @@ class Ops(ABC):
 
     @abstractmethod
     def add(self, x: Array, y: Array) -> Array:
-        """x + y, same shape"""
+        """x + y, of the same shape; y (1, n) is added to every row of x (T, n)"""
 
     @abstractmethod
     def swiglu(self, gate: Array, up: Array) -> Array:

@@ -5,8 +5,9 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.models import Model
-from common.models.dflash import DflashPair, load_draft
+from common.models.dflash import DflashPair
 from common.models.dflash_config import read_config
+from common.models.dflash_load import load_draft
 from common.models.dflash_weights import layout
 from common.tensors import Tensor
 from common.weights import Matrix

@@ -38,24 +38,30 @@ class Tree:
             node = self.add(node, token)
 
 
-def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int) -> None:
+def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.ndarray | None = None) -> None:
     """Add the likeliest prefixes, best first, until the tree has `budget` nodes after its root.
 
-    ids, logp  (depth, k): the likeliest tokens of each position and their log-probabilities, best first. Positions are
-               taken as independent, as a draft of a whole block gives them; the sum of the probabilities of the nodes,
-               which is the expected number of accepted tokens, is then the largest that `budget` nodes reach.
+    ids, logp  (depth, k): the likeliest tokens of each position and their log-probabilities, best first, of positions
+               that are independent, as a draft of a whole block gives them. Or (depth, rows, k), where `after` (depth,
+               rows, k) has the row of the next position that follows each token, -1 for none: such a token is a leaf.
+
+    The sum of the probabilities of the nodes, which is the expected number of accepted tokens, is the largest that
+    `budget` nodes reach.
     """
-    tokens, costs = ids.tolist(), (-logp.astype(np.float64)).tolist()
+    if after is None:
+        ids, logp = ids[:, None], logp[:, None]
+        after = np.zeros(ids.shape, np.int32)
+    tokens, costs, rows = ids.tolist(), (-logp.astype(np.float64)).tolist(), after.tolist()
     if not tokens:
         return
     # -log of a prefix's probability, minus its depth (of equal ones the deepest comes first), its last token's rank,
-    # its parent node
-    heap: list[tuple[float, int, int, int]] = [(costs[0][0], 0, 0, 0)]
+    # its parent node, its last token's row
+    heap: list[tuple[float, int, int, int, int]] = [(costs[0][0][0], 0, 0, 0, 0)]
     while heap and len(tree) <= budget:
-        cost, above, rank, parent = heapq.heappop(heap)
+        cost, above, rank, parent, row = heapq.heappop(heap)
         depth = -above
-        node, here = tree.add(parent, tokens[depth][rank]), costs[depth]
+        node, here, below = tree.add(parent, tokens[depth][row][rank]), costs[depth][row], rows[depth][row][rank]
         if rank + 1 < len(here):
-            heapq.heappush(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent))
-        if depth + 1 < len(tokens):
-            heapq.heappush(heap, (cost + costs[depth + 1][0], above - 1, 0, node))
+            heapq.heappush(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent, row))
+        if depth + 1 < len(tokens) and below >= 0:
+            heapq.heappush(heap, (cost + costs[depth + 1][below][0], above - 1, 0, node, below))

@@ -2,7 +2,7 @@
 
     done = yield Rows(step, sampler)          compute rows after the state; the answer is a Computed
     handle = yield Choose(logits, sampler)    choose a token of each row of logits that exist already
-    ids, logp = yield Draft(token, k, depth)  ask the draft model for the tokens after `token`
+    answer = yield Draft(token, k, depth)     ask the draft model for the tokens after `token`
     (values,) = yield Read((handle,))         bring what was chosen, or logits, to the host
     yield Emit(token, row)                    hand over a token of the reply
 
@@ -61,7 +61,7 @@ class Draft(NamedTuple):
     """Ask for the `k` likeliest tokens of each position after `token`, which follows the state.
 
     The answer is (ids, log-probabilities), each (n, k), on the host; n is what the draft gives, at most `depth` where
-    each position costs time of its own.
+    each position costs time of its own. Where a position depends on the token before, it is that of Pair.drafted.
     """
 
     token: int

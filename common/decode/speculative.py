@@ -73,13 +73,14 @@ class Drafter:
             self.stats.seconds["tree"] += time.perf_counter() - started
             return tree
         k = 1 if "chain" in kind else min(self.options.top_k, budget)
-        ids, logp = yield Draft(token, k, min(room, budget))
+        answer = yield Draft(token, k, min(room, budget))
         drafted = time.perf_counter()
-        ids, logp = ids[: min(room, budget)], logp[: min(room, budget)]
+        ids, logp, *after = (part[: min(room, budget)] for part in answer)
         if "chain" in kind or self.options.seed_chain:
-            tree.add_chain(ids[: budget + 1 - len(tree), 0].tolist())
+            best = ids.reshape(len(ids), -1)[:, 0]  # the first candidate of row 0 is followed by row 0
+            tree.add_chain(best[: budget + 1 - len(tree)].tolist())
         if "tree" in kind:
-            grow(tree, ids, logp, budget)
+            grow(tree, ids, logp, budget, *after)
         self.stats.seconds["draft"] += drafted - started
         self.stats.seconds["tree"] += time.perf_counter() - drafted
         return tree

@@ -2,28 +2,24 @@
 
 Each layer's attention reads keys and values made of the target's hidden states at every committed position, then those
 of the block: the newest token and a mask for every token after it. Row i of the block predicts the token at its own
-position. Embedding and head are the target's own. A target and its draft share one state, so that one commit moves
-both, and the draft needs no prompt of its own.
+position, or in drafts of DeepSpec the token after it. Embedding and head are the target's own. A target and its draft
+share one state, so that one commit moves both, and the draft needs no prompt of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from common.checkpoint import Checkpoint
 from common.models import Model
 from common.models.blocks import swiglu_ffn
-from common.models.dflash_config import Config, read_config
-from common.models.dflash_weights import layout
+from common.models.dflash_config import Config
 from common.models.pair import Pair
 from common.ops import Array, Ops
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
-from common.weights import load_weights
 
 CONTEXT_ROWS = 4096  # that a layer without a window keeps: more than drafts are trained on, little beside the target's
 CHAINS = (3, 7, 11, 15, 23, 31)  # depths of a chain among which a budget is chosen, beside the whole block
@@ -51,11 +47,11 @@ def write_context(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step
 
 
 def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step, first: int) -> Array:
-    """The logits (block - 1, vocab) of the masked rows of a block; `first` is the first layer's number in the state."""
+    """The logits (c.tokens, vocab) of a block's draft tokens; `first` is the first layer's number in the state."""
     x = ops.embed(embed, step.tokens)
     for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
         x = ops.scope(first + i, partial(block, ops, c, layer, state, step, i), x)
-    return ops.linear(ops.rms_norm(x[1:], w.norm, c.eps), head)
+    return ops.linear(ops.rms_norm(x[c.first :], w.norm, c.eps), head)
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Array) -> Array:
@@ -115,7 +111,7 @@ class DflashPair(Pair):
 
     @property
     def budgets(self) -> Sequence[int]:
-        deepest = self.draft.block - 1
+        deepest = self.draft.tokens
         return sorted({0, deepest, *(size for size in CHAINS if size < deepest)})
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
@@ -139,33 +135,22 @@ class DflashPair(Pair):
         return self.ops.read_all(*self.ops.top_k(self.propose(state, token), k))
 
     def propose(self, state: State, token: int) -> Array:
-        """Logits (block - 1, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
+        """Logits (n, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
         tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)
         tokens[0] = token
-        return self.ops.run(self._block, state, Step.block(tokens, state.length))[: self.draft.block - 1]
+        return self.ops.run(self._block, state, Step.block(tokens, state.length))[: self.draft.tokens]
 
     @cached_property
     def _block(self) -> Any:
         return partial(self._block_logits)
 
     def _block_logits(self, state: State, step: Step) -> Array:
-        head = self.weights.embed if self.weights.head is None else self.weights.head
-        states, first = self._draft_states(state), len(self.weights.layers)
-        return forward(self.ops, self.draft, self.draft_weights, self.weights.embed, head, states, step, first)
+        own, target = self.draft_weights, self.weights
+        embed = target.embed if own.embed is None else own.embed
+        heads = own.head, target.head, target.embed
+        head = next(each for each in heads if each is not None)
+        states, first = self._draft_states(state), len(target.layers)
+        return forward(self.ops, self.draft, own, embed, head, states, step, first)
 
     def _draft_states(self, state: State) -> list[Any]:
         return [state[len(self.weights.layers) + i] for i in range(self.draft.layers)]
-
-
-def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -> DflashPair:
-    """`target` with the draft of `checkpoint` on the same backend."""
-    config = read_config(checkpoint, target)
-    weights = load_draft(checkpoint, config, target, progress)
-    parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
-    return DflashPair(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
-
-
-def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:
-    """The draft's weights: its layers are counted after the target's, its last norm lies beside the target's head."""
-    first = len(target.layout.layers)
-    return load_weights(checkpoint, layout(c, checkpoint), target.ops, progress, first, target.layout.out)

@@ -1,6 +1,6 @@
 """What a DFlash draft states in config.json or in GGUF metadata of llama.cpp and of lucebox."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from common.models.blocks import check_sizes, gguf_rope, hf_rope
 from common.ops import Rope
 
 NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
-KINDS = ("full_attention", "sliding_attention")
-OTHER_ALGORITHMS = ("markov_rank", "selector_rank", "selector_top_k", "conv_kernel_size")
+DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")  # as DeepSpec and as SpecForge write it
+NAMES = (NAME, LAGUNA, *DSPARK)
+LAYER_TYPES = ("full_attention", "sliding_attention")
+SELECTOR = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")  # of DFlash2
 UNSUPPORTED = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
 
 
@@ -34,10 +36,17 @@ class Config:
     vocab: int | None  # of the target, where the file says it
     target_layers: int | None
     is_laguna: bool = False  # a norm per tap, the context through each layer's norm, gated attention
+    first: int = 1  # row of the block that predicts the first draft token: 0 the known token's, 1 a mask's own position
+    markov_rank: int = 0  # of DSpark's bias by the token before; 0: none
 
     @property
     def layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def tokens(self) -> int:
+        """Draft tokens of a block."""
+        return self.block - self.first
 
 
 def read_config(checkpoint: Checkpoint, target: Model) -> Config:
@@ -47,14 +56,15 @@ def read_config(checkpoint: Checkpoint, target: Model) -> Config:
             raise BimetalError(f"{checkpoint.path} has a vocabulary of its own ({name}), which is not supported")
     c = (_gguf_config if checkpoint.format == "gguf" else _hf_config)(checkpoint, target)
     _check_belongs(c, checkpoint.path, target)
-    return c
+    return replace(c, vocab=target.config.vocab)
 
 
 def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
     names = keys.read("architectures", list)
-    if names not in ([NAME], [LAGUNA]):
-        raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {NAME}, {LAGUNA}")
+    if len(names) != 1 or names[0] not in NAMES:
+        raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {', '.join(NAMES)}")
+    is_dspark = names[0] in DSPARK
     vocab = keys.read("vocab_size", int, 0) or None
     keys.expect("draft_vocab_size", vocab)
     keys.expect("gating", "per-head")
@@ -62,7 +72,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     keys.expect("attention_bias", False)
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("dflash_config.use_swa", False)
-    for key in (*OTHER_ALGORITHMS, *UNSUPPORTED):
+    for key in (*SELECTOR, *UNSUPPORTED, *(() if is_dspark else ("markov_rank",))):
         for place in (key, f"dflash_config.{key}"):
             if keys.get(place) is not None:
                 raise BimetalError(f"{keys.where}: {place} belongs to another kind of draft, which is not supported")
@@ -70,8 +80,8 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     head_dim, kv_heads = keys.size("head_dim"), keys.size("num_key_value_heads", heads)
     check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
     kinds = keys.read("layer_types", list, ["full_attention"] * layers)
-    if len(kinds) != layers or set(kinds) - set(KINDS):
-        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(KINDS)} for {layers} layers")
+    if len(kinds) != layers or set(kinds) - set(LAYER_TYPES):
+        raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(LAYER_TYPES)} for {layers} layers")
     slides = [kind == "sliding_attention" for kind in kinds]
     has_window = keys.read("use_sliding_window", bool, True)
     causal = keys.flag("is_causal" if keys.flag("dflash_config.causal") is None else "dflash_config.causal")
@@ -79,6 +89,12 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     def either(key: str) -> str:
         return key if keys.get(key) is not None else f"dflash_config.{key}"
 
+    if is_dspark:
+        keys.expect(either("projector_type"), "dspark")
+        keys.expect(either("markov_head_type"), "vanilla")
+        keys.expect(either("dflash_query_causal"), False)
+        keys.expect(either("dspark_bonus_anchor"), False)
+        causal = bool(causal)
     return Config(
         hidden=keys.size("hidden_size"),
         heads=heads,
@@ -95,6 +111,8 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
         vocab=vocab,
         target_layers=keys.read(either("num_target_layers"), int, 0) or None,
         is_laguna=names == [LAGUNA],
+        first=0 if keys.read(either("sample_from_anchor"), bool, is_dspark) else 1,
+        markov_rank=keys.read(either("markov_rank"), int) if is_dspark else 0,
     )
 
 
@@ -106,7 +124,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
         raise BimetalError(f"{checkpoint.path}: general.architecture is {architecture!r}, which is no DFlash draft")
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     inner = "" if upstream else "dflash."
-    for key in (*OTHER_ALGORITHMS, *UNSUPPORTED, "dspark.enabled", "dspark.markov_rank", "laguna"):
+    for key in (*SELECTOR, *UNSUPPORTED, "hyper_connection.count", "dspark.enabled", "dspark.markov_rank", "laguna"):
         for place in (key, f"dflash.{key}"):
             if keys.get(place):
                 raise BimetalError(
@@ -125,6 +143,7 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
     listed = keys.read("target_layers" if upstream else "dflash.target_layer_ids", list, [])
     mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
     tokens = checkpoint.config.get("tokenizer.ggml.tokens")
+    markov = checkpoint.tensors.get("markov_w1.weight")  # llama.cpp knows DSpark by it
     return Config(
         hidden=keys.size("embedding_length"),
         heads=heads,
@@ -140,6 +159,8 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
         taps=_taps(keys.where, listed, int(upstream)) or _default_taps(checkpoint, target),  # it counts inputs
         vocab=len(tokens) if isinstance(tokens, list) else keys.read("vocab_size", int, 0) or None,
         target_layers=None,
+        first=0 if keys.read("sample_from_anchor", bool, markov is not None) else 1,
+        markov_rank=0 if markov is None else markov.shape[-1],
     )
 
 
@@ -172,6 +193,8 @@ def _check_belongs(c: Config, path: Path, target: Model) -> None:
         raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.config.vocab}")
     if c.block < 2:
         raise BimetalError(f"{path}: block_size is {c.block}; a block has the known token and at least one more")
+    if c.markov_rank < 0:
+        raise BimetalError(f"{path}: markov_rank is {c.markov_rank}; supported: 0 or more")
     for window, is_causal in zip(c.windows, c.is_causal, strict=True):
         if window is not None and window < c.block and not is_causal:
             raise BimetalError(f"{path}: sliding_window is {window}; a block of {c.block} tokens must fit in it")

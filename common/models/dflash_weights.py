@@ -16,6 +16,14 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     fc = _first(at, "fc.weight", "dflash.fc.weight", "dflash_fc.weight")
     context = _first(at, "enc.output_norm.weight", "dflash.hidden_norm.weight", "dflash_hidden_norm.weight")
     shape = (c.hidden, c.hidden)
+
+    def own(name: str) -> Matrix | None:
+        """Of GGUF files, which may have an embedding or a head beside the target's."""
+        return Matrix(at("", name, (c.vocab or 0, c.hidden))) if gguf and at.has(name) else None
+
+    def markov(name: str) -> Matrix | None:
+        return Matrix(at(f"markov_head.{name}", name, (c.vocab or 0, c.markov_rank))) if c.markov_rank else None
+
     top: Table = {
         **{
             f"fc_{i}": Matrix(
@@ -28,12 +36,24 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
         },
         "hidden_norm": Vector(at("hidden_norm.weight", context, (c.hidden,))),
         "norm": Vector(at("norm.weight", "output_norm.weight", (c.hidden,))),
+        "embed": own("token_embd.weight"),
+        "head": own("output.weight"),
+        "markov_before": markov("markov_w1.weight"),
+        "markov_after": markov("markov_w2.weight"),
     }
     layers = []
     for i in range(c.layers):
         at = Names(dialect, f"blk.{i}." if gguf else f"{prefix}layers.{i}.", checkpoint.tensors)
         layers.append(_layer_weights(c, at))
-    return Layout(top, layers, lambda name: "rope frequencies" if name.endswith("rotary_emb.inv_freq") else None)
+    return Layout(top, layers, lambda name: _ignored(name.removeprefix(prefix), c.markov_rank > 0 or c.first == 0))
+
+
+def _ignored(name: str, is_dspark: bool) -> str | None:
+    if name.endswith("rotary_emb.inv_freq"):
+        return "rope frequencies"
+    if is_dspark and name.startswith(("confidence_head.", "conf_proj.")):
+        return "confidence head"
+    return "a copy of the target's" if is_dspark and name in ("embed_tokens.weight", "lm_head.weight") else None
 
 
 def _layer_weights(c: Config, at: Names) -> Table:

@@ -5,12 +5,13 @@ from pathlib import Path
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.models import Model, architecture, is_defined
-from common.models.dflash import load_dflash
+from common.models.dflash_load import load_dflash
 from common.models.mtp import layout, load_mtp
 from common.models.pair import Pair
 
 KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that say what kind a draft is
-REFUSED = {"dflash2": "DFlash2", "dspark": "DSpark", "domino": "Domino", "eagle": "EAGLE", "medusa": "Medusa"}
+SUPPORTED = "multi-token-prediction blocks, DFlash and DSpark"
+REFUSED = {"dflash2": "DFlash2", "domino": "Domino", "eagle": "EAGLE", "medusa": "Medusa"}
 
 
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
@@ -35,16 +36,14 @@ def check_file(path: Path, target: Checkpoint) -> None:
 
 
 def _is_model(checkpoint: Checkpoint) -> bool:
-    """Whether the file is that of a model, and not of a DFlash draft, whose model_type is a model's."""
-    return is_defined(checkpoint) and "dflash" not in _kind(checkpoint)
+    """Whether the file is that of a model, and not of a draft whose model_type is a model's."""
+    return is_defined(checkpoint) and not any(mark in _kind(checkpoint) for mark in ("dflash", "dspark"))
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:
     for mark, kind in REFUSED.items():
         if mark in _kind(checkpoint):
-            raise BimetalError(
-                f"{checkpoint.path} is a draft of the kind {kind}; supported: multi-token-prediction blocks and DFlash"
-            )
+            raise BimetalError(f"{checkpoint.path} is a draft of the kind {kind}; supported: {SUPPORTED}")
 
 
 def _kind(checkpoint: Checkpoint) -> str:

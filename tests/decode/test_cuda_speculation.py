@@ -104,6 +104,30 @@ def test_multi_token_prediction(name):
     assert set(accepted.budgets) == {3}
 
 
+@pytest.mark.parametrize("name", ["dspark"])
+def test_candidates_after_the_token_before(name):
+    """Against NumPy's, with float16 keys; text equal to plain decoding, as chain and as tree."""
+    pairs = [
+        load_pair(tiny.FOLDER / name, load_model(tiny.checkpoint("qwen35"), ops)) for ops in (CudaOps(), NumpyOps())
+    ]
+    for anchor in (1, 9, 20):
+        answers = []
+        for each in pairs:
+            state = each.new_state(64)
+            for token in TEXT[:anchor]:
+                each.forward(state, Step.chain(np.array([token]), state.length))
+                state.commit([0])
+            answers.append([each.drafted(state, int(TEXT[anchor]), 5, 4) for _ in range(3)])
+        for again in answers[0][1:]:  # as captured, too
+            assert all(np.array_equal(a, b) for a, b in zip(answers[0][0], again, strict=True))
+        (ids, logp, after), (want, chances, rows) = (each[0] for each in answers)
+        assert np.abs(logp - chances).max() < 0.1
+        assert (ids == want).mean() > 0.8  # but for near-ties
+        assert ids.shape == after.shape == rows.shape
+    assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("chain", 4))
+    assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
+
+
 @pytest.mark.parametrize("budget", [128, 135])
 def test_the_largest_trees(pair, budget):
     accepted = assert_plain(pair, TEXT[:20].tolist(), 20, Speculation("tree", budget, 40))

@@ -197,6 +197,12 @@ def test_multi_token_prediction(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["dspark"])
+def test_drafts_that_depend_on_the_token_before(name):
+    on_cpu("decode/test_cuda_speculation.py", f"token_before and {name}")
+
+
+@pytest.mark.slow
 def test_multi_token_prediction_on_several_gpus():
     on_cpu("models/test_cuda_multi_gpu.py", "test_multi_token_prediction", BIMETAL_GPUS="2")
 

@@ -1,0 +1,26 @@
+"""Loads a draft of a block of tokens, DFlash's or one that was made of it, beside its target."""
+
+from types import SimpleNamespace
+
+from common.checkpoint import Checkpoint
+from common.models import Model
+from common.models.dflash import DflashPair
+from common.models.dflash_config import Config, read_config
+from common.models.dflash_weights import layout
+from common.models.dspark import DsparkPair
+from common.weights import load_weights
+
+
+def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -> DflashPair:
+    """`target` with the draft of `checkpoint` on the same backend."""
+    config = read_config(checkpoint, target)
+    weights = load_draft(checkpoint, config, target, progress)
+    parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
+    kind = DsparkPair if config.markov_rank else DflashPair
+    return kind(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
+
+
+def load_draft(checkpoint: Checkpoint, c: Config, target: Model, progress: bool = False) -> SimpleNamespace:
+    """The draft's weights: its layers are counted after the target's, its last norm lies beside the target's head."""
+    first = len(target.layout.layers)
+    return load_weights(checkpoint, layout(c, checkpoint), target.ops, progress, first, target.layout.out)

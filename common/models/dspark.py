@@ -1,0 +1,53 @@
+"""The DSpark draft (Cheng et al., arXiv 2607.05147): DFlash's block, and a bias by the token before.
+
+The bias of every token after token u is `markov_after` times row u of `markov_before`, a product of low rank. It is
+added to the block's logits from left to right, so that each draft token depends on the one before. The confidence head
+that such drafts bring is not read: how many tokens a step verifies is chosen by what steps cost and yield.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from common.models.dflash import DflashPair
+from common.ops import Array
+from common.step import State
+
+
+@dataclass(frozen=True)
+class DsparkPair(DflashPair):
+    """A target and its DSpark draft."""
+
+    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+        """Draft as Pair.drafted: row j of a position follows token j of the first row of the position before."""
+        logits, levels = self.propose(state, token)[:depth], list[tuple[Array, Array]]()
+        before: Array = np.array([token], np.int32)
+        last = len(self.weights.layers) + self.draft.layers - 1
+        for i in range(logits.shape[0]):
+            levels.append(self.ops.scope(last, partial(self._after, before, k), logits[i : i + 1]))
+            before = levels[-1][0][0]
+        ids, logp = zip(*(self.ops.read_all(*level) for level in levels), strict=True)
+        return joined(ids), joined(logp), following(joined(ids))
+
+    def _after(self, before: Array, k: int, logits: Array) -> tuple[Array, Array]:
+        """The likeliest tokens after each of `before` (n,), (n, k), and their log-probabilities; logits (1, vocab)."""
+        ops, w = self.ops, self.draft_weights
+        bias = ops.linear(ops.embed(w.markov_before, before), w.markov_after)
+        return ops.top_k(ops.add(bias, logits), k)
+
+
+def joined(levels: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Levels (1, k), (k, k), (k, k), ... as one array (n, k, k), the first level's row repeated."""
+    return np.stack([np.broadcast_to(level, (level.shape[1], level.shape[1])) for level in levels])
+
+
+def following(ids: np.ndarray) -> np.ndarray:
+    """Of candidates (n, k, k) the row of the next position that follows each: where its token stands in row 0, or -1.
+
+    The last position has none.
+    """
+    same = ids[:, :, :, None] == ids[:, None, None, 0, :]
+    rows = np.where(same.any(-1), same.argmax(-1), -1)
+    rows[-1] = -1
+    return rows
