@@ -5,7 +5,7 @@ attention, waits). An exchange of b bytes among n machines takes latency + 2 (n 
 
 replicas  each machine has the whole model: the step of one machine, n replies at once
 pipeline  layers shared: the sum over machines of its share of a step, and n passes of a row; replies take turns
-tensor    every matrix shared: read / n, the whole of `step`, and two exchanges per layer
+tensor    every layer shared: what one rank reads, the whole of `step`, and two exchanges per layer
 experts   experts shared, all else on each: the busiest machine's experts, all else, and one exchange per layer
 """
 
@@ -127,9 +127,10 @@ def step_time(host: Host, work: Work, share: float = 1.0) -> float:
     return share * ((work.read + work.experts) / host.bandwidth + host.step)
 
 
-def ways(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> list[Way]:
+def ways(hosts: Sequence[Host], link: Link, work: Work, part: Work | None, prompt: int) -> list[Way]:
     """The ways in which the model fits, the fastest for one reply first; raises UsageError where it fits in none.
 
+    part    what each rank of tensor parallel over all hosts needs; None: they cannot share heads and channels equally
     prompt  tokens before the first one of the reply
     """
     n, total = len(hosts), sum(work.held)
@@ -141,7 +142,10 @@ def ways(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> list[Way
         name = "one machine" if len(holding) == 1 else f"replicas on {len(holding)}"
         found.append(Way(name, steps[best], sum(1 / step for step in steps), first, True))
     if n > 1:
-        found += [way for way in (_pipeline(hosts, link, work, prompt), _tensor(hosts, link, work, prompt)) if way]
+        if way := _pipeline(hosts, link, work, prompt):
+            found.append(way)
+        if part and (way := _tensor(hosts, link, part, prompt)):
+            found.append(way)
         if work.experts and (way := _experts(hosts, link, work, prompt)):
             found.append(way)
     if not found:
@@ -169,19 +173,18 @@ def _pipeline(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way
     return Way(f"pipeline over {n}", token, 1 / token, first, True)
 
 
-def _tensor(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way | None:
-    n, layers = len(hosts), len(work.held)
-    if any(host.memory < sum(work.held) / n for host in hosts):
+def _tensor(hosts: Sequence[Host], link: Link, part: Work, prompt: int) -> Way | None:
+    n, layers = len(hosts), len(part.held)
+    if any(host.memory < sum(part.held) for host in hosts):
         return None
 
     def exchanges(rows: int) -> float:
-        return 2 * layers * exchange(link, n, rows * work.hidden * ITEM)
+        return 2 * layers * exchange(link, n, rows * part.hidden * ITEM)
 
-    read = (work.read + work.experts) / n
-    token = max(read / host.bandwidth + host.step for host in hosts) + exchanges(1)
-    compute = max(prompt * work.flops / n / host.flops for host in hosts)
+    token = max(step_time(host, part) for host in hosts) + exchanges(1)
+    compute = max(prompt * part.flops / host.flops for host in hosts)
     first = compute + _chunks(prompt) * exchanges(min(prompt, CHUNK)) + token
-    return Way(f"tensor parallel over {n}", token, 1 / token, first, False)
+    return Way(f"tensor parallel over {n}", token, 1 / token, first, True)
 
 
 def _experts(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way | None:

@@ -322,6 +322,12 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
     draft_device: int | None = option(
         None, rules.whole(0), "the GPU of the draft model, by number; None: the last of devices"
     )
+    tensor_parallel: int | None = option(
+        None,
+        rules.whole(2),
+        "processes, one per machine and started by mlx.launch, that share every layer of the model; None: each has "
+        "layers of its own",
+    )
     parallel: int | None = option(
         None,
         rules.whole(1),

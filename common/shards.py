@@ -65,6 +65,11 @@ class Shard:
         return (*shape[:axis], sum(s.length for s in self.segments), *shape[axis + 1 :])
 
     @property
+    def parts(self) -> int:
+        """How many parts, of the size of this rank's, the stored tensor has."""
+        return sum(s.length for s in self.segments) // sum(s.stop - s.start for s in self.segments)
+
+    @property
     def runs(self) -> list[tuple[int, int]]:
         """First and last index, the last excluded, of each run that the rank takes of the axis."""
         found, first = [], 0

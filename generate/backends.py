@@ -17,7 +17,7 @@ from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
 from common.layer_shares import share_layers
-from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model
+from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model, rank_config
 from common.ops import Ops
 from generate.machines import rank
 
@@ -42,6 +42,7 @@ class Placement:
     memory   most bytes that this process takes of each GPU from then on, elsewhere that a model may need; None: what is
              free
     tokens   of the context that must fit into `memory` beside the weights; None: up to CACHED
+    tensor_parallel  ranks that share every layer; None: each rank has layers of its own
     """
 
     devices: Sequence[int] = ()
@@ -49,6 +50,7 @@ class Placement:
     draft: int | None = None
     memory: int | None = None
     tokens: int | None = None
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         if not self.devices and (self.split or self.draft is not None):
@@ -179,8 +181,9 @@ def open_backend(
     shared = rank() is not None
     chosen = choose("mlx" if shared else name, checkpoint).name
     if shared:
+        needs = partial(_needs, checkpoint, placement)
         return backend_package(chosen).open_shared(
-            checkpoint, is_wide(checkpoint), partial(_needs, checkpoint, placement)
+            checkpoint, is_wide(checkpoint), needs, placement.tensor_parallel is not None
         )
     if placement.memory is not None and chosen == "cuda":
         backend_package(chosen).limit_memory(placement.memory, placement.devices)
@@ -201,9 +204,12 @@ def open_backend(
 
 
 def _needs(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> tuple[list[int], int, int]:
-    """(bytes of each layer with its states, what is outside the layers with the first; hidden size; memory to give)."""
+    """(bytes of each layer with its states, what is outside the layers with the first; hidden size; memory to give).
+
+    Of ranks that share every layer, bytes of this rank's part.
+    """
     definition = architecture(checkpoint)[1]
-    config = definition.read_config(checkpoint)
+    config = rank_config(definition, checkpoint, ops.ranks)
     spec, layout = definition.state_spec(config), definition.layout(config, checkpoint)
     tokens = min(placement.tokens or CACHED, config.context)
     weights = predict_layers(checkpoint, layout, ops, out=0)

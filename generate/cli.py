@@ -41,7 +41,7 @@ WINDOW = DECODERS["wedlm"].takes
 CACHE = tuple(CacheChoice.__dataclass_fields__)
 EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
 PREFIX = tuple(PrefixChoice.__dataclass_fields__)
-PLACES = ("devices", "split", "draft_device")
+PLACES = ("devices", "split", "draft_device", "tensor_parallel")
 LOAD = ("backend", "ctx", "parallel", "draft", "fa_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
@@ -188,6 +188,7 @@ def _text(p: Parser) -> None:
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
     model = p.add_argument_group("model")
     flags.model(model)
+    flags.tensor_parallel(model)
     model.add_argument(
         "--fa-window",
         type=values.positive,

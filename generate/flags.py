@@ -255,6 +255,15 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
     )
 
 
+def tensor_parallel(p: Any) -> None:
+    p.add_argument(
+        "--tensor-parallel",
+        type=values.positive,
+        metavar="N",
+        help="processes, started by mlx.launch, that share every layer (default: each holds layers of its own)",
+    )
+
+
 def draft(p: Any, help: str) -> None:
     p.add_argument("--draft", metavar="DRAFT", help=help)
     p.add_argument(

@@ -11,11 +11,12 @@ from generate.caches import with_cache
 
 
 def follow(args: argparse.Namespace) -> int:
-    """Hold this rank's layers, and compute what rank 0 orders, until it ends; 0."""
+    """Hold this rank's part of the model, and compute what rank 0 orders, until it ends; 0."""
     options = args.load
     limit: Any = options.memory  # the option's rule has made it bytes
     checkpoint = open_checkpoint(resolve_model(PATH.accept("model", args.model), progress=False))
-    model: Any = open_model(checkpoint, options.backend, False, Placement(memory=limit, tokens=options.ctx))
+    placement = Placement(memory=limit, tokens=options.ctx, tensor_parallel=options.tensor_parallel)
+    model: Any = open_model(checkpoint, options.backend, False, placement)
     model = with_cache(model, options, options.ctx or model.config.context)
     model.ops.follow(model.new_state, model.forward)
     return 0

@@ -43,7 +43,7 @@ from common.turns import Render, turns_of
 from generate.activity import Activity, activity_of, tokens_held
 from generate.backends import Placement, check_draft, choose, leave_thread, open_model
 from generate.caches import with_cache
-from generate.machines import check_load, is_follower, rank
+from generate.machines import check_load, is_follower
 from generate.notebook import model_card
 from generate.owner import Owner
 from generate.prefixes import open_prefixes
@@ -121,10 +121,10 @@ class LLM:
         check_draft(options.draft_device, draft)
         if is_follower():
             raise BimetalError("this process follows rank 0, which alone loads a model: run python -m generate on each")
-        if rank() is not None:
-            check_load(options)
+        check_load(options)
         limit: Any = None if options.stream_experts else options.memory  # the option's rule has made it bytes
-        placement = Placement(options.devices, options.split, options.draft_device, limit, options.ctx)
+        where = options.devices, options.split, options.draft_device
+        placement = Placement(*where, limit, options.ctx, options.tensor_parallel)
         self._progress = in_notebook() if options.progress is None else options.progress
         self.path = resolve_model(PATH.accept("model", model), progress=self._progress)
         checkpoint = open_checkpoint(self.path)

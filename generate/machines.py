@@ -1,8 +1,11 @@
 """A model on several machines: what a process of such a group does, and what it may be asked for."""
 
 import argparse
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from common.errors import UsageError
 from common.options import LoadOptions
@@ -18,6 +21,15 @@ def rank(environment: Mapping[str, str] = os.environ) -> int | None:
     return int(number) if several and number.isdecimal() else None
 
 
+def size(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes mlx.launch has started; 1 for a process that is alone, or whose list cannot be read."""
+    listed = environment.get("MLX_HOSTFILE") or environment.get("MLX_IBV_DEVICES")
+    if rank(environment) is not None and listed:
+        with suppress(OSError, ValueError, TypeError):
+            return len(json.loads(Path(listed).read_text()))
+    return 1
+
+
 def is_follower() -> bool:
     return bool(rank())
 
@@ -30,7 +42,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_load(options: LoadOptions) -> None:
-    """Refuse options of loading that a group of machines cannot follow: UsageError."""
+    """Refuse options of loading that this process, alone or in a group of machines, cannot follow: UsageError."""
+    ranks = options.tensor_parallel
+    if ranks is not None and ranks != size():
+        alone = f"mlx.launch -n {ranks} python -m generate ..."
+        started = f"mlx.launch has started {size()}" if rank() is not None else f"start them by {alone}"
+        raise UsageError(f"tensor_parallel {ranks} needs {ranks} processes, one per machine; {started}")
+    if rank() is None:
+        return
     if other := next((name for name in ONE_MACHINE if getattr(options, name)), None):
         raise UsageError(f"{other} works on one machine; leave it out where mlx.launch starts several")
     if options.backend not in (None, "mlx"):

@@ -10,7 +10,8 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.machines_plan import Work, read_hosts, ways
-from common.models import architecture
+from common.models import architecture, rank_config
+from common.shards import ONE, Ranks
 from common.storage import state_bytes
 from common.weights import ExpertMatrix, Matrix, account
 
@@ -25,8 +26,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--{other.replace('_', '-')} goes with --machine, not with --machines")
     hosts, link = read_hosts(Path(args.machines))
     prompt = PROMPT if args.prompt_tokens is None else args.prompt_tokens
-    work = work_of(open_checkpoint(resolve_model(args.model)))
-    found = ways(hosts, link, work, prompt)
+    checkpoint = open_checkpoint(resolve_model(args.model))
+    work = work_of(checkpoint)
+    found = ways(hosts, link, work, _part_of(checkpoint, len(hosts)), prompt)
     if args.json:
         rows = [asdict(way) | {"tokens_per_second": 1 / way.token} for way in found]
         print(json.dumps({"work": asdict(work), "ways": rows}))
@@ -43,10 +45,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def work_of(checkpoint: Checkpoint) -> Work:
-    """What the model needs, from its headers; raises BimetalError for an architecture that is not ours."""
+def _part_of(checkpoint: Checkpoint, size: int) -> Work | None:
+    """What each of `size` ranks that share every layer needs; None where they cannot share them equally."""
+    try:
+        return work_of(checkpoint, Ranks(0, size))
+    except BimetalError:
+        return None
+
+
+def work_of(checkpoint: Checkpoint, ranks: Ranks = ONE) -> Work:
+    """What the model needs, or one of ranks that share every layer, from its headers.
+
+    Raises BimetalError for an architecture that is not ours, and where `ranks` cannot share heads or channels equally.
+    """
     definition = architecture(checkpoint)[1]
-    config = definition.read_config(checkpoint)
+    config = rank_config(definition, checkpoint, ranks)
     layout = definition.layout(config, checkpoint)
     account(checkpoint, layout)
     spec = definition.state_spec(config)
@@ -59,9 +72,11 @@ def work_of(checkpoint: Checkpoint) -> Work:
         for name, entry in table.items():
             if entry is None:
                 continue
-            names = {each for part in entry.parts for each in part.names} - seen  # one tensor may hold two weights
-            seen |= names
-            size = sum(checkpoint.tensors[each].nbytes for each in names)
+            shards = {each: part.shard for part in entry.parts for each in part.names if each not in seen}
+            seen |= shards.keys()  # one tensor may hold two weights
+            size = sum(
+                checkpoint.tensors[each].nbytes // (shard.parts if shard else 1) for each, shard in shards.items()
+            )
             held[max(at - 1, 0)] += size
             if name == "embed" and not config.tied:
                 continue

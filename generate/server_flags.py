@@ -6,6 +6,7 @@ from generate.flags import Parser
 
 def serve(p: Parser) -> None:
     flags.model(p)
+    flags.tensor_parallel(p)
     flags.draft(p, "mtp, a DFlash draft named as models are, or demo")
     flags.cache(p)
     flags.experts(p)

@@ -13,7 +13,7 @@ from mlx_backend.ops import MlxOps
 from mlx_backend.weights import stored_dtype
 
 if TYPE_CHECKING:
-    from mlx_backend.pipeline import PipelineOps
+    from mlx_backend.following import GroupOps
 
 
 def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
@@ -27,18 +27,25 @@ def open_ops(checkpoint: Checkpoint, wide: bool = False) -> MlxOps:
 
 
 def open_shared(
-    checkpoint: Checkpoint, wide: bool, needs: Callable[[MlxOps], tuple[list[int], int, int]]
-) -> "PipelineOps":
-    """Ops of this process among those that mlx.launch has started, which share the model's layers.
+    checkpoint: Checkpoint, wide: bool, needs: Callable[[MlxOps], tuple[list[int], int, int]], tensor: bool = False
+) -> "GroupOps":
+    """Ops of this process among those that mlx.launch has started.
 
-    needs  gives, on such ops, the bytes of each layer, the numbers of a row between two layers, and the memory to give
+    needs   gives, on such ops, the bytes of each layer, the numbers of a row between two layers, and the memory to give
+    tensor  each layer is shared by all processes; else each process has some of the layers
     """
     from mlx_backend.group import Group
     from mlx_backend.pipeline import PipelineOps
+    from mlx_backend.tensor_parallel import TensorOps
 
-    ops = PipelineOps(open_ops(checkpoint, wide).dtype, Group())
+    dtype, group = open_ops(checkpoint, wide).dtype, Group()
+    ops: PipelineOps | TensorOps = TensorOps(dtype, group) if tensor else PipelineOps(dtype, group)
     sizes, hidden, memory = needs(ops)
-    ops.share(sizes, hidden, memory, same=crc32(f"{ops.dtype} {sizes}".encode()) >> 1)
+    same = crc32(f"{type(ops).__name__} {dtype} {sizes}".encode()) >> 1
+    if isinstance(ops, TensorOps):
+        ops.fit(sizes, memory, same)
+    else:
+        ops.share(sizes, hidden, memory, same)
     return ops
 
 

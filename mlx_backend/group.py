@@ -69,6 +69,16 @@ class Group:
             mx.eval(x)
         return x
 
+    def add_up(self, x: mx.array) -> mx.array:
+        """The sum of x over all ranks, of equal shapes: lazy, for `compute`."""
+        return mx.distributed.all_sum(x, group=self._group)
+
+    def compute(self, x: mx.array) -> mx.array:
+        """x, once sums over all ranks that it depends on are there."""
+        with self._telling_of_loss():
+            mx.eval(x)
+        return x
+
     def gather(self, values: list[int]) -> np.ndarray:
         """The integers of every rank, below 2**31 each: (size, n)."""
         mine = np.zeros((self.size, len(values)), np.int32)

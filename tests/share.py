@@ -1,4 +1,5 @@
-"""One rank of a shared tiny model: python tests/share.py NAME FOLDER. Rank 0 leaves logits there, each what it read.
+"""One rank of a shared tiny model: python tests/share.py NAME FOLDER [RANKS]. Rank 0 leaves logits there, each what it
+read. Without RANKS each rank has layers of its own; with it every layer is shared.
 
 Started by test_machines.py, which computes the same in one process.
 """
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ranks
 import tiny
 
 from common import weights
+from common.checkpoint import Checkpoint
 from common.models import Model, llama
 from common.step import PAST, Step
-from generate.backends import open_model
+from common.tensors import Tensor
+from generate.backends import Placement, open_model
 
 CAPACITY = 640
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
@@ -44,23 +48,34 @@ def logits(model: Model, ids: np.ndarray) -> dict[str, np.ndarray]:
     return found
 
 
-def main(name: str, folder: Path) -> None:
-    read, canonical = [], weights.canonical
+def checkpoint(name: str) -> Checkpoint:
+    return ranks.wide(name.removeprefix("wide ")) if name.startswith("wide ") else tiny.checkpoint(name)
 
-    def noted(checkpoint, stored, unseen):
-        read.extend(stored.names)
-        return canonical(checkpoint, stored, unseen)
 
-    weights.canonical = noted
-    model: Any = open_model(tiny.checkpoint(name), "mlx")
+def ids(name: str) -> np.ndarray:
+    return tiny.golden(name.removeprefix("wide "))["ids"].astype(np.int32)
+
+
+def main(name: str, folder: Path, size: int | None = None) -> None:
+    read: dict[str, int] = {}
+    own_part = weights.own_part
+
+    def noted(checkpoint: Checkpoint, stored: weights.Stored) -> list[Tensor]:
+        tensors = own_part(checkpoint, stored)
+        for key, tensor in zip(stored.names, tensors, strict=True):
+            read[key] = read.get(key, 0) + tensor.nbytes
+        return tensors
+
+    weights.own_part = noted
+    model: Any = open_model(checkpoint(name), "mlx", placement=Placement(tensor_parallel=size))
     rank = int(os.environ["MLX_RANK"])
     (folder / f"read{rank}.json").write_text(json.dumps(read))
     if rank:
         model.ops.follow(model.new_state, model.forward)
     else:
-        found: dict[str, Any] = logits(model, tiny.golden(name)["ids"].astype(np.int32))
+        found: dict[str, Any] = logits(model, ids(name))
         np.savez(folder / "logits.npz", **found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

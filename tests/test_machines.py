@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from machines import ROOT, group
+from machines import ROOT, group, hostfile
 
 from common.errors import BimetalError, UsageError
 from common.layer_shares import share_layers
+from common.models import load_model, rank_config
 from common.options import LoadOptions
+from common.shards import Ranks
 from generate import machines
 
 MEMORY = "25MB"  # less than the demo model takes, more than its halves
@@ -61,8 +63,32 @@ def test_the_rank_is_mlx_launchs(environment, rank) -> None:
     assert machines.rank(environment) == rank
 
 
+def test_the_size_is_mlx_launchs(tmp_path) -> None:
+    hosts = hostfile(tmp_path, 3)
+    assert machines.size({"MLX_RANK": "1", "MLX_HOSTFILE": str(hosts)}) == 3
+    jaccl = {"MLX_RANK": "1", "MLX_JACCL_COORDINATOR": "10.0.0.1:5000", "MLX_IBV_DEVICES": str(hosts)}
+    assert machines.size(jaccl) == 3
+    assert machines.size({"MLX_HOSTFILE": str(hosts)}) == 1
+    assert machines.size({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "none")}) == 1
+
+
+def test_tensor_parallel_needs_as_many_processes(tmp_path, monkeypatch) -> None:
+    with pytest.raises(UsageError, match=r"^tensor_parallel 2 needs 2 processes.*; start them by mlx.launch -n 2 pyth"):
+        machines.check_load(LoadOptions(tensor_parallel=2))
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_HOSTFILE", str(hostfile(tmp_path, 3)))
+    with pytest.raises(UsageError, match=r"^tensor_parallel 2 needs 2 processes.*; mlx.launch has started 3$"):
+        machines.check_load(LoadOptions(tensor_parallel=2))
+    machines.check_load(LoadOptions(tensor_parallel=3))
+    for other in ({"backend": "numpy"}, {"draft": "demo"}):
+        with pytest.raises(UsageError, match="one machine"):
+            machines.check_load(LoadOptions(tensor_parallel=3, **other))
+
+
 @pytest.mark.parametrize("options", [{"draft": "demo"}, {"backend": "numpy"}, {"kv": "auto"}, {"stream_experts": True}])
-def test_options_of_one_machine(options) -> None:
+def test_options_of_one_machine(options, monkeypatch) -> None:
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_HOSTFILE", "hosts")
     with pytest.raises(UsageError, match="machine"):
         machines.check_load(LoadOptions(**options))
 
@@ -95,11 +121,49 @@ def test_bits_are_those_of_one_process(tmp_path, name, size) -> None:
     read = [json.loads((tmp_path / f"read{rank}.json").read_text()) for rank in range(size)]
     assert all(read)
     assert set().union(*read) == model.layout.names()
-    assert sum(len(set(each)) for each in read) == len(model.layout.names())
+    assert sum(map(len, read)) == len(model.layout.names())
+
+
+# As in tests/models/test_tensor_parallel.py; a ring of three adds in an order that depends on the rows.
+LOGIT = {"qwen35": 2e-3, "qwen35moe": 2e-3, "wide qwen35moe": 2e-3}
 
 
 @pytest.mark.slow
-def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("qwen3", 2), ("qwen35", 2), ("qwen35moe", 2), ("laguna", 2), ("wide glm", 2), ("wide qwen35moe", 3)],
+)
+def test_layers_that_all_ranks_share(tmp_path, name, size) -> None:
+    """Prompts, decoding, trees, steps back, two states: the logits of one process within rounding, of own bytes."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    import share
+
+    from mlx_backend.ops import MlxOps
+
+    with group(tmp_path, size, name, str(tmp_path), str(size), program=["tests/share.py"]) as ranks:
+        ends = [(rank.communicate(timeout=60), rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0] * size, ends
+    checkpoint = share.checkpoint(name)
+    model = load_model(checkpoint, MlxOps())
+    alone = share.logits(model, share.ids(name))
+    with np.load(tmp_path / "logits.npz") as shared:
+        assert shared.keys() == alone.keys()
+        for key, values in alone.items():
+            errors = tiny.errors(shared[key], values)
+            assert errors.logit < LOGIT.get(name, 1e-4), key
+            assert (errors.top1, errors.kl < 1e-8) == (1, True), key
+    read = [json.loads((tmp_path / f"read{rank}.json").read_text()) for rank in range(size)]
+    layout = model.definition.layout(rank_config(model.definition, checkpoint, Ranks(0, size)), checkpoint)
+    expected = dict.fromkeys(layout.names(), 0)
+    for stored in (part for entry in layout.entries() for part in entry.parts):
+        for key in stored.names:  # one tensor may hold two weights
+            expected[key] += checkpoint.tensors[key].nbytes // (size if stored.shard else 1)
+    assert read == [expected] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--tensor-parallel", "2"]], ids=["layers", "tensor parallel"])
+def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path, flags) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     alone = [sys.executable, "-m", "generate", *PROMPT, "24", "--backend", "mlx"]
     whole = subprocess.run(alone, cwd=ROOT, capture_output=True, text=True, timeout=90)
@@ -107,18 +171,21 @@ def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path) -> None:
     refused = subprocess.run([*alone, "--memory", MEMORY], cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert refused.returncode == 1
     assert "on machine 1 of 1" in refused.stderr
-    with group(tmp_path, 2, *PROMPT, "24", "--memory", MEMORY) as ranks:
+    with group(tmp_path, 2, *PROMPT, "24", "--memory", MEMORY, *flags) as ranks:
         texts = [rank.communicate(timeout=90)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0]
     assert texts == [whole.stdout, ""]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_lost_rank_ends_the_others(tmp_path, lost) -> None:
+@pytest.mark.parametrize(
+    ("size", "lost", "flags"),
+    [(3, 0, []), (3, 1, []), (3, 2, []), *((2, lost, ["--tensor-parallel", "2"]) for lost in (0, 1))],
+)
+def test_a_lost_rank_ends_the_others(tmp_path, size, lost, flags) -> None:
     """With one sentence of ours each; MLX itself may print more."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
-    with group(tmp_path, 3, *PROMPT, "3000") as ranks:
+    with group(tmp_path, size, *PROMPT, "3000", *flags) as ranks:
         assert ranks[0].stdout.read(20)
         ranks[lost].send_signal(signal.SIGKILL)
         killed = time.monotonic()
@@ -132,7 +199,8 @@ def test_a_lost_rank_ends_the_others(tmp_path, lost) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_of_two_machines(tmp_path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--tensor-parallel", "2"]], ids=["layers", "tensor parallel"])
+def test_a_server_of_two_machines(tmp_path, flags) -> None:
     """Replies in turn, a conversation that goes on, followers that cost nothing while nobody asks, and its end."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     httpx = pytest.importorskip("httpx")
@@ -146,7 +214,7 @@ def test_a_server_of_two_machines(tmp_path) -> None:
     def text(prompt):
         return post("completions", prompt=prompt)["choices"][0]["text"]
 
-    with group(tmp_path, 2, "serve", "-m", "demo", "--port", str(port), "--parallel", "2") as ranks:
+    with group(tmp_path, 2, "serve", "-m", "demo", "--port", str(port), "--parallel", "2", *flags) as ranks:
         until, ready = time.monotonic() + 60, False
         while not ready:
             assert time.monotonic() < until
@@ -172,6 +240,14 @@ def busy(process) -> int:
     """Ticks of processor time that a process has taken."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+@pytest.mark.slow
+def test_a_size_that_is_not_the_groups(tmp_path) -> None:
+    with group(tmp_path, 2, *PROMPT, "8", "--tensor-parallel", "3") as ranks:
+        ends = [(rank.communicate(timeout=30)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [2, 2]
+    assert all("tensor_parallel 3 needs 3 processes" in errors for errors, _ in ends)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What several machines give: the formulae against times measured on two H200, their limits, and the command."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -14,8 +15,14 @@ GEMV = Host("H200", 141e9, (115e6 - 14.4e6) / (29.4e-6 - 7.15e-6), 2 * 3.97e-6, 
 MB = 10**6
 
 
+def divided(work, n):
+    """What one of n ranks needs where all is divided among them."""
+    held = [size / n for size in work.held]
+    return replace(work, held=held, read=work.read / n, experts=work.experts / n, flops=work.flops / n)
+
+
 def found(hosts, link, work, prompt=512):
-    return {way.name.split(" over")[0]: way for way in ways(hosts, link, work, prompt)}
+    return {way.name.split(" over")[0]: way for way in ways(hosts, link, work, divided(work, len(hosts)), prompt)}
 
 
 @pytest.mark.parametrize(("megabytes", "microseconds"), [(14.4, 7.52), (57.7, 12.8), (115, 19.6)])
@@ -61,7 +68,8 @@ def test_what_fits_is_listed():
     assert set(found([mac(80e9)], RDMA, DENSE)) == {"one machine"}
     assert "expert parallel" in found([mac(40e9)] * 2, RDMA, MIXTURE)
     with pytest.raises(UsageError, match="needs 64 GB, and the machines give 40 GB"):
-        ways([mac(20e9)] * 2, RDMA, DENSE, 512)
+        ways([mac(20e9)] * 2, RDMA, DENSE, None, 512)
+    assert [way.name for way in ways([mac(40e9)] * 2, RDMA, DENSE, None, 512)] == ["pipeline over 2"]
 
 
 def test_replicas_add_up_and_pipelines_take_turns():
@@ -99,6 +107,7 @@ def test_the_command(name, tmp_path, capsys):
     assert main([*argv, "--prompt-tokens", "100"]) == 0
     out = capsys.readouterr().out
     assert "of 100 tokens" in out
+    assert ("tensor parallel over 2" in out) == (name != "glm")  # which has three heads
     assert "for one reply: replicas on 2; for several: replicas on 2" in out
 
 

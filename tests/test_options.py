@@ -80,6 +80,7 @@ WRONG_LOADING = {
     "devices": (0, "01", (0, True), (-1,)),
     "split": ("1,3", (1, 0), (1, "3")),
     "draft_device": (-1, "1"),
+    "tensor_parallel": (1, 2.5),
     "parallel": (0, 2.5),
     "queue": (0, "all"),
     "cache_type_k": ("q9", 8),

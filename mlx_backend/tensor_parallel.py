@@ -1,0 +1,55 @@
+"""A model whose layers are each shared by the processes of a group: every rank holds some heads and some channels.
+
+All ranks run the whole step, and add up what their parts of a mixer and of a feed-forward network give. Embedding,
+norms, routers and head are on every rank, so that all have equal logits; rank 0 alone chooses tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from common.errors import BimetalError
+from common.ops import Array
+from common.shards import Ranks
+from common.step import State, Step
+from mlx_backend.following import GroupOps
+from mlx_backend.group import Group
+
+
+class TensorOps(GroupOps):
+    """The op contract on this process's heads and channels.
+
+    Sums are added in the group's order: of two ranks always alike, of more in an order that on a ring depends on the
+    rows of the step. Either way they are not the bits of one process.
+    """
+
+    sends_tokens = True
+
+    def __init__(self, dtype: mx.Dtype, group: Group):
+        super().__init__(dtype, group)
+        self.ranks = Ranks(group.rank, group.size)
+
+    def fit(self, sizes: Sequence[int], memory: int, same: int) -> None:
+        """Check that every rank has memory for its part; call it before weights are loaded.
+
+        sizes   bytes of each layer's part, and of what lies outside the layers
+        memory  bytes that this rank gives to the model
+        same    as in `gather_memory`
+
+        Raises BimetalError where a part does not fit, and where ranks differ in their model.
+        """
+        self.layers = len(sizes)
+        given = self.gather_memory(memory, same)
+        least = min(range(len(given)), key=lambda rank: given[rank])
+        if sum(sizes) > given[least]:
+            raise BimetalError(
+                f"the model needs {sum(sizes) / 1e9:.3g} GB on each of {len(given)} machines, and machine {least + 1} "
+                f"gives {given[least] / 1e9:.3g} GB: add machines or memory, or choose a smaller quantization"
+            )
+
+    def all_reduce(self, x: Array) -> Array:
+        return self.group.add_up(x) if x.size else x
+
+    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
+        """As GroupOps.run, computed at once: the ranks wait for one another."""
+        return self.group.compute(super().run(fn, state, step, kept))
