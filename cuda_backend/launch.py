@@ -10,8 +10,8 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from cuda_backend.layout import OPTIONS, source
 from cuda_backend.prototypes import prototypes, type_of
+from cuda_backend.sources import OPTIONS, source
 
 
 class Stream:
@@ -149,7 +149,7 @@ def kernel(
 
     defines  preprocessor definitions, "COLS=8"
     shared   most dynamic shared memory of a launch, bytes
-    second   definitions of a second matrix: layout.py `source`
+    second   definitions of a second matrix: sources.py `source`
     """
     return _kernel(cupy.cuda.runtime.getDevice(), stem, name, defines, shared, second)
 

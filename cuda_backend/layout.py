@@ -4,9 +4,7 @@ Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budg
 """
 
 import functools
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +13,6 @@ from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.occupancy import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
 from cuda_backend.tree_order import most_slots
-
-KERNELS = Path(__file__).with_name("kernels")
-OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
-HEADERS = {  # what precedes a kernel file beside prelude.cuh
-    **dict.fromkeys(("experts", "single", "repack", "expand"), "tile.cuh"),
-    **dict.fromkeys(("attention", "split", "latent", "pieces"), "flash.cuh"),
-    **dict.fromkeys(("sample", "draw", "top_k", "entropy"), "keys.cuh"),
-}
 
 # columns of a unit, bytes of a tile of 16 rows: kernels/tile.cuh
 UNITS = {
@@ -47,42 +37,6 @@ SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
-
-
-def source(stem: str, second: tuple[str, ...] = ()) -> str:
-    """The text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
-    if stem == "linear":
-        return _source_of_linear(second)
-    parts = ["prelude.cuh", *([HEADERS[stem]] if stem in HEADERS else [])]
-    planes = "attention", "split", "latent", "keep", "heads_to_cache", "to_cache", "calibrate"
-    parts += ["plane.cuh"] if stem in planes else []
-    parts += ["exact.cuh"] if stem in ("attention", "split", "latent", "heads_to_cache", "to_cache") else []
-    parts += ["formats.cuh"] if stem in ("attention", "latent", "split", "heads_to_cache", "pieces", "to_cache") else []
-    parts += ["encode.cuh"] if stem in ("latent", "heads_to_cache", "to_cache") else []
-    parts += ["decode.cuh"] if stem in ("attention", "latent", "split") else []
-    parts += ["head.cuh"] if stem in ("rows", "heads_to_cache") else []
-    parts += ["ring.cuh", "product.cuh"] if stem in ("experts", "single") else []
-    parts += ["packed.cuh"] if stem == "single" else []
-    parts += ["convolve.cuh"] if stem in ("delta", "prepare") else []
-    parts += ["store.cuh"] if stem in ("rows", "light", "pieces", "moe", "single", "delta") else []
-    parts += ["choose.cuh"] if stem in ("moe", "single") else []
-    return _text(*parts, f"{stem}.cu")
-
-
-def _source_of_linear(second: tuple[str, ...]) -> str:
-    """What is built of a type lies in a namespace: macros of the first are undefined before the second's are made."""
-    of_type = _text("tile.cuh", "product.cuh", "packed.cuh", "stripes.cuh")
-    lines = [_text("prelude.cuh", "ring.cuh", "matrix.cuh"), "namespace first {", of_type, "}"]
-    if second:
-        macros = [*UNITS, *(d.split("=")[0] for d in second), *re.findall(r"^ *#define (\w+)", of_type, re.MULTILINE)]
-        lines += (f"#undef {name}" for name in dict.fromkeys(macros))
-        lines += ("#define " + d.replace("=", " ", 1) for d in (*second, "SECOND"))
-        lines += "namespace second {", of_type, "}"
-    return "\n".join((*lines, _text("linear.cu")))
-
-
-def _text(*names: str) -> str:
-    return "\n".join((KERNELS / name).read_text() for name in names)
 
 
 def tile_defines(type_: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 // Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/products.py linear
 // In        a, b  matrices for the same x, b where SECOND is built; `ctas` of the launch are a's
 // Out       out [slot][T][N] float32 of each, to be added in slot order
-// Build     first::, and where SECOND second::, of a type of tile.cuh and STAGES each (layout.py source); COLS as layout.py has
+// Build     first::, and where SECOND second::, of a type of tile.cuh and STAGES each (sources.py); COLS as layout.py has
 //           them; STRIPES; BLOCKS of a multiprocessor, where registers are for BOUND threads each; AHEAD: a warp of its own
 //           finds the factors, which for more than 8 rows was slower; CP_ASYNC to force the sm_80 ring
 // Work      8 warps multiply, a 16-row tile each; warp 8 feeds a ring of units; where AHEAD, warp 9 finds the factors of a norm

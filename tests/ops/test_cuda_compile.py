@@ -22,8 +22,6 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend import occupancy
 from cuda_backend.layout import (
     COLS,
-    KERNELS,
-    OPTIONS,
     PREFILL_COLS,
     TOGETHER,
     UNITS,
@@ -39,13 +37,13 @@ from cuda_backend.layout import (
     run_count,
     shares,
     single_defines,
-    source,
     split_rows,
     split_tiles,
     tile_defines,
     whole_tiles,
 )
 from cuda_backend.occupancy import Card
+from cuda_backend.sources import KERNELS, OPTIONS, source
 
 PACKED = [  # widths of heads, formats of keys and of values
     *((d, f, f) for d in (128, 256) for f in ("Q8_0", "Q4_0", "LM4", "TQ3_0", "BF16")),

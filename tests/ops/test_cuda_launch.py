@@ -10,9 +10,9 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuda_backend import fuse, mixture, rows  # noqa: E402
 from cuda_backend.attention import ATTENTION  # noqa: E402
 from cuda_backend.launch import Stream, converter, kernel  # noqa: E402
-from cuda_backend.layout import KERNELS  # noqa: E402
 from cuda_backend.prototypes import IN, OUT, prototypes, type_of  # noqa: E402
 from cuda_backend.segments import HostCall, Program, run_step  # noqa: E402
+from cuda_backend.sources import KERNELS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,11 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuda_rows import f32, on_multiprocessors, poisoned_ops, quantized_rows, random_matrix, rows_on  # noqa: E402
 
 from cuda_backend.launch import Kernel  # noqa: E402
-from cuda_backend.layout import KERNELS, OPTIONS, TOGETHER, UNITS  # noqa: E402
+from cuda_backend.layout import TOGETHER, UNITS  # noqa: E402
 from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.occupancy import WHOLE  # noqa: E402
 from cuda_backend.prototypes import prototypes  # noqa: E402
+from cuda_backend.sources import KERNELS, OPTIONS  # noqa: E402
 from cuda_backend.weights import Weight  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,50 @@
+"""The text that is compiled for each kernel: a file of kernels/ after the headers that it needs, in their order."""
+
+import re
+from pathlib import Path
+
+from cuda_backend.layout import UNITS
+
+KERNELS = Path(__file__).with_name("kernels")
+OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
+HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
+    ("tile.cuh", ("experts", "single", "repack", "expand")),
+    ("flash.cuh", ("attention", "split", "latent", "pieces")),
+    ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
+    ("plane.cuh", ("attention", "split", "latent", "keep", "heads_to_cache", "to_cache", "calibrate")),
+    ("exact.cuh", ("attention", "split", "latent", "heads_to_cache", "to_cache")),
+    ("formats.cuh", ("attention", "split", "latent", "heads_to_cache", "to_cache", "pieces")),
+    ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
+    ("decode.cuh", ("attention", "split", "latent")),
+    ("head.cuh", ("rows", "heads_to_cache")),
+    ("ring.cuh", ("experts", "single")),
+    ("product.cuh", ("experts", "single")),
+    ("packed.cuh", ("single",)),
+    ("convolve.cuh", ("delta", "prepare")),
+    ("store.cuh", ("rows", "light", "pieces", "moe", "single", "delta")),
+    ("choose.cuh", ("moe", "single")),
+)
+
+
+def source(stem: str, second: tuple[str, ...] = ()) -> str:
+    """The text that is compiled for kernels/<stem>.cu; `second`: definitions of linear.cu's second matrix."""
+    if stem == "linear":
+        return _source_of_linear(second)
+    headers = [header for header, stems in HEADERS if stem in stems]
+    return _text("prelude.cuh", *headers, f"{stem}.cu")
+
+
+def _source_of_linear(second: tuple[str, ...]) -> str:
+    """What is built of a type lies in a namespace: macros of the first are undefined before the second's are made."""
+    of_type = _text("tile.cuh", "product.cuh", "packed.cuh", "stripes.cuh")
+    lines = [_text("prelude.cuh", "ring.cuh", "matrix.cuh"), "namespace first {", of_type, "}"]
+    if second:
+        macros = [*UNITS, *(d.split("=")[0] for d in second), *re.findall(r"^ *#define (\w+)", of_type, re.MULTILINE)]
+        lines += (f"#undef {name}" for name in dict.fromkeys(macros))
+        lines += ("#define " + d.replace("=", " ", 1) for d in (*second, "SECOND"))
+        lines += "namespace second {", of_type, "}"
+    return "\n".join((*lines, _text("linear.cu")))
+
+
+def _text(*names: str) -> str:
+    return "\n".join((KERNELS / name).read_text() for name in names)
