@@ -44,6 +44,8 @@ EXACT = _struct(
     *_named("i4", "own", "slots", "first", "recent"),
 )
 
+PEERS = _struct(*_named("u8", *(f"peer{i}" for i in range(8))))
+
 TYPES: dict[str, np.dtype] = {
     "int": np.dtype(np.int32),
     "u32": np.dtype(np.uint32),
@@ -61,6 +63,7 @@ TYPES: dict[str, np.dtype] = {
     "Partials": PARTIALS,
     "Plane": PLANE,
     "Exact": EXACT,
+    "Peers": PEERS,  # kernels/exchange.cu
 }
 ADDRESS = np.dtype(np.uint64)
 BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"

@@ -116,6 +116,23 @@ T __ldcg(const T* at) {
     return *at;
 }
 
+// What kernels/exchange.cu does beside other GPUs. A kernel that misses another GPU's part runs to its end, and once more
+// when that GPU has gone on, with what it wrote before of no account; or it is told that nobody will go on.
+static int waits_for_a_peer, peers_are_lost;
+extern "C" inline __attribute__((used)) int waited(int lost) {  // whether the last launch did, and how the next one ends
+    const int before = waits_for_a_peer;
+    waits_for_a_peer = 0, peers_are_lost = lost;
+    return before;
+}
+inline void store_flagged(uint4* to, float a, float b, unsigned number) {
+    *to = {__float_as_uint(a), number, __float_as_uint(b), number};
+}
+inline uint4 load_flagged(const uint4* from) { return *from; }
+inline bool is_late(unsigned, unsigned long long*, long long) { return waits_for_a_peer = 1; }
+inline void give_up(unsigned* state, unsigned* failed, unsigned number) {
+    if (peers_are_lost) state[1] = number, *failed = number;
+}
+
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (shift & 31));
 }

@@ -4,7 +4,9 @@ With this folder on PYTHONPATH in CuPy's place, the tests marked `gpu` execute o
 Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) are replaced by the functions below.
 
 BIMETAL_GPUS pretends several GPUs: a launch, a copy or an event under another current GPU than its own is refused, and
-so is a kernel that is handed memory of another GPU. BIMETAL_CAPABILITY=75 pretends a T4, whose kernels are made of the
+so is a kernel that is handed memory of another GPU, but for peers' memory that it may reach. What a GPU is given runs
+at once; behind a kernel that waits for another GPU it is queued until that one has gone on. Where the host then waits,
+the kernel is told that nobody will go on. BIMETAL_CAPABILITY=75 pretends a T4, whose kernels are made of the
 instructions of compute capability 7.5.
 """
 
@@ -16,6 +18,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +38,7 @@ from cuda_backend.prototypes import prototypes, type_of  # noqa: E402
 CAPABILITY = int(os.environ.get("BIMETAL_CAPABILITY", "80"))  # that kernels are built for
 TURING = CAPABILITY < 80
 IN_SIMT = ["from_half", "to_half", "release_next", "depend", "shared_address", "prefetch"]
+IN_SIMT += ["store_flagged", "load_flagged", "is_late", "give_up"]
 IN_SIMT += ["mul_half2", "add_half2", "fma_half2", *(() if TURING else ("to_half2", "to_bf16x2"))]
 RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
@@ -202,7 +206,7 @@ class Function:
         self.types = [type_of(param) for param in params]
         self.run = getattr(library, f"run_{name}")
         self.run.restype = ctypes.c_char_p
-        self.wrote_beyond = library.wrote_beyond
+        self.wrote_beyond, self.waited = library.wrote_beyond, library.waited
         self.located = partial(build.located, library=library._name, text=text)
         self.max_dynamic_shared_size_bytes = 46 << 10  # of 48 KB, less what kernels declare themselves
 
@@ -212,6 +216,9 @@ class Function:
             raise TypeError(f"{self.name} takes {self.types}, got {[v.dtype for v in values]}")
         belongs(self.name, self.device, stream.device)
         for value in values if COUNT > 1 else ():
+            if "peer0" in (value.dtype.names or ()):
+                reaches(self.name, [device_of(int(value[field])) for field in value.dtype.names])
+                continue
             words = [value[field] for field in value.dtype.names or ()] or [value]
             addresses = [int(word) for word in words if word.dtype == np.uint64]
             belongs(f"an argument of {self.name}", *map(device_of, addresses))
@@ -222,6 +229,7 @@ class Function:
 
         def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
             with running:
+                self.waited(lost_peers[0])
                 error = self.run(pointers, *sizes)
                 beyond = not error and "BIMETAL_RACES" not in os.environ and self.wrote_beyond(shared_mem)
             if error:
@@ -230,8 +238,10 @@ class Function:
                 raise RuntimeError(
                     f"{self.name} writes beyond the {shared_mem} bytes of shared memory that it was given"
                 )
+            if self.waited(0) and not lost_peers[0]:
+                raise WaitsForPeer
 
-        launch() if stream.recording is None else stream.recording.append(launch)
+        submit(self.device, launch) if stream.recording is None else stream.recording.append(launch)
 
 
 COUNT = int(os.environ.get("BIMETAL_GPUS", "1"))
@@ -242,8 +252,66 @@ limits = [0] * COUNT  # bytes of memory that each GPU gives; 0: all
 memories: list[list[tuple[int, int]]] = [[] for _ in range(COUNT)]  # of each GPU, where its memory begins and ends
 
 
+reached: set[tuple[int, int]] = set()  # (GPU, other): whose memory it may reach
+queues: list[deque[Callable[[], Any]]] = [deque() for _ in range(COUNT)]  # of each GPU, behind a kernel that waits
+freed: list[np.ndarray] = []  # memory that what is queued may use
+queueing = threading.RLock()
+lost_peers = [False]  # whether kernels are told that nobody will go on
+
+
+class WaitsForPeer(Exception):  # noqa: N818
+    """A kernel needs what another GPU has not sent yet."""
+
+
+def submit(device: int, work: Callable[[], Any]) -> None:
+    """Run `work`, or queue it behind a kernel of its GPU that waits; and what other GPUs can do then."""
+    if COUNT == 1:
+        work()
+        return
+    with queueing:
+        queues[device].append(work)
+        while any([run(queue) for queue in queues]):
+            pass
+        if not any(queues):
+            freed.clear()
+
+
+def run(queue: deque[Callable[[], Any]]) -> bool:
+    """Run what is queued on a GPU until a kernel waits; whether anything ran."""
+    ran = False
+    while queue:
+        try:
+            queue[0]()
+        except WaitsForPeer:
+            break
+        except BaseException:
+            queue.clear()
+            raise
+        queue.popleft()
+        ran = True
+    return ran
+
+
+def finish(device: int) -> None:
+    """Run what is queued on a GPU, for the host waits for it: nobody will go on."""
+    with queueing:
+        while queues[device]:
+            lost_peers[0] = True
+            try:
+                queues[device].popleft()()
+            finally:
+                lost_peers[0] = False
+
+
 def current() -> int:
     return getattr(here, "device", 0)
+
+
+def reaches(what: str, devices: list[int | None]) -> None:
+    """Refuse memory of GPUs that the current one may not reach."""
+    for device in devices:
+        if device not in (None, current()) and (current(), device) not in reached:
+            raise RuntimeError(f"{what} is handed memory of GPU {device}, which GPU {current()} does not reach")
 
 
 def device_of(address: int) -> int | None:
@@ -287,6 +355,8 @@ class Memory:
 
     def __del__(self) -> None:
         memories[self.device].remove(self.span)
+        if any(queues):
+            freed.append(self.bytes)
 
 
 def alloc(nbytes: int) -> Memory:
@@ -323,9 +393,10 @@ class Stream:
         pass
 
     def synchronize(self) -> None:
-        pass
+        finish(self.device)
 
     def wait_event(self, event: "Event") -> None:
+        finish(event.device)
         if event.recording is not None and not event.recording.ended:
             self.captures = event.recording
         elif self.recording is not None:
@@ -346,7 +417,7 @@ class Stream:
         def launch(stream: Stream) -> None:
             belongs("a stream of a graph", self.device, stream.device)
             for each in launches:
-                each()
+                submit(self.device, each)
 
         return SimpleNamespace(launch=launch)
 
@@ -360,10 +431,14 @@ class Event:
         self.recording, self.seconds = stream.recording, time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        finish(self.device)
 
 
 def gemm(*args: Any) -> None:
+    submit(current(), partial(multiply, *args))
+
+
+def multiply(*args: Any) -> None:
     """cublasGemmEx as cuda_backend/gemm.py calls it, row by row: C (n, m) = B (n, k) op(A), op(A) being (k, m)."""
     _, transposed, _, m, n, k, _, a, type_, lda, b, _, ldb, _, c, out_type, ldc, _, _ = args
 
@@ -398,19 +473,27 @@ def copy(to: int, source: int, n: int, kind: int, stream: int) -> None:
     belongs("copied memory", device_of(int(to)), device_of(int(source)))
     if streams[stream].recording is not None:
         raise RuntimeError("a copy in a graph is not played here")
-    ctypes.memmove(int(to), int(source), int(n))
+    device = streams[stream].device
+    if kind == runtime.memcpyDeviceToHost:
+        finish(device)
+    elif queues[device] and kind == runtime.memcpyHostToDevice:  # read before the call returns
+        held = ctypes.string_at(int(source), int(n))
+        return submit(device, partial(ctypes.memmove, int(to), held, int(n)))
+    return submit(device, partial(ctypes.memmove, int(to), int(source), int(n)))
 
 
 def copy_between(to: int, device: int, source: int, other: int, n: int, stream: int) -> None:
     belongs("a stream", streams[stream].device)
     if (device_of(to), device_of(source)) != (device, other) or streams[stream].recording is not None:
         raise RuntimeError(f"a copy of {n} bytes from GPU {other} to {device} names others' memory, or is in a graph")
+    finish(device)
+    finish(other)
     ctypes.memmove(to, source, n)
 
 
 def fill(to: int, value: int, n: int, stream: int) -> None:
     belongs("filled memory", device_of(int(to)), streams[stream].device)
-    ctypes.memset(int(to), value, int(n))
+    submit(streams[stream].device, partial(ctypes.memset, int(to), value, int(n)))
 
 
 pinned: dict[int, np.ndarray] = {}
@@ -439,7 +522,7 @@ runtime = SimpleNamespace(
     getDevice=current,
     getDeviceProperties=lambda device: PROPERTIES,
     deviceCanAccessPeer=lambda device, other: device != other,
-    deviceEnablePeerAccess=lambda other: None,
+    deviceEnablePeerAccess=lambda other: reached.add((current(), other)),
     memcpyAsync=copy,
     memcpyPeerAsync=copy_between,
     hostAlloc=host_memory,
