@@ -247,6 +247,26 @@ def test_several_gpus(chosen):
     on_cpu("models/test_cuda_multi_gpu.py", chosen, BIMETAL_GPUS="3")
 
 
+@pytest.mark.compile
+def test_sums_over_gpus():
+    on_cpu("ops/test_cuda_exchange.py", "test_", BIMETAL_GPUS="3")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "test_logits and (llama or qwen35 and not moe) or lost or fails or forwarded or reach or divide",
+        pytest.param("test_logits and (qwen3- or laguna or moe or glm)", marks=pytest.mark.slow),
+        pytest.param("alone or draws", marks=pytest.mark.slow),
+        pytest.param("prefill", marks=pytest.mark.slow),
+        pytest.param("drafts", marks=pytest.mark.slow),
+    ],
+)
+def test_gpus_that_share_layers(chosen):
+    on_cpu("models/test_cuda_tensor_parallel.py", chosen, BIMETAL_GPUS="2")
+
+
 @pytest.mark.parametrize(
     "chosen", ["reordered or no_row or not_committed", pytest.param("test_", marks=pytest.mark.slow)]
 )

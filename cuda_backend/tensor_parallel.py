@@ -1,0 +1,339 @@
+"""Several GPUs that share every layer: each holds some heads and channels, and computes all rows of a step with them.
+
+An op runs on every GPU, over what that one holds; `all_reduce` adds up what the ranks computed (exchange.py), so that
+rows are equal to the bit on all of them. A captured step is one graph per GPU. Logits are whole on every GPU, and each
+chooses the next tokens from its own; the host reads those of rank 0.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import cupy
+import numpy as np
+
+from common.errors import BimetalError
+from common.ops import LayerSize, Ops
+from common.sampling import Sampler
+from common.shards import Ranks
+from common.step import State, Step
+from common.storage import LayerSpec
+from common.tensors import Tensor
+from cuda_backend import rows, sampling
+from cuda_backend.arrays import Array
+from cuda_backend.exchange import MOST_RANKS, Exchange
+from cuda_backend.multi_gpu import connect, each, free
+from cuda_backend.ops import CudaOps
+from cuda_backend.relay import Gpu, Input, MultiGpuStep
+from cuda_backend.replay import DeviceStep, check, table_of
+from cuda_backend.segments import Program, run_step
+from cuda_backend.wide import Wide, WideGraph, WidePool, widened
+
+
+def on_all(name: str) -> Any:
+    """The op `name` on every GPU, with what each has of its arguments."""
+
+    def op(self: "TensorParallelOps", *args: Any, **options: Any) -> Any:
+        def one(rank: int) -> Any:
+            local = partial(self._local, rank=rank)
+            given = {key: each(x, local) for key, x in options.items()}
+            return getattr(self.gpus[rank].ops, name)(*each(args, local), **given)
+
+        return self._wide(self._each(one))
+
+    return op
+
+
+def on_the_first(name: str) -> Any:
+    """The op `name` on rank 0 alone, for numbers that the host reads."""
+
+    def op(self: "TensorParallelOps", x: Wide, *args: Any) -> Any:
+        with self._first() as ops:
+            return self._wide([getattr(ops, name)(x.parts[0], *args)])
+
+    return op
+
+
+class Drawn(Sampler):
+    """`sampler` with the random numbers of its next `rows` tokens, which every rank takes."""
+
+    def __init__(self, sampler: Sampler, rows: int):
+        self.__dict__ |= vars(sampler)
+        self.drawn = None if sampler.is_argmax else sampler.numbers(rows)
+
+    def numbers(self, rows: int) -> np.ndarray:
+        assert self.drawn is not None
+        return self.drawn
+
+
+class TensorParallelOps(Ops):
+    """The op contract on GPUs that share every layer. A weight made here lies whole on each; `load` divides a model.
+
+    loaded  the ranks' models, each on one GPU's ops, that the first `load` made
+    """
+
+    name = CudaOps.name
+    item_bytes = CudaOps.item_bytes
+    runs_ahead = CudaOps.runs_ahead
+    replays = CudaOps.replays
+    draws = CudaOps.draws
+    tree_rows = CudaOps.tree_rows
+    cache_pairs = CudaOps.cache_pairs
+    checks_scales = CudaOps.checks_scales
+    reserves = CudaOps.reserves
+    joins = CudaOps.joins
+
+    def __init__(self, gpus: Sequence[Gpu]):
+        self.gpus = gpus
+        for rank, gpu in enumerate(gpus):
+            gpu.ops.ranks = Ranks(rank, len(gpus))
+        self.prefill_rows = min(gpu.ops.prefill_rows for gpu in gpus)
+        self.exchange = Exchange(gpus)
+        self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
+        self.loaded: list[Any] = []
+
+    # -- weights and states --------------------------------------------------------------------------------------------
+
+    def load(self, load: Callable[[Ops], Any]) -> Any:
+        """The model that `load` makes on each GPU's ops, as one on these; Ops.ranks says which part each loads."""
+        self.loaded = self._each(lambda rank: load(self.gpus[rank].ops))
+        return self._joined(self.loaded)
+
+    def load_beside(self, model: Any, load: Callable[[Any], Any]) -> Any:
+        """The pair that `load` makes of a rank's model and a draft, of all ranks, on the ops of `model`."""
+        models = [replace(loaded, cache=model.cache) for loaded in self.loaded]
+        return replace(self._joined(self._each(lambda rank: load(models[rank]))), ops=model.ops)
+
+    def _joined(self, models: Sequence[Any]) -> Any:
+        names = [name for name in ("weights", "draft_weights") if hasattr(models[0], name)]
+        trees = {name: widened(self.gpus, [getattr(model, name) for model in models]) for name in names}
+        return replace(models[0], ops=self, **trees)
+
+    def weight(self, *parts: Tensor) -> Wide:
+        return Wide(self.gpus, self._each(lambda rank: self.gpus[rank].ops.weight(*parts)))
+
+    def vector(self, tensor: Tensor) -> Wide:
+        return Wide(self.gpus, self._each(lambda rank: self.gpus[rank].ops.vector(tensor)))
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for gpu in self.gpus:
+                stack.enter_context(gpu.device)  # left after `loading`, which checks on it
+                stack.enter_context(gpu.ops.loading())
+            yield
+
+    def weight_bytes(self, weight: Wide) -> int:
+        """On all GPUs, which read them at once."""
+        return sum(gpu.ops.weight_bytes(part) for gpu, part in zip(self.gpus, weight.parts, strict=True))
+
+    def holds(self, stored_type: str) -> str:
+        return self.gpus[0].ops.holds(stored_type)
+
+    # predictions are of one rank, whose part a layout and a state specification describe
+
+    def held_bytes(self, *parts: Tensor) -> int:
+        return self.gpus[0].ops.held_bytes(*parts)
+
+    def held_expert_bytes(self, *parts: Tensor) -> int:
+        return self.gpus[0].ops.held_expert_bytes(*parts)
+
+    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
+        return self.gpus[0].ops.held_state_bytes(spec, tokens, rows)
+
+    def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
+        return self.gpus[0].ops.held_pool_bytes(spec, slots, capacity, tokens, rows)
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        return self.gpus[0].ops.work_bytes(layers, tokens, rows)
+
+    def free_bytes(self) -> tuple[int, str]:
+        least = min(self.gpus, key=free)
+        return free(least), f"free memory of GPU {least.index}, which holds 1/{len(self.gpus)} of each layer"
+
+    def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
+        return [(free(gpu), range(layers)) for gpu in self.gpus]
+
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> WidePool:
+        pools = self._each(lambda rank: self.gpus[rank].ops.new_pool(spec, slots, capacity, tokens))
+        return WidePool(self.gpus, pools)
+
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
+        return self.new_pool(spec, 1, capacity).new_state()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+        parts, count = state.parts, len(step)
+        runs = parts[0].runs(step)
+        check(step, runs, parts[0].pool.lengths, state.capacity)
+        self._each(lambda rank: parts[rank].pool.note_runs(step, runs))
+        self.exchange.begin()
+        try:
+            self.steps = self._each(lambda rank: self._uploaded(rank, parts[rank].pool, step, runs))
+            call, captured = partial(self._call, fn, state), partial(self._captured, fn, state)
+            out = run_step(table_of(state, fn), len(self.steps[0]), call, captured)
+        except BaseException:
+            self.exchange.renew()  # the ranks may have launched different parts of the step
+            raise
+        finally:
+            self.steps = []
+        if isinstance(out, tuple):
+            return tuple(self._kept(x, count) for x in out)
+        return self._kept(out if kept is None else out[kept], count)
+
+    def _uploaded(self, rank: int, pool: Any, step: Step, runs: Any) -> DeviceStep:
+        if isinstance(step.tokens, Wide):
+            step = replace(step, tokens=step.tokens.parts[rank])
+        return self.gpus[rank].context.replay.upload(pool, step, runs)
+
+    def _call(self, fn: Callable[[Any, Any], Any], state: Any) -> Any:
+        for gpu, step in zip(self.gpus, self.steps, strict=True):
+            gpu.context.arena.reset()
+            gpu.context.replay.active = step
+        try:
+            with self.exchange.step():
+                return fn(state, MultiGpuStep(len(self.steps[0])))
+        finally:
+            for gpu in self.gpus:
+                gpu.context.replay.active = None
+
+    def _captured(self, fn: Callable[[Any, Any], Any], state: Any) -> Program:
+        with ExitStack() as stack:
+            captures = self._each(lambda rank: stack.enter_context(self._capture(self.gpus[rank])))
+            out = self._call(fn, state)
+        return Program([WideGraph(self.gpus, captures, self.exchange, self.exchange.index)], out)
+
+    @contextmanager
+    def _capture(self, gpu: Gpu) -> Iterator[Any]:
+        with gpu.device:
+            graph = gpu.context.replay.graph()
+        gpu.context.arena.frozen = True
+        try:
+            yield graph
+        finally:
+            gpu.context.arena.frozen = False
+            with gpu.device:
+                graph.end()
+
+    def scope(self, layer: int, block: Callable[[Any], Any], x: Wide) -> Wide:
+        for gpu in self.gpus:
+            gpu.context.arena.turn()
+        out: Wide = block(x)
+        return out
+
+    def all_reduce(self, x: Wide) -> Wide:
+        return Wide(self.gpus, self.exchange.sum(x.parts))
+
+    def sample(self, logits: Wide, sampler: Sampler) -> Any:
+        if not self.chooses(sampler):
+            with self._first() as ops:
+                return ops.sample(logits.parts[0], sampler)
+        drawn = Drawn(sampler, len(logits))
+        first = self.gpus[0].ops.sample  # which copies the tokens to the host as well
+
+        def one(rank: int) -> Array:
+            own = logits.parts[rank]
+            return sampling.sample(self.gpus[rank].context, own, drawn) if rank else first(own, drawn)
+
+        return Wide(self.gpus, self._each(one))
+
+    def read(self, x: Any) -> np.ndarray:
+        return self.read_all(x)[0]
+
+    def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
+        if any(isinstance(x, np.ndarray) for x in xs):
+            return tuple(x if isinstance(x, np.ndarray) else self.read(x) for x in xs)
+        with self._first() as ops:
+            return (ops.read(xs[0].parts[0]),) if len(xs) == 1 else ops.read_all(*(x.parts[0] for x in xs))
+
+    def peak_bytes(self) -> int:
+        return sum(self._each(lambda rank: self.gpus[rank].ops.peak_bytes()))
+
+    @property
+    def launches(self) -> int:
+        return sum(gpu.ops.launches for gpu in self.gpus)
+
+    def copy_bandwidth(self) -> float:
+        """Of all GPUs together."""
+        return sum(self._each(lambda rank: self.gpus[rank].ops.copy_bandwidth()))
+
+    embed = on_all("embed")
+    linear = on_all("linear")
+    head_linear = on_all("head_linear")
+    rms_norm = on_all("rms_norm")
+    rope = on_all("rope")
+    norm_rope = on_all("norm_rope")
+    gated_rms_norm = on_all("gated_rms_norm")
+    add = on_all("add")
+    swiglu = on_all("swiglu")
+    mul_sigmoid = on_all("mul_sigmoid")
+    mul_softplus = on_all("mul_softplus")
+    attention = on_all("attention")
+    latent_attention = on_all("latent_attention")
+    expanded_attention = on_all("expanded_attention")
+    write_kv = on_all("write_kv")
+    short_conv = on_all("short_conv")
+    parent_rows = on_all("parent_rows")
+    gated_delta = on_all("gated_delta")
+    delta_mixer = on_all("delta_mixer")
+    route_softmax = on_all("route_softmax")
+    route_sigmoid = on_all("route_sigmoid")
+    moe = on_all("moe")
+    moe_ffn = on_all("moe_ffn")
+    keep = on_all("keep")
+    top_k = on_the_first("top_k")
+    argmax_entropy = on_the_first("argmax_entropy")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _first(self) -> Iterator[CudaOps]:
+        """The ops of rank 0, to read something."""
+        try:
+            with self.gpus[0].device:
+                yield self.gpus[0].ops
+        finally:
+            self.exchange.check()  # whose sentence explains rows that are not finite
+
+    def _each(self, fn: Callable[[int], Any]) -> list[Any]:
+        """`fn` of each rank, with its GPU as the current one."""
+        out = []
+        for rank, gpu in enumerate(self.gpus):
+            with gpu.device:
+                out.append(fn(rank))
+        return out
+
+    def _local(self, x: Any, rank: int) -> Any:
+        """An argument as the ops of a rank take it."""
+        if isinstance(x, Wide):
+            return x.parts[rank]
+        if isinstance(x, MultiGpuStep):
+            return self.steps[rank]
+        return getattr(self.steps[rank], x.name) if isinstance(x, Input) else x
+
+    def _wide(self, outs: Sequence[Any]) -> Any:
+        """What an op returned on the ranks."""
+        if isinstance(outs[0], tuple):
+            return tuple(self._wide(parts) for parts in zip(*outs, strict=True))
+        return Wide(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]
+
+    def _kept(self, x: Wide, count: int) -> Wide:
+        return Wide(self.gpus, self._each(lambda rank: rows.kept(self.gpus[rank].context, x.parts[rank], count)))
+
+
+def open_ranks(devices: Sequence[int], make: Callable[[], CudaOps]) -> TensorParallelOps:
+    """Ops on the GPUs `devices`, which exist and differ: see `cuda_backend.open_tensor_parallel`."""
+    if len(devices) > MOST_RANKS:
+        raise BimetalError(f"tensor_parallel is {len(devices)}; supported are 2 to {MOST_RANKS} GPUs")
+    for a, b in itertools.permutations(devices, 2):
+        if not cupy.cuda.runtime.deviceCanAccessPeer(a, b):
+            raise BimetalError(
+                f"GPUs {a} and {b} cannot reach each other's memory, which tensor_parallel needs; "
+                "use split, by which each holds some of the layers"
+            )
+        connect(a, b)
+    return TensorParallelOps([Gpu(index, make) for index in devices])
