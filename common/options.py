@@ -85,7 +85,8 @@ class GenerationOptions(Sampling):
         None,
         rules.one_of(*DECODERS),
         f"speculative mode: {'; '.join(f'{row.name}: {row.meaning}' for row in DECODERS.values())}. The text stays the "
-        "same, except with wedlm. None: tree with a draft, wedlm with a WeDLM model, else off",
+        "same, except with wedlm. None: tree with a DFlash or DSpark draft, chain with other drafts, wedlm with a "
+        "WeDLM model, else off",
     )
     tree_budget: int | None = option(
         None,
@@ -298,7 +299,7 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
         None,
         rules.PATH,
         "what drafts for speculative decoding: mtp, the multi-token-prediction block in the model's own files; a "
-        "DFlash draft, named as models are; or demo. The text stays the same",
+        "DFlash, DSpark or EAGLE-3 draft, named as models are; or demo. The text stays the same",
     )
     fa_window: int | None = option(
         None, rules.whole(1), "positions that decoding attends to; changes the text. None: all"

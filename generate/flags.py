@@ -174,12 +174,17 @@ def parallel(p: Any) -> None:
 
 
 def speculation(p: Any) -> None:
-    draft(p, "mtp, the model's own multi-token-prediction block; or a DFlash draft, named as models are; or demo")
+    draft(
+        p,
+        "mtp, the model's own multi-token-prediction block; or a DFlash, DSpark or EAGLE-3 draft, named as models are; "
+        "or demo",
+    )
     p.add_argument(
         "--spec",
         choices=tuple(DECODERS),
         help="; ".join(f"{row.name}: {row.meaning}" for row in DECODERS.values())
-        + " (default: tree with a DFlash draft, chain with mtp, wedlm with a WeDLM model, else off)",
+        + " (default: tree with a DFlash or DSpark draft, chain with mtp and EAGLE-3, wedlm with a WeDLM model, "
+        "else off)",
     )
     p.add_argument(
         "--tree-budget",

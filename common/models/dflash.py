@@ -98,6 +98,15 @@ class Tap:
         return x
 
 
+def tapped(model: Model, taps: Sequence[int], state: State, step: Step, rows: slice) -> tuple[Array, list[Array]]:
+    """The target's logits (n, vocab) of `rows`, and the outputs (T, hidden) of its layers `taps` for all rows."""
+    tap: Any = Tap(model.ops, taps)
+    taps_last = max(taps) == len(model.weights.layers) - 1  # which a model may compute for some rows alone
+    every = slice(None) if taps_last else rows
+    logits = model.definition.forward(tap, model.config, model.weights, state, step, every)
+    return logits[rows] if taps_last else logits, [tap.taken[i] for i in taps]
+
+
 @dataclass(frozen=True)
 class DflashPair(Pair):
     """A target and its DFlash draft."""
@@ -115,15 +124,9 @@ class DflashPair(Pair):
         return sorted({0, deepest, *(size for size in CHAINS if size < deepest)})
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
-        taps, layers = self.draft.taps, len(self.weights.layers)
-        tap: Any = Tap(self.ops, taps)
-        taps_last = max(taps) == layers - 1  # which a model may compute for some rows alone
-        logits = self.definition.forward(
-            tap, self.config, self.weights, state, step, slice(None) if taps_last else rows
-        )
-        features = [tap.taken[i] for i in taps]
+        logits, features = tapped(self, self.draft.taps, state, step, rows)
         write_context(self.ops, self.draft, self.draft_weights, self._draft_states(state), step, features)
-        return logits[rows] if taps_last else logits
+        return logits
 
     @cached_property
     def target(self) -> Model:

@@ -6,12 +6,20 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.models import Model, architecture, is_defined
 from common.models.dflash_load import load_dflash
+from common.models.eagle3 import check_eagle3, load_eagle3
+from common.models.eagle3_config import Target, is_eagle3
 from common.models.mtp import layout, load_mtp
 from common.models.pair import Pair
 
 KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that say what kind a draft is
-SUPPORTED = "multi-token-prediction blocks, DFlash and DSpark"
-REFUSED = {"dflash2": "DFlash2", "domino": "Domino", "eagle": "EAGLE", "medusa": "Medusa"}
+REFUSED = {  # the kind, by a mark of it
+    "dflash2": "DFlash2",
+    "domino": "Domino",
+    "peagle": "P-EAGLE",
+    "eagle": "EAGLE-1 or EAGLE-2",
+    "medusa": "Medusa",
+}
+SUPPORTED = "multi-token-prediction blocks, DFlash, DSpark and EAGLE-3"
 
 
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
@@ -23,15 +31,25 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
         raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
     checkpoint = open_checkpoint(path)
     _refuse_others(checkpoint)
+    if _is_eagle3(checkpoint):
+        return load_eagle3(checkpoint, target, progress)
     return (load_mtp if _is_model(checkpoint) else load_dflash)(checkpoint, target, progress)
 
 
 def check_file(path: Path, target: Checkpoint) -> None:
-    """Refuse, before weights are loaded, a draft of a kind that is not supported, and a model without a block."""
+    """Refuse, before weights are loaded, a draft of a kind that is not supported, and a model without a block.
+
+    An EAGLE-3 draft is checked against its target too.
+    """
     checkpoint = open_checkpoint(path)
     _refuse_others(checkpoint)
-    if _is_model(checkpoint) and is_defined(target):
-        name, definition = architecture(target)
+    if not is_defined(target):
+        return
+    name, definition = architecture(target)
+    if _is_eagle3(checkpoint):
+        c = definition.read_config(target)
+        check_eagle3(checkpoint, Target(c.hidden, c.vocab, len(definition.state_spec(c))))
+    elif _is_model(checkpoint):
         layout(checkpoint, name, definition.read_config(target))
 
 
@@ -40,9 +58,13 @@ def _is_model(checkpoint: Checkpoint) -> bool:
     return is_defined(checkpoint) and not any(mark in _kind(checkpoint) for mark in ("dflash", "dspark"))
 
 
+def _is_eagle3(checkpoint: Checkpoint) -> bool:
+    return "eagle3" in _kind(checkpoint) or is_eagle3(checkpoint)
+
+
 def _refuse_others(checkpoint: Checkpoint) -> None:
     for mark, kind in REFUSED.items():
-        if mark in _kind(checkpoint):
+        if mark in _kind(checkpoint) and not (mark == "eagle" and _is_eagle3(checkpoint)):
             raise BimetalError(f"{checkpoint.path} is a draft of the kind {kind}; supported: {SUPPORTED}")
 
 

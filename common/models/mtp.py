@@ -6,25 +6,21 @@ keys and values are written as the target reads those tokens. To draft further t
 own outputs as hidden states. The first row of a sequence has a hidden state of zeros, as in llama.cpp.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar
-
-import numpy as np
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.models import ARCHITECTURES, Model, architecture
 from common.models.blocks import MtpNames, RowFn
-from common.models.pair import Pair
+from common.models.chain import ChainPair
 from common.ops import Array
 from common.step import State, Step
 from common.storage import ConvSpec, LayerSpec
 from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights
 
 MOST = 8  # blocks that are looked for
-DEEPEST = 5  # tokens that one block drafts at most: each takes a pass of the head, and is accepted less often
 GGUF_NAMES = MtpNames(
     layer="",
     fc="nextn.eh_proj.weight",
@@ -143,30 +139,15 @@ def load_mtp(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "
 
 
 @dataclass(frozen=True)
-class MtpPair(Pair):
+class MtpPair(ChainPair):
     """A target and its multi-token-prediction block."""
 
     draft: Config
-    tables: Layout
-    spec: ClassVar[str] = "chain"
-
-    @property
-    def held(self) -> tuple[Layout, list[LayerSpec]]:
-        return replace(self.layout, layers=[*self.layout.layers, *self.tables.layers]), self.sequence_spec
 
     @property
     def draft_spec(self) -> list[LayerSpec]:
         """Those of a layer, and the hidden state of the last committed token."""
         return [{**self.definition.mtp_spec(self.config), "last": ConvSpec(self.config.hidden, 2)}]
-
-    @property
-    def budgets(self) -> Sequence[int]:
-        return range(DEEPEST + 1)
-
-    @property
-    def target(self) -> Model:
-        """The pair itself: the block's rows are written in each step, because no later one could catch up."""
-        return self
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         ops, eps, layers = self.ops, self.config.eps, self.weights.layers
@@ -203,39 +184,15 @@ class MtpPair(Pair):
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
-    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
-        tokens, ids, logp = [token], list[np.ndarray](), list[np.ndarray]()
-        for _ in range(min(depth, DEEPEST)):
-            best, chances = self.ops.read_all(*self.ops.top_k(self.propose(state, tokens), k))
-            ids.append(best)
-            logp.append(chances)
-            tokens.append(int(best[0, 0]))
-        return np.concatenate(ids), np.concatenate(logp)
+    def _first(self, step: Step) -> Array:
+        return self.ops.embed(self.weights.embed, step.tokens)
 
-    def propose(self, state: State, tokens: Sequence[int]) -> Array:
-        """Logits (1, vocab) of the token after `tokens`, which follow the state; commits nothing.
-
-        Each token but the first was drafted, so that the block's output at the one before stands for its hidden state.
-        """
-        step = Step.chain(np.array(tokens, np.int32), state.length)
-        return self.ops.run(self._chains[len(tokens)], state, step)[:1]
-
-    @cached_property
-    def _chains(self) -> dict[int, Any]:
-        """By the number of tokens, what `propose` runs: kept, so that a backend may capture it."""
-        return {n: partial(self._chain_logits, n) for n in range(1, DEEPEST + 1)}
-
-    def _chain_logits(self, n: int, state: State, step: Step) -> Array:
-        """The logits (1, vocab) of row n - 1. After i passes the outputs of rows 0 to i - 1 are those of a chain."""
-        ops, layer = self.ops, len(self.weights.layers)
-        own = self.draft_weights
+    def _pass(self, state: State, step: Step, hidden: Array) -> Array:
+        ops, layer, own = self.ops, len(self.weights.layers), self.draft_weights
         mixed, ffn = self.definition.halves(ops, self.config, own.layers[0], state, step, layer)
+        x = ffn(mixed(self._inputs(state, step, hidden)))
+        return ops.rms_norm(x, self.weights.norm if own.last_norm is None else own.last_norm, self.config.eps)
 
-        def one_pass(hidden: Array) -> Array:
-            x = ffn(mixed(self._inputs(state, step, hidden)))
-            return ops.rms_norm(x, self.weights.norm if own.last_norm is None else own.last_norm, self.config.eps)
-
-        x = ops.embed(self.weights.embed, step.tokens)  # of the first pass only row 0 counts, which reads the state
-        for _ in range(n):
-            x = ops.scope(layer, one_pass, x)
-        return self.head_logits(x[n - 1 : n]) if own.head is None else ops.linear(x[n - 1 : n], own.head)
+    def _head(self, hidden: Array) -> Array:
+        head = self.draft_weights.head
+        return self.head_logits(hidden) if head is None else self.ops.linear(hidden, head)

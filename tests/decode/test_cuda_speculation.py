@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_draft
+import tiny_eagle
 from test_plain import prefilled
 
 from common.decode.alone import run_alone
@@ -126,6 +127,31 @@ def test_candidates_after_the_token_before(name):
         assert ids.shape == after.shape == rows.shape
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("chain", 4))
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
+
+
+@pytest.mark.parametrize(("name", "flags"), [("llama", {}), ("qwen3", {"norm_before_residual": True, "fc_norm": True})])
+def test_eagle(name, flags, tmp_path):
+    """Logits of the draft against NumPy's, with float16 keys, as captured too; text equal to plain decoding."""
+    folder = tmp_path / "draft"
+    if flags:
+        tiny_eagle.write_speculators(folder, 48, 96, 32, [0, 1, 2], **flags)
+    else:
+        tiny_eagle.write(folder, 32, 96, [0, 1, 2])
+    pairs = [load_pair(folder, load_model(tiny.checkpoint(name), ops)) for ops in (NumpyOps(), CudaOps())]
+    ids, states = tiny.golden(name)["ids"].astype(np.int32), [pair.new_state(64) for pair in pairs]
+    for pair, state in zip(pairs, states, strict=True):
+        for end in (9, 10, 11):
+            pair.forward(state, Step.chain(ids[state.length : end], state.length), slice(-1, None))
+            state.commit(range(end - state.length))
+    for n in (1, 2, 3):
+        expected, *got = (
+            pair.ops.read(pair.propose(state, ids[11 : 11 + n].tolist()))[0]
+            for pair, state in [(pairs[0], states[0]), *[(pairs[1], states[1])] * 3]
+        )
+        assert np.abs(got[0] - expected).max() < 0.05
+        assert all(np.array_equal(got[0], again) for again in got)
+    accepted = assert_plain(pairs[1], ids[:20].tolist(), 30, Speculation("chain", 3))
+    assert set(accepted.budgets) == {3}
 
 
 @pytest.mark.parametrize("budget", [128, 135])

@@ -272,13 +272,13 @@ def test_refusals(changes, message, tmp_path):
     ("name", "kind"),
     [
         ("DFlash2DraftModel", "DFlash2"),
-        ("LlamaForCausalLMEagle3", "EAGLE"),
-        ("Eagle3Speculator", "EAGLE"),
     ],
 )
 def test_other_kinds(name, kind, tmp_path):
     folder = rewritten(FOLDER, tmp_path / "draft", architectures=[name])
-    words = f"draft is a draft of the kind {kind}; supported: multi-token-prediction blocks, DFlash and DSpark$"
+    words = (
+        f"draft is a draft of the kind {kind}; supported: multi-token-prediction blocks, DFlash, DSpark and EAGLE-3$"
+    )
     with pytest.raises(BimetalError, match=words):
         load_pair(folder, tiny.load("qwen35", OPEN))
     with pytest.raises(BimetalError, match=words):

@@ -203,6 +203,12 @@ def test_drafts_that_depend_on_the_token_before(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_eagle(name):
+    on_cpu("decode/test_cuda_speculation.py", f"test_eagle and {name}")
+
+
+@pytest.mark.slow
 def test_multi_token_prediction_on_several_gpus():
     on_cpu("models/test_cuda_multi_gpu.py", "test_multi_token_prediction", BIMETAL_GPUS="2")
 
