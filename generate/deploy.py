@@ -10,13 +10,13 @@ from starlette.middleware import Middleware
 from common.errors import UsageError
 from generate.affinity import PromptAffinity
 from generate.cli import parse
-from generate.llm import PARALLEL
+from generate.llm import LLM, PARALLEL
 from generate.server.app import build
 from generate.server.errors import RETRY
 from generate.server.guard import Guard
 from generate.server.log import Log
 from generate.server.metrics import PREFIX
-from generate.server.serve import compression_of, load, policy_of
+from generate.server.serve import compression_of, load_compressor, policy_of, upstream_of
 from generate.server.service import Service
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -42,6 +42,8 @@ def app(args: dict[str, Any]) -> serve.Application:
     parsed = parse(["serve", *flags])
     policy_of(parsed)
     compression_of(parsed)
+    if upstream_of(parsed) is not None:
+        raise UsageError("replicas have models of their own; prefill_upstream_base goes with serve alone")
     slots = parsed.load.parallel or PARALLEL
     scale = {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": TARGET * slots}
     deployment = serve.deployment(
@@ -73,8 +75,8 @@ class Replica:
         args = parse(["serve", *flags])
         self._policy, self._log = policy_of(args), Log(args.log_json)
         self._service = Service(args.max_queue, serve.get_replica_context().replica_id.unique_id)
-        llm = load(args.model, args.load, self._service, compression_of(args))
-        self._service.serve(llm, args.model)
+        load_compressor(self._service, args.load.backend, compression_of(args))
+        self._service.serve(LLM(args.model, args.load), args.model)
         self._figures = Figures()
 
     def __serve_build_asgi_app__(self) -> Guard:

@@ -10,6 +10,7 @@ from generate import values
 
 BACKENDS = ("cuda", "mlx", "numpy")
 COMPRESSION = ("off", "auto", "always")
+DEFAULT_MODEL = "demo"
 MODEL_HELP = "GGUF file, safetensors folder, owner/repo, owner/repo:Q4_K_M, demo, demo-wedlm, or smollm2"
 
 
@@ -134,6 +135,14 @@ def compression(p: Parser) -> None:
     g.add_argument(
         "--prefill-threshold", type=values.positive, default=32_000, metavar="N", help="tokens (default: 32000)"
     )
+    g.add_argument(
+        "--prefill-upstream-base",
+        type=values.base,
+        metavar="URL",
+        help="load no model: shorten prompts, and let this server answer what is left of them",
+    )
+    g.add_argument("--prefill-upstream-model", metavar="NAME", help="that it is asked for (default: the client's)")
+    g.add_argument("--prefill-upstream-key-file", metavar="FILE", help="its key; BIMETAL_UPSTREAM_KEY holds one too")
 
 
 def named_model(p: Parser) -> None:
@@ -233,7 +242,7 @@ def window(p: Any) -> None:
 
 
 def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
-    p.add_argument("-m", "--model", default="demo", metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
+    p.add_argument("-m", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=f"{MODEL_HELP} (default: demo)")
     p.add_argument(
         "-c",
         "--ctx",

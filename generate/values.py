@@ -60,6 +60,18 @@ def url(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r:.80} must be a URL such as http://127.0.0.1:8080")
 
 
+def base(text: str) -> str:
+    """A server's address with the path before its routes, without /v1."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port)
+        if good and not (parts.query or parts.fragment or parts.username or parts.password) and text.isascii():
+            return text.rstrip("/").removesuffix("/v1").rstrip("/")
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError("it must be a URL such as http://127.0.0.1:8000/v1, without a name or a key")
+
+
 def above_zero(text: str) -> float:
     if not 0 < (value := number(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")

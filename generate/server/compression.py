@@ -89,18 +89,34 @@ class Compressor:
     def _shorter(
         self, llm: LLM, prompt: Chat | str | list[int], cancel: threading.Event
     ) -> tuple[Chat | str | list[int], int]:
-        texts = texts_of(prompt)
+        ids = [self.drafter.tokenizer.encode_plain(text) for text in texts_of(prompt)]
+        if not self._is_long(ids) or is_cached(llm, prompt):
+            return prompt, 0
+        texts, dropped = self._cut(ids, cancel)
+        return replaced(prompt, texts), dropped
+
+    def shortened(self, texts: Sequence[str], cancel: threading.Event) -> tuple[list[str], int]:
+        """Return the texts of one prompt shortened where they are long together, and the tokens that were left out.
+
+        cancel  ends the work at the drafter's next step, with BimetalError
+        """
         ids = [self.drafter.tokenizer.encode_plain(text) for text in texts]
+        return self._cut(ids, cancel) if self._is_long(ids) else (list(texts), 0)
+
+    def _is_long(self, ids: Sequence[list[int]]) -> bool:
+        """Whether a prompt whose texts have these tokens is to be shortened."""
+        tokens = sum(map(len, ids))
+        chunks = -(-tokens // CHUNK)
+        return (
+            tokens >= max(self.compression.threshold, 1) and int(chunks * self.compression.keep_ratio(tokens)) < chunks
+        )
+
+    def _cut(self, ids: Sequence[list[int]], cancel: threading.Event) -> tuple[list[str], int]:
         tokens = [id for part in ids for id in part]
-        chunks, ratio = -(-len(tokens) // CHUNK), self.compression.keep_ratio(len(tokens))
-        if len(tokens) < max(self.compression.threshold, 1) or int(chunks * ratio) >= chunks:
-            return prompt, 0
-        if is_cached(llm, prompt):
-            return prompt, 0
         attention = partial(self.drafter.attention_to, queries=QUERIES, cancel=cancel)
+        ratio = self.compression.keep_ratio(len(tokens))
         spans = kept_spans(tokens, scored(tokens, attention, self.drafter.context), ratio)
-        short = list(self._parts(ids, spans))
-        return replaced(prompt, short), len(tokens) - sum(end - first for first, end in spans)
+        return list(self._parts(ids, spans)), len(tokens) - sum(end - first for first, end in spans)
 
     def _parts(self, ids: Sequence[list[int]], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
         """Yield what is left of each text: `ids` are the tokens of each, `spans` what is kept of all in a row."""

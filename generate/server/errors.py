@@ -14,6 +14,7 @@ OPENAI_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
+    502: "server_error",
     503: "unavailable_error",
 }
 ANTHROPIC_TYPES = {
@@ -23,6 +24,7 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
+    502: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }

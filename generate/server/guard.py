@@ -167,14 +167,27 @@ def place(error: BaseException) -> str:
 
 def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> list[bytes]:
     """Digests of the keys from the command line, a file with one per line, and the environment."""
-    found = [*given, *([environment] if environment else [])]
-    if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError:
-            raise BimetalError(f"{file} is not UTF-8; it must hold one API key per line") from None
-        keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not keys:
-            raise BimetalError(f"{file} holds no API key; it must hold one per line")
-        found += keys
+    found = [*given, *([environment] if environment else []), *([] if file is None else lines_of(file))]
     return [digest(key) for key in found]
+
+
+def key_of(file: str | None, environment: str | None) -> str | None:
+    """The key for another server: of a file that holds one, else from the environment; None: it asks for none."""
+    keys = ([environment] if environment else []) if file is None else lines_of(file)
+    if len(keys) > 1:
+        raise BimetalError(f"{file} holds {len(keys)} API keys; it must hold one")
+    if keys and not (keys[0].isascii() and keys[0].isprintable() and " " not in keys[0]):
+        raise BimetalError("the upstream server's key has characters other than printable ASCII without spaces")
+    return keys[0] if keys else None
+
+
+def lines_of(file: str) -> list[str]:
+    """The keys of a file with one per line; raises BimetalError where it has none."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise BimetalError(f"{file} is not UTF-8; it must hold one API key per line") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise BimetalError(f"{file} holds no API key; it must hold one per line")
+    return keys

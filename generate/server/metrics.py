@@ -77,9 +77,9 @@ class Metrics:
         self, found: AsyncIterator[tuple[int, Event]], task: Task, began: float
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the events of a request that came at `began`, and count them."""
-        self._observe("request_params_n", task.n)
+        self.observe("request_params_n", task.n)
         if "max_tokens" in task.options:
-            self._observe("request_params_max_tokens", task.options["max_tokens"])
+            self.observe("request_params_max_tokens", task.options["max_tokens"])
         latest: dict[int, float] = {}
         async for index, event in found:
             match event:
@@ -87,7 +87,7 @@ class Metrics:
                     now = time.perf_counter()
                     first = index not in latest
                     name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
-                    self._observe(name, now - latest.get(index, began))
+                    self.observe(name, now - latest.get(index, began))
                     latest[index] = now
                 case Finish():
                     self._finish(event, time.perf_counter() - began)
@@ -95,7 +95,8 @@ class Metrics:
                     self.finished["error"] += 1
             yield index, event
 
-    def _observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, value: float) -> None:
+        """Count a value in the histogram `name`."""
         self.histograms[name].observe(value)
 
     def _finish(self, finish: Finish, seconds: float) -> None:
@@ -105,18 +106,18 @@ class Metrics:
         self.counters["generation_tokens"] += usage.completion
         self.counters["prefix_cache_queries"] += usage.prompt
         self.counters["prefix_cache_hits"] += usage.cached
-        self._observe("e2e_request_latency_seconds", seconds)
-        self._observe("request_prompt_tokens", usage.prompt)
-        self._observe("request_generation_tokens", usage.completion)
+        self.observe("e2e_request_latency_seconds", seconds)
+        self.observe("request_prompt_tokens", usage.prompt)
+        self.observe("request_generation_tokens", usage.completion)
         if stats is None:
             return
         busy = stats.prefill_seconds + stats.decode_seconds
-        self._observe("request_prefill_time_seconds", stats.prefill_seconds)
-        self._observe("request_decode_time_seconds", stats.decode_seconds)
-        self._observe("request_inference_time_seconds", busy)
-        self._observe("request_queue_time_seconds", max(0.0, seconds - busy))
+        self.observe("request_prefill_time_seconds", stats.prefill_seconds)
+        self.observe("request_decode_time_seconds", stats.decode_seconds)
+        self.observe("request_inference_time_seconds", busy)
+        self.observe("request_queue_time_seconds", max(0.0, seconds - busy))
         if stats.new_tokens > 1:
-            self._observe("request_time_per_output_token_seconds", stats.decode_seconds / (stats.new_tokens - 1))
+            self.observe("request_time_per_output_token_seconds", stats.decode_seconds / (stats.new_tokens - 1))
         if stats.accepted is not None:
             steps = stats.accepted.steps - stats.accepted.budgets[0]
             self.counters["spec_decode_num_drafts"] += steps

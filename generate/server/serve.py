@@ -12,25 +12,28 @@ from typing import Any
 import uvicorn
 
 from common.errors import BimetalError, UsageError
-from common.options import LoadOptions
+from generate.flags import DEFAULT_MODEL
 from generate.llm import LLM
+from generate.server import proxy
 from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
-from generate.server.guard import Policy, keys_of
+from generate.server.guard import Policy, key_of, keys_of
 from generate.server.log import Log
 from generate.server.service import Service
+from generate.server.upstream import Upstream
 
-KEY = "BIMETAL_API_KEY"
+KEY, UPSTREAM_KEY = "BIMETAL_API_KEY", "BIMETAL_UPSTREAM_KEY"
 CLOSING = 5  # seconds for connections after the grace time
 BACKLOG = 2048
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
-    policy, compression = policy_of(args), compression_of(args)
+    policy, compression, upstream = policy_of(args), compression_of(args), upstream_of(args)
     log, service = Log(args.log_json), Service(args.max_queue)
+    served = {"model": args.model} if upstream is None else {"upstream": upstream.base}
     config = uvicorn.Config(
-        build(service, policy, log),
+        build(service, policy, log) if upstream is None else proxy.build(service, upstream, policy, log),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -43,16 +46,22 @@ def run(args: argparse.Namespace) -> int:
 
     def ended(error: BaseException | None) -> None:
         if error is None:
-            seconds = round(service.metrics.load_seconds, 1)
-            log.line("ready", model=args.model, context=service.llm.context, parallel=service.slots, seconds=seconds)
+            size = {"context": service.llm.context, "parallel": service.slots} if service.is_ready else {}
+            log.line("ready", **served, **size, seconds=round(service.metrics.load_seconds, 1))
         else:
             errors.append(error)
             server.should_exit = True
 
     listening = listen(args.host, args.port)
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-    log.line("listening", url=url_of(listening), model=args.model)
-    service.load(args.model, partial(load, args.model, args.load, service, compression), ended)
+    log.line("listening", url=url_of(listening), **served)
+
+    def make() -> None:
+        load_compressor(service, args.load.backend, compression)
+        if upstream is None:
+            service.serve(LLM(args.model, args.load), args.model)
+
+    service.load(make, ended)
     try:
         server.run([listening])
     finally:
@@ -90,11 +99,25 @@ def compression_of(args: argparse.Namespace) -> Compression | None:
     return Compression(drafter, curve or ((1, ratio or KEEP_RATIO),), threshold)
 
 
-def load(name: str, options: LoadOptions, service: Service, compression: Compression | None) -> LLM:
-    """Load what compresses prompts, and then the model, which takes the memory that is left."""
+def upstream_of(args: argparse.Namespace) -> Upstream | None:
+    """The server that answers in place of a model of our own; None: there is none."""
+    base, model, file = args.prefill_upstream_base, args.prefill_upstream_model, args.prefill_upstream_key_file
+    if base is None:
+        if model is not None or file is not None:
+            flag = "--prefill-upstream-model" if model is not None else "--prefill-upstream-key-file"
+            raise UsageError(f"{flag} needs --prefill-upstream-base URL")
+        return None
+    if args.prefill_compression == "off":
+        raise UsageError("--prefill-upstream-base needs --prefill-compression auto or always")
+    if args.model != DEFAULT_MODEL:
+        raise UsageError(f"--prefill-upstream-base goes without --model, which is {args.model}: no model is loaded")
+    return Upstream(base, key_of(file, os.environ.get(UPSTREAM_KEY)), model)
+
+
+def load_compressor(service: Service, backend: str | None, compression: Compression | None) -> None:
+    """Load what compresses prompts, if anything does: before the model, which takes the memory that is left."""
     if compression is not None:
-        service.compressor = compressor_for(options.backend, compression)
-    return LLM(name, options)
+        service.compressor = compressor_for(backend, compression)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -35,15 +35,17 @@ class Service:
         self._llm: LLM | None = None
         self._facts: Facts | None = None
 
-    def load(self, name: str, make: Callable[[], LLM], ended: Callable[[BaseException | None], None]) -> None:
-        """Load the model in a thread of its own, in which `ended` is called at last, with what went wrong or None."""
+    def load(self, make: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+        """Call `make` in a thread of its own, and `ended` there at last, with what went wrong or None.
+
+        make  loads what requests need, and hands it to this service
+        """
 
         def run() -> None:
             try:
                 began = time.perf_counter()
-                llm = make()
+                make()
                 self.metrics.load_seconds = time.perf_counter() - began
-                self.serve(llm, name)
             except BaseException as error:
                 ended(error)
             else:

@@ -1,0 +1,171 @@
+"""A server without a model of its own: it shortens long prompts, and another server answers what is left of them."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx2
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+
+from generate.server import page
+from generate.server.answer import STALLED, STREAM_HEADERS, ClientGoneError, Message, Receive, Send, while_connected
+from generate.server.body import read_json
+from generate.server.errors import RETRY, ApiError, dialect_of, envelope
+from generate.server.guard import Guard, Policy
+from generate.server.log import Log
+from generate.server.metrics import MEDIA
+from generate.server.service import Service
+from generate.server.upstream import WHOLE, Upstream, kind_of, lines, whole
+from generate.server.wire import dumps, named_sse, sse
+
+TEXTS = ("text", "input_text", "output_text")  # types of parts that hold text
+PROMPTS = {"/v1/completions": "prompt", "/api/generate": "prompt"}
+SHORTENED = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", *PROMPTS)
+PASSED = ("/v1/messages/count_tokens", "/api/show", "/tokenize", "/detokenize", "/apply-template")
+READ = ("/v1/models", "/api/tags", "/api/ps", "/api/version")
+JSON = [(b"content-type", WHOLE.encode())]
+HEADERS = ("anthropic-version", "anthropic-beta")
+
+Place = tuple[Any, Any]  # a container of a request, and where in it a text stands
+
+
+def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Guard:
+    """The server as an ASGI application."""
+
+    def health(request: Request) -> dict[str, Any]:
+        if service.draining:
+            raise ApiError(503, "the server shuts down", retry=RETRY)
+        compressor_of(service)
+        return {"status": "ok", "upstream": upstream.base}
+
+    def props(request: Request) -> dict[str, Any]:
+        return {"upstream": upstream.base, "prefill_compression": compressor_of(service).shown()}
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(upstream.base, {}), media_type=MEDIA)
+
+    def shown(compute: Any) -> Any:
+        async def answer(request: Request) -> Response:
+            return Response(dumps(compute(request)), media_type=WHOLE)
+
+        return answer
+
+    own = {"/health": shown(health), "/v1/health": shown(health), "/props": shown(props), "/metrics": metrics}
+    routes: list[BaseRoute] = [*page.routes(), *(Route(path, answer, methods=["GET"]) for path, answer in own.items())]
+    client = upstream.client(service.most)
+    for method, paths in (("POST", (*SHORTENED, *PASSED)), ("GET", READ)):
+        routes += [Route(path, Forward(service, upstream, client, method, path), methods=[method]) for path in paths]
+    return Guard(Router(routes, redirect_slashes=False), policy, log)
+
+
+def compressor_of(service: Service) -> Any:
+    """What shortens prompts; raises ApiError while it is loaded."""
+    if service.compressor is None:
+        raise ApiError(503, "Loading model", retry=RETRY)
+    return service.compressor
+
+
+class Forward:
+    """A route, as an ASGI application, whose requests the upstream server answers."""
+
+    def __init__(self, service: Service, upstream: Upstream, client: httpx2.AsyncClient, method: str, path: str):
+        self.service, self.upstream, self.client = service, upstream, client
+        self.method, self.path, self.dialect = method, path, dialect_of(path)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request; raises ApiError before the answer has begun, and ClientGoneError."""
+        request = Request(scope, receive)
+        body = await read_json(request) if self.method == "POST" else None
+        passed = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        await while_connected(receive, self._answer(body, passed, send))
+
+    async def _answer(self, body: dict[str, Any] | None, passed: Mapping[str, str], send: Send) -> None:
+        compressor_of(self.service)
+        with self.service.admitted():
+            data = None if body is None else await self._prepared(body)
+            began = time.perf_counter()
+            async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:
+                kind = kind_of(response)
+                if kind == WHOLE:
+                    found = await whole(response)
+                    await send({"type": "http.response.start", "status": 200, "headers": JSON})
+                    await send({"type": "http.response.body", "body": found, "more_body": False})
+                else:
+                    await self._stream(kind, lines(response), send)
+            self.service.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - began)
+
+    async def _prepared(self, body: dict[str, Any]) -> bytes:
+        """The request with its long texts shortened, and the model's name replaced where the settings say so."""
+        found = list(places(self.path, body)) if self.path in SHORTENED else []
+        if found:
+            cancel = threading.Event()
+            texts = [at[key] for at, key in found]
+            try:
+                short, dropped = await asyncio.to_thread(compressor_of(self.service).shortened, texts, cancel)
+            finally:
+                cancel.set()
+            for (at, key), text in zip(found, short, strict=True):
+                at[key] = text
+            self.service.metrics.counters["prefill_compression_dropped_tokens"] += dropped
+        if self.upstream.model is not None:
+            body["model"] = self.upstream.model
+        return await run_in_threadpool(dumps, body)
+
+    async def _stream(self, kind: str, found: Any, send: Send) -> None:
+        headers = [(b"content-type", f"{kind}; charset=utf-8".encode()), *STREAM_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def write(data: bytes) -> None:
+            try:
+                await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": True}), STALLED)
+            except TimeoutError:
+                raise ClientGoneError from None
+
+        try:
+            async for part in found:
+                await write(part)
+        except ApiError as error:
+            await write(failure(self.path, self.dialect, error))
+        except httpx2.HTTPError as error:
+            broken = ApiError(502, f"the upstream server's stream broke off: {type(error).__name__}")
+            await write(failure(self.path, self.dialect, broken))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
+    """Where a request has texts that may be shortened: none beside tools, in an echoed prompt, or in token ids."""
+    if any(body.get(key) for key in ("tools", "functions", "echo")):
+        return
+    key = PROMPTS.get(path, "input" if path == "/v1/responses" else "messages")
+    given = body.get(key)
+    if isinstance(given, str) and given:
+        yield body, key
+    for message in given if isinstance(given, list) and path not in PROMPTS else ():
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
+            continue
+        content = message.get("content")
+        if isinstance(content, str) and content:
+            yield message, "content"
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
+                yield part, "text"
+
+
+def failure(path: str, dialect: str, error: ApiError) -> bytes:
+    """What ends a stream that fails, in its dialect; an event that had begun ends first."""
+    what = envelope(error, dialect, "")
+    if dialect == "ollama":
+        return json.dumps(what).encode() + b"\n"
+    if dialect == "anthropic":
+        return b"\n" + named_sse("error", what)
+    if path == "/v1/responses":
+        code = {"code": error.code or "server_error", "message": error.message}
+        response = {"id": "", "object": "response", "status": "failed", "output": [], "error": code}
+        return b"\n" + named_sse("response.failed", {"type": "response.failed", "response": response})
+    return b"\n" + sse(what) + b"data: [DONE]\n\n"
