@@ -34,7 +34,9 @@ class Ranks:
     def divide(self, count: int, what: str) -> int:
         """This rank's share of `count` `what`; raises BimetalError where the ranks cannot share them equally."""
         if count % self.size:
-            raise BimetalError(f"{count} {what} cannot be divided among {self.size} ranks")
+            raise BimetalError(
+                f"{count} {what} cannot be divided among {self.size} ranks; choose a number that divides {count}"
+            )
         return count // self.size
 
     def holding(self, count: int, what: str) -> "Ranks":
@@ -85,7 +87,8 @@ class Shard:
             most = max(s.length // (s.stop - s.start) for s in self.segments)
             kind = f"groups of {unit}" if tensor.scales is not None else f"{tensor.type} blocks of {unit}"
             raise BimetalError(
-                f"{tensor.name}: {tensor.shape[-1]} columns in {kind} cannot be divided among {most} ranks"
+                f"{tensor.name}: {tensor.shape[-1]} columns in {kind} cannot be divided among {most} ranks; choose "
+                "fewer ranks, or a quantization with smaller blocks"
             )
 
     def cut(self, tensor: Tensor) -> Tensor:

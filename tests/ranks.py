@@ -13,6 +13,7 @@ import tiny
 
 from common.checkpoint import Checkpoint
 from common.models import architecture
+from common.quantize import Format, encode
 from common.reference import NumpyOps
 from common.shards import Ranks
 from common.tensors import Tensor
@@ -27,6 +28,19 @@ WIDE: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 3,
         "linear_num_value_heads": 6,
         "moe_intermediate_size": 24,
+    },
+}
+# Sizes whose halves are whole groups of 32 columns.
+GROUPED: dict[str, dict[str, Any]] = {
+    "qwen3": {"intermediate_size": 128},
+    "qwen35": {"intermediate_size": 128, "linear_value_head_dim": 32},
+    "qwen35moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
+    "laguna-m1": {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+    "glm": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
     },
 }
 
@@ -89,8 +103,24 @@ def _weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @cache
 def wide(name: str) -> Checkpoint:
-    """The tiny model with the sizes of WIDE, its weights given by a formula."""
-    c = replace(tiny.checkpoint(name), config=tiny.checkpoint(name).config | WIDE[name], path=Path(f"wide {name}"))
+    """The tiny model with the sizes of WIDE."""
+    return _resized(name, WIDE[name])
+
+
+@cache
+def grouped(name: str) -> Checkpoint:
+    """The tiny model with the sizes of GROUPED, its matrices in 4 bits and groups of 32 columns."""
+    c = _resized(name, GROUPED[name])
+    quantized = {
+        key: encode(tensor, Format("affine", 4, 32)) if len(tensor.shape) == 2 and "gate.weight" not in key else tensor
+        for key, tensor in c.tensors.items()
+    }
+    return replace(c, tensors=quantized)
+
+
+def _resized(name: str, sizes: dict[str, Any]) -> Checkpoint:
+    """The tiny model with other sizes, its weights given by a formula."""
+    c = replace(tiny.checkpoint(name), config=tiny.checkpoint(name).config | sizes, path=Path(f"resized {name}"))
     definition = architecture(c)[1]
     tensors = {}
     for entry in definition.layout(definition.read_config(c), c).entries():

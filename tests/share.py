@@ -49,11 +49,13 @@ def logits(model: Model, ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def checkpoint(name: str) -> Checkpoint:
-    return ranks.wide(name.removeprefix("wide ")) if name.startswith("wide ") else tiny.checkpoint(name)
+    """The tiny model called `name`, after "wide" or "grouped" one of ranks.py."""
+    kind, _, sized = name.rpartition(" ")
+    return {"": tiny.checkpoint, "wide": ranks.wide, "grouped": ranks.grouped}[kind](sized)
 
 
 def ids(name: str) -> np.ndarray:
-    return tiny.golden(name.removeprefix("wide "))["ids"].astype(np.int32)
+    return tiny.golden(name.rpartition(" ")[2])["ids"].astype(np.int32)
 
 
 def main(name: str, folder: Path, size: int | None = None) -> None:

@@ -125,13 +125,13 @@ def test_bits_are_those_of_one_process(tmp_path, name, size) -> None:
 
 
 # As in tests/models/test_tensor_parallel.py; a ring of three adds in an order that depends on the rows.
-LOGIT = {"qwen35": 2e-3, "qwen35moe": 2e-3, "wide qwen35moe": 2e-3}
+LOGIT = {"qwen35": 2e-3, "grouped qwen35moe": 2e-3, "wide qwen35moe": 2e-3}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("qwen3", 2), ("qwen35", 2), ("qwen35moe", 2), ("laguna", 2), ("wide glm", 2), ("wide qwen35moe", 3)],
+    [("qwen3", 2), ("qwen35", 2), ("grouped qwen35moe", 2), ("laguna", 2), ("wide glm", 2), ("wide qwen35moe", 3)],
 )
 def test_layers_that_all_ranks_share(tmp_path, name, size) -> None:
     """Prompts, decoding, trees, steps back, two states: the logits of one process within rounding, of own bytes."""

@@ -12,13 +12,14 @@ from test_dialects import of_mlx_lm, with_stacked_experts
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.fit import predict_layers
-from common.models import architecture, load_model
+from common.models import architecture, load_model, rank_config
 from common.quantize import Format, encode
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
 from common.shards import Ranks, by_columns, by_expert_rows, by_rows
 from common.tensors import Tensor
-from common.weights import Matrix
+from common.weights import Matrix, account
+from generate.synthetic import synthetic_checkpoint
 
 # Partial sums are added in another order than one product adds them: float32 rounding. Gated DeltaNet's norms of small
 # heads amplify it, as in test_golden.py where steps are cut otherwise.
@@ -55,6 +56,33 @@ def test_two_ranks(name):
 @pytest.mark.parametrize(("name", "size"), [("glm", 2), ("glm", 3), ("qwen35moe", 3)])
 def test_ranks_of_wide_models(name, size):
     compare(ranks.wide(name), size)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "qwen35moe", "laguna-m1", "glm"])
+def test_quantized_matrices(name):
+    """Groups of 32 columns go whole to a rank; what it multiplies are the same numbers."""
+    checkpoint = ranks.grouped(name)
+    assert sum(tensor.scales is not None for tensor in checkpoint.tensors.values()) > 10
+    compare(checkpoint, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "few"), [("qwen3.6-27b", 8), ("wedlm-8b", 0), ("laguna-xs.2", 4), ("glm-4.7-flash", 4)]
+)
+def test_released_sizes(shape, few):
+    """Two ranks divide each in its K-quants; so do more, up to where a block of 256 columns would be divided."""
+    checkpoint = synthetic_checkpoint(f"{shape}:q4_k_m")
+    definition = architecture(checkpoint)[1]
+
+    def divides(size):
+        account(checkpoint, definition.layout(rank_config(definition, checkpoint, Ranks(size - 1, size)), checkpoint))
+
+    divides(2)
+    if few:
+        with pytest.raises(BimetalError, match=f"columns in Q6_K blocks of 256 cannot be divided among {few} ranks"):
+            divides(few)
+    else:
+        divides(8)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "laguna-m1"])
@@ -187,7 +215,7 @@ def test_rows_and_columns_of_blocks(type_, unit):
 )
 def test_blocks_that_ranks_do_not_divide(type_, columns, size, kind):
     tensor = stored_as(type_, 4, columns)
-    with pytest.raises(BimetalError, match=f"^w: {columns} columns in {kind} cannot be divided among {size} ranks$"):
+    with pytest.raises(BimetalError, match=f"^w: {columns} columns in {kind} cannot be divided among {size} ranks;"):
         by_columns(Ranks(0, size).of(columns // size)).check(tensor)
 
 
