@@ -198,7 +198,7 @@ def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[
 
 
 def _listed(pairs: frozenset[tuple[str, str]]) -> str:
-    """The pairs, keys before a slash and their values behind it."""
+    """The pairs, keys before a slash and their values after it."""
     rows: dict[tuple[str, ...], list[str]] = {}
     names = [NATIVE, *FORMATS]
     for keys in names:

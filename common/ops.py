@@ -131,7 +131,7 @@ class Ops(ABC):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Weights that are made within can be used behind it, and their tensors must last as long.
+        """Weights that are made within can be used after it, and their tensors must last as long.
 
         Where `checks_scales`, its end raises BimetalError for a scale that is not finite, and `weight` need not.
         """

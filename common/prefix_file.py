@@ -1,6 +1,6 @@
 """One saved state in one file: safetensors, whose metadata name the format, the model and checksums; never pickle.
 
-A file holds the token ids of the whole state, its point, and the rows behind those of another file, its base.
+A file holds the token ids of the whole state, its point, and the rows after those of another file, its base.
 """
 
 import json

@@ -66,7 +66,7 @@ class Reading:
 
 
 def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int]) -> list[Span]:
-    """The stretches of a chat's prompt that are replies: behind each `header`, to the next end token included.
+    """The stretches of a chat's prompt that are replies: after each `header`, to the next end token included.
 
     header  tokens by which the template begins a reply; none: no stretches
     """

@@ -277,7 +277,7 @@ def _joined(parts: Sequence[Held]) -> list[np.ndarray]:
 
 
 def _latent_rows(kv: Any, latent: np.ndarray, k_rope: np.ndarray) -> np.ndarray:
-    """Put the step's rows behind the past: (n, 1, R + P) of both"""
+    """Append the step's rows to the past: (n, 1, R + P) of both"""
     if len(kv.planes) == 1:
         return kv.write(np.concatenate([latent, k_rope], axis=-1)[:, None])[0]
     return np.concatenate(kv.write(latent[:, None], k_rope[:, None]), axis=-1)

@@ -45,12 +45,12 @@ class NumpyRows:
         return decoded(self.planes[-1], self.spec.planes[-1])
 
     def write(self, *rows: np.ndarray) -> list[np.ndarray]:
-        """Put the step's rows (T, K, D) behind the past; the rows of both, (n + T, K, D)."""
+        """Append the step's rows (T, K, D) to the past; the rows of both, (n + T, K, D)."""
         end = self.put([encoded(new, plane) for new, plane in zip(rows, self.spec.planes, strict=True)])
         return [decoded(held[:end], plane) for held, plane in zip(self.planes, self.spec.planes, strict=True)]
 
     def put(self, rows: list[np.ndarray]) -> int:
-        """Put the step's rows, in their formats, behind the past; where they end."""
+        """Append the step's rows, in their formats, to the past; where they end."""
         end = self.past + len(rows[0])
         if end > len(self.planes[0]):
             self.planes = [_grown(held, room_for(end, len(held)), self.past) for held in self.planes]
@@ -59,7 +59,7 @@ class NumpyRows:
         return end
 
     def hold(self, step: Step, *rows: np.ndarray) -> list[Held]:
-        """Put the step's rows behind the past; what the step may attend to, in parts."""
+        """Append the step's rows to the past; what the step may attend to, in parts."""
         return [Held(self.write(*rows), np.arange(self.past))]
 
     def commit(self, path: np.ndarray) -> None:

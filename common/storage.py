@@ -39,7 +39,7 @@ class Plane:
 class RowSpec:
     """A state of one row per token: what keys and values, windows and latent rows share."""
 
-    window: int | None = None  # rows that are kept behind the first `keep`; None: all
+    window: int | None = None  # rows that are kept after the first `keep`; None: all
     keep: int = 0  # first rows of a sequence that are kept for good
 
     @property

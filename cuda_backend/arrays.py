@@ -13,7 +13,7 @@ class Source(Protocol):
     """An op that has not run."""
 
     def as_dense(self) -> int:
-        """The address of what it computes, in float32, one element behind the other."""
+        """The address of what it computes, in float32, one element after the other."""
 
 
 class Array:
@@ -71,7 +71,7 @@ class Array:
 
     @property
     def is_dense(self) -> bool:
-        """Is it computed and added up, its elements one behind the other?"""
+        """Is it computed and added up, its elements one after the other?"""
         return bool(self._address) and self.partials == 1 and self.strides == contiguous(self.shape)
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ def reshaped(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]
     """The strides of a reshape that moves nothing; raises ValueError where there are none."""
     if math.prod(shape) != math.prod(target):
         raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(target)}")
-    # runs of axes that lie behind one another: (elements, stride of the last)
+    # runs of axes that lie one after another: (elements, stride of the last)
     runs: list[list[int]] = []
     for n, stride in zip(shape, strides, strict=True):
         if n == 1:

@@ -75,7 +75,7 @@ class Exchange:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The launches of a step, as they come or captured: behind them every GPU counts its exchanges."""
+        """The launches of a step, as they come or captured: after them every GPU counts its exchanges."""
         self.index = 0
         yield
         self.passed += self.index

@@ -38,7 +38,7 @@ class Groups:
 
 
 def joins(stack: Weight, one: Weight) -> bool:
-    """Can `one` be the matrix behind the last of `stack`, which `grouped_linear` reads from where it lies?"""
+    """Can `one` be the matrix after the last of `stack`, which `grouped_linear` reads from where it lies?"""
     kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
     return kinds[0] == kinds[1] and is_packed(stack)
 
@@ -46,7 +46,7 @@ def joins(stack: Weight, one: Weight) -> bool:
 def grouped_linear(
     context: Context, x: Lazy, w: Weight, g: Groups, share: int, last: Weight | None = None, known: bool = True
 ) -> Array:
-    """Row p // share of x times matrix ids[p] of w, and of `last` behind them, for each pair p: (pairs, rows)
+    """Row p // share of x times matrix ids[p] of w, and of `last` after them, for each pair p: (pairs, rows)
 
     known: the kernel before this one did not make g, and began when g was there.
     """

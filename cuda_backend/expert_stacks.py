@@ -137,7 +137,7 @@ class Staging:
         return staged
 
     def release(self, which: int) -> None:
-        """Let the place be overwritten behind what has been launched."""
+        """Let the place be overwritten after the work that has been launched."""
         self.held[which] = None
         self.stream.record(self.free[which])
 

@@ -45,7 +45,7 @@ SWAP_GAIN = 8  # uses by which an expert must be ahead of the one whose slot it 
 class Logged(NamedTuple):
     """The experts that a step's rows chose.
 
-    done      recorded behind the copy of the log
+    done      recorded after the copy of the log
     ids       by layer, `taken` for each row, in pinned memory that is filled once `done` has happened: int32
     rows      of the step, the first of T
     taken     by layer, what a row leaves; the last may be a shared expert's number
@@ -115,7 +115,7 @@ class ExpertStore:
         slots_of = self.residency.slots
         self.memory = {size: Memory(size * slots_of[size]) for size in sorted(set(sizes)) if size}
         self.tables = Tables(self.stream)
-        self.row_ids = self.budget.used + 1  # most that a row leaves: a shared expert's number stands behind the others
+        self.row_ids = self.budget.used + 1  # most that a row leaves: a shared expert's number stands after the others
         self.taken = np.full(len(self.layers), self.budget.used)  # that a row of a layer leaves in steps of few rows
         self.prompt_taken = np.zeros_like(self.taken)  # in a step of a prompt; 0: it ran the layer for few rows alone
         most = len(self.layers) * MAX_DECODE_ROWS * self.row_ids
@@ -144,7 +144,7 @@ class ExpertStore:
 
     @contextmanager
     def staged(self, weight: Weight) -> Iterator[Weight]:
-        """The stack for a product of prefill that is launched within; behind it the next layer's is copied."""
+        """The stack for a product of prefill that is launched within; after it the next layer's is copied."""
         assert weight.layer is not None
         layer, which = weight.layer, GATE_UP if weight is self.stacks[weight.layer][GATE_UP].weight else DOWN
         for part in (GATE_UP, DOWN)[which:]:

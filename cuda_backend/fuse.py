@@ -70,7 +70,7 @@ FUSIONS = (
 
 
 def fused(consumer: str, x: Array) -> Lazy | None:
-    """The op behind x that `consumer` computes itself, in the table above; None: it reads x."""
+    """The op that makes x and that `consumer` computes itself, in the table above; None: it reads x."""
     lazy = lazy_of(x)
     return lazy if lazy and _holds(consumer, lazy) else None
 

@@ -47,7 +47,7 @@ def tile_defines(type_: str) -> tuple[str, ...]:
 def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
     """Stripes per multiprocessor, stages of the ring and its bytes. The stripes do not depend on `cols`: linear.cu."""
 
-    def stages(columns: int, room: int) -> int:  # more would take memory in which the kernels behind could begin
+    def stages(columns: int, room: int) -> int:  # more would take memory in which the next kernels could begin
         return min(3, (room - 16) // (_stage(type_, columns) + 16))
 
     half = card.shared // 2 - 1024  # each block keeps 1 KB for the system

@@ -137,7 +137,7 @@ class MultiGpuOps(Ops):
     """The op contract on several GPUs.
 
     layers  the GPU of each layer of the model, as `gpus` counts them
-    draft   that of the layers behind those, a draft's
+    draft   that of the layers after those, a draft's
     """
 
     name = CudaOps.name

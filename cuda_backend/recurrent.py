@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 
 
 class GatedNorm(NamedTuple):
-    """The norm behind the delta rule, and the gate behind that, as kernels/delta.cu reads them."""
+    """The norm after the delta rule, and the gate after the norm, as kernels/delta.cu reads them."""
 
     z: np.ndarray = NOTHING
     weight: int = 0

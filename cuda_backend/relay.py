@@ -88,7 +88,7 @@ class MultiGpuStep:
 class PeerCopy:
     """A copy of bytes at `address` of one GPU to `to` of another, in the order of the other one's stream.
 
-    The source goes on behind the copy, so that neither GPU overwrites what the other still reads or has yet to read.
+    The source goes on after the copy, so that neither GPU overwrites what the other still reads or has yet to read.
     """
 
     source: Gpu

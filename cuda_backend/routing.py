@@ -17,7 +17,7 @@ class Routing:
     """
 
     def __init__(self, trace: Trace, stream: Stream, start: int = 0):
-        """start: the first token that is replayed; behind the last one the trace begins again."""
+        """start: the first token that is replayed; after the last one the trace begins again."""
         self.trace, self.stream, self.token = trace, stream, start
         self.layers: list[int] = []
 

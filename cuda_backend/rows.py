@@ -65,7 +65,7 @@ def copied(context: Context, x: Array) -> Lazy:
 
 
 def dense(context: Context, x: Array) -> Array:
-    """x computed and added up, one element behind the other, in the arena."""
+    """x computed and added up, one element after the other, in the arena."""
     return Array(x.shape, as_lazy(context, x).as_dense())
 
 
@@ -118,7 +118,7 @@ def add(context: Context, x: Array, y: Array) -> Array:
         y = Array(x.shape, y.address, strides=(0, 1), owner=y.owner)
     experts = fused("add", x)
     if experts:
-        y.address  # noqa: B018  computed now, behind the branch that it may come from
+        y.address  # noqa: B018  computed now, after the branch that it may come from
         return Array(x.shape, lazy=Lazy(context, experts.op, experts.T, experts.K, (*experts.inputs, y)))
     return Array(x.shape, lazy=pointwise(context, ADD, x, y))
 

@@ -29,7 +29,7 @@ from cuda_backend.runs import MAX_RUNS, Run, runs_of
 class CudaPool:
     """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
 
-    `pool[i].kv`, `.conv`, `.delta` are the layers' handles; the stores behind them commit all layers at once.
+    `pool[i].kv`, `.conv`, `.delta` are the layers' handles; their stores commit all layers at once.
 
     tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
     length   of no one sequence: steps of few rows are computed alike at any length
@@ -95,7 +95,7 @@ class CudaPool:
         return CudaState(self, slot)
 
     def set_length(self, slot: int, length: int) -> None:
-        """Note what a slot holds; pages behind it are free where it gets shorter."""
+        """Note what a slot holds; pages after it are free where it gets shorter."""
         shorter = length < self.lengths[slot] or not length
         self.lengths[slot] = length
         if self.pages and shorter:

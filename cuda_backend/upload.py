@@ -78,7 +78,7 @@ class Uploader:
                 raise BimetalError(f"tensor {parts[0].name!r} or one beside it changed while it was loaded")
 
     def copy(self, address: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays (n, bytes), one behind the other, to device memory, sent by the next `finish`.
+        """Copy arrays (n, bytes), one after the other, to device memory, sent by the next `finish`.
 
         They must not change before. Pages of a file that they are views of are given back.
         """
@@ -104,7 +104,7 @@ class Uploader:
             self.then(partial(give_back, array))
 
     def then(self, launch: Callable[[], None]) -> None:
-        """Call `launch` behind all copies until now."""
+        """Call `launch` after all copies until now."""
         if self.filling:
             self.filling[-1][1].append(launch)
         else:

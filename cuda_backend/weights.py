@@ -165,7 +165,7 @@ def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -
 
 
 def _places(stack: Tensor, memory: Memory, uploader: Uploader) -> Memory | None:
-    """The addresses of the experts of a stack that lie one behind the other."""
+    """The addresses of the experts of a stack that lie one after the other."""
     if len(stack.shape) < 3:
         return None
     experts = stack.shape[0]

@@ -1,5 +1,5 @@
 // kv_encode: rows of keys and of values as a KV cache stores them, rotated first, keys equalised before that
-// Meaning   common/kv_formats.py Format.encode, behind common/hadamard.py rotate   Launcher  mlx_backend/kv_kernels.py encode
+// Meaning   common/kv_formats.py Format.encode, after common/hadamard.py rotate   Launcher  mlx_backend/kv_kernels.py encode
 // In        keys [heads][tokens][D] and values [heads][tokens][DV], or keys alone: a plane; mean, scale [heads][D] float
 //           (EQUALISED); before, after float signs; boundaries, centroids [16] float of either (Lloyd-Max formats)
 // Out       out uchar: the bytes of all keys, then of all values

@@ -58,7 +58,7 @@ class Group:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def pass_on(self, x: mx.array) -> None:
-        """Compute x and send it to the next rank; behind the last one comes rank 0."""
+        """Compute x and send it to the next rank; after the last one comes rank 0."""
         with self._telling_of_loss():
             mx.eval(mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group))
 

@@ -450,7 +450,7 @@ class MlxOps(Ops):
 
 
 def _latent_rows(kv: MlxRows, latent: mx.array, k_rope: mx.array) -> mx.array:
-    """Put the step's rows behind the past: (1, 1, n, R + P) of both"""
+    """Append the step's rows to the past: (1, 1, n, R + P) of both"""
     if len(kv.buffers) == 1:
         return kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])[0]
     return mx.concatenate(kv.write(latent[None, None], k_rope[None, None]), axis=-1)

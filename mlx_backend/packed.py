@@ -62,7 +62,7 @@ class MlxPacked:
         return self.codes.past
 
     def hold(self, step: Step, k: mx.array, v: mx.array) -> list[Held]:
-        """Put the step's rows, (1, K, T, D), behind the past; what the step may attend to, decoded."""
+        """Append the step's rows, (1, K, T, D), to the past; what the step may attend to, decoded."""
         past, T = self.past, len(step)
         calibration = self._calibration(step, k)
         keys, values = self.codes.write(calibration.apply(k), v.astype(mx.float32))
@@ -79,7 +79,7 @@ class MlxPacked:
         return [Held(codes, np.arange(first, past), False), Held(exact, places, True)]
 
     def parts(self, step: Step, q: mx.array, k: mx.array, v: mx.array) -> list[CachePart]:
-        """Put the step's rows behind the past; what kv_attention reads for queries q (T, H, D) float32, scaled.
+        """Append the step's rows to the past; what kv_attention reads for queries q (T, H, D) float32, scaled.
 
         For steps that `is_uniform`.
         """

@@ -81,7 +81,7 @@ def test_logits_have_the_bits_of_the_loaded_model(name, stored, ops):
 
 
 def rows_in_a_tree(model, ids):
-    """Logits of a tree after a prompt, of which a path is kept, and of a row behind it."""
+    """Logits of a tree after a prompt, of which a path is kept, and of a row after it."""
     state = model.new_state(tiny.CAPACITY)
     tiny.run(model, state, ids[:10])
     parents = [-1, 0, 0, 1, 2, 2]

@@ -107,7 +107,7 @@ def test_an_agent_that_sends_everything_again():
 
 @pytest.mark.parametrize("spec", ["off", "lookup"])
 def test_hits_have_the_bits_of_misses(spec):
-    """Logits behind a reply that was decoded, kept, restored and continued are those of reading everything."""
+    """Logits after a reply that was decoded, kept, restored and continued are those of reading everything."""
     messages = opening("bits", 12)
     with load() as warm, load(cache_memory=0) as cold:
         for number in range(3):

@@ -43,7 +43,7 @@ def forward(model, state, step):
 
 
 def after(model, state):
-    """Logits of a tree, of one of its paths committed and of rows behind it."""
+    """Logits of a tree, of one of its paths committed and of rows after it."""
     tree = forward(model, state, Step.tree(TEXT[40:48], TREE, state.length))
     state.commit([0, 1, 3, 7])
     return np.concatenate([tree, tiny.run(model, state, TEXT[60:75], [1, 1, 6])])

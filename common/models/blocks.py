@@ -1,4 +1,4 @@
-"""What the model files share: reading rope settings, the dense FFN, experts behind a sigmoid router, the head."""
+"""What the model files share: reading rope settings, the dense FFN, experts chosen by a sigmoid router, the head."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ RowFn = Callable[[Array], Array]  # of x (T, hidden)
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts behind a sigmoid router, and shared ones of `shared_ffn` channels in all."""
+    """Experts chosen by a sigmoid router, and shared ones of `shared_ffn` channels in all."""
 
     count: int
     top_k: int

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts behind a sigmoid router.
+"""GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts chosen by a sigmoid router.
 
 The state of a layer is one row per token for all heads: a normed latent and a roped key. A step of few rows attends to
 the rows as they lie, a prompt expands them into keys and values first; both give the same numbers. Rope pairs are

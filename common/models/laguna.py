@@ -1,4 +1,4 @@
-"""Laguna (`laguna`): gated attention, three layers of four within a window, and experts behind a sigmoid router.
+"""Laguna (`laguna`): gated attention, three layers of four within a window, and experts chosen by a sigmoid router.
 
 Layers differ in their number of query heads and in their rope. The gate on attention's output is a softplus, one per
 head (XS.2) or one per channel (M.1), by the shape of its matrix.

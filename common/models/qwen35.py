@@ -497,7 +497,7 @@ def dense_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
 
 
 def moe_ffn(ops: Ops, c: Config, w: Any, x: Array) -> Array:
-    """The best experts of each row, plus one shared expert behind a sigmoid gate."""
+    """The best experts of each row, plus one shared expert with a sigmoid gate."""
     assert c.experts
     experts = ExpertWeights(w.router, w.experts_gate_up, w.experts_down, w.gate_up, w.down, w.shared_gate)
     return ops.moe_ffn(x, experts, c.experts.top_k)

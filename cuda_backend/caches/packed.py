@@ -139,7 +139,7 @@ def calibrate(
 
     keys   float16 rows, the step's among them
     step   address of the step whose rows these are; 0: one row, whose path is the first positions in order
-    kept   address of the statistics of slot 0, which rows of a step behind `count` committed keys take, and elements
+    kept   address of the statistics of slot 0, which rows of a step after `count` committed keys take, and elements
            from a slot's to the next
     """
     heads, width = keys.heads, keys.width

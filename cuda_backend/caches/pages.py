@@ -15,7 +15,7 @@ from cuda_backend.runs import Run
 class Pages:
     """Pages of PAGE positions, which sequences take as they grow: every store of a pool has a page of each number.
 
-    A page is cleared when it is taken, since attention multiplies what lies behind a sequence's last row by 0.
+    A page is cleared when it is taken, since attention multiplies what lies after a sequence's last row by 0.
 
     count   pages that there are
     vacant  slots without a sequence, which the pool counts; their pages are free
@@ -42,7 +42,7 @@ class Pages:
         return memory, pages_at(memory.address, shape, self.table, self.each)
 
     def hold_runs(self, runs: Iterable[Run], lengths: Sequence[int]) -> None:
-        """Take pages for the rows of a step behind committed ones; raises NoRoomError, and takes none, as `hold`."""
+        """Take pages for the rows of a step after committed ones; raises NoRoomError, and takes none, as `hold`."""
         self.hold([(slot, lengths[slot] + rows) for slot, _, rows in runs])
 
     def hold(self, needs: Sequence[tuple[int, int]]) -> None:
@@ -76,7 +76,7 @@ class Pages:
                 cupy.cuda.runtime.memsetAsync(address + page * block, 0, block, self.stream.ptr)
 
     def keep(self, slot: int, positions: int) -> None:
-        """Free the pages of a slot behind so many positions; what was launched on the stream may still read them."""
+        """Free the pages of a slot after so many positions; what was launched on the stream may still read them."""
         kept = min(self.held[slot], -(-positions // PAGE))
         self.free += self._numbers[slot, kept : self.held[slot]].tolist()
         self.held[slot] = kept
@@ -93,7 +93,7 @@ class Pages:
 
 
 def pages_of(capacity: int) -> int:
-    """Pages of a sequence of `capacity` tokens and the rows of a step behind them."""
+    """Pages of a sequence of `capacity` tokens and the rows of a step after them."""
     return -(-rows_held(capacity) // PAGE)
 
 

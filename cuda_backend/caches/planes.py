@@ -106,7 +106,7 @@ Planes = tuple[Plane, ...]  # keys and values, or latents alone
 
 
 def planes_at(address: int, planes: Planes, places: Places | None = None) -> Planes:
-    """Planes of equal rows, one behind the other from `address` on."""
+    """Planes of equal rows, one after the other from `address` on."""
     out = []
     for plane in planes:
         out.append(plane.at(address, places))

@@ -1,7 +1,7 @@
 // calibrate: mean and scale of each channel over the first keys of a sequence
 // Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/exact.py
 // In        keys [head][place][D] float16 of each slot: the first positions in order, those of the step at past + row; kept:
-//           means of slot 0 that are complete, each / 2 elements behind them scales, and `each` behind them the next slot's
+//           means of slot 0 that are complete, each / 2 elements after them scales, and `each` after them the next slot's
 // Out       mean and scale [row][head][D] float32
 // Assumes   without a step the cache has one sequence
 // Work      a CTA per head and row, a thread per channel. Without a step `n` positions in order make the one row's. Else row t

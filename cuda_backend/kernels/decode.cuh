@@ -158,7 +158,7 @@ __device__ __forceinline__ void unpack_turboquant(u16* to, const u8* row, int ch
     const u32 signs = from[4 + GROUP / 8 * 3 + own / 2] >> own % 2 * 4;
     float4 v = make_float4(signs & 1 ? 1.0f : -1.0f, signs & 2 ? 1.0f : -1.0f, signs & 4 ? 1.0f : -1.0f, signs & 8 ? 1.0f : -1.0f);
     v = projected_back<GROUP>(v, own);
-    __syncwarp();  // what follows is read behind it, for registers
+    __syncwarp();  // what follows is read after it, for registers
     const float norm = from_half(((const u16*)from)[0]), by = from_half(((const u16*)from)[1]) * root_of_half_pi<GROUP>();
     const u32 low = from[4 + own], high = from[4 + GROUP / 4 + own / 2] >> own % 2 * 4;
     float e[4] = {v.x, v.y, v.z, v.w};

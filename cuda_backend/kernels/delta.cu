@@ -7,7 +7,7 @@
 //           [Hv][DV], factor [Hv]
 //           of the convolution, C = 2 Hk DIM + Hv DV channels: taps [C][TAPS], two tails [TAPS - 1][C], rows [2][MAX_DECODE_ROWS][C]
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
-// Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros behind it in the state
+// Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros after it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: for a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed
 //           by each then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; the names of store.cuh
@@ -212,7 +212,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
             const int part = lane % 16;
             float4 key[SHARE][NJ], query[SHARE][NJ], value[SHARE];
             depend();
-            if (n > 0) {  // rows behind the last are it once more, and nobody reads them
+            if (n > 0) {  // rows after the last are it once more, and nobody reads them
 #pragma unroll
                 for (int j = 0; j < SHARE; j++) {
                     const s64 row = base + first + min(j * HELPERS * 2 + thread / 16, n - 1), from = (row * Hk + hk) * DK;

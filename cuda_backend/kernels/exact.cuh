@@ -7,7 +7,7 @@
 #define EXACT 0
 #endif
 
-// A row at position p reads a token before `first` or behind p - `recent` from `keys` and `values`, others from codes.
+// A row at position p reads a token before `first` or after p - `recent` from `keys` and `values`, others from codes.
 struct Exact {
     Plane keys, values;        // float16; values rotated where the codes are
     u16* q;                    // [T][H][D] float16; products with codes take q times `scale`, rotated

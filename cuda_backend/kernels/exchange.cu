@@ -9,7 +9,7 @@
 //           the peers stored into its own. `number` counts exchanges on every rank alike, so that it is the flag: no fence, no
 //           second message. A buffer is [2][RANKS][capacity] of such; exchange `number` uses half number & 1.
 //           Two halves suffice. A rank overwrites what it stored in exchange n - 2 once its own exchange n - 1 is over; then it has
-//           every peer's part of n - 1, which the peer stores behind its own kernel of n - 2, and that one had read all
+//           every peer's part of n - 1, which the peer stores after its own kernel of n - 2, and that one had read all
 //           that it awaited. This rests on kernels that follow one another: under programmatic launches too, since all of
 //           ours wait (`depend`) for the whole of the one before, and on all exchanges of a GPU being in one stream.
 // Assumes   all CTAs of a grid are resident at once (AT_ONCE pairs of a thread per turn, as many turns as needed); K is even

@@ -2,7 +2,7 @@
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/products.py grouped_linear
 // In        table   the address of each matrix, which is units of tile.cuh: in device memory, or in pinned memory of the host
 //           x       packed rows, each for itself (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu
-//           last    the matrix behind the `matrices` of the table: a shared expert's
+//           last    the matrix after the `matrices` of the table: a shared expert's
 //           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
 //                   pair p being row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts

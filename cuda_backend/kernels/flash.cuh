@@ -65,7 +65,7 @@ __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(
 
 // What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
 // (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
-// are `shares` enough; the tiles behind them, which hold rows of the step, are pieces each. Of a window the pieces from
+// are `shares` enough; the tiles after them, which hold rows of the step, are pieces each. Of a window the pieces from
 // `low` on and up to `keep` are seen; the sums of one up to 65536 lie in turn in the same places, and its groups have 128
 // or 256 positions wherever it is.
 struct Pieces {
@@ -122,7 +122,7 @@ struct Pieces {
 __device__ __forceinline__ float power(float x) { return x >= -126.0f ? __int_as_float((int)x + 127 << 23) : 0.0f; }
 
 // What a CTA takes of a launch of gridDim.x blocks times `each` shares: a run's rows, times `group`, are cut into blocks of `size`,
-// and the pieces that a block sees into `shares`, more of them behind a longer past, so that all are about equal. run -1:
+// and the pieces that a block sees into `shares`, more of them after a longer past, so that all are about equal. run -1:
 // nothing. By whole warps. Of a step of one run rows first_t and on, at most T.
 struct Part {
     int run, block, blocks, share, shares;

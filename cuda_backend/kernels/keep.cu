@@ -2,7 +2,7 @@
 // a path, to to_first + j
 // Launcher  cuda_backend/caches/planes.py move
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
-// Work      a CTA per head: of keys, behind them of values. A thread moves one unit of every row, so that an ascending path
+// Work      a CTA per head: of keys, after them of values. A thread moves one unit of every row, so that an ascending path
 //           may be kept in place
 
 #if UNIT == 16

@@ -72,7 +72,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     const float lowest = -__int_as_float(0x7f800000);
     __shared__ Part own;
     __shared__ HeadRows planes[2];         // latents, or whole rows, and roped keys
-    __shared__ int first_of_run, ctas, first_job, first_row, end_row;  // row of the run; its CTAs, and this one's first tile behind the trunk
+    __shared__ int first_of_run, ctas, first_job, first_row, end_row;  // row of the run; its CTAs, and this one's first tile after the trunk
     if (threadIdx.x < 32) {
         const Part part = part_of(step, H, ROWS, 0, blockIdx.y, gridDim.y, first_t, T);
         if (threadIdx.x == 0) {
@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane 
 #endif
 }
 
-// The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros behind them.
+// The roped keys of n rows of the cache as channels N.. of every head's keys [H][capacity][wide], zeros after them.
 extern "C" __global__ void spread(Plane cache, int n, int N, int P, int wide, Plane keys) {
     begin();
     const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / (wide - N), column = i % (wide - N);

@@ -15,7 +15,7 @@
 #endif
 #define AT_ONCE (20 / SLOTS > CHOSEN ? CHOSEN : 20 / SLOTS > 0 ? 20 / SLOTS : 1)  // of them, in registers
 
-// A warp per row. A shared expert, number E, comes behind a row's best.
+// A warp per row. A shared expert, number E, comes after a row's best.
 extern "C" __global__ void __launch_bounds__(32) route(Choice choice, int* ids) {
     release_next();
     const int t = blockIdx.x, lane = threadIdx.x, k = choice.k, all = k + choice.shared_one;

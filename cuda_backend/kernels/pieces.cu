@@ -46,7 +46,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         int first_t, int tile_bits, int window, int keep, int shares, int trunk, int op, In gate, Out out) {
     release_next();
     if (!WINDOWED) window = keep = 0;
-    extern __shared__ __align__(16) float4 parts[];  // of each run: [32], behind all of them (power, sum)
+    extern __shared__ __align__(16) float4 parts[];  // of each run: [32], after all of them (power, sum)
     __shared__ float4 gates[32];
     const int head = blockIdx.x, t = first_t + blockIdx.y, column = blockIdx.z * 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
@@ -54,9 +54,9 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int own_t = blockIdx.y - run_of_row.first;  // in its run
     const Mask mask(step, run_of_row, positions, window, keep, 0, first_t, T);
     Pieces pieces;
-    const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // tiles behind what a tree's row sees do not exist
+    const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // tiles after what a tree's row sees do not exist
     pieces.cut(tile_bits, mask.past, rows, window, keep, mask.low(own_t), min(shares, MOST_SINGLE), trunk);
-    const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; behind them follow those from `next` on
+    const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; after them follow those from `next` on
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);
     const float lowest = -__int_as_float(0x7f800000);
@@ -88,7 +88,7 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
         float2 stat = make_float2(lowest, 0.0f);
         if (lane < AT_ONCE && i + lane < end) stat = stats[at];
         float e[AT_ONCE][EACH];
-        auto read = [&](int n) {  // behind the last piece that again, times 0: a conditional read would wait for the one before it
+        auto read = [&](int n) {  // after the last piece that again, times 0: a conditional read would wait for the one before it
             const float* p = from + (u64)__shfl_sync(FULL, at, n) * D;
             if (EACH == 4)
                 *(float4*)e[n] = *(const float4*)p;

@@ -8,7 +8,7 @@ struct Plane {  // cuda_backend/caches/planes.py PLANE
     const int* table;  // [slot][pages], or null
     s64 block;          // bytes from a slot, or a page, to the next
     int row, capacity;  // bytes of a row, rows of a head in a block
-    int fixed, ring;    // the first `fixed` positions in order, behind them the others in a ring
+    int fixed, ring;    // the first `fixed` positions in order, after them the others in a ring
     int pages;
 };
 __device__ __forceinline__ int place_of(const Plane& p, int position) {
@@ -37,7 +37,7 @@ struct HeadRows {
     const u8* rows;
     const int* table;
     s64 block;
-    // Where the page of a place begins, behind `rows`; the place becomes that in its page. All planes of a store share pages.
+    // Where the page of a place begins, after `rows`; the place becomes that in its page. All planes of a store share pages.
     __device__ __forceinline__ s64 page_of(int& place) const {
         if (!table) return 0;
         const s64 page = table[place / PAGE];

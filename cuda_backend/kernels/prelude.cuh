@@ -68,7 +68,7 @@ __device__ __forceinline__ float load_one(const In& a, const float* p) {
 __device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // Four columns, the slots of `a` added in order, four reads in flight. None is conditional, since the compiler lets a
-// conditional one wait for the one before it: behind the last slot it is read again, for nothing.
+// conditional one wait for the one before it: after the last slot it is read again, for nothing.
 __device__ __forceinline__ float4 slots_of(const float* p, const In& a) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
@@ -110,7 +110,7 @@ __device__ __forceinline__ float4 load_apart(const float* p, s64 slot, int slots
     return v;
 }
 
-// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros behind it; the slots of `a` added.
+// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros after it; the slots of `a` added.
 template <int N>
 __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const In& a, int stride, int left) {
 #pragma unroll

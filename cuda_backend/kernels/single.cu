@@ -9,7 +9,7 @@
 // Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
 //           the kernel before ends, it requests weights meanwhile: of a head, of a shared expert, and where rows are made
 //           of what was chosen by the kernel before
-//           Addresses are read beside the biases, before the choice is known: one read behind the choice waits for memory
+//           Addresses are read beside the biases, before the choice is known: one read after the choice waits for memory
 // Numbers   bit by bit those of moe.cu and experts.cu
 // Bound     bytes of the matrices
 // Tried     variant against what was here then (one row, one H200).

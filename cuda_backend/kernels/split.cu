@@ -8,7 +8,7 @@
 // Work      rows are (t, query head of the group), four warps for 16 of them. Of a tile's products with q a warp takes 16
 //           positions; the probabilities are shared, and it adds a quarter of the values' columns. A CTA keeps its rows
 //           and goes through its share of the pieces, whose tiles arrive ahead of it, committed ones before the kernels
-//           before this one have ended. A tree's row sees other rows than its neighbours: the tiles behind the committed
+//           before this one have ended. A tree's row sees other rows than its neighbours: the tiles after the committed
 //           ones are gathered for the group of each, its ancestors in the order of their positions. Rows that are not
 //           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products.
 //           EXACT: a tile that holds codes and exact rows is multiplied twice; a row takes nothing from the form that is not
@@ -99,7 +99,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
-    [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows behind the committed ones
+    [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows after the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + TILES * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
     u8* stages = (u8*)(tops + ROWS * (TILE / 16));      // of packed rows, which one tile after the other leaves as float16

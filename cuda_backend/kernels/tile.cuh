@@ -105,7 +105,7 @@
 #define SCALES (AT1 + P1 * 2 * KBLOCK)  // byte offset of the scales
 #if defined(Q4_K) || defined(Q5_K)
 // Per row two float16, d and dmin; a byte per group, its scale above the low 2 bits of its minimum; the high 4 bits of the
-// minima in a word: of group j of the first half at bit 8 j + 2, of the second half behind them. Scales, which each lane
+// minima in a word: of group j of the first half at bit 8 j + 2, of the second half after them. Scales, which each lane
 // needs all of, are a mask away.
 #define SCALE_BYTES 256
 #elif defined(Q4_0) || defined(Q5_0) || defined(IQ4_NL) || defined(Q8_0)

@@ -14,7 +14,7 @@
 #define PARTS (D / 128)
 #define AT_ONCE (1024 / D)  // partial sums in flight; also in cuda_backend/attention.py
 
-// Every `step`th partial sum from `slot` on, added in order. Behind the last one it is read again, for nothing: prelude.cuh slots_of.
+// Every `step`th partial sum from `slot` on, added in order. After the last one it is read again, for nothing: prelude.cuh slots_of.
 __device__ __forceinline__ void add_slots(float4 (&sum)[PARTS], const float* from, const In& x, int slot, int step) {
 #pragma unroll
     for (int n = 0; n < PARTS; n++) sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -68,7 +68,7 @@ def near(out, expected, tolerance=5e-3):
 
 
 def agrees_with_numpy(ops, pair, D=64, **packing):
-    """Chains of any length, a tree, what a path of it leaves, and a prompt behind them."""
+    """Chains of any length, a tree, what a path of it leaves, and a prompt after them."""
     cuda, numpy = (Read(on, spec_of(pair, D=D, **packing)) for on in (ops, NumpyOps()))
     token = 0
     for count in (3, 1, 9, 1, 1, 140, 20, 1):
@@ -243,7 +243,7 @@ def test_keys_and_values_are_written_alone(ops):
 
 @pytest.mark.parametrize("packing", [{}, {"calibration": 0, "sinks": 1}, {"recent": 500}], ids=str)
 def test_sequences_of_a_pool(packing, ops):
-    """Each has the bits of running alone, before, at and behind the keys that calibrate."""
+    """Each has the bits of running alone, before, at and after the keys that calibrate."""
     spec = spec_of(("lm4", "q8_0"), **packing)
     pool = ops.new_pool(spec, 3, 1200)
     many = [Read(ops, spec, state=pool.new_state()) for _ in range(3)]

@@ -94,7 +94,7 @@ def test_pages_are_taken_and_given_back(ops):
 
 
 def test_a_page_is_clear_when_it_is_taken(ops):
-    """What lies behind the last row is multiplied by 0, so that NaN of an earlier sequence would reach the next one."""
+    """What lies after the last row is multiplied by 0, so that NaN of an earlier sequence would reach the next one."""
     pool = ops.new_pool(SPEC, 2, 600)
     state = pool.new_state()
     grow(state, 10)

@@ -105,7 +105,7 @@ class Beside:
 
 
 def test_rows_of_sequences_are_alone(model):
-    """Chains and trees behind pasts of every length, with sequences that sit steps out or commit nothing."""
+    """Chains and trees after pasts of every length, with sequences that sit steps out or commit nothing."""
     beside = Beside(model, 4, 1, (0, 3, 70, 150))
     beside.step([0, 1, 2, 3], [1, 1, 1, 1])
     beside.step([0, 1, 2, 3], [5, 1, 9, 3])

@@ -5,7 +5,7 @@ Instructions that C++ lacks (tensor cores, asynchronous copies, matrix loads) ar
 
 BIMETAL_GPUS pretends several GPUs: a launch, a copy or an event under another current GPU than its own is refused, and
 so is a kernel that is handed memory of another GPU, but for peers' memory that it may reach. What a GPU is given runs
-at once; behind a kernel that waits for another GPU it is queued until that one has gone on. Where the host then waits,
+at once; after a kernel that waits for another GPU it is queued until that one has gone on. Where the host then waits,
 the kernel is told that nobody will go on. BIMETAL_CAPABILITY=75 pretends a T4, whose kernels are made of the
 instructions of compute capability 7.5.
 """
@@ -253,7 +253,7 @@ memories: list[list[tuple[int, int]]] = [[] for _ in range(COUNT)]  # of each GP
 
 
 reached: set[tuple[int, int]] = set()  # (GPU, other): whose memory it may reach
-queues: list[deque[Callable[[], Any]]] = [deque() for _ in range(COUNT)]  # of each GPU, behind a kernel that waits
+queues: list[deque[Callable[[], Any]]] = [deque() for _ in range(COUNT)]  # of each GPU, after a kernel that waits
 freed: list[np.ndarray] = []  # memory that what is queued may use
 queueing = threading.RLock()
 lost_peers = [False]  # whether kernels are told that nobody will go on
@@ -264,7 +264,7 @@ class WaitsForPeer(Exception):  # noqa: N818
 
 
 def submit(device: int, work: Callable[[], Any]) -> None:
-    """Run `work`, or queue it behind a kernel of its GPU that waits; and what other GPUs can do then."""
+    """Run `work`, or queue it after a kernel of its GPU that waits; and what other GPUs can do then."""
     if COUNT == 1:
         work()
         return
