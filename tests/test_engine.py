@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_draft
+import tiny_eagle
 
 from common import sequence
 from common.demo import demo_path
@@ -156,6 +157,9 @@ def models(kind, name, ops, folder):
         return load_pair(write, model), DRAFTED
     if kind == "block":
         return load_pair(tiny.FOLDER / f"mtp-{name}", model), [*DRAFTED[:2], {"spec": "off"}]
+    if kind == "eagle":
+        folder = tiny_eagle.write(folder / "draft", model.config.hidden, model.config.vocab, [0, 1, 1])
+        return load_pair(folder, model), [*DRAFTED[:2], {"spec": "off"}]
     if kind == "wedlm":
         config = replace(model.config, mask_id=MASK)
         return replace(model, config=config), WINDOWS
@@ -171,6 +175,7 @@ CASES = [
     *[("draft", name) for name in ("qwen35", "laguna", "glm", "qwen3")],
     ("block", "qwen35"),
     pytest.param("block", "glm", marks=pytest.mark.slow),
+    pytest.param("eagle", "qwen3", marks=pytest.mark.slow),
     ("wedlm", "qwen3"),
     ("latent", "glm"),
     ("packed", "demo"),

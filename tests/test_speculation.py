@@ -10,6 +10,7 @@ import pytest
 import tiny
 import tiny_chat
 import tiny_draft
+import tiny_eagle
 from safetensors.numpy import save_file
 
 import generate
@@ -275,6 +276,18 @@ def test_windows_that_cannot_be(folder):
         generate.load(str(folder), backend="numpy", fa_window=0)
     with pytest.raises(UsageError, match="latent attention of glm4_moe_lite has no window"):
         windowed(tiny.load("glm", NumpyOps()), 8)
+
+
+def test_an_eagle_draft(folder, tmp_path):
+    """The text of plain decoding, by steps that verify chains."""
+    config = json.loads((folder / "config.json").read_text())
+    draft = tiny_eagle.write(tmp_path / "draft", config["hidden_size"], config["vocab_size"], [0, 1, 1])
+    with generate.load(str(folder), backend="numpy", draft=str(draft)) as llm:
+        plain = llm.generate("hello", max_tokens=20, temperature=0.8, seed=4, spec="off")
+        reply = llm.generate("hello", max_tokens=20, temperature=0.8, seed=4, tree_budget=3)
+        assert llm.default_spec == "chain"
+    assert (reply.text, reply.tokens) == (plain.text, plain.tokens)
+    assert set(reply.stats.accepted.budgets) == {3}
 
 
 def test_a_multi_token_prediction_block(tmp_path):

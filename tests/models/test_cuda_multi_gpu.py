@@ -8,6 +8,7 @@ import pytest
 import tiny
 import tiny_chat
 import tiny_draft
+import tiny_eagle
 from narrow import WIDE, narrow
 
 import generate
@@ -183,9 +184,21 @@ def test_draft(target, placement, one, tmp_path):
 @pytest.mark.parametrize("name", ["qwen35", "glm"])
 def test_multi_token_prediction(name, one):
     """A block on a GPU of its own: its logits after one token and after three, and tokens by chain."""
+    assert_chains(name, tiny.FOLDER / f"mtp-{name}", (one, ops_on(name, Placement((0,), draft=1))))
+
+
+@pytest.mark.parametrize("placement", [Placement((0,), draft=1), Placement((0, 1), (1, 2))])
+def test_eagle(placement, one, tmp_path):
+    """A draft on a GPU of its own, or whose layers to read and embedding lie on two."""
+    folder = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 2])
+    assert_chains("llama", folder, (one, ops_on("llama", placement)))
+
+
+def assert_chains(name, draft, several):
+    """Assert that a draft's logits, and tokens and logits of its chains, are the same on each of `several`."""
     outputs, ids = [], tiny.golden(name)["ids"].astype(np.int32)
-    for ops in (one, ops_on(name, Placement((0,), draft=1))):
-        pair, out = load_pair(tiny.FOLDER / f"mtp-{name}", load_model(tiny.checkpoint(name), ops)), []
+    for ops in several:
+        pair, out = load_pair(draft, load_model(tiny.checkpoint(name), ops)), []
         state = pair.new_state(96)
         logits = pair.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
         state.commit(range(12))

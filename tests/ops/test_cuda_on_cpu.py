@@ -209,8 +209,9 @@ def test_eagle(name):
 
 
 @pytest.mark.slow
-def test_multi_token_prediction_on_several_gpus():
-    on_cpu("models/test_cuda_multi_gpu.py", "test_multi_token_prediction", BIMETAL_GPUS="2")
+@pytest.mark.parametrize("chosen", ["test_multi_token_prediction", "test_eagle"])
+def test_chains_on_several_gpus(chosen):
+    on_cpu("models/test_cuda_multi_gpu.py", chosen, BIMETAL_GPUS="2")
 
 
 def test_launches():
