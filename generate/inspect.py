@@ -15,6 +15,8 @@ from common.hub import resolve_model
 from common.kv_cache import CacheOptions, check_pairs, described, packed
 from common.kv_formats import FORMATS
 from common.models import architecture
+from common.models.eagle3_config import config_alone, default_taps, is_eagle3, target_ids
+from common.models.eagle3_weights import layout as eagle3_layout
 from common.ops import Ops, Rope
 from common.storage import NATIVE, all_specs, grows, state_bytes
 from common.tokenizer import load_tokenizer
@@ -28,6 +30,9 @@ CONTEXTS = (512, 4096, 32768, 131072)
 
 def run(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(resolve_model(args.model))
+    if is_eagle3(checkpoint):
+        _eagle3(checkpoint)
+        return 0
     name, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)
@@ -46,9 +51,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shapes(config: Any) -> None:
+def _eagle3(checkpoint: Checkpoint) -> None:
+    config, target = config_alone(checkpoint)
+    known, listed = target_ids(checkpoint, config, target.vocab), config.taps != default_taps(target.layers)
+    print(f"{checkpoint.path}\nEAGLE-3 draft, {checkpoint.format}, for a model of hidden size {target.hidden}")
+    print(f"  it knows {target.vocab if known is None else len(known)} of the model's {target.vocab} tokens")
+    layers = ", ".join(map(str, config.taps)) if listed else "1, n / 2 - 1 and n - 4 of n"
+    print(f"  it reads the outputs of the model's layers {layers}, counted from 0")
+    _shapes(config, without="taps")
+    _types(checkpoint, None)
+    _tensors(checkpoint, eagle3_layout(checkpoint, config, target))
+
+
+def _shapes(config: Any, without: str = "") -> None:
     print("\nshapes")
     for key, value in asdict(config).items():
+        if key == without:
+            continue
         if isinstance(getattr(config, key), Rope):
             rope = getattr(config, key)
             turn = 2 * math.pi / rope.frequencies[-1]
@@ -60,14 +79,14 @@ def _shapes(config: Any) -> None:
         print(f"  {key:12} {value}")
 
 
-def _types(checkpoint: Checkpoint, ops: Ops) -> None:
+def _types(checkpoint: Checkpoint, ops: Ops | None) -> None:
     sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for tensor in checkpoint.tensors.values():
         label = f"{tensor.type} {tensor.bits}-bit g{tensor.group_size}" if tensor.scales else tensor.type
         sizes[label][0] += 1
         sizes[label][1] += tensor.nbytes
-    held = {t.type: ops.holds(t.type) for t in checkpoint.tensors.values()}
-    print(f"\nblock types by bytes (as {ops.name} holds matrices of them)")
+    held = {t.type: "" if ops is None else ops.holds(t.type) for t in checkpoint.tensors.values()}
+    print("\nblock types by bytes" + ("" if ops is None else f" (as {ops.name} holds matrices of them)"))
     for label, (count, nbytes) in sorted(sizes.items(), key=lambda item: -item[1][1]):
         print(f"  {label:18} {count:5} tensors {_mib(nbytes)}  {held[label.split()[0]]}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import tiny_eagle
 from tiny_chat import TEMPLATE, write
 
 from common.engine import Engine
@@ -245,6 +246,19 @@ def test_inspect_prints_the_state_that_is_allocated(run, name):
     line = next(line for line in out.splitlines() if line.split()[:2] == [str(tokens), "tokens"])
     held = f"{state.nbytes / 2**20:.1f} MiB {state.nbytes / tokens:.0f} bytes per token"
     assert line.split()[2:] == held.split()
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"), [({}, "0, 1, 1"), ({"eagle_config": None}, "1, n / 2 - 1 and n - 4 of n")]
+)
+def test_inspect_of_an_eagle_draft(run, tmp_path, changes, layers):
+    code, out, _ = run("inspect", str(tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1], **changes)), model=False)
+    assert code == 0
+    for part in ("EAGLE-3 draft, safetensors, for a model of hidden size 32", "it knows 40 of the model's 96 tokens"):
+        assert part in out
+    assert f"it reads the outputs of the model's layers {layers}, counted from 0" in out
+    assert "tensors: 15 in the file, 13 used\n  2 left alone: maps between the vocabularies" in out
+    assert "\n  taps" not in out
 
 
 def test_inspect_names_a_tensor_that_it_does_not_understand(run, folder, tmp_path):

@@ -41,6 +41,7 @@ EXPECTED = {  # of keys that change the arithmetic
     "parallel_drafting": False,
 }
 WHOLE_IDS = ("I64", "I32")
+ANY_DEPTH = 1 << 20  # layers of a target that is not known
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def layer_of(checkpoint: Checkpoint) -> str:
 
 def read_config(checkpoint: Checkpoint, target: Target) -> Config:
     """The draft's configuration, checked against the target that it is to serve."""
-    c, vocab, features = (_gguf_config if checkpoint.format == "gguf" else _hf_config)(checkpoint, target)
+    c, vocab, features = _stated(checkpoint, target.layers)
     at = checkpoint.path
     for what, drafts, targets in (("hidden size", features, target.hidden), ("vocabulary", vocab, target.vocab)):
         if drafts != targets:
@@ -126,7 +127,24 @@ def read_config(checkpoint: Checkpoint, target: Target) -> Config:
     return c
 
 
-def _hf_config(checkpoint: Checkpoint, target: Target) -> tuple[Config, int, int]:
+def config_alone(checkpoint: Checkpoint) -> tuple[Config, Target]:
+    """The configuration, checked against the target that the file itself states, of whatever depth."""
+    _, vocab, features = _stated(checkpoint, ANY_DEPTH)
+    target = Target(features, vocab, ANY_DEPTH)
+    return read_config(checkpoint, target), target
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The layers before layers 2, n / 2 and n - 3 of a target of n, which a file without a list reads."""
+    return tuple(i - 1 for i in (2, layers // 2, layers - 3))
+
+
+def _stated(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
+    """The configuration for a target of `layers`, and the target's vocabulary and hidden size."""
+    return _gguf_config(checkpoint) if checkpoint.format == "gguf" else _hf_config(checkpoint, layers)
+
+
+def _hf_config(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
     where = f"{checkpoint.path} config.json"
     top = Keys(checkpoint.config, where)
     names = top.read("architectures", list)
@@ -154,7 +172,7 @@ def _hf_config(checkpoint: Checkpoint, target: Target) -> tuple[Config, int, int
     heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
     head_dim, kv_heads = keys.size("head_dim", max(hidden // heads, 1)), keys.size("num_key_value_heads", heads)
     check_sizes(checkpoint, 1, heads, kv_heads, heads * head_dim)
-    layers = keys.read("layer_types", list, [])[:1]
+    kinds = keys.read("layer_types", list, [])[:1]
     share = keys.positive("rope_parameters.partial_rotary_factor", keys.positive("partial_rotary_factor", 1.0))
     vocab = keys.size("vocab_size")
     config = Config(
@@ -165,8 +183,8 @@ def _hf_config(checkpoint: Checkpoint, target: Target) -> tuple[Config, int, int
         ffn=keys.size("intermediate_size"),
         eps=keys.positive("rms_norm_eps", 1e-6),
         rope=hf_rope(keys, int(head_dim * min(share, 1.0))),
-        window=keys.size("sliding_window") if layers == ["sliding_attention"] else None,
-        taps=_hf_taps(top, target.layers),
+        window=keys.size("sliding_window") if kinds == ["sliding_attention"] else None,
+        taps=_hf_taps(top, layers),
         vocab=top.size("draft_vocab_size", vocab),
         norms_heads=kind == "qwen3",
         norms_taps=top.read("fc_norm", bool, False),
@@ -183,7 +201,7 @@ def _hf_taps(keys: Keys, layers: int) -> tuple[int, ...]:
         return _numbers(keys.where, listed, 1)
     if listed := keys.read(f"eagle_config.{IDS}", list, []):
         return _numbers(keys.where, listed, 0)
-    return tuple(i - 1 for i in (2, layers // 2, layers - 3))
+    return default_taps(layers)
 
 
 def _numbers(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
@@ -192,7 +210,7 @@ def _numbers(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
     return tuple(i - first for i in listed)
 
 
-def _gguf_config(checkpoint: Checkpoint, target: Target) -> tuple[Config, int, int]:
+def _gguf_config(checkpoint: Checkpoint) -> tuple[Config, int, int]:
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix="eagle3.", nested=False)
     keys.expect("block_count", 1)
     for key in ("w1a1.version", "w8a8.version", "w1a1_head.version"):

@@ -17,7 +17,7 @@ from common.fit import predict_run
 from common.models import load_model
 from common.models.dflash import Tap
 from common.models.drafts import check_file, load_pair
-from common.models.eagle3_config import Target, read_config
+from common.models.eagle3_config import Target, config_alone, read_config
 from common.quants import PLAIN, dequantize
 from common.reference import NumpyOps
 from common.step import Step
@@ -230,6 +230,7 @@ def test_other_names_and_layers(tmp_path):
     assert config("c", eagle_aux_hidden_state_layer_ids=[2, 18, 33]).taps == (1, 17, 32)
     assert config("d", num_hidden_layers=36).hidden == 32
     assert config("e", sliding_window=8).window is None
+    assert config_alone(open_checkpoint(tmp_path / "a"))[0].taps == (0, 1, 1)
     copied(folder, tmp_path / "f", prefixed)
     text, target = text_of("llama"), tiny.load("llama", NumpyOps())
     assert np.array_equal(*(proposals(load_pair(each, target), text) for each in (folder, tmp_path / "f")))
