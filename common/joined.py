@@ -1,7 +1,6 @@
 """Answer the rows that several decoders ask for: by one joined step where the backend can, and choose their tokens."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,13 @@ from common.errors import BimetalError, NotFiniteError
 from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
 from common.ops import Array, Ops
+from common.options import Sampling
+from common.sampling import Sampler, Samplers
 from common.step import State, Step
 
 DRAFT_LAYERS = 10**6  # more than any draft has
+SAMPLED, PICKED, NOT_CHOSEN = range(3)  # kinds of rows, in the order in which they lie in a step
+UNREAD = Sampler(Sampling())  # of rows whose token nobody reads
 
 
 class RowRunner:
@@ -35,16 +38,17 @@ class RowRunner:
 
     def together(self, asked: Sequence[tuple[State, Rows]]) -> list[Computed | Exception]:
         """What the rows of each sequence give, or the error that is its own; raises what the backend raises."""
-        if all(_is_greedy(rows) for _, rows in asked):
-            return self._together([state for state, _ in asked], [rows for _, rows in asked])
-        order = sorted(range(len(asked)), key=lambda i: not _is_greedy(asked[i][1]))
-        answers = self._together([asked[i][0] for i in order], [asked[i][1] for i in order])
+        kinds = [_kind(rows) for _, rows in asked]
+        if kinds == sorted(kinds):
+            return self._together([state for state, _ in asked], [rows for _, rows in asked], kinds)
+        order = sorted(range(len(asked)), key=kinds.__getitem__)
+        answers = self._together([asked[i][0] for i in order], [asked[i][1] for i in order], sorted(kinds))
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
-    def _together(self, states: list[State], asked: list[Rows]) -> list[Computed | Exception]:
-        """One step for all; those that choose greedily come first."""
+    def _together(self, states: list[State], asked: list[Rows], kinds: list[int]) -> list[Computed | Exception]:
+        """One step for all, in the order of their kinds."""
         steps = [rows.step for rows in asked]
-        tokens, target_only = tokens_of(self.ops, steps), all(rows.target_only for rows in asked)
+        tokens, target_only = tokens_of(self.ops, steps), all([rows.target_only for rows in asked])
         pool: Any = states[0].pool
         if pool is not None:
             step = JoinedStep.of(steps, tokens, [state.slot for state in states])
@@ -52,24 +56,47 @@ class RowRunner:
         else:
             step, state = JoinedStep.of(steps, tokens), self._state_of(states, asked)
             logits = self._model(target_only).forward(state, step)
-        greedy = sum(map(_is_greedy, asked))
-        whole = None
-        if greedy and asked[0].sampler is not None:
-            with suppress(NotFiniteError):  # in any row: each sequence then chooses by itself
-                whole = Whole(self.ops, self.ops.sample(logits[: step.runs[greedy - 1].stop], asked[0].sampler))
-        answers: list[Computed | Exception] = []
-        for at, rows in zip(step.runs, asked, strict=True):
-            if whole is None or len(answers) >= greedy:
-                answers.append(_chosen(self.ops, logits[at], rows))
-                continue
-            if rows.sampled == EVERY and rows.mask is None:
-                answers.append(Computed(logits[at], Part(whole, at)))
-                continue
-            first, end, _ = rows.sampled.indices(at.stop - at.start)
-            answer = _chosen(self.ops, logits[at], rows._replace(sampler=None))
-            part = Part(whole, slice(at.start + first, at.start + end))
-            answers.append(answer._replace(sampled=part) if type(answer) is Computed else answer)
-        return answers
+        runs = step.runs
+        chosen = [
+            *self._sampled(logits, asked[: kinds.count(SAMPLED)], runs),
+            *self._picked(logits, asked[kinds.count(SAMPLED) :], runs[kinds.count(SAMPLED) :]),
+        ]
+        return [
+            _answer(self.ops, LogitRows(logits, at.start, at.stop), rows, each)
+            for at, rows, each in zip(runs, asked, chosen, strict=True)
+        ]
+
+    def _sampled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part"]:
+        """Choose of the first rows of a step in one call, each by its sequence's own sampler."""
+        if not asked:
+            return []
+        parts = [_rows_in(rows.sampled, at) for rows, at in zip(asked, runs, strict=False)]
+        samplers, end = list[tuple[Sampler, int]](), 0
+        for rows, part in zip(asked, parts, strict=True):
+            assert rows.sampler is not None
+            samplers += [(UNREAD, part.start - end)] * (part.start > end) + [(rows.sampler, part.stop - part.start)]
+            end = part.stop
+        whole = Whole(self.ops, self.ops.sample(logits if end == len(logits) else logits[:end], Samplers(samplers)))
+        return [Part(whole, part) for part in parts]
+
+    def _picked(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part | Exception | None"]:
+        """Choose of rows that the host changes before the choice, and reads at once; None where nothing is chosen."""
+        count = sum(rows.sampler is not None for rows in asked)
+        chosen: list[Part | Exception | None] = [None] * len(asked)
+        if not count:
+            return chosen
+        first = runs[0].start
+        host = self.ops.read(logits[first : runs[count - 1].stop])
+        for i, (rows, at) in enumerate(zip(asked[:count], runs, strict=False)):
+            assert rows.sampler is not None
+            part = _rows_in(rows.sampled, at)
+            try:
+                own = host[part.start - first : part.stop - first]
+                tokens = np.array([rows.sampler.pick(row) for row in own], np.int32)
+                chosen[i] = Part(Whole(self.ops, tokens, tokens), slice(0, len(tokens)))
+            except BimetalError as error:
+                chosen[i] = error
+        return chosen
 
     def _model(self, target_only: bool) -> Model:
         if target_only not in self._joined:
@@ -85,23 +112,54 @@ class RowRunner:
         return self._state
 
 
-def _is_greedy(rows: Rows) -> bool:
-    return rows.sampler is not None and rows.sampler.is_argmax
+def _kind(rows: Rows) -> int:
+    """Where a sequence's rows lie in a joined step: those of which tokens are sampled in one call come first."""
+    return NOT_CHOSEN if rows.sampler is None else PICKED if rows.sampler.penalizes else SAMPLED
 
 
-def _chosen(ops: Ops, logits: Array, rows: Rows) -> Computed | Exception:
+def _rows_in(sampled: slice, at: slice) -> slice:
+    """Where rows `sampled` of a sequence lie in a step in which its rows are `at`."""
+    if sampled == EVERY:
+        return at
+    first, end, _ = sampled.indices(at.stop - at.start)
+    return slice(at.start + first, at.start + end)
+
+
+def _answer(ops: Ops, logits: "LogitRows", rows: Rows, chosen: "Part | Exception | None") -> Computed | Exception:
+    if isinstance(chosen, Exception):
+        return chosen
+    if rows.mask is None:
+        return Computed(logits, chosen)
     try:
-        return computed(ops, logits, rows)
+        return Computed(logits, chosen, ops.argmax_entropy(logits[rows.masked].cut(), rows.mask))
     except BimetalError as error:
         return error
 
 
-class Whole:
-    """The tokens that a joined step chose, (T,), which are read from the device once."""
+class LogitRows:
+    """Rows `first` to `end` of a step's logits, which are cut out where they are used."""
 
-    def __init__(self, ops: Ops, array: Array):
-        self.ops, self.array = ops, array
-        self._host: np.ndarray | None = None
+    __slots__ = ("end", "first", "logits")
+
+    def __init__(self, logits: Array, first: int, end: int):
+        self.logits, self.first, self.end = logits, first, end
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def __getitem__(self, rows: slice) -> "LogitRows":
+        part = _rows_in(rows, slice(self.first, self.end))
+        return LogitRows(self.logits, part.start, part.stop)
+
+    def cut(self) -> Array:
+        return self.logits[self.first : self.end]
+
+
+class Whole:
+    """The tokens that a joined step chose, (T,), which are read from the device once; `host`: them, where known."""
+
+    def __init__(self, ops: Ops, array: Array, host: np.ndarray | None = None):
+        self.ops, self.array, self._host = ops, array, host
 
     def read(self, rows: slice) -> np.ndarray:
         if self._host is None:
@@ -124,12 +182,21 @@ class Part:
         return int(self.rows.stop - self.rows.start)
 
 
+OF_A_STEP = {Part, LogitRows}
+
+
 def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Parts, and arrays of the backend, on the host."""
-    for x in of:
-        if type(x) is Part:
-            return tuple(x.whole.read(x.rows) if type(x) is Part else ops.read(x) for x in of)
-    return ops.read_all(*of)
+    """Parts, LogitRows, and arrays of the backend, on the host."""
+    if len(of) == 1 and type(of[0]) is Part:
+        return (of[0].whole.read(of[0].rows),)
+    if OF_A_STEP.isdisjoint(map(type, of)):
+        return ops.read_all(*of)
+    return tuple([_on_host(ops, x) for x in of])
+
+
+def array_of(logits: Any) -> Array:
+    """LogitRows, or logits of the backend, as the backend's."""
+    return logits.cut() if type(logits) is LogitRows else logits
 
 
 def _by_itself(step: Step) -> Step:
@@ -154,7 +221,7 @@ def tokens_of(ops: Ops, steps: Sequence[Step]) -> Any:
     return np.concatenate([_on_host(ops, step.tokens) for step in steps])
 
 
-def _on_host(ops: Ops, tokens: Any) -> np.ndarray:
-    if isinstance(tokens, np.ndarray):
-        return tokens
-    return tokens.whole.read(tokens.rows) if type(tokens) is Part else ops.read(tokens)
+def _on_host(ops: Ops, x: Any) -> np.ndarray:
+    if type(x) is Part:
+        return x.whole.read(x.rows)
+    return x if isinstance(x, np.ndarray) else ops.read(array_of(x))

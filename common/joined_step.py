@@ -6,7 +6,6 @@ Ops that read or write a state run once per sequence, over its rows; all others 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,25 +19,23 @@ from common.step import PAST, State, Step
 
 @dataclass(frozen=True, eq=False)
 class JoinedStep(Step):
-    """The rows of `parts`, the steps of one sequence each."""
+    """The rows of `parts`, the steps of one sequence each; `runs`: the rows of each part."""
 
     parts: Sequence[Step]
+    runs: list[slice]
 
     @classmethod
     def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
         """Join steps that are no blocks; `tokens` are theirs in that order. `slots`: of each; None: 0, 1, 2, ..."""
         of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
         positions = np.concatenate([part.positions for part in parts])
-        sizes = [len(part) for part in parts]
         if len(positions) == len(parts):  # plain decoding of all
-            return cls(tokens, positions, np.full(len(parts), PAST, np.int32), of_parts, parts)
-        parents = [_moved(part.parents, end - n) for part, n, end in zip(parts, sizes, accumulate(sizes), strict=True)]
-        return cls(tokens, positions, np.concatenate(parents), np.repeat(of_parts, sizes), parts)
-
-    @cached_property
-    def runs(self) -> list[slice]:
-        """The rows of each part."""
-        return [slice(a, b) for a, b in pairwise([0, *accumulate(len(part) for part in self.parts)])]
+            runs = [slice(i, i + 1) for i in range(len(parts))]
+            return cls(tokens, positions, np.full(len(parts), PAST, np.int32), of_parts, parts, runs)
+        sizes = [len(part) for part in parts]
+        runs = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
+        parents = [_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)]
+        return cls(tokens, positions, np.concatenate(parents), np.repeat(of_parts, sizes), parts, runs)
 
 
 def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:

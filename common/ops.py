@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.expert_forms import ExpertForm, SlotMemory, Streamed
 from common.experts import ExpertSupply
-from common.sampling import Sampler, argmax_entropy, top_k
+from common.sampling import Sampler, Samplers, argmax_entropy, top_k
 from common.shards import ONE, Ranks
 from common.step import Pool, State, Step
 from common.storage import LayerSpec, RowSpec
@@ -349,8 +349,14 @@ class Ops(ABC):
     # -- sampling --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def sample(self, logits: Array, sampler: Sampler) -> Array:
-        """The next token of each row of logits (T, vocab): (T,), still on the device where that is possible."""
+    def sample(self, logits: Array, sampler: Sampler | Samplers) -> Array:
+        """The next token of each row of logits (T, vocab): (T,), still on the device where that is possible.
+
+        sampler  one for all rows; or Samplers, of sequences whose rows are chosen in one call
+
+        A row that holds NaN raises NotFiniteError: here where one sampler reads it on the host, else once its token is
+        read.
+        """
 
     def chooses(self, sampler: Sampler) -> bool:
         """May `sample` choose without showing the row to the host?"""

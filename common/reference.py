@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import BimetalError
+from common.errors import BimetalError, NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
@@ -18,7 +18,7 @@ from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight, decoded_byte
 from common.quants import dequantize
 from common.reference_experts import NumpySlots
 from common.reference_states import Held, delta_rule, layer_state, rows_held
-from common.sampling import Sampler
+from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
 from common.storage import Kind, LayerSpec, all_specs
 from common.tensors import Tensor
@@ -244,11 +244,16 @@ class NumpyOps(Ops):
             out[rows] += weights[rows, slot, None] * product(self.swiglu(gate, up), down[place])
         return out
 
-    def sample(self, logits: Array, sampler: Sampler) -> Array:
+    def sample(self, logits: Array, sampler: Sampler | Samplers) -> Array:
+        if isinstance(sampler, Samplers):
+            return sampler.pick(logits)
         return np.array([sampler.pick(row) for row in logits], np.int32)
 
     def read(self, x: Array) -> np.ndarray:
-        return np.asarray(x)
+        out = np.asarray(x)
+        if out.dtype.kind == "i" and (out == NOT_A_TOKEN).any():
+            raise NotFiniteError("the logits of a row hold NaN")
+        return out
 
     def peak_bytes(self) -> int:
         return peak_resident_bytes()

@@ -8,7 +8,7 @@ whole numbers: sums of whole numbers do not depend on their order, and devices a
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from common.errors import BimetalError, NotFiniteError
 from common.options import Sampling
 
 ONE = 1 << 40  # draw weight of the likeliest token
+NOT_A_TOKEN = -1  # what a backend chooses of a row that holds NaN: reading it raises NotFiniteError
 FEW = 1024  # tokens that top-p sorts first; all tokens where these do not reach its share
 
 
@@ -87,7 +88,11 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
 
 
 class Sampler:
-    """One reply's sampling: its random numbers and the tokens that penalties count."""
+    """One reply's sampling: its random numbers and the tokens that penalties count.
+
+    penalizes  whether the host changes logits before the choice, by penalties, a bias or a guide
+    is_argmax  whether a backend may take the largest logit and never show the row to the host
+    """
 
     def __init__(self, sampling: Sampling, prompt: Iterable[int] = ()):
         self.sampling = sampling
@@ -95,18 +100,10 @@ class Sampler:
         self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
         self.guide = sampling.guide and sampling.guide()
         self.random = np.random.Generator(np.random.Philox(sampling.seed))
-
-    @property
-    def penalizes(self) -> bool:
-        """Does the host change logits before the choice, by penalties, a bias or a guide?"""
-        s = self.sampling
+        s = sampling
         penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
-        return penalties or bool(s.logit_bias) or self.guide is not None
-
-    @property
-    def is_argmax(self) -> bool:
-        """May a backend take the largest logit and never show the row to the host?"""
-        return self.sampling.temperature == 0 and not self.penalizes
+        self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None
+        self.is_argmax = s.temperature == 0 and not self.penalizes
 
     def numbers(self, rows: int) -> np.ndarray:
         """The random numbers, 0 to 1, of the next `rows` tokens that are drawn."""
@@ -168,3 +165,31 @@ class Ahead(Sampler):
     def numbers(self, rows: int) -> np.ndarray:
         out, self.left = self.left[:rows], self.left[rows:]
         return out
+
+
+class Samplers:
+    """The samplers of a step's rows, of one sequence after another, none of which penalizes.
+
+    of         (sampler, rows) of each sequence
+    is_argmax  whether all rows take their largest logit
+    """
+
+    def __init__(self, of: Sequence[tuple[Sampler, int]]):
+        self.of = of
+        self.is_argmax = all([sampler.is_argmax for sampler, _ in of])
+
+    @property
+    def of_rows(self) -> list[Sampler]:
+        """The sampler of each row."""
+        return [sampler for sampler, rows in self.of for _ in range(rows)]
+
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        """rows (T, vocab) float32 -> the next token of each (T,) int32, NOT_A_TOKEN of one that holds NaN"""
+        return np.array([_picked(each, row) for each, row in zip(self.of_rows, rows, strict=True)], np.int32)
+
+
+def _picked(sampler: Sampler, row: np.ndarray) -> int:
+    try:
+        return sampler.pick(row)
+    except NotFiniteError:
+        return NOT_A_TOKEN

@@ -17,7 +17,7 @@ from common.decode.tuner import Tuner
 from common.decode.wedlm import most_unread
 from common.errors import UsageError
 from common.expert_stats import ExpertStats
-from common.joined import read
+from common.joined import array_of, read
 from common.models import Model
 from common.ops import Array
 from common.options import GenerationOptions
@@ -115,10 +115,6 @@ class Sequence:
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
         self.reason = "length"
-
-    @property
-    def cancelled(self) -> bool:
-        return self.call.cancel.is_set()
 
     @property
     def outgrows(self) -> bool:
@@ -250,9 +246,9 @@ class Sequence:
             elif type(request) is Read:
                 answer = read(ops, request.of)
             elif type(request) is Choose:
-                answer = ops.sample(request.logits, request.sampler)
+                answer = ops.sample(array_of(request.logits), request.sampler)
             else:
-                assert isinstance(request, Rows | Draft)
+                assert type(request) is Rows or type(request) is Draft
                 self.request = request
                 return True
 
@@ -264,19 +260,18 @@ class Sequence:
             self.first = self.last
         self.new += 1
         self.slot.tokens.append(token)
-        if self.cancelled:
+        if self.call.cancel.is_set():
             self.reason = "cancelled"
             return False
         tokenizer, pending = self.target.tokenizer, self.pending
         if token in tokenizer.end_ids:
             self.reason = "stop"
             if self.options.logprobs is not None:
-                pending.end = Logprob.of(self.target.model.ops.read(row)[-1], token, self.options.logprobs)
+                pending.end = self._logprob(token, row)
             return False
         pending.tokens.append(token)
         if self.options.logprobs is not None:
-            host = self.target.model.ops.read(row)[-1]
-            pending.logprobs.append(Logprob.of(host, token, self.options.logprobs))
+            pending.logprobs.append(self._logprob(token, row))
         known = token < tokenizer.vocab_size  # a padded vocabulary ends in ids without text
         pending.text = self.text.push(self.detokenizer.push(token) if known else "")
         if self.text.stopped:
@@ -288,6 +283,12 @@ class Sequence:
             self.call.put(pending)
             self.pending = Piece()
         return True
+
+    def _logprob(self, token: int, row: Array) -> Logprob:
+        """Of a token that was chosen from `row` (1, vocab)."""
+        assert self.options.logprobs is not None
+        (host,) = read(self.target.model.ops, (row,))
+        return Logprob.of(host[-1], token, self.options.logprobs)
 
     def finish(self) -> None:
         """Put the last piece, with the reason and the figures, and tell the caller of the end."""

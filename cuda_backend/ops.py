@@ -16,7 +16,7 @@ from common.hot_experts import HotExperts
 from common.ops import Array as AnyArray
 from common.ops import DeltaWeights, ExpertWeights, LayerSize, Ops
 from common.quants import dequantize
-from common.sampling import Sampler
+from common.sampling import Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
@@ -219,8 +219,8 @@ class CudaOps(Ops):
         experts = mixture.Experts(w.gate_up, w.down, w.shared_gate_up, w.shared_down)
         return mixture.moe_ffn(self.context, x, w.router, how, experts, w.shared_gate)
 
-    def sample(self, logits: Array, sampler: Sampler) -> Any:
-        if not self.chooses(sampler):
+    def sample(self, logits: Array, sampler: Sampler | Samplers) -> Any:
+        if isinstance(sampler, Sampler) and not self.chooses(sampler):
             return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
         tokens = sampling.sample(self.context, logits, sampler)
         tokens.arrival = self.context.to_host.copy(tokens.address, tokens.size)

@@ -43,6 +43,7 @@ EXACT = _struct(
     *_named("u8", "q", "shift", "mean", "scale"),
     *_named("i4", "own", "slots", "first", "recent"),
 )
+DRAW = _struct(*_named("f8", "temperature", "top_p", "uniform"), ("least", "u8"), *_named("i4", "top_k", "cut"))
 
 PEERS = _struct(*_named("u8", *(f"peer{i}" for i in range(8))))
 

@@ -5,12 +5,14 @@ import math
 import cupy
 import numpy as np
 
-from common.sampling import ONE, Sampler
+from common.options import Sampling
+from common.sampling import ONE, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
 from cuda_backend.launch import kernel
 from cuda_backend.memory import Memory, copy_in
+from cuda_backend.prototypes import DRAW
 from cuda_backend.rows import pieces_of
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
@@ -18,14 +20,15 @@ MOST_BEST = 64  # tokens of a row that kernels/top_k.cu finds
 CTA_KEYS = 4096  # and what one of its CTAs chooses from
 
 
-def sample(context: Context, logits: Array, sampler: Sampler) -> Array:
-    """A token of each row, int32 (T,), as `sampler` picks it."""
+def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Array:
+    """A token of each row, int32 (T,), as `sampler`, or of several sequences the row's own, picks it."""
     T, stream = logits.shape[0], context.stream
     best, keys = _best(context, logits)
     memory = Memory(T * 4, stream)
     tokens = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
     if not sampler.is_argmax:
-        tokens.owner = memory, keys, _draw(context, logits, best, sampler, tokens.address)
+        draw = _draw_each if isinstance(sampler, Samplers) else _draw
+        tokens.owner = memory, keys, draw(context, logits, best, sampler, tokens.address)
         return tokens
     next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
     kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step), stream=stream)
@@ -92,6 +95,37 @@ def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampl
     head = logits.address, V, *best
     weighed = (*head, s.temperature, cut, chances, bins)
     kernel("draw", "weigh")((min(256, -(-V // 256)), T), (256,), weighed, stream=stream)
-    limits = min(s.top_k, V), s.top_p, max(1, math.ceil(s.min_p * ONE))
+    limits = min(s.top_k, V), s.top_p, _least(s)
     kernel("draw", "draw")((T,), (1024,), (*head, chances, bins, *limits, uniform, tokens), stream=stream)
+    return memory
+
+
+def _least(s: Sampling) -> int:
+    """The least draw weight of a token that is not excluded."""
+    return max(1, math.ceil(s.min_p * ONE))
+
+
+def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers: Samplers, tokens: int) -> Memory:
+    """As `_draw`, each row by its own sampler."""
+    (T, V), stream = logits.shape, context.stream
+    draws, at = np.zeros(T, DRAW), 0
+    for sampler, rows in samplers.of:
+        if not sampler.is_argmax:
+            s = sampler.sampling
+            cut = s.top_k > 0 or s.top_p < 1
+            here = draws[at : at + rows]
+            here[:] = (s.temperature, s.top_p, 0.0, _least(s), min(s.top_k, V), cut)
+            here["uniform"] = sampler.numbers(rows)
+        at += rows
+    cut = bool(draws["cut"].any())
+    memory = Memory(8 * T * (V + 2 * DRAW_BINS * cut) + draws.nbytes, stream)
+    bins = memory.address + 8 * T * V
+    each = bins + 16 * T * DRAW_BINS * cut
+    copy_in(each, draws, stream)
+    if cut:
+        cupy.cuda.runtime.memsetAsync(bins, 0, 16 * T * DRAW_BINS, stream.ptr)
+    head = logits.address, V, *best
+    weighed = (*head, each, memory.address, bins)
+    kernel("draw", "weigh_each")((min(256, -(-V // 256)), T), (256,), weighed, stream=stream)
+    kernel("draw", "draw_each")((T,), (1024,), (*head, memory.address, bins, each, tokens), stream=stream)
     return memory

@@ -1,11 +1,14 @@
-"""Find the best tokens of rows of logits on the device that holds the logits."""
+"""Find the best tokens of rows of logits on the device that holds the logits, and sample among them."""
+
+from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
+from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from mlx_backend import kernels
 
 SLICE = 512  # logits that one SIMD group holds, in top_k.metal
-NOT_A_TOKEN = -1  # the token of NaN logits; the host refuses it
 MOST = 128  # best of a slice: a row shrinks to a quarter with every pass
 
 
@@ -40,6 +43,35 @@ def _pass(logits: mx.array, ids: mx.array | None, k: int) -> tuple[mx.array, mx.
         output_dtypes=[mx.float32, mx.int32, mx.float32],
     )
     return best, best_ids, sums
+
+
+def sampled(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
+    """A token of each row of logits (T, vocab), by its own sampler: (T,) int32, NOT_A_TOKEN where a logit is NaN.
+
+    On Metal the host reads the best tokens alone of rows that need few; of all other rows it reads every logit.
+    """
+    counts = [1 if each.is_argmax else 0 if each.penalizes else each.sampling.top_k for each in samplers]
+    few = [row for row, count in enumerate(counts) if kernels.on_metal() and 0 < count <= MOST]
+    tokens, others = np.empty(len(samplers), np.int32), sorted({*range(len(samplers))} - {*few})
+    if few:
+        rows = logits[mx.array(few)]
+        ids, _, total = best_of_rows(rows, max(counts[row] for row in few))
+        ids = mx.where(mx.isnan(total), NOT_A_TOKEN, ids)
+        best = np.array(mx.take_along_axis(rows, mx.maximum(ids, 0), axis=-1).astype(mx.float32))
+        for row, *found in zip(few, np.array(ids), best, strict=True):
+            tokens[row] = _picked(samplers[row], *(x[: counts[row]] for x in found))
+    if others:
+        host = np.array(logits[mx.array(others)].astype(mx.float32))
+        tokens[others] = Samplers([(samplers[row], 1) for row in others]).pick(host)
+    return mx.array(tokens)
+
+
+def _picked(sampler: Sampler, ids: np.ndarray, logits: np.ndarray) -> int:
+    """A token of `ids` (k,), the best of a row, by their logits (k,): ordered by id, as in the whole row."""
+    if ids[0] == NOT_A_TOKEN:
+        return NOT_A_TOKEN
+    order = np.argsort(ids)
+    return int(ids[order][sampler.pick(logits[order])])
 
 
 def best_and_entropy(logits: mx.array, excluded: int) -> tuple[mx.array, mx.array]:

@@ -18,7 +18,7 @@ from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
 from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
 from common.quants import dequantize
-from common.sampling import Sampler
+from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import State, Step
 from common.storage import LayerSpec, Packing
 from common.tensors import Tensor
@@ -28,7 +28,7 @@ from mlx_backend.experts import MlxSlots, expert_bytes
 from mlx_backend.kernels import on_metal
 from mlx_backend.kv_formats import encoded, rotate
 from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
-from mlx_backend.logits import MOST, NOT_A_TOKEN, best_and_entropy, best_of_rows
+from mlx_backend.logits import best_and_entropy, best_of_rows, sampled
 from mlx_backend.packed import MlxPacked
 from mlx_backend.quantized import Blocks
 from mlx_backend.rows import MlxRows
@@ -395,11 +395,9 @@ class MlxOps(Ops):
 
     # -- sampling --------------------------------------------------------------------------------------------------
 
-    def sample(self, logits: Array, sampler: Sampler) -> Array:
+    def sample(self, logits: Array, sampler: Sampler | Samplers) -> Array:
         if not sampler.is_argmax:
-            if on_metal() and 0 < sampler.sampling.top_k <= MOST and not sampler.penalizes:
-                return self._sampled_of_best(logits, sampler)
-            return mx.array([sampler.pick(row) for row in self.read(logits)], mx.int32)
+            return sampled(logits, sampler.of_rows if isinstance(sampler, Samplers) else [sampler] * len(logits))
         if on_metal():
             tokens = self.top_k(logits, 1)[0].squeeze(1)  # MLX's argmax gives a whole row to one core
         else:
@@ -407,13 +405,6 @@ class MlxOps(Ops):
             tokens = mx.where(mx.isnan(logits.max(axis=-1)), NOT_A_TOKEN, tokens)
         mx.async_eval(tokens)  # the device works on while the host prints
         return tokens
-
-    def _sampled_of_best(self, logits: Array, sampler: Sampler) -> Array:
-        """Sample among the top-k, whose logits alone the host reads, ordered by id as in a whole row."""
-        ids = mx.sort(self.top_k(logits, sampler.sampling.top_k)[0], axis=-1)
-        best = mx.take_along_axis(logits, mx.maximum(ids, 0), axis=-1)
-        rows = zip(self.read(ids), self.read(best), strict=True)  # the ids first: -1 marks NaN
-        return mx.array([int(of_row[sampler.pick(row)]) for of_row, row in rows], mx.int32)
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         ids, logs, total = best_of_rows(logits, k)

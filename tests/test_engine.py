@@ -239,6 +239,29 @@ def test_steps_are_joined():
     assert len(rows) < 40
 
 
+def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):
+    """Of all samplers but those that penalize, whose rows the host reads at once."""
+    model, calls, reads = tiny.load("llama", NumpyOps()), [], []
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=8))
+    ways = [*PLAIN, {"logit_bias": {5: 3.0}}, {"temperature": 1.0, "seed": 6}]
+    sample, read = NumpyOps.sample, NumpyOps.read
+    monkeypatch.setattr(NumpyOps, "sample", lambda ops, *of: (calls.append(len(of[0])), sample(ops, *of))[1])
+    monkeypatch.setattr(NumpyOps, "read", lambda ops, x: (reads.append(x.shape), read(ops, x))[1])
+    replies = [submit(engine, [5, 6, 7 + n], max_tokens=30, **how) for n, how in enumerate(ways)]
+    while any(reply.sequence.new < 1 for reply in replies):
+        engine.turn()
+    for _ in range(4):
+        calls.clear()
+        reads.clear()
+        engine.turn()
+        assert calls == [4]
+        assert sorted(reads) == [(3, model.config.vocab), (4,)]
+    engine.drain()
+    monkeypatch.undo()
+    for n, (reply, how) in enumerate(zip(replies, ways, strict=True)):
+        assert reply.tokens == alone(model, [5, 6, 7 + n], max_tokens=30, **how).tokens
+
+
 @pytest.mark.parametrize("name", ["qwen35", "laguna", "glm", pytest.param("demo", marks=pytest.mark.slow)])
 def test_greedy_texts_on_mlx(name, tmp_path):
     """Up to near-ties: MLX multiplies several rows in another order than one."""

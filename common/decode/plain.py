@@ -3,12 +3,17 @@
 from collections.abc import Callable, Generator
 from typing import Any
 
+import numpy as np
+
 from common.decode.requests import Choose, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.models import Model
 from common.models.pair import Pair
 from common.ops import Array
 from common.step import Step
+
+THE_ROW = np.zeros(1, np.int64)  # the path of a step of one row
+THE_ROW.flags.writeable = False
 
 
 def decode(run: Run) -> Generator[Request, Any, None]:
@@ -54,5 +59,5 @@ def plain(
             return
         if ahead is None:
             ahead = yield Rows(Step.chain(values, state.length), sampler, target_only=True)
-        state.commit([0])
+        state.commit(THE_ROW)
         logits, token = ahead.logits, ahead.sampled

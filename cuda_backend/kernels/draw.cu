@@ -4,6 +4,7 @@
 // Between   chances [T][V]; where tokens are cut, bins [T][2][BINS]: chances and tokens by the first bits of a logit's
 //           key, at 0 before `weigh`
 // Out       tokens [T] int32, -1 where a logit is NaN
+// Builds    weigh_each, draw_each: each row by a Draw of its own, of several sequences in one launch
 // Work      weigh: many CTAs per row, an exponential per token
 //           draw: a CTA per row. Top-k and top-p end at a logit, which rounds of 11, 11 and 10 bits of its key find; then
 //           each warp adds the chances of a 32nd of the tokens, the draw falls into one of these, and so on down to one
@@ -17,8 +18,15 @@
 #define FLIGHT 8  // loads of a thread that are under way together: one CTA has only these to hide their latency
 #define ONE 1099511627776.0
 
-extern "C" __global__ void weigh(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
-                                 u64* chances, u64* bins) {
+// How a row is drawn; its largest logit is taken where the temperature is 0.
+struct Draw {
+    double temperature, top_p, uniform;
+    u64 least;
+    int top_k, cut;
+};
+
+__device__ __forceinline__ void weigh_row(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
+                                          u64* chances, u64* bins) {
     __shared__ u64 chance_of[BINS];
     __shared__ u32 tokens_of[BINS];
     logits += (s64)blockIdx.y * V, chances += (s64)blockIdx.y * V, bins += blockIdx.y * 2 * BINS;
@@ -45,6 +53,17 @@ extern "C" __global__ void weigh(const float* logits, int V, const u64* best, in
             atomicAdd(bins + i, chance_of[i]);
             atomicAdd(bins + BINS + i, (u64)tokens_of[i]);
         }
+}
+
+extern "C" __global__ void weigh(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
+                                 u64* chances, u64* bins) {
+    weigh_row(logits, V, best, pieces, temperature, cut, chances, bins);
+}
+
+extern "C" __global__ void weigh_each(const float* logits, int V, const u64* best, int pieces, const Draw* draws, u64* chances,
+                                      u64* bins) {
+    const Draw draw = draws[blockIdx.y];
+    if (draw.temperature > 0) weigh_row(logits, V, best, pieces, draw.temperature, draw.cut, chances, bins);
 }
 
 // What is kept: tokens whose key is larger, and the first `ties` of those with it, of `chance` each; above: the sum of
@@ -101,9 +120,27 @@ __device__ Cut cut_at(u64 need, int of, const float* logits, const u64* chances,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int V, const u64* best, int pieces,
-                                                        const u64* chances, const u64* bins, int top_k, double top_p,
-                                                        u64 least, const double* uniform, int* tokens) {
+struct OfAll {  // what all rows are drawn by, and the number of each
+    int k;
+    double p;
+    u64 weight;
+    const double* numbers;
+    __device__ __forceinline__ int top_k() const { return k; }
+    __device__ __forceinline__ double top_p() const { return p; }
+    __device__ __forceinline__ u64 least() const { return weight; }
+    __device__ __forceinline__ double uniform() const { return numbers[blockIdx.x]; }
+};
+struct OfRow {  // in shared memory, read each time that it is used: registers are short
+    const volatile Draw* draw;
+    __device__ __forceinline__ int top_k() const { return draw->top_k; }
+    __device__ __forceinline__ double top_p() const { return draw->top_p; }
+    __device__ __forceinline__ u64 least() const { return draw->least; }
+    __device__ __forceinline__ double uniform() const { return draw->uniform; }
+};
+
+template <class How>
+__device__ __forceinline__ void draw_row(const float* logits, int V, const u64* best, int pieces, const u64* chances,
+                                         const u64* bins, How how, int* tokens) {
     __shared__ Shared shared;
     logits += (s64)blockIdx.x * V, chances += (s64)blockIdx.x * V, bins += blockIdx.x * 2 * BINS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -115,14 +152,14 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int
         return;
     }
     Cut cut = {0, 0, 0, 0};  // below every key
-    if (top_k || top_p < 1.0) {
+    if (how.top_k() || how.top_p() < 1.0) {
         sum_by_warp(shared, bins[threadIdx.x] + bins[threadIdx.x + 1024], bins[BINS + threadIdx.x] + bins[BINS + threadIdx.x + 1024]);
         u64 all = 0, count = 0;
         for (int i = 0; i < 32; i++) all += shared.sums[0][i], count += shared.sums[1][i];
 #pragma unroll 1
         for (int of = 1; of >= 0; of--) {  // by tokens, then by their chances
-            if (of ? !top_k || top_k >= count : top_p >= 1.0) continue;
-            const u64 need = of ? top_k : max((u64)1, min(all, (u64)ceil(top_p * (double)all)));
+            if (of ? !how.top_k() || how.top_k() >= count : how.top_p() >= 1.0) continue;
+            const u64 need = of ? how.top_k() : max((u64)1, min(all, (u64)ceil(how.top_p() * (double)all)));
             cut = cut_at(need, of, logits, chances, V, bins, shared);
             all = cut.above + cut.ties * cut.chance;
         }
@@ -141,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int
 #pragma unroll
             for (int j = 0; j < FLIGHT / 2; j++) {
                 const u32 key = order_of(x[j]);
-                if (chance[j] < least) continue;
+                if (chance[j] < how.least()) continue;
                 if (key > cut.key) sum += chance[j];
                 ties += key == cut.key;
             }
@@ -151,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int
             u64 all = 0, tied = 0;
             for (int i = 0; i < 32; i++) all += shared.sums[0][i], tied += shared.sums[1][i];
             all += min(tied, cut.ties) * cut.chance;
-            at = min((u64)(uniform[blockIdx.x] * (double)all), all - 1);
+            at = min((u64)(how.uniform() * (double)all), all - 1);
         }
         for (int piece = 0;; piece++) {
             const u64 tied = min(shared.sums[1][piece], cut.ties), here = shared.sums[0][piece] + tied * cut.chance;
@@ -164,4 +201,26 @@ extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int
         if (end - first == 1 && threadIdx.x == 0) tokens[blockIdx.x] = first;
     }
     if (V == 1 && threadIdx.x == 0) tokens[blockIdx.x] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int V, const u64* best, int pieces,
+                                                        const u64* chances, const u64* bins, int top_k, double top_p,
+                                                        u64 least, const double* uniform, int* tokens) {
+    draw_row(logits, V, best, pieces, chances, bins, OfAll{top_k, top_p, least, uniform}, tokens);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) draw_each(const float* logits, int V, const u64* best, int pieces,
+                                                             const u64* chances, const u64* bins, const Draw* draws,
+                                                             int* tokens) {
+    __shared__ Draw draw;
+    if (threadIdx.x == 0) draw = draws[blockIdx.x];
+    __syncthreads();
+    if (draw.temperature > 0) {
+        draw_row(logits, V, best, pieces, chances, bins, OfRow{&draw}, tokens);
+        return;
+    }
+    u64 key = 0;
+    for (int i = threadIdx.x % 32; i < pieces; i += 32) key = max(key, best[blockIdx.x * pieces + i]);
+    for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
+    if (threadIdx.x == 0) tokens[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError
-from common.sampling import Sampler, Sampling, argmax_entropy
+from common.sampling import NOT_A_TOKEN, Sampler, Samplers, Sampling, argmax_entropy
 from common.step import Step
 from common.tensors import Tensor
 
@@ -44,26 +44,26 @@ def hard_rows(vocab):
     return rows
 
 
+DRAWS = [
+    {"temperature": 1.0},
+    {"temperature": 0.01},
+    {"temperature": 30.0},
+    {"temperature": 0.8, "top_k": 40},
+    {"temperature": 1.3, "top_k": 64, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.2},
+    {"temperature": 2.5, "top_k": 300, "top_p": 0.7, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 5002},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 3.0, "top_p": 1 - 1e-9},
+    {"temperature": 0.7, "min_p": 0.05},
+    {"temperature": 0.7, "top_p": 0.5, "min_p": 0.9},
+]
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 33, 5003])
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.01},
-        {"temperature": 30.0},
-        {"temperature": 0.8, "top_k": 40},
-        {"temperature": 1.3, "top_k": 64, "top_p": 0.9},
-        {"temperature": 1.0, "top_k": 20, "min_p": 0.2},
-        {"temperature": 2.5, "top_k": 300, "top_p": 0.7, "min_p": 0.05},
-        {"temperature": 1.0, "top_k": 1},
-        {"temperature": 1.0, "top_k": 5002},
-        {"temperature": 1.0, "top_p": 0.95},
-        {"temperature": 1.0, "top_p": 1e-9},
-        {"temperature": 3.0, "top_p": 1 - 1e-9},
-        {"temperature": 0.7, "min_p": 0.05},
-        {"temperature": 0.7, "top_p": 0.5, "min_p": 0.9},
-    ],
-)
+@pytest.mark.parametrize("asked", DRAWS)
 def test_draws_are_the_hosts(asked, vocab, ops):
     """A seed gives the same tokens as on the host, from logits that stay on the device."""
     logits, sampling = hard_rows(vocab), Sampling(**asked, seed=11)
@@ -74,6 +74,34 @@ def test_draws_are_the_hosts(asked, vocab, ops):
     logits[3, vocab // 2] = np.nan
     with pytest.raises(NotFiniteError):
         ops.read(ops.sample(rows_on(ops, logits), device))
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 5003])
+def test_draws_of_several_sequences(vocab, ops):
+    """One call for samplers that differ, greedy ones among them, each of which has rows of its own."""
+    logits = hard_rows(vocab)
+    logits = np.concatenate([logits, logits[::-1]])
+    logits[30, vocab // 2] = np.nan
+    ways, random = [{}, *DRAWS, {}], np.random.default_rng(vocab)
+    cuts = np.sort(random.choice(np.arange(1, len(logits)), len(ways) - 1, replace=False)).tolist()
+    rows = np.diff([0, *cuts, len(logits)]).tolist()
+    host, device = (
+        [(Sampler(Sampling(**how, seed=i)), n) for i, (how, n) in enumerate(zip(ways, rows, strict=True))]
+        for _ in range(2)
+    )
+    want = Samplers(host).pick(logits)
+    assert want[30] == NOT_A_TOKEN
+    on_device = rows_on(ops, logits)
+    before = ops.launches
+    tokens = ops.sample(on_device, Samplers(device))
+    assert ops.launches - before == 3
+    assert all(ops.read(tokens[i : i + 1]) == want[i] for i in range(len(logits)) if i != 30)
+    with pytest.raises(NotFiniteError):
+        ops.read(tokens)
+    assert (
+        ops.read(ops.sample(rows_on(ops, logits[:2]), Samplers(host[:1] * 2))).tolist()
+        == logits[:2].argmax(-1).tolist()
+    )
 
 
 def test_argmax(ops):

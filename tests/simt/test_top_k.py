@@ -1,5 +1,6 @@
 """The best tokens of rows of logits on Metal, against the definition: ids, ties, sums, NaN."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.errors import NotFiniteError
-from common.sampling import Sampler, Sampling
+from common.sampling import NOT_A_TOKEN, Sampler, Samplers, Sampling
 from common.sampling import top_k as definition
 from mlx_backend.logits import best_of_rows
 from mlx_backend.ops import MlxOps
@@ -84,14 +85,38 @@ def test_more_than_the_kernel_takes():
 )
 def test_drawing_among_the_best(sampling, dtype, monkeypatch):
     """Sampling by the logits of top-k tokens alone gives the token of the definition; bfloat16 has ties there."""
-    x, ops, read = logits(3, 1100, dtype), MlxOps(dtype), []
-    reads = MlxOps.read
-    monkeypatch.setattr(MlxOps, "read", lambda self, x: (read.append(x.shape[-1]), reads(self, x))[1])
+    x, ops, sizes = logits(3, 1100, dtype), MlxOps(dtype), []
+    pick = Sampler.pick
     for seed in range(5):
         ours, definition = (Sampler(replace(sampling, seed=seed)) for _ in range(2))
-        with metal.on_metal():
+        with metal.on_metal(), monkeypatch.context() as patch:
+            patch.setattr(Sampler, "pick", lambda self, row: (sizes.append(len(row)), pick(self, row))[1])
             tokens = ops.sample(x, ours)
         assert tokens.tolist() == [definition.pick(row) for row in np.asarray(x.astype(mx.float32))]
-    assert max(read) <= sampling.top_k
+    assert max(sizes) <= sampling.top_k
     with metal.on_metal(), pytest.raises(NotFiniteError):
-        ops.sample(mx.where(mx.arange(1100) == 700, mx.nan, x), Sampler(sampling))
+        ops.read(ops.sample(mx.where(mx.arange(1100) == 700, mx.nan, x), Sampler(sampling)))
+
+
+EACH = [
+    Sampling(),
+    Sampling(temperature=0.7, top_k=40, top_p=0.9, seed=1),
+    Sampling(temperature=1.0, top_k=3, seed=2),
+    Sampling(temperature=1.3, top_p=0.8, seed=3),
+    Sampling(temperature=2.0, min_p=0.05, seed=4),
+]
+
+
+@pytest.mark.parametrize("metal_too", [True, False])
+def test_samplers_of_several_sequences_in_one_call(metal_too):
+    """Rows with few best tokens beside rows that need every logit: each has the token of its own sampler."""
+    x, ops = logits(9, 1100, mx.float32), MlxOps()
+    x = mx.where((mx.arange(9)[:, None] == 4) & (mx.arange(1100) == 7), mx.nan, x)
+    samplers = Samplers([(Sampler(each), rows) for each, rows in zip(EACH, (1, 3, 2, 2, 1), strict=True)])
+    with metal.on_metal() if metal_too else nullcontext():
+        tokens = ops.sample(x, samplers)
+    definition = Samplers([(Sampler(each), rows) for each, rows in zip(EACH, (1, 3, 2, 2, 1), strict=True)])
+    assert tokens.tolist() == definition.pick(np.asarray(x)).tolist()
+    assert tokens.tolist()[4] == NOT_A_TOKEN
+    with pytest.raises(NotFiniteError):
+        ops.read(tokens)
