@@ -27,8 +27,11 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
     memory = Memory(T * 4, stream)
     tokens = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
     if not sampler.is_argmax:
-        draw = _draw_each if isinstance(sampler, Samplers) else _draw
-        tokens.owner = memory, keys, draw(context, logits, best, sampler, tokens.address)
+        if isinstance(sampler, Samplers):
+            drawn = _draw_each(context, logits, best, sampler, tokens.address)
+        else:
+            drawn = _draw(context, logits, best, sampler, tokens.address)
+        tokens.owner = memory, keys, drawn
         return tokens
     next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
     kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step), stream=stream)

@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.ops import LayerSize, Ops
-from common.sampling import Sampler
+from common.sampling import Sampler, Samplers
 from common.shards import Ranks
 from common.step import State, Step
 from common.storage import LayerSpec
@@ -228,11 +228,15 @@ class TensorParallelOps(Ops):
     def all_reduce(self, x: Wide) -> Wide:
         return Wide(self.gpus, self.exchange.sum(x.parts))
 
-    def sample(self, logits: Wide, sampler: Sampler) -> Any:
-        if not self.chooses(sampler):
+    def sample(self, logits: Wide, sampler: Sampler | Samplers) -> Any:
+        drawn: Sampler | Samplers
+        if isinstance(sampler, Samplers):
+            drawn = Samplers([(Drawn(each, rows), rows) for each, rows in sampler.of])
+        elif self.chooses(sampler):
+            drawn = Drawn(sampler, len(logits))
+        else:
             with self._first() as ops:
                 return ops.sample(logits.parts[0], sampler)
-        drawn = Drawn(sampler, len(logits))
         first = self.gpus[0].ops.sample  # which copies the tokens to the host as well
 
         def one(rank: int) -> Array:

@@ -14,7 +14,7 @@ from common.joined_step import JoinedStep
 from common.models import load_model
 from common.models.drafts import load_pair
 from common.ops import Ops
-from common.sampling import Sampler, Sampling
+from common.sampling import Sampler, Samplers, Sampling
 from common.step import PAST, Step
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -146,7 +146,10 @@ def test_draws():
     model, ids = two_ranks("llama"), tiny.golden("llama")["ids"].astype(np.int32)
     state, ops = model.new_state(64), model.ops
     logits = model.forward(state, Step.chain(ids[:9], 0))
-    for sampling in (Sampling(temperature=0.9, top_k=20, seed=3), Sampling()):
+    one, greedy = Sampling(temperature=0.9, top_k=20, seed=3), Sampling()
+    each = [Samplers([(Sampler(one), 4), (Sampler(greedy), 2), (Sampler(one), 3)]) for _ in range(2)]
+    assert ops.read(ops.sample(logits, each[0])).tolist() == each[1].pick(ops.read(logits)).tolist()
+    for sampling in (one, greedy):
         tokens, sampler = ops.sample(logits, Sampler(sampling)), Sampler(sampling)
         for gpu, part in zip(ops.gpus, tokens.parts, strict=True):
             with gpu.device:
