@@ -79,6 +79,11 @@ class Engine:
     # -- from any thread ---------------------------------------------------------------------------------------------
 
     @property
+    def preemptions(self) -> int:
+        """Times so far that a running sequence was suspended for the sake of others."""
+        return self._suspended.count
+
+    @property
     def load(self) -> tuple[int, int]:
         """Sequences that run, and that wait."""
         return len(self.running), len(self.waiting) + len(self._inbox)

@@ -14,12 +14,13 @@ class Suspended:
 
     sequences  whose states are on the host
     has_ended  whether a sequence has ended since the last one was suspended: memory may be free again
+    count      suspensions so far
     """
 
     def __init__(self, schedule: Schedule, memory: Slots):
         self._schedule, self._memory = schedule, memory
         self.sequences: list[Sequence] = []
-        self.has_ended = False
+        self.has_ended, self.count = False, 0
 
     def make_room(self, running: list[Sequence], error: NoRoomError) -> Ended | None:
         """Free memory for a step that had none: of an idle slot, else one of `running` moves to the host.
@@ -39,6 +40,7 @@ class Suspended:
         running.remove(victim)
         self.sequences.append(victim)
         self.has_ended = False
+        self.count += 1
         return None
 
     def grant(self, running: list[Sequence]) -> bool:

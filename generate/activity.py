@@ -16,6 +16,8 @@ class Activity:
     context_share     tokens that the running replies hold, over those that all slots may hold together
     prefix_bytes      of states that the prefix cache keeps in memory
     prefix_budget     most of these bytes
+    lengths           tokens of prompt and reply that each running reply holds
+    preemptions       times so far that a reply left its slot for others, to go on later
     """
 
     running: int
@@ -23,19 +25,23 @@ class Activity:
     context_share: float
     prefix_bytes: int
     prefix_budget: int
+    lengths: Sequence[int] = ()
+    preemptions: int = 0
 
 
 def activity_of(engine: Engine) -> Activity:
     """Read an engine's activity, in any thread; the figures may be a step apart."""
     running, waiting = engine.load
-    held = sum(each.slot.state.length for each in list(engine.running) if each.slot is not None)
+    lengths = [each.slot.state.length for each in list(engine.running) if each.slot is not None]
     prefixes = engine.prefixes if isinstance(engine.prefixes, PrefixCache) else None
     return Activity(
         running,
         waiting,
-        held / (engine.memory.tokens or engine.parallel * engine.target.context),
+        sum(lengths) / (engine.memory.tokens or engine.parallel * engine.target.context),
         prefixes.bytes if prefixes else 0,
         prefixes.budget if prefixes else 0,
+        lengths,
+        engine.preemptions,
     )
 
 

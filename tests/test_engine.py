@@ -629,7 +629,7 @@ def test_states_that_grow_beyond_the_memory_move_to_the_host_and_back(backend, k
     while engine.turn():
         moved.update(id(each) for each in engine.suspended)
         assert all(each.slot.state.nbytes <= empty for each in engine.suspended)
-    assert len(moved) > 0
+    assert 0 < len(moved) <= engine.preemptions
     monkeypatch.undo()
     for reply, (prompt, how) in zip(replies, asked, strict=True):
         assert reply.error is None

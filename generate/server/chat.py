@@ -29,6 +29,15 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, open
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+OTHER_GRAMMARS = (  # of llama.cpp and vLLM
+    "grammar",
+    "json_schema",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+)
 
 
 @dataclass(frozen=True)
@@ -93,8 +102,16 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
     return {"logit_bias": found}
 
 
+def refuse_grammars(fields: Fields) -> None:
+    """Refuse the names by which other servers constrain a reply."""
+    for key in OTHER_GRAMMARS:
+        if fields.has(key):
+            raise fields.refuse(key, "it is not supported; response_format of Chat Completions takes a JSON schema")
+
+
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would be wrong to ignore."""
+    refuse_grammars(fields)
     if fields.has("audio") or (fields.has("modalities") and fields.values["modalities"] != ["text"]):
         raise fields.refuse("modalities", "only text is supported")
 

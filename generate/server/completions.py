@@ -7,7 +7,7 @@ from typing import Any
 from common.pieces import Logprob
 from common.rules import whole
 from common.tokenizer import Tokenizer
-from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias
+from generate.server.chat import MOST_CHOICES, MOST_LOGPROBS, bias, refuse_grammars
 from generate.server.errors import ApiError, envelope
 from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Whole, total
 from generate.server.facts import Facts
@@ -41,6 +41,10 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
         options["logprobs"] = logprobs
     if tokens:
         options["max_tokens"] = tokens
+    refuse_grammars(fields)
+    form = fields.object("response_format")
+    if form is not None and form.text("type") != "text":
+        raise fields.refuse("response_format", "Completions write plain text; Chat Completions keep a format")
     if fields.text("suffix"):
         raise fields.refuse("suffix", "text in the middle is not supported")
     n, echo = fields.take("n", whole(1, MOST_CHOICES), 1), fields.flag("echo", False)

@@ -36,6 +36,19 @@ TEXT, OBJECT, LIST = Rule("text", _text), Rule("an object", _object), Rule("a li
 WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
 
+# What other servers know and this one does not do, and the values by which nothing is asked for.
+NOT_SAMPLED: dict[str, tuple[float, ...]] = {
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "typical_p": (0, 1),
+    "top_n_sigma": (0, -1),
+    "min_tokens": (0,),
+    "ignore_eos": (0,),
+}
+
+
 class Fields:
     """The entries of an object in a request; null counts as absent.
 
@@ -108,7 +121,13 @@ class Fields:
 
 
 def sampling(fields: Fields) -> dict[str, Any]:
-    """The sampling options of a request, under any of the names that clients give them."""
+    """The sampling options of a request, under any of the names that clients give them.
+
+    Raises ApiError also for what other servers sample by and this one does not.
+    """
+    for key, neutral in NOT_SAMPLED.items():
+        if fields.has(key) and fields.values[key] not in neutral:
+            raise fields.refuse(key, "it is not supported; leave it out")
     found: dict[str, Any] = {}
     for option in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"):
         fields.option(found, option)

@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from generate.server.events import CallBegin, Event, Failed, Finish, Reasoning, Text
@@ -53,6 +53,7 @@ COUNTERS = {
     "prefix_cache_queries": "prompt tokens that the prefix cache was asked for",
     "prefix_cache_hits": "prompt tokens that it had",
     "prefill_compression_dropped_tokens": "tokens that compression left out of prompts, as its drafter counts them",
+    "num_preemptions": "times that a reply left its slot for others, to go on later",
     "spec_decode_num_drafts": "steps that verified draft tokens",
     "spec_decode_num_draft_tokens": "draft tokens that were verified",
     "spec_decode_num_accepted_tokens": "draft tokens that were accepted",
@@ -137,8 +138,12 @@ class Metrics:
             found |= {f"{name}_sum": (histogram.sum, meaning), f"{name}_count": (sum(histogram.counts), meaning)}
         return found
 
-    def text(self, model: str, gauges: dict[str, tuple[float, str]]) -> str:
-        """All figures in Prometheus' text format; `gauges` are further ones with their meanings."""
+    def text(self, model: str, gauges: dict[str, tuple[float, str]], cache: Mapping[str, str] | None = None) -> str:
+        """All figures in Prometheus' text format.
+
+        gauges  further ones, with their meanings
+        cache   settings of the model's cache, which are labels of `cache_config_info`
+        """
         names = {"model_name": model} | ({} if self.replica is None else {"replica": self.replica})
         label, lines = ",".join(f'{name}="{_escaped(value)}"' for name, value in names.items()), list[str]()
 
@@ -148,6 +153,9 @@ class Metrics:
 
         for name, (value, meaning) in gauges.items():
             lines.append(f"{head(name, 'gauge', meaning)}{{{label}}} {value:.10g}")
+        if cache is not None:
+            settings = "".join(f',{name}="{_escaped(value)}"' for name, value in cache.items())
+            lines.append(f"{head('cache_config_info', 'gauge', 'settings of the cache')}{{{label}{settings}}} 1")
         for name, meaning in COUNTERS.items():
             lines.append(f"{head(f'{name}_total', 'counter', meaning)}{{{label}}} {self.counters[name]}")
         full = head("request_success_total", "counter", "replies by how they ended")

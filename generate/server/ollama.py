@@ -48,7 +48,7 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
 
 def parse_generate(fields: Fields, facts: Facts) -> Parsed:
     """Read a request of /api/generate; raises ApiError."""
-    for key in ("suffix", "template", "images"):
+    for key in ("suffix", "template", "images", "context"):
         if fields.values.get(key):
             raise fields.refuse(key, "it is not supported")
     prompt, system = fields.text("prompt", ""), fields.text("system", "")
@@ -73,6 +73,8 @@ def _message(fields: Fields) -> Message:
     if fields.values.get("images"):
         raise fields.refuse("images", "only text is supported")
     message: Message = {"role": role, "content": fields.text("content", "")}
+    if role == "tool" and (name := fields.text("tool_name")) is not None:
+        message["name"] = name
     if role == "assistant":
         if thought := fields.text("thinking"):
             message["reasoning_content"] = thought

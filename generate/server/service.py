@@ -92,7 +92,8 @@ class Service:
 
     def metrics_text(self) -> str:
         """The figures of this server in Prometheus' format."""
-        return self.metrics.text(self.facts.name, self.gauges())
+        cache = {"num_slots": str(self.slots), "max_model_len": str(self.facts.context)}
+        return self.metrics.text(self.facts.name, self.gauges(), cache)
 
     def gauges(self) -> dict[str, tuple[float, str]]:
         """What is so now, by name, with its meaning."""
@@ -109,6 +110,7 @@ class Service:
             "model_load_seconds": (self.metrics.load_seconds, "time that loading the model took"),
             "draft_acceptance_ratio": (accepted / max(drafted, 1), "accepted share of the draft tokens"),
         }
+        self.metrics.counters["num_preemptions"] = now.preemptions
         return found | self._expert_gauges()
 
     def _expert_gauges(self) -> dict[str, tuple[float, str]]:
@@ -136,19 +138,34 @@ class Service:
             "model_path": facts.name,
             "model_alias": facts.name,
             "chat_template": facts.template,
+            "chat_template_caps": caps_of(facts),
             "modalities": {"vision": False, "audio": False},
             "build_info": f"bimetal {__version__}",
             "backend": self.llm.backend,
             "capabilities": {"tools": facts.takes_tools, "thinking": facts.thinks},
             "speculative": self.llm.default_spec,
+            "prefix_cache": self._prefix_cache(),
             "prefill_compression": None if self.compressor is None else self.compressor.shown(),
             "is_sleeping": False,
         }
 
+    def _prefix_cache(self) -> dict[str, int]:
+        """What the prefix cache holds, and what it has saved so far, in tokens of prompts."""
+        now, counters = self.llm.activity, self.metrics.counters
+        found = {"bytes": now.prefix_bytes, "budget_bytes": now.prefix_budget}
+        return found | {"queries": counters["prefix_cache_queries"], "hits": counters["prefix_cache_hits"]}
+
     def slots_list(self) -> list[dict[str, Any]]:
-        """The sequences that the model can work on at once, under llama.cpp's names."""
-        busy = self.llm.activity.running
-        return [{"id": at, "n_ctx": self.facts.context, "is_processing": at < busy} for at in range(self.slots)]
+        """The sequences that the model can work on at once, under llama.cpp's names; the busy ones come first.
+
+        n_past  tokens of prompt and reply that a busy slot holds
+        """
+        now, context = self.llm.activity, self.facts.context
+        lengths = [*now.lengths, *[0] * self.slots]
+        return [
+            {"id": at, "n_ctx": context, "is_processing": at < now.running, "n_past": lengths[at]}
+            for at in range(self.slots)
+        ]
 
     def close(self) -> None:
         """End what runs, and free the model."""
@@ -157,3 +174,17 @@ class Service:
             self._llm.close()
         if self.compressor is not None:
             self.compressor.drafter.close()
+
+
+def caps_of(facts: Facts) -> dict[str, bool]:
+    """What the model's chat template can write, under llama.cpp's names."""
+    template = facts.template
+    return {
+        "supports_system_role": bool(template),
+        "supports_tools": facts.takes_tools,
+        "supports_tool_calls": facts.takes_tools,
+        "supports_parallel_tool_calls": facts.takes_tools,
+        "supports_preserve_reasoning": "reasoning_content" in template,
+        "supports_string_content": bool(template),
+        "supports_typed_content": False,
+    }

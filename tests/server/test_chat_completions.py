@@ -173,6 +173,13 @@ def test_messages_of_every_kind_are_rendered(scripted):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"n": 0}, "n"),
+        ({"xtc_probability": 0.5}, "xtc_probability"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"grammar": "root ::= 'a'"}, "grammar"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -198,6 +205,14 @@ def test_wrong_fields_are_refused_by_name(scripted, fields, param):
 def test_unknown_fields_and_models_are_taken(scripted):
     fields = {"model": "gpt-9", "user": "me", "metadata": {"a": 1}, "prompt_cache_key": "k", "store": True, "new": [1]}
     assert ask(scripted, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_asks_for_nothing_is_ignored(scripted, stream):
+    """Fields of other servers, at values by which they do nothing, and fields that nobody knows."""
+    neutral = {"xtc_probability": 0, "dry_multiplier": 0.0, "ignore_eos": False, "typical_p": 1.0, "top_n_sigma": -1}
+    unknown = {"verbosity": "low", "safety_identifier": "a", "prediction": {"type": "content"}, "service_tier": "auto"}
+    assert ask(scripted, stream=stream, **neutral, **unknown).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -78,6 +78,9 @@ def test_several_prompts_and_repetitions(client, demo):
         {"prompt": [10**9]},
         {"max_tokens": 0},
         {"suffix": "end"},
+        {"response_format": {"type": "json_object"}},
+        {"guided_regex": "a+"},
+        {"ignore_eos": True},
         {"best_of": 3},
         {"n": 2, "echo": True},
         {"n": 129},
@@ -125,4 +128,18 @@ def test_figures(scripted):
     assert values[f"bimetal:num_requests_running{label}}}"] == 0
     named = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
     assert len(named) == len(set(named))
-    assert scripted.get("/props").json()["total_slots"] == len(scripted.get("/slots").json()) == 2
+    assert values[f'bimetal:cache_config_info{label},num_slots="2",max_model_len="4096"}}'] == 1
+    assert values[f"bimetal:num_preemptions_total{label}}}"] == 0
+    props = scripted.get("/props").json()
+    assert props["total_slots"] == len(scripted.get("/slots").json()) == 2
+    assert props["chat_template_caps"]["supports_tools"]
+    assert props["prefix_cache"] == {"bytes": 0, "budget_bytes": 0, "queries": 75, "hits": 9}
+
+
+def test_the_model_as_clients_look_for_it(scripted):
+    """Under the names of OpenAI, Anthropic, OpenRouter, vLLM, llama.cpp and LM Studio."""
+    [model] = scripted.get("/v1/models").json()["data"]
+    assert scripted.get("/v1/models/owner%2Fname").json() == model
+    assert (model["object"], model["type"], model["id"], model["owned_by"]) == ("model", "model", "scripted", "bimetal")
+    limits = {model[name] for name in ("context_length", "max_model_len", "max_context_length", "max_input_tokens")}
+    assert limits == {model["meta"]["n_ctx"]} == {4096}

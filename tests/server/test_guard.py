@@ -313,13 +313,15 @@ def test_figures_of_a_model_that_works(demo):
     assert 0 < now.context_share < 1
     assert "bimetal:kv_cache_usage_perc{" in text
     assert 1 <= sum(slot["is_processing"] for slot in slots) <= 3
+    assert all(slot["is_processing"] or not slot["n_past"] for slot in slots)
+    assert any(slot["n_past"] for slot in slots)
 
 
 @pytest.mark.slow
 def test_a_thousand_clients_on_64_slots(tmp_path):
-    """Each text is that of a single run; nobody waits longer than all the work takes. Prints the waits."""
-    count = 1000
-    with generate.load(write_model(tmp_path / "model"), backend="numpy", parallel=64, queue=count) as llm:
+    """Each text is that of a single run, and replies end in the order of the requests. Prints the waits."""
+    count, slots, ended = 1000, 64, []
+    with generate.load(write_model(tmp_path / "model"), backend="numpy", parallel=slots, queue=count) as llm:
         client = client_of(llm, "nonsense", most=count)
         prompts = [f"{at:04d} is a number" for at in range(count)]
 
@@ -327,6 +329,7 @@ def test_a_thousand_clients_on_64_slots(tmp_path):
             began = time.perf_counter()
             body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
             answer = await call(client.app, "POST", "/v1/completions", body)
+            ended.append(prompt)
             return answer.json["choices"][0]["text"], time.perf_counter() - began
 
         async def run():
@@ -339,6 +342,9 @@ def test_a_thousand_clients_on_64_slots(tmp_path):
         print(
             f"{count} clients: p50 {waits[count // 2]:.1f} s, p99 {waits[count * 99 // 100]:.1f} s of {seconds:.1f} s"
         )
+        late = max(abs(ended.index(prompt) - at) for at, prompt in enumerate(prompts))
+        print(f"at most {late} places from the order of the requests")
+        assert late < 3 * slots  # those that run end together, and threads that parse overtake one another
         assert [text for text, _ in found] == [llm.generate(p, max_tokens=8, temperature=0).text for p in prompts]
         assert client.service.running == 0
 

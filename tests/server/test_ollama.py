@@ -71,6 +71,14 @@ def test_what_clients_ask_first(scripted):
     assert ndjson(scripted.post("/api/pull", json={"model": "m"})) == [{"status": "success"}]
 
 
+def test_results_name_their_tool(scripted):
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    chat(scripted, messages=[*USER, called, {"role": "tool", "tool_name": "add", "content": "2"}])
+    assert "2<|im_end|>" in scripted.llm.prompts[-1]
+    answer = scripted.post("/api/generate", json={"model": "m", "prompt": "Hi", "context": [1, 2]})
+    assert (answer.status_code, "context" in answer.json()["error"]) == (400, True)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -78,6 +86,7 @@ def test_what_clients_ask_first(scripted):
         {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
         {"options": {"temperature": "hot"}},
         {"options": 5},
+        {"options": {"mirostat": 1}},
         {"think": 5},
     ],
 )

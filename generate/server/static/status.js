@@ -14,7 +14,8 @@ const SHOWN = {
   "generation_tokens_total": "Tokens written",
   "spec_decode_num_draft_tokens_total": "Draft tokens verified",
   "spec_decode_num_accepted_tokens_total": "of which accepted",
-  "memory_active_bytes": "Memory in use",
+  "prefix_cache_bytes": "Prefix cache",
+  "num_preemptions_total": "Replies that left their slot for others",
   "memory_peak_bytes": "Most memory so far",
 };
 const readings = []; // {time, tokens}
@@ -68,7 +69,8 @@ function showSlots(slots) {
   const rows = slots.map((slot) => {
     const row = document.createElement("tr");
     const state = slot.is_processing ? "running" : "idle";
-    for (const text of [slot.id, state]) {
+    const tokens = slot.is_processing ? `${slot.n_past} of ${slot.n_ctx}` : "";
+    for (const text of [slot.id, state, tokens]) {
       const cell = document.createElement("td");
       cell.textContent = text;
       row.append(cell);
