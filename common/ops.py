@@ -137,6 +137,14 @@ class Ops(ABC):
         """
         yield
 
+    def load(self, make: Callable[["Ops"], Any]) -> Any:
+        """The model that `make` makes on these ops; where one process has several ranks, of the part of each."""
+        return make(self)
+
+    def load_beside(self, model: Any, make: Callable[[Any], Any]) -> Any:
+        """What `make` makes of a draft and `model`, which `load` gave; where one process has several ranks, of each."""
+        return make(model)
+
     @abstractmethod
     def vector(self, tensor: Tensor) -> Array:
         """A small dense tensor (norm weights, conv taps, decay), in at least the precision of the activations."""

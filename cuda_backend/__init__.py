@@ -77,3 +77,16 @@ def open_devices(
     from cuda_backend.random_weights import RandomOps
 
     return open_gpus(devices, split, draft, sizes, RandomOps if random else CudaOps)
+
+
+def open_tensor_parallel(devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], random: bool = False) -> Ops:
+    """The GPUs `devices`, which share every layer of a model; the first one is rank 0.
+
+    sizes   bytes of a rank's part of each layer, as given ops hold it
+    random  make quantized matrices at random, as `random_ops` does
+    """
+    from cuda_backend.ops import CudaOps
+    from cuda_backend.random_weights import RandomOps
+    from cuda_backend.tensor_parallel import open_ranks
+
+    return open_ranks(devices, sizes, RandomOps if random else CudaOps)

@@ -327,14 +327,8 @@ def open_gpus(
     make: Callable[[], CudaOps],
 ) -> Ops:
     """Ops on the GPUs `devices`: see `cuda_backend.open_devices`."""
-    count = cupy.cuda.runtime.getDeviceCount()
     chosen = [*devices, *([] if draft is None else [draft])]
-    for index in chosen:
-        if not 0 <= index < count:
-            has = f"GPUs 0 to {count - 1}" if count > 1 else "GPU 0 alone"
-            raise UsageError(f"GPU {index} does not exist; this machine has {has}")
-    if len(set(devices)) < len(devices):
-        raise UsageError(f"devices {','.join(map(str, devices))} name a GPU twice")
+    check_devices(devices, chosen)
     if len(set(chosen)) == 1:
         cupy.cuda.Device(devices[0]).use()
         return make()
@@ -351,6 +345,17 @@ def open_gpus(
                 "give it a smaller share of the split, or choose more GPUs"
             )
     return MultiGpuOps(list(gpus.values()), layers, gpus[devices[-1] if draft is None else draft])
+
+
+def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
+    """Refuse GPUs among `chosen` that this machine has not, and one that `devices` name twice."""
+    count = cupy.cuda.runtime.getDeviceCount()
+    for index in chosen:
+        if not 0 <= index < count:
+            has = f"GPUs 0 to {count - 1}" if count > 1 else "GPU 0 alone"
+            raise UsageError(f"GPU {index} does not exist; this machine has {has}")
+    if len(set(devices)) < len(devices):
+        raise UsageError(f"devices {','.join(map(str, devices))} name a GPU twice")
 
 
 def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:

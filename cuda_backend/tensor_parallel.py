@@ -25,7 +25,7 @@ from common.tensors import Tensor
 from cuda_backend import rows, sampling
 from cuda_backend.arrays import Array
 from cuda_backend.exchange import MOST_RANKS, Exchange
-from cuda_backend.multi_gpu import connect, each, free
+from cuda_backend.multi_gpu import check_devices, connect, each, free
 from cuda_backend.ops import CudaOps
 from cuda_backend.relay import Gpu, Input, MultiGpuStep
 from cuda_backend.replay import DeviceStep, check, table_of
@@ -88,6 +88,7 @@ class TensorParallelOps(Ops):
 
     def __init__(self, gpus: Sequence[Gpu]):
         self.gpus = gpus
+        self.ranks = Ranks(0, len(gpus))  # by which parts are predicted, which are alike
         for rank, gpu in enumerate(gpus):
             gpu.ops.ranks = Ranks(rank, len(gpus))
         self.prefill_rows = min(gpu.ops.prefill_rows for gpu in gpus)
@@ -97,15 +98,13 @@ class TensorParallelOps(Ops):
 
     # -- weights and states --------------------------------------------------------------------------------------------
 
-    def load(self, load: Callable[[Ops], Any]) -> Any:
-        """The model that `load` makes on each GPU's ops, as one on these; Ops.ranks says which part each loads."""
-        self.loaded = self._each(lambda rank: load(self.gpus[rank].ops))
+    def load(self, make: Callable[[Ops], Any]) -> Any:
+        self.loaded = self._each(lambda rank: make(self.gpus[rank].ops))
         return self._joined(self.loaded)
 
-    def load_beside(self, model: Any, load: Callable[[Any], Any]) -> Any:
-        """The pair that `load` makes of a rank's model and a draft, of all ranks, on the ops of `model`."""
+    def load_beside(self, model: Any, make: Callable[[Any], Any]) -> Any:
         models = [replace(loaded, cache=model.cache) for loaded in self.loaded]
-        return replace(self._joined(self._each(lambda rank: load(models[rank]))), ops=model.ops)
+        return replace(self._joined(self._each(lambda rank: make(models[rank]))), ops=model.ops)
 
     def _joined(self, models: Sequence[Any]) -> Any:
         names = [name for name in ("weights", "draft_weights") if hasattr(models[0], name)]
@@ -329,8 +328,11 @@ class TensorParallelOps(Ops):
         return Wide(self.gpus, self._each(lambda rank: rows.kept(self.gpus[rank].context, x.parts[rank], count)))
 
 
-def open_ranks(devices: Sequence[int], make: Callable[[], CudaOps]) -> TensorParallelOps:
-    """Ops on the GPUs `devices`, which exist and differ: see `cuda_backend.open_tensor_parallel`."""
+def open_ranks(
+    devices: Sequence[int], sizes: Callable[[Ops], Sequence[int]], make: Callable[[], CudaOps]
+) -> TensorParallelOps:
+    """Ops on the GPUs `devices`: see `cuda_backend.open_tensor_parallel`."""
+    check_devices(devices, devices)
     if len(devices) > MOST_RANKS:
         raise BimetalError(f"tensor_parallel is {len(devices)}; supported are 2 to {MOST_RANKS} GPUs")
     for a, b in itertools.permutations(devices, 2):
@@ -340,4 +342,13 @@ def open_ranks(devices: Sequence[int], make: Callable[[], CudaOps]) -> TensorPar
                 "use split, by which each holds some of the layers"
             )
         connect(a, b)
-    return TensorParallelOps([Gpu(index, make) for index in devices])
+    gpus = [Gpu(index, make) for index in devices]
+    ops = TensorParallelOps(gpus)
+    need = sum(sizes(ops))
+    for gpu in gpus:
+        if need > (room := free(gpu)):
+            raise BimetalError(
+                f"GPU {gpu.index} ({gpu.context.card.name}) has {room / 1e9:.1f} GB free, and its part of every layer "
+                f"takes {need / 1e9:.1f} GB; choose more GPUs, or a smaller quantization"
+            )
+    return ops

@@ -42,7 +42,8 @@ class Placement:
     memory   most bytes that this process takes of each GPU from then on, elsewhere that a model may need; None: what is
              free
     tokens   of the context that must fit into `memory` beside the weights; None: up to CACHED
-    tensor_parallel  ranks that share every layer; None: each rank has layers of its own
+    tensor_parallel  ranks that share every layer, each of `devices` or of a group of machines; None: each has layers of
+             its own
     """
 
     devices: Sequence[int] = ()
@@ -59,10 +60,23 @@ class Placement:
             raise UsageError(f"split has {len(self.split)} proportions for {len(self.devices)} devices; give one each")
         if any(not 0 < part < float("inf") for part in self.split):
             raise UsageError(f"split is {','.join(f'{p:g}' for p in self.split)}; proportions must be above 0")
+        if self.devices and self.tensor_parallel is not None:
+            self._check_ranks(self.tensor_parallel)
+
+    def _check_ranks(self, count: int) -> None:
+        """Refuse what GPUs that share every layer cannot do."""
+        if len(self.devices) != count:
+            listed = ",".join(map(str, self.devices))
+            raise UsageError(f"tensor_parallel is {count}, and devices {listed} are {len(self.devices)}; give as many")
+        if self.split:
+            raise UsageError("split gives each GPU layers of its own, tensor_parallel a part of each; leave one out")
+        if self.draft is not None:
+            raise UsageError(f"draft_device is {self.draft}; with tensor_parallel a draft runs on all devices")
 
     def __str__(self) -> str:
         """In words for a log: "GPUs 0,1 split 1,3, draft on 1"; "" where nothing was chosen."""
         words = [f"GPUs {','.join(map(str, self.devices))}"] if self.devices else []
+        words += [" sharing every layer"] if self.devices and self.tensor_parallel is not None else []
         words += [f" split {','.join(f'{part:g}' for part in self.split)}"] if self.split else []
         words += [f", draft on {self.draft}"] if self.draft is not None else []
         words += [f"{', ' if words else ''}at most {self.memory / 1e9:g} GB"] if self.memory is not None else []
@@ -77,7 +91,8 @@ def placement_of(args: Any) -> Placement:
     draft_device = getattr(args, "draft_device", None)
     check_draft(draft_device, getattr(args, "draft", None))
     memory = getattr(args, "memory", None)
-    return Placement(args.devices or (), args.split or (), draft_device, memory and parse_size(memory))
+    where = args.devices or (), args.split or (), draft_device, memory and parse_size(memory)
+    return Placement(*where, tensor_parallel=args.tensor_parallel)
 
 
 def check_draft(device: int | None, draft: str | None) -> None:
@@ -190,8 +205,15 @@ def open_backend(
     if placement.devices:
         if chosen != "cuda":
             raise UsageError(f"devices are NVIDIA GPUs, and the backend is {chosen}; leave them out, or choose cuda")
+        sizes = partial(_layer_bytes, checkpoint)
+        if placement.tensor_parallel is not None:
+            return backend_package(chosen).open_tensor_parallel(placement.devices, sizes, random)
         where = placement.devices, placement.split, placement.draft
-        return backend_package(chosen).open_devices(*where, lambda ops: _layer_bytes(checkpoint, ops), random)
+        return backend_package(chosen).open_devices(*where, sizes, random)
+    if placement.tensor_parallel is not None:
+        raise UsageError(
+            f"tensor_parallel {placement.tensor_parallel} needs as many devices: the GPUs that share layers"
+        )
     if random and chosen == "cuda":
         return backend_package(chosen).random_ops()
     if chosen == "numpy":
@@ -230,7 +252,9 @@ def _check_memory(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> Non
 
 def _layer_bytes(checkpoint: Checkpoint, ops: Ops) -> list[int]:
     definition = architecture(checkpoint)[1]
-    return predict_layers(checkpoint, definition.layout(definition.read_config(checkpoint), checkpoint), ops)
+    return predict_layers(
+        checkpoint, definition.layout(rank_config(definition, checkpoint, ops.ranks), checkpoint), ops
+    )
 
 
 def open_model(

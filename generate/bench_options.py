@@ -22,6 +22,7 @@ class BenchOptions:
     backend: str | None = None
     devices: Sequence[int] | None = None
     split: Sequence[float] | None = None
+    tensor_parallel: int | None = None
     memory: str | None = None
     cache: CacheChoice = field(default_factory=CacheChoice)
     log: str | None = None

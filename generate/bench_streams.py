@@ -126,6 +126,7 @@ def _model(options: StreamsBench, capacity: int) -> Model:
             backend=options.backend,
             devices=options.devices,
             split=options.split,
+            tensor_parallel=options.tensor_parallel,
             cache=options.cache,
             contexts=options.contexts,
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from common import fit
 from common.errors import BimetalError, UsageError
-from common.models import Model, architecture
+from common.models import Model, architecture, rank_config
 from common.sampling import Sampler, Sampling
 from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import state_bytes
@@ -116,6 +116,7 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
         ops = bench_spark.open_ops(options, checkpoint, found.name)
     else:
         ops = open_backend(found.name, checkpoint, placement_of(options), random=True)
+    config = rank_config(definition, checkpoint, ops.ranks)
     needed = fit.predict_weights(checkpoint, definition.layout(config, checkpoint), ops)
     spec = cached_spec(definition.state_spec(config), options.cache, ops)
     needed += ops.held_state_bytes(spec, tokens, ops.prefill_rows)

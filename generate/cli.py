@@ -188,7 +188,6 @@ def _text(p: Parser) -> None:
     what.add_argument("--raw", action="store_true", help="send the prompt as it is, without the model's chat template")
     model = p.add_argument_group("model")
     flags.model(model)
-    flags.tensor_parallel(model)
     model.add_argument(
         "--fa-window",
         type=values.positive,

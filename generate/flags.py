@@ -267,14 +267,12 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         metavar="X,X",
         help="proportions of the model's bytes on each of --devices, such as 1,3 (default: as memory is free)",
     )
-
-
-def tensor_parallel(p: Any) -> None:
     p.add_argument(
         "--tensor-parallel",
         type=values.positive,
         metavar="N",
-        help="processes, started by mlx.launch, that share every layer (default: each holds layers of its own)",
+        help="share every layer among N --devices, which must reach each other's memory, or among N processes that "
+        "mlx.launch has started (default: each holds layers of its own)",
     )
 
 

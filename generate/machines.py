@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.options import LoadOptions
 
 COMMANDS = ("prompt", "chat", "serve")
-ONE_MACHINE = ("devices", "spark", "stream_experts", "fa_window", "max_kv_size")
+ONE_MACHINE = ("draft", "devices", "spark", "stream_experts", "fa_window", "max_kv_size")
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -44,19 +44,16 @@ def check(args: argparse.Namespace) -> None:
 def check_load(options: LoadOptions) -> None:
     """Refuse options of loading that this process, alone or in a group of machines, cannot follow: UsageError."""
     ranks = options.tensor_parallel
-    if ranks is not None and ranks != size():
+    on_gpus = rank() is None and options.devices
+    if ranks is not None and ranks != size() and not on_gpus:
         alone = f"mlx.launch -n {ranks} python -m generate ..."
         started = f"mlx.launch has started {size()}" if rank() is not None else f"start them by {alone}"
-        raise UsageError(f"tensor_parallel {ranks} needs {ranks} processes, one per machine; {started}")
+        gpus = "" if rank() is not None else f", or {ranks} devices, NVIDIA GPUs of one machine"
+        raise UsageError(f"tensor_parallel {ranks} needs {ranks} processes, one per machine{gpus}; {started}")
     if rank() is None:
         return
     if other := next((name for name in ONE_MACHINE if getattr(options, name)), None):
         raise UsageError(f"{other} works on one machine; leave it out where mlx.launch starts several")
-    if options.draft is not None and ranks is None:
-        raise UsageError(
-            "a draft reads hidden states of layers that lie on several machines; leave draft out, or share every layer "
-            f"by tensor_parallel {size()}"
-        )
     if options.backend not in (None, "mlx"):
         raise UsageError(f"backend {options.backend} runs on one machine; several share a model on mlx")
     if options.kv == "auto":

@@ -6,7 +6,6 @@ from generate.flags import Parser
 
 def serve(p: Parser) -> None:
     flags.model(p)
-    flags.tensor_parallel(p)
     flags.draft(p, "mtp, a DFlash, DSpark or EAGLE-3 draft named as models are, or demo")
     flags.cache(p)
     flags.experts(p)

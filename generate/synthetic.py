@@ -13,11 +13,11 @@ import numpy as np
 
 from common.checkpoint import Checkpoint
 from common.errors import UsageError
-from common.models import ARCHITECTURES, Model
+from common.models import ARCHITECTURES, Model, rank_config
 from common.ops import Ops
 from common.quants import BLOCKS, RANDOM_HALVES
 from common.tensors import Tensor
-from common.weights import Matrix, Stored, Vector, dense, make_weights, to_backend
+from common.weights import Matrix, Stored, Vector, dense, make_weights, own_part, to_backend
 
 METADATA: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": {
@@ -109,13 +109,18 @@ RECIPES = ("q4_k_m", "q5_k_m", "q4_0", "q8_0")
 def synthetic(name: str, ops: Ops, progress: bool = False) -> Model:
     """The model `shape:recipe`, such as "qwen3.6-27b:q4_k_m", on the backend of `ops`."""
     checkpoint = synthetic_checkpoint(name)
+    model: Model = ops.load(lambda each: _made(checkpoint, each, progress))
+    return model
+
+
+def _made(checkpoint: Checkpoint, ops: Ops, progress: bool) -> Model:
     architecture = checkpoint.config["general.architecture"]
     definition = ARCHITECTURES[architecture]
-    config = definition.read_config(checkpoint)
+    config = rank_config(definition, checkpoint, ops.ranks)
     layout = definition.layout(config, checkpoint)
 
     def made(entry: Matrix | Vector) -> Any:
-        tensors = [checkpoint.tensors[s.names[0]] for s in entry.parts]  # as canonical as they need to be
+        tensors = [own_part(checkpoint, stored)[0] for stored in entry.parts]  # as canonical as they need to be
         return to_backend(entry, tensors, ops)
 
     weights = make_weights(layout, ops, made, "making", progress)

@@ -4,7 +4,6 @@ All ranks run the whole step, and add up what their parts of a mixer and of a fe
 norms, routers and head are on every rank, so that all have equal logits; rank 0 alone chooses tokens.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -15,8 +14,6 @@ from common.shards import Ranks
 from common.step import State, Step
 from mlx_backend.following import GroupOps
 from mlx_backend.group import Group
-
-LAST_SUMS = 4  # of a step, which its output may not depend on: those of rows that only a draft's states need
 
 
 class TensorOps(GroupOps):
@@ -31,7 +28,6 @@ class TensorOps(GroupOps):
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype, group)
         self.ranks = Ranks(group.rank, group.size)
-        self._sums: deque[mx.array] = deque(maxlen=LAST_SUMS)
 
     def fit(self, sizes: Sequence[int], memory: int, same: int) -> None:
         """Check that every rank has memory for its part; call it before weights are loaded.
@@ -42,6 +38,7 @@ class TensorOps(GroupOps):
 
         Raises BimetalError where a part does not fit, and where ranks differ in their model.
         """
+        self.layers = len(sizes)
         given = self.gather_memory(memory, same)
         least = min(range(len(given)), key=lambda rank: given[rank])
         if sum(sizes) > given[least]:
@@ -51,14 +48,8 @@ class TensorOps(GroupOps):
             )
 
     def all_reduce(self, x: Array) -> Array:
-        if not x.size:
-            return x
-        self._sums.append(self.group.add_up(x))
-        return self._sums[-1]
+        return self.group.add_up(x) if x.size else x
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
         """As GroupOps.run, computed at once: the ranks wait for one another."""
-        out = super().run(fn, state, step, kept)
-        self.group.compute(out, *self._sums)
-        self._sums.clear()
-        return out
+        return self.group.compute(super().run(fn, state, step, kept))

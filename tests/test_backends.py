@@ -13,7 +13,7 @@ from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.reference import NumpyOps
 from generate import backends
-from generate.backends import Found, choose
+from generate.backends import Found, Placement, choose
 
 TESTS = Path(__file__).parent
 
@@ -161,6 +161,7 @@ Memory(5 * 10**9)
         ("--split 1,1", "split needs devices: the GPUs that hold the model"),
         ("--devices 0 --draft-device 1", "draft_device is 1, and there is no draft; give one"),
         ("--devices 0,1 --backend numpy", "devices are NVIDIA GPUs, and the backend is numpy"),
+        ("--tensor-parallel 2", "tensor_parallel 2 needs 2 processes, one per machine, or 2 devices, NVIDIA GPUs"),
     ],
 )
 def test_devices_that_cannot_be(flags, said):
@@ -170,6 +171,19 @@ def test_devices_that_cannot_be(flags, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("placed", "refused"),
+    [
+        ({"devices": (0, 1, 2)}, "tensor_parallel is 2, and devices 0,1,2 are 3; give as many"),
+        ({"devices": (0, 1), "split": (1, 1)}, "tensor_parallel a part of each; leave one out"),
+        ({"devices": (0, 1), "draft": 1}, "draft_device is 1; with tensor_parallel a draft runs on all devices"),
+    ],
+)
+def test_ranks_that_cannot_be(placed, refused):
+    with pytest.raises(UsageError, match=refused):
+        Placement(**placed, tensor_parallel=2)
 
 
 @pytest.mark.parametrize(

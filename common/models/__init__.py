@@ -152,6 +152,11 @@ def load_model(path: Any, ops: Ops, progress: bool = False, open_experts: OpenEx
     open_experts  opens the stream from which experts are read while the model runs; None: all weights are loaded
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    model: Model = ops.load(lambda each: _load_model(checkpoint, each, progress, open_experts))
+    return model
+
+
+def _load_model(checkpoint: Checkpoint, ops: Ops, progress: bool, open_experts: OpenExperts | None) -> Model:
     name, definition = architecture(checkpoint)
     config = rank_config(definition, checkpoint, ops.ranks)
     layout = definition.layout(config, checkpoint)

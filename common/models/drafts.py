@@ -1,6 +1,7 @@
 """Loads a draft of any kind beside its target."""
 
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
@@ -31,9 +32,9 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
         raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")
     checkpoint = open_checkpoint(path)
     _refuse_others(checkpoint)
-    if _is_eagle3(checkpoint):
-        return load_eagle3(checkpoint, target, progress)
-    return (load_mtp if _is_model(checkpoint) else load_dflash)(checkpoint, target, progress)
+    load: Any = load_eagle3 if _is_eagle3(checkpoint) else load_mtp if _is_model(checkpoint) else load_dflash
+    pair: Pair = target.ops.load_beside(target, lambda each: load(checkpoint, each, progress))
+    return pair
 
 
 def check_file(path: Path, target: Checkpoint) -> None:

@@ -4,24 +4,30 @@ import numpy as np
 import pytest
 import ranks
 import tiny
+import tiny_chat
 import tiny_draft
+from narrow import WIDE, narrow
 
+import generate
 from common.decode.alone import run_alone
 from common.decode.run import Run
 from common.decoders import Speculation
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
 from common.joined_step import JoinedStep
 from common.models import load_model
 from common.models.drafts import load_pair
 from common.ops import Ops
 from common.sampling import Sampler, Samplers, Sampling
 from common.step import PAST, Step
+from generate.backends import Placement, open_backend
+from generate.prefixes import fingerprint
+from generate.synthetic import synthetic, synthetic_checkpoint
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import exchange  # noqa: E402
+from cuda_backend import exchange, tensor_parallel  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
-from cuda_backend.tensor_parallel import TensorParallelOps, open_ranks  # noqa: E402
+from cuda_backend.tensor_parallel import TensorParallelOps  # noqa: E402
 
 COUNT = cupy.cuda.runtime.getDeviceCount()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")]
@@ -30,6 +36,7 @@ TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 FAMILIES = ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"]
 # Partial sums are added in another order than one product adds them, then rows are quantized for the next product: as
 # two GPUs of different stripes. Gated DeltaNet's norms of small heads amplify it.
+TWO = Placement((0, 1), tensor_parallel=2)
 LOGIT, KL = 0.02, 1e-5
 
 
@@ -38,8 +45,7 @@ def checkpoint(name):
 
 
 def two_ranks(name):
-    ops = open_ranks((0, 1), CudaOps)
-    return ops.load(lambda each: load_model(checkpoint(name), each))
+    return load_model(checkpoint(name), open_backend("cuda", checkpoint(name), TWO))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -181,7 +187,7 @@ def test_drafts(target, tmp_path):
 
     plain = tokens(model, Speculation("off"))
     for draft in drafts:
-        pair = model.ops.load_beside(model, lambda each, draft=draft: load_pair(draft, each))
+        pair = load_pair(draft, model)
         for kind in ("chain", "tree") if draft is folder else ("chain",):
             assert tokens(pair, Speculation(kind, 3)) == plain
 
@@ -220,6 +226,18 @@ def test_a_step_that_fails_is_forgotten():
     assert np.array_equal(read(model, model.forward(state, step)), expected)
 
 
+@pytest.mark.parametrize("name", WIDE)
+def test_real_widths(name, monkeypatch):
+    """Matrices of random blocks, as `bench` measures them: steps by products, and a prompt."""
+    narrow(name, monkeypatch)
+    shape = f"{name}:{'q4_k_m' if name == 'wedlm-8b' else 'q8_0'}"  # whose blocks two ranks do not divide
+    model = synthetic(shape, open_backend("cuda", synthetic_checkpoint(shape), TWO, random=True))
+    state, ids = model.new_state(160), np.random.default_rng(1).integers(0, 512, 146).astype(np.int32)
+    for n in (140, 1, 1, 4):
+        assert np.isfinite(read(model, model.forward(state, Step.chain(ids[:n], state.length)))).all()
+        state.commit(range(n))
+
+
 def test_every_op_is_forwarded():
     own = {name for name in vars(CudaOps) if name in vars(Ops) and not name.startswith("_")}
     own -= {"at", "expert_weight"}  # of the ranks' own loading
@@ -229,9 +247,56 @@ def test_every_op_is_forwarded():
 def test_gpus_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "deviceCanAccessPeer", lambda a, b: False)
     with pytest.raises(BimetalError, match="GPUs 0 and 1 cannot reach each other's memory, which tensor_parallel"):
-        open_ranks((0, 1), CudaOps)
+        two_ranks("llama")
+
+
+def test_too_little_memory_names_the_gpu(monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "free", lambda gpu: 10**9 if gpu.index == 0 else 10)
+    with pytest.raises(BimetalError, match=r"GPU 1 \(.*\) has 0.0 GB free, and its part of every layer takes 0.0 GB"):
+        two_ranks("llama")
+
+
+@pytest.mark.parametrize(
+    ("placement", "refused"),
+    [
+        (((0, COUNT),), f"GPU {COUNT} does not exist; this machine has GPUs 0 to {COUNT - 1}"),
+        (((1, 1),), "devices 1,1 name a GPU twice"),
+        ((tuple(range(9)),), "GPU .* does not exist"),
+    ],
+)
+def test_refused(placement, refused):
+    with pytest.raises(UsageError, match=refused):
+        open_backend("cuda", checkpoint("llama"), Placement(*placement, tensor_parallel=len(placement[0])))
 
 
 def test_heads_that_ranks_do_not_divide():
+    glm = tiny.checkpoint("glm")
     with pytest.raises(BimetalError, match="heads cannot be divided among 2 ranks"):
-        open_ranks((0, 1), CudaOps).load(lambda each: load_model(tiny.checkpoint("glm"), each))
+        open_backend("cuda", glm, TWO)
+
+
+def test_each_holds_its_part():
+    """Half of each divided weight and of the state lies on each GPU, as predictions of one rank have it."""
+    model, one = two_ranks("qwen3"), load_model(checkpoint("qwen3"), CudaOps())
+    qkv, whole = model.weights.layers[0].qkv, one.ops.weight_bytes(one.weights.layers[0].qkv)
+    for gpu, part in zip(model.ops.gpus, qkv.parts, strict=True):
+        assert gpu.ops.weight_bytes(part) == whole / 2
+    state, spec = model.new_state(64), model.state_spec
+    assert [part.nbytes for part in state.parts] == [model.ops.held_state_bytes(spec, 64, 8)] * 2
+    assert state.nbytes == one.new_state(64).nbytes
+    assert [own for _, own in model.ops.room(len(spec))] == [range(len(spec))] * 2
+
+
+def test_saved_prefixes_are_of_as_many_ranks():
+    models = two_ranks("llama"), load_model(checkpoint("llama"), CudaOps())
+    names = {fingerprint(model, [checkpoint("llama")], []) for model in models}
+    assert len(names) == 2
+
+
+def test_through_the_api(tmp_path):
+    """Replies side by side, with a cache that states were saved in by another number of GPUs."""
+    folder, replies = tiny_chat.write(tmp_path / "model"), []
+    for how in ({}, {"devices": (0, 1), "tensor_parallel": 2}):
+        with generate.load(str(folder), backend="cuda", cache_dir=tmp_path / "prefixes", **how) as llm:
+            replies.append(llm.generate(["one two", "three"], max_tokens=5))
+    assert [reply.tokens for reply in replies[0]] == [reply.tokens for reply in replies[1]]
