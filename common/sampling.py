@@ -5,7 +5,6 @@ token, so a seed gives the same text with every decoder that draws in the order 
 whole numbers: sums of whole numbers do not depend on their order, and devices add in other orders.
 """
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -100,14 +99,25 @@ class Sampler:
         self.seen = set(prompt) if sampling.repetition_penalty != 1 else set()
         self.guide = sampling.guide and sampling.guide()
         self.random = np.random.Generator(np.random.Philox(sampling.seed))
+        self.peeked = np.empty(0)  # numbers of the next tokens, as far as they have been looked at
         s = sampling
         penalties = s.repetition_penalty != 1 or s.frequency_penalty != 0 or s.presence_penalty != 0
         self.penalizes = penalties or bool(s.logit_bias) or self.guide is not None
         self.is_argmax = s.temperature == 0 and not self.penalizes
 
     def numbers(self, rows: int) -> np.ndarray:
-        """The random numbers, 0 to 1, of the next `rows` tokens that are drawn."""
-        return self.random.random(rows)
+        """Take the random numbers, 0 to 1, of the next `rows` tokens that are drawn."""
+        if not self.peeked.size:
+            return self.random.random(rows)
+        out = self.peek(rows)
+        self.peeked = self.peeked[rows:]
+        return out
+
+    def peek(self, rows: int) -> np.ndarray:
+        """Look at the random numbers of the next `rows` tokens, which stay theirs."""
+        if len(self.peeked) < rows:
+            self.peeked = np.concatenate([self.peeked, self.random.random(rows - len(self.peeked))])
+        return self.peeked[:rows]
 
     def accept(self, token: int) -> None:
         """Count a token of the reply."""
@@ -160,7 +170,7 @@ class Ahead(Sampler):
 
     def __init__(self, sampler: Sampler, depths: np.ndarray):
         self.__dict__ |= vars(sampler)
-        self.left = copy.deepcopy(sampler.random).random(depths.max() + 1)[depths]
+        self.left = sampler.peek(depths.max() + 1)[depths]
 
     def numbers(self, rows: int) -> np.ndarray:
         out, self.left = self.left[:rows], self.left[rows:]

@@ -60,4 +60,4 @@ def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
 def drafted(model: Model, state: State, request: Draft) -> tuple[np.ndarray, ...]:
     """The likeliest tokens of each position after the request's, and their log-probabilities, (n, k) each."""
     assert isinstance(model, Pair)
-    return model.drafted(state, request.token, request.k, request.depth)
+    return model.drafted(state, request.token, request.k, request.depth, request.coupling)

@@ -13,6 +13,7 @@ never run.
 
 from typing import Any, NamedTuple
 
+from common.coupled import Coupling
 from common.ops import Array
 from common.sampling import Sampler
 from common.step import Step
@@ -60,6 +61,8 @@ class Choose(NamedTuple):
 class Draft(NamedTuple):
     """Ask for the `k` likeliest tokens of each position after `token`, which follows the state.
 
+    coupling  how the target will draw those tokens, of which then the `k` that it most probably draws are meant
+
     The answer is (ids, log-probabilities), each (n, k), on the host; n is what the draft gives, at most `depth` where
     each position costs time of its own. Where a position depends on the token before, it is that of Pair.drafted.
     """
@@ -67,6 +70,7 @@ class Draft(NamedTuple):
     token: int
     k: int
     depth: int
+    coupling: Coupling | None = None
 
 
 class Read(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from common.coupled import Coupling
 from common.decode.ddtree import Tree, grow
 from common.decode.lookup import Lookup
 from common.decode.plain import plain
@@ -53,7 +54,7 @@ class Drafter:
     """Grows the tree of each step, by lookup, by the draft model, or both."""
 
     def __init__(self, run: Run):
-        self.options, self.stats = run.options, run.stats
+        self.options, self.stats, self.sampler = run.options, run.stats, run.sampler
         self.lookup = Lookup(run.tokens) if "lookup" in run.options.kind else None
 
     def append(self, token: int) -> None:
@@ -73,9 +74,11 @@ class Drafter:
             self.stats.seconds["tree"] += time.perf_counter() - started
             return tree
         k = 1 if "chain" in kind else min(self.options.top_k, budget)
-        answer = yield Draft(token, k, min(room, budget))
+        depth, s = min(room, budget), self.sampler.sampling
+        coupling = Coupling(s, self.sampler.peek(depth)) if s.temperature > 0 else None
+        answer = yield Draft(token, k, depth, coupling)
         drafted = time.perf_counter()
-        ids, logp, *after = (part[: min(room, budget)] for part in answer)
+        ids, logp, *after = (part[:depth] for part in answer)
         if "chain" in kind or self.options.seed_chain:
             best = ids.reshape(len(ids), -1)[:, 0]  # the first candidate of row 0 is followed by row 0
             tree.add_chain(best[: budget + 1 - len(tree)].tolist())

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from common.coupled import Coupling
 from common.models import Model
 from common.models.pair import Pair
 from common.ops import Array
@@ -53,18 +54,16 @@ class ChainPair(Pair):
         """The pair itself: the draft's rows are written in each step, because no later one could catch up."""
         return self
 
-    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+    def drafted(
+        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> tuple[np.ndarray, ...]:
         tokens, ids, logp = [token], list[np.ndarray](), list[np.ndarray]()
-        for _ in range(min(depth, DEEPEST)):
-            best, chances = self.ops.read_all(*self.ops.top_k(self.propose(state, tokens), k))
-            ids.append(self._of_target(best))
+        for at in range(min(depth, DEEPEST)):
+            best, chances = self.candidates(self.propose(state, tokens), k, coupling, at)
+            ids.append(best)
             logp.append(chances)
             tokens.append(int(ids[-1][0, 0]))
         return np.concatenate(ids), np.concatenate(logp)
-
-    def _of_target(self, ids: np.ndarray) -> np.ndarray:
-        """The target's ids of tokens of the draft's vocabulary."""
-        return ids
 
     def propose(self, state: State, tokens: Sequence[int]) -> Array:
         """Logits (1, n) over the draft's vocabulary of the token after `tokens`, which follow the state.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from common.coupled import Coupling
 from common.models import Model
 from common.models.blocks import swiglu_ffn
 from common.models.dflash_config import Config
@@ -134,8 +135,10 @@ class DflashPair(Pair):
         parts = self.architecture, self.definition, self.config, self.layout, self.weights, self.ops
         return Model(*parts, expert_stream=self.expert_stream)
 
-    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
-        return self.ops.read_all(*self.ops.top_k(self.propose(state, token), k))
+    def drafted(
+        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> tuple[np.ndarray, ...]:
+        return self.candidates(self.propose(state, token)[:depth], k, coupling)
 
     def propose(self, state: State, token: int) -> Array:
         """Logits (n, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""

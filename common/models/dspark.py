@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from common.coupled import Coupling, considered
 from common.models.dflash import DflashPair
 from common.ops import Array
 from common.step import State
@@ -19,15 +20,24 @@ from common.step import State
 class DsparkPair(DflashPair):
     """A target and its DSpark draft."""
 
-    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+    def drafted(
+        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> tuple[np.ndarray, ...]:
         """Draft as Pair.drafted: row j of a position follows token j of the first row of the position before."""
         logits, levels = self.propose(state, token)[:depth], list[tuple[Array, Array]]()
         before: Array = np.array([token], np.int32)
         last = len(self.weights.layers) + self.draft.layers - 1
-        for i in range(logits.shape[0]):
-            levels.append(self.ops.scope(last, partial(self._after, before, k), logits[i : i + 1]))
-            before = levels[-1][0][0]
-        ids, logp = zip(*(self.ops.read_all(*level) for level in levels), strict=True)
+        most = considered(k, coupling, logits.shape[-1])
+        for at in range(logits.shape[0]):
+            level = self.ops.scope(last, partial(self._after, before, most), logits[at : at + 1])
+            if coupling is not None:  # the host decides which tokens go on
+                best, chances = self.ops.read_all(*level)
+                best, chances = coupling.ranked(best[None], chances[None], k, at)
+                level = best[0], chances[0]
+            levels.append(level)
+            before = level[0][0]
+        read = levels if coupling is not None else [self.ops.read_all(*level) for level in levels]
+        ids, logp = zip(*read, strict=True)
         return joined(ids), joined(logp), following(joined(ids))
 
     def _after(self, before: Array, k: int, logits: Array) -> tuple[Array, Array]:

@@ -132,5 +132,5 @@ class Eagle3Pair(ChainPair):
         x = hidden if self.draft.norms_output else ops.rms_norm(hidden, w.norm, self.draft.eps)
         return self.head_logits(x) if w.head is None else ops.linear(x, w.head)
 
-    def _of_target(self, ids: np.ndarray) -> np.ndarray:
+    def of_target(self, ids: np.ndarray) -> np.ndarray:
         return ids if self.ids is None else self.ids[ids]

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from common.coupled import Coupling, considered
 from common.models import Model
+from common.ops import Array
 from common.step import State
 from common.storage import LayerSpec
 
@@ -37,7 +39,9 @@ class Pair(Model):
         """Depths of a chain among which a budget is chosen, ascending, from 0 to the deepest that `drafted` gives."""
 
     @abstractmethod
-    def drafted(self, state: State, token: int, k: int, depth: int) -> tuple[np.ndarray, ...]:
+    def drafted(
+        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> tuple[np.ndarray, ...]:
         """Draft the tokens after `token`, which follows the state; commits nothing.
 
         Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
@@ -45,7 +49,22 @@ class Pair(Model):
         are (n, w, k), rows of candidates, of which row 0 of position 0 follows `token`; and a third array (n, w, k)
         has the row of the next position that follows each candidate, -1 for none. The first candidate of row 0 is
         always followed by row 0.
+
+        coupling  how the target will draw at least `depth` tokens: those that it most probably draws count as likeliest
         """
+
+    def candidates(self, logits: Array, k: int, coupling: Coupling | None, at: int = 0) -> tuple[np.ndarray, ...]:
+        """The `k` best tokens of each row of the draft's logits (n, vocab), as `drafted` returns them.
+
+        at  position after the newest token that row 0 predicts, from 0
+        """
+        ids, logp = self.ops.read_all(*self.ops.top_k(logits, considered(k, coupling, logits.shape[-1])))
+        ids = self.of_target(ids)
+        return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
+
+    def of_target(self, ids: np.ndarray) -> np.ndarray:
+        """The target's ids of tokens of the draft's vocabulary."""
+        return ids
 
     @property
     def sequence_spec(self) -> list[LayerSpec]:

@@ -10,6 +10,7 @@ import tiny_draft
 import tiny_eagle
 from test_plain import prefilled
 
+from common.coupled import CANDIDATES, Coupling
 from common.decode.alone import run_alone
 from common.decode.run import DecodeStats, Run
 from common.decode.speculative import check
@@ -172,6 +173,18 @@ def test_sampled_text(pair, sampling):
     for token, row in itertools.islice(tokens, 30):
         assert token == sampler.pick(pair.ops.read(row)[0])
         sampler.accept(token)
+
+
+def test_sampled_drafts_are_ranked_as_on_the_host(pair):
+    """From the device's best candidates: the tokens that the host ranks first from the same logits."""
+    state, _ = prefilled(pair, TEXT[:20].tolist())
+    coupling = Coupling(Sampling(temperature=1.0, top_p=0.95), np.random.default_rng(2).random(4))
+    for _ in range(2):
+        ids, chances = pair.drafted(state, 7, 5, 4, coupling)
+        rows = pair.ops.read(pair.propose(state, 7))[:4]
+        expected = coupling.ranked(*top_k(rows, CANDIDATES), 5)
+        assert np.array_equal(ids, expected[0])
+        assert np.abs(chances - expected[1]).max() < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["chain", "lookup+tree"])

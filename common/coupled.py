@@ -1,0 +1,72 @@
+"""Rank a draft's candidates by the random numbers that the target will draw its tokens with.
+
+A sampled token is the one in whose share of the cumulative probabilities, by id, a random number falls; the number of
+each position is known before the draft runs (common/sampling.py). So the draft need not propose its likeliest token: it
+proposes the token that the target will probably draw with that number. Drafts decide how fast a text comes, never the
+text.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from common.sampling import Sampling
+
+CANDIDATES = 32  # tokens of a position that are ranked; more of them gain little, and cost a GPU rounds of its top-k
+FLATTER = 1.5  # times the target's temperature: drafts are surer of their tokens than sampled texts bear out
+LEAST = 1.0  # of the draft's temperature, as for greedy decoding
+CERTAINTY = 6.0  # that is ascribed to a draft: how many draws of the target would show as much of its distribution
+UNLIKELY = 1e-9  # chance of a candidate, at least
+
+
+def considered(k: int, coupling: "Coupling | None", vocab: int) -> int:
+    """The number of candidates among which the best `k` of a draft's `vocab` tokens are sought."""
+    return k if coupling is None else min(max(k, CANDIDATES), vocab)
+
+
+class Coupling(NamedTuple):
+    """How the target will draw the tokens after the newest one.
+
+    sampling  of the reply; its temperature is above 0
+    numbers   (n,), 0 to 1, of the next n tokens
+    """
+
+    sampling: Sampling
+    numbers: np.ndarray
+
+    def ranked(self, ids: np.ndarray, logp: np.ndarray, k: int, at: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Choose the `k` candidates that the target most probably draws, best first, and the logs of their chances.
+
+        ids, logp  (n, ..., m): candidates of n positions, the draft's likeliest first, and their log-probabilities. The
+                   first position takes the number `at`.
+
+        The target's cumulative probability, where the draft's is c, is taken as a random quantity with mean c and
+        variance c (1 - c) / (1 + CERTAINTY), as those of a Dirichlet distribution around the draft's; its distribution
+        function is taken as a logistic one. A candidate's chance is that of the number lying in its share.
+        """
+        shape = (len(ids), *[1] * (ids.ndim - 1))
+        number = self.numbers[at : at + len(ids)].reshape(shape)
+        order = ids.argsort(axis=-1, kind="stable")
+        shares = np.take_along_axis(self._probabilities(logp), order, axis=-1)
+        below = shares.cumsum(axis=-1)[..., :-1].clip(UNLIKELY, 1 - UNLIKELY)
+        deviations = (number - below) * np.sqrt((1 + CERTAINTY) / (below * (1 - below)))
+        passed = 1 / (1 + np.exp((-1.7 * deviations).clip(-500, 500)))  # the number lies beyond that share
+        edge = np.ones((*ids.shape[:-1], 1))
+        chances = np.empty_like(shares)
+        np.put_along_axis(chances, order, -np.diff(passed, axis=-1, prepend=edge, append=0 * edge), axis=-1)
+        best = (-chances).argsort(axis=-1, kind="stable")[..., :k]
+        logs = np.log(np.take_along_axis(chances, best, axis=-1).clip(UNLIKELY))
+        return np.take_along_axis(ids, best, axis=-1), logs.astype(np.float32)
+
+    def _probabilities(self, logp: np.ndarray) -> np.ndarray:
+        """The draft's distribution over its candidates (..., m), likeliest first, cut as the target's is."""
+        s, m = self.sampling, logp.shape[-1]
+        p = np.exp((logp.astype(np.float64) - logp[..., :1]) / max(LEAST, FLATTER * s.temperature))
+        if 0 < s.top_k < m:
+            p[..., s.top_k :] = 0
+        p /= p.sum(axis=-1, keepdims=True)
+        if s.top_p < 1:
+            p[p.cumsum(axis=-1) - p >= s.top_p] = 0
+        if s.min_p:
+            p[p < s.min_p * p[..., :1]] = 0
+        return p / p.sum(axis=-1, keepdims=True)
