@@ -34,7 +34,7 @@ class Calibration:
 
 
 def place(model: Path) -> Path:
-    """Where the calibration of the model at `model`, a folder or a file, is kept."""
+    """Return the path at which the calibration of the model at `model`, a folder or a file, is kept."""
     return model / NAME if model.is_dir() else model.with_name(f"{model.stem}.{NAME}")
 
 

@@ -25,7 +25,7 @@ _STAND_INS = "~^*!;?="  # the first that no control token has replaces their pun
 
 
 class Vocabulary(Protocol):
-    """What a chat prompt needs of a tokenizer."""
+    """The part of a tokenizer that a chat prompt needs."""
 
     bos_id: int | None
     eos_id: int | None
@@ -98,7 +98,7 @@ def _templates_own(
     text: str,
     control: list[tuple[int, int, int]],
 ) -> list[tuple[int, int, int]]:
-    """Those of the `control` tokens of `text` that the template wrote: start, end and id of each.
+    """Select the `control` tokens of `text` that the template wrote: start, end and id of each.
 
     Raises BimetalError where a template takes the punctuation of messages as its own syntax, and what it wrote cannot
     be told from what the messages hold.

@@ -19,7 +19,7 @@ UNFINISHED = "unfinished.json"  # the marker of a folder that a quantization run
 
 @dataclass
 class Checkpoint:
-    """What a model is built from.
+    """A model's files: configuration and tensors, from which the model is built.
 
     path     the GGUF file, or the directory of the safetensors files, with config.json and perhaps a tokenizer.json
     format   "gguf" or "safetensors"

@@ -25,7 +25,7 @@ def considered(k: int, coupling: "Coupling | None", vocab: int) -> int:
 
 
 class Coupling(NamedTuple):
-    """How the target will draw the tokens after the newest one.
+    """Random numbers with which the target will draw the tokens after the newest one.
 
     sampling  of the reply; its temperature is above 0
     numbers   (n,), 0 to 1, of the next n tokens

@@ -48,7 +48,7 @@ DECODERS = {
 
 @dataclass(frozen=True)
 class WedlmOptions:
-    """How a window of masked tokens is filled.
+    """Options that fill a window of masked tokens.
 
     window   masks per step, at least 1
     tau      entropy in nats below which a mask is filled; the mask of least adjusted entropy is, where none lies below

@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def slots(self) -> List[Slot]:
-        """What sequences run in, and idle ones."""
+        """The slots of running sequences, and the idle ones."""
         return self.memory.slots
 
     # -- from any thread ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ CACHED = 4096  # tokens of a context that is not given
 
 @dataclass(frozen=True)
 class ExpertBudget:
-    """What streaming takes.
+    """Bytes that streaming takes.
 
     experts  bytes for slots
     total    bytes of all experts in slots

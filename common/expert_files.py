@@ -27,7 +27,7 @@ MUCH_LARGER = 4  # times the memory: files of which the system's cache would kee
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the runs of a layer's experts lie.
+    """Places of the runs of a layer's experts.
 
     files    number of the file of each run: (experts, runs)
     offsets  bytes from its beginning: int64 (experts, runs)
@@ -150,7 +150,7 @@ def expert_matrices(layout: Layout) -> dict[int, tuple[ExpertMatrix, ExpertMatri
 
 
 def expert_forms(checkpoint: Checkpoint, layout: Layout) -> dict[int, ExpertForm]:
-    """How the checkpoint stores the experts of each layer that has some; raises BimetalError where it has none."""
+    """Describe how the checkpoint stores each layer's experts; raises BimetalError for a model without experts."""
     account(checkpoint, layout)
     matrices = expert_matrices(layout)
     if not matrices:

@@ -10,7 +10,7 @@ from common.tensors import Tensor
 
 
 class ExpertForm(NamedTuple):
-    """How the experts of a layer are stored: expert 0 as tensors (rows, columns), whose types and shapes all share.
+    """Storage of a layer's experts: expert 0 as tensors (rows, columns), whose types and shapes all experts share.
 
     gate_up  one tensor, or gate and up
     down     one tensor
@@ -84,7 +84,7 @@ class SlotMemory(Protocol):
         """Wait until everything has been computed that reads slots."""
 
     def matrices(self, layer: int) -> tuple[Any, Any]:
-        """What `moe` computes with in the place of gate-up and down: the slots, which layers of one kind share."""
+        """The slots that `moe` computes with in place of gate-up and down; layers of one kind share them."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ SAMPLE = 1 << 12  # bytes of an expert's runs by which a pack is told from anoth
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the blocks of a pack lie.
+    """Offsets of the blocks of a pack.
 
     header  the file's first bytes
     starts  by layer, offset of the first expert's block
@@ -142,7 +142,7 @@ def _sample(source: ExpertSource, layer: int) -> int:
 
 
 def _difference(header: bytes, expected: bytes) -> str:
-    """What tells the headers of two packs apart."""
+    """Name the difference between the headers of two packs."""
     at = len(MAGIC) + 8
     try:
         theirs = parse_object(header[at : at + int.from_bytes(header[len(MAGIC) : at], "little")], "header")

@@ -27,7 +27,7 @@ WIRED = 0.75  # share of unified memory that a Mac lets its GPU wire
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a token of a mixture of experts reads.
+    """Bytes that a token of a mixture of experts reads.
 
     layers        that have experts
     experts       of each layer
@@ -53,7 +53,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine and an engine on it can do; rates are bytes per second, times seconds.
+    """Rates of a machine and of an engine on it; rates are bytes per second, times seconds.
 
     memory      of the machine, or of its GPU where that has memory of its own
     bandwidth   at which the GPU reads weights
@@ -78,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Rate:
-    """What the model predicts of one budget.
+    """Prediction of the model for one budget.
 
     budget  bytes of experts in memory
     hits    share of the experts that are in memory
@@ -213,7 +213,7 @@ def hits_of(profile: Profile) -> Hits:
 
 
 def mixture_of(checkpoint: Checkpoint, layout: Layout, config: Any, states: int) -> Mixture:
-    """What a token of the checkpoint's model reads, by its headers; `states` bytes of a sequence stay in memory.
+    """Count what a token of the model reads, from headers; `states` bytes of a sequence stay in memory.
 
     Raises BimetalError for a model without experts.
     """

@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 26  # of a file: 1000 layers of 4096 experts take less
 
 @dataclass(frozen=True)
 class Profile:
-    """How often traffic chose each expert.
+    """Counts of how often traffic chose each expert.
 
     counts  (layers, experts) int64; a layer without experts has zeros
     used    experts per token

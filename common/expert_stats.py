@@ -10,7 +10,7 @@ KEPT_READS = 4096  # latest reads of which latencies are kept
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """What the experts of some tokens cost.
+    """Costs of the experts of some tokens.
 
     budget       bytes that experts may take
     peak         most bytes of experts held so far

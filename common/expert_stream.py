@@ -36,7 +36,7 @@ class ExpertStream:
         self._checked: set[Key] = set()  # experts whose scales are finite
 
     def handles(self, layout: Layout) -> dict[Matrix, Streamed]:
-        """What stands for the experts' weights in a model."""
+        """Make the handles that stand for the experts' weights in a model."""
         made: dict[Matrix, Streamed] = {}
         for layer, pair in expert_matrices(layout).items():
             calls = partial(self.fetch, layer), partial(self.prefetch, layer)
@@ -77,11 +77,11 @@ class ExpertStream:
         self._wait(loads)
 
     def begin_request(self) -> ExpertStats:
-        """What was counted so far."""
+        """Return the counts so far."""
         return self.stats()
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """What was counted, or what was counted since `before`."""
+        """Return the counts, or the counts since `before`."""
         return self.residency.counters.stats(before)
 
     def close(self) -> None:

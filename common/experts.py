@@ -27,17 +27,17 @@ class ExpertSupply(Protocol):
     residency: "Residency"
 
     def begin_request(self) -> ExpertStats:
-        """What was counted so far. Called before a request's first step, when experts may change places."""
+        """Return the counts so far. Called before a request's first step, when experts may change places."""
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """What was counted, or what was counted since `before`."""
+        """Return the counts, or the counts since `before`."""
 
     def close(self) -> None:
         """End what copies or reads experts."""
 
 
 class Where(Enum):
-    """Where an expert is."""
+    """State of an expert: resident, loading or cold."""
 
     RESIDENT = "resident"
     LOADING = "loading"
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a step finds the experts that a layer chose.
+    """Slots in which a step finds the experts that a layer chose.
 
     slots   of the layer's pool, int32 in the shape of the ids; valid until `release`
     loads   what must be read first
@@ -151,7 +151,7 @@ class Residency:
 
     @property
     def profile(self) -> Profile:
-        """What traffic has chosen so far."""
+        """Return how often traffic has chosen each expert so far."""
         return Profile(self.counts.copy(), self.used)
 
     def where(self, layer: int, expert: int) -> Where:

@@ -52,7 +52,7 @@ def hold(file: IO[bytes]) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Does a process, this one included, hold the file or have it locked? False where that cannot be found out."""
+    """Test whether a process, this one included, has the file open or locked; False where the system cannot tell."""
     with suppress(OSError), path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

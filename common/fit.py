@@ -127,7 +127,7 @@ def predict_need(
     limit: int,
     parallel: int = 1,
 ) -> Need:
-    """What weights of so many bytes and `tokens` tokens take where `limit` bytes are free before the weights.
+    """Predict the bytes of weights and of `tokens` tokens where `limit` bytes are free before the weights.
 
     parallel  as predict_run has it
     """
@@ -221,7 +221,7 @@ def shared_that_fits(
 
 
 def layer_size(table: Table, states: LayerSpec, config: Any) -> LayerSize:
-    """What one layer computes per row, as its table of weights shows it."""
+    """Measure the work of one layer per row, from its table of weights."""
     values, part = {"mixer": 0, "ffn": 0}, "mixer"
     for name, entry in table.items():
         part = "ffn" if name == "ffn_norm" else part
@@ -304,7 +304,7 @@ def _fetch_header(repo: str, path: str, listing: hub.Listing, target: Path) -> N
 
 
 def _complaint(file: Path) -> str:
-    """What is wrong with a GGUF file of which only the beginning is there; "" for other files."""
+    """Describe what is wrong with a GGUF file of which only the beginning is present; "" for other files."""
     try:
         if file.suffix == ".gguf":
             read_gguf(file)
@@ -314,7 +314,7 @@ def _complaint(file: Path) -> str:
 
 
 def _is_whole(file: Path, have: int) -> bool:
-    """Do the first `have` bytes of `file`, followed by a hole, hold its header?"""
+    """Test whether the first `have` bytes of `file`, followed by a hole, hold its header."""
     if file.suffix == ".safetensors":
         with file.open("rb") as head:
             return have >= 8 + int.from_bytes(head.read(8), "little")
@@ -327,7 +327,7 @@ def _is_whole(file: Path, have: int) -> bool:
 
 
 def _offset(view: np.ndarray) -> int:
-    """Where in its mapped file `view` begins."""
+    """Return the offset of `view` in its mapped file."""
     whole = view
     while isinstance(whole.base, np.ndarray):
         whole = whole.base

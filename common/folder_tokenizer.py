@@ -51,7 +51,7 @@ def from_folder(folder: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[
 
 
 def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Where a Hugging Face folder may keep chat templates; a later place overrides an earlier one."""
+    """List the files of a Hugging Face folder that may hold chat templates; a later file overrides an earlier one."""
     templates: dict[str, Any] = {}
     for source in (settings, _read_json(folder / "chat_template.json")):
         found = source.get("chat_template", [])

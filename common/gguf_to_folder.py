@@ -33,7 +33,7 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": "
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder holds beside its tensors.
+    """Files of a folder beside its tensors.
 
     config   config.json
     outputs  its tensors

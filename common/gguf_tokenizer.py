@@ -23,7 +23,7 @@ _NEWLINE_RUN = r"(?:\r?\n)+(?!\r?\n)"
 
 @dataclass(frozen=True)
 class _Pre:
-    """What a `tokenizer.ggml.pre` name stands for: patterns applied in order, each isolating its matches."""
+    """Meaning of a `tokenizer.ggml.pre` name: patterns applied in order, each of which isolates its matches."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a whole word that is in the vocabulary is one token, reachable by merges or not

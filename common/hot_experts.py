@@ -11,7 +11,7 @@ ALIGN = 256  # bytes of which the parts of an expert in a slot are multiples
 
 @dataclass(frozen=True)
 class HotExperts:
-    """How much of a GPU's memory a mixture's experts may take, the others being in the host's memory.
+    """Budget of a mixture's experts in a GPU's memory; the other experts stay in the host's memory.
 
     nbytes   slots, and the room through which prefill brings a layer
     used     experts per token
@@ -25,7 +25,7 @@ class HotExperts:
 
 @dataclass(frozen=True)
 class HotSizes:
-    """What a model's experts take in a GPU's memory.
+    """Bytes that a model's experts take in a GPU's memory.
 
     experts  of each layer
     sizes    bytes of an expert's slot in each layer, 0 where there are no experts

@@ -19,7 +19,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Listing:
-    """What a repository, or its cached copy, holds at one commit: by path, sizes (bytes) and large files' SHA-256."""
+    """Content of a repository or its cached copy at one commit: by path, sizes (bytes) and large files' SHA-256."""
 
     commit: str
     sizes: dict[str, int]
@@ -52,7 +52,7 @@ def checked_listing(info: Any, answers: str) -> Listing:
 
 
 def is_relative(path: str) -> bool:
-    """Does the path stay below the folder that it is joined to, on every system?"""
+    """Test whether the path stays below the folder that it is joined to, on every system."""
     parts = path.split("/")
     return path.isprintable() and not set(path) & set("\\:") and not set(parts) & {"", ".", ".."}
 
@@ -70,7 +70,7 @@ def check_endpoint() -> None:
 
 
 def seconds_to_wait(response: Any, wait: int | None) -> float | None:
-    """How long to wait before the next attempt after an error answer; None: no further attempt.
+    """Seconds to wait before the next attempt after an error answer; None: no further attempt.
 
     wait  seconds without a word from the server; None after the last attempt
     """

@@ -52,7 +52,7 @@ def choose_files(
 
 
 def is_aside(path: str) -> bool:
-    """Is a GGUF by its name no language model, but a vision tower or calibration data?"""
+    """Test whether a GGUF is by its name no language model, but a vision tower or calibration data."""
     stem = path.rsplit("/", 1)[-1].lower()
     return "mmproj" in stem or stem.startswith("imatrix")
 

@@ -31,13 +31,13 @@ class RowRunner:
         self._state: JoinedState | None = None  # of the last joined step
 
     def alone(self, state: State, rows: Rows) -> Computed:
-        """What the rows of one sequence give."""
+        """Run a step with the rows of one sequence."""
         model = self.target if rows.target_only else self.model
         step = rows.step if type(rows.step.tokens) is not Part else _by_itself(rows.step)
         return computed(self.ops, model.forward(state, step), rows)
 
     def together(self, asked: Sequence[tuple[State, Rows]]) -> list[Computed | Exception]:
-        """What the rows of each sequence give, or the error that is its own; raises what the backend raises."""
+        """Run a step with the rows of each sequence; a result is an error where it concerns that sequence alone."""
         kinds = [_kind(rows) for _, rows in asked]
         if kinds == sorted(kinds):
             return self._together([state for state, _ in asked], [rows for _, rows in asked], kinds)
@@ -113,12 +113,12 @@ class RowRunner:
 
 
 def _kind(rows: Rows) -> int:
-    """Where a sequence's rows lie in a joined step: those of which tokens are sampled in one call come first."""
+    """Rank a sequence's rows in a joined step: rows whose tokens are sampled in one call come first."""
     return NOT_CHOSEN if rows.sampler is None else PICKED if rows.sampler.penalizes else SAMPLED
 
 
 def _rows_in(sampled: slice, at: slice) -> slice:
-    """Where rows `sampled` of a sequence lie in a step in which its rows are `at`."""
+    """Return where rows `sampled` of a sequence lie in a step in which its rows are `at`."""
     if sampled == EVERY:
         return at
     first, end, _ = sampled.indices(at.stop - at.start)

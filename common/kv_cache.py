@@ -21,7 +21,7 @@ LADDER = ((NATIVE, NATIVE), ("q8_0", "q8_0"), ("q8_0", "lm4"), ("lm4", "lm4"), (
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What a person chose; None is the default of the formats.
+    """Choices of a person about the KV cache; None is the default of the formats.
 
     keys, values   names of FORMATS, or NATIVE: the backend's own float type
     rotate_keys    by default, keys below 8 bits are rotated
@@ -57,7 +57,7 @@ def is_auto(choice: CacheChoice) -> bool:
 
 
 def options_of(choice: CacheChoice, pair: tuple[str, str] = (NATIVE, NATIVE)) -> CacheOptions:
-    """What a person's choice comes to; `pair` stands for formats that were not chosen."""
+    """Complete a person's choices; `pair` stands for formats that were not chosen."""
     if choice.kv in SHORTHANDS and choice.cache_type_k and choice.cache_type_v:
         raise UsageError(
             f"kv {choice.kv} stands for both formats, and cache_type_k {choice.cache_type_k} and cache_type_v "
@@ -153,7 +153,7 @@ def _either(chosen: Any, default: Any) -> Any:
 
 
 def described(spec: Sequence[LayerSpec]) -> list[str]:
-    """How the layers of a model store their caches, a line for each group of layers that do alike."""
+    """Describe how the layers of a model store their caches, a line for each group of equal layers."""
     lines: dict[str, list[int]] = {}
     for i, layer in enumerate(spec):
         for s in layer.values():

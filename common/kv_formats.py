@@ -247,7 +247,7 @@ def _from_turboquant(b: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Format:
-    """How a cache stores a head's vector.
+    """Encoding of a head's vector in a cache.
 
     bits     of a code, without scales
     scales   bytes of a group's scales

@@ -41,7 +41,7 @@ def _runs(layers: int) -> list[tuple[int, int]]:
 
 
 def _ends(sizes: Sequence[int], memory: Sequence[int], share: float) -> list[int] | None:
-    """Where each machine's layers end if none is filled above `share`; None where that cannot be."""
+    """Find where each machine's layers end if none is filled above `share`; None if that is impossible."""
     ends, at = list[int](), 0
     for rank, own in enumerate(memory):
         left, held, begin = len(memory) - rank - 1, 0, at

@@ -53,7 +53,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model needs.
+    """Bytes and operations that a model needs.
 
     held     bytes of each layer with its states, what is outside the layers with the first
     read     bytes that a token reads, without its experts

@@ -45,7 +45,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What one layer computes, for a prediction of its work space.
+    """Sizes of one layer's computation, which predict its workspace.
 
     mixer, ffn  numbers per row that enter and leave the matrices before and after the layer's second norm
     hidden      numbers per row of the residual stream
@@ -142,7 +142,7 @@ class Ops(ABC):
         return make(self)
 
     def load_beside(self, model: Any, make: Callable[[Any], Any]) -> Any:
-        """What `make` makes of a draft and `model`, which `load` gave; where one process has several ranks, of each."""
+        """Make a draft and `model`, which `load` gave, by `make`; where one process has several ranks, of each."""
         return make(model)
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Ops(ABC):
 
     @abstractmethod
     def holds(self, stored_type: str) -> str:
-        """How a matrix stored as `stored_type` is held, in words for a person: "as stored", "expanded to float32"."""
+        """Describe how a matrix stored as `stored_type` is held: "as stored", "expanded to float32"."""
 
     @abstractmethod
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
@@ -319,7 +319,7 @@ class Ops(ABC):
 
     @abstractmethod
     def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
-        """Of each row of x (T, C) the row that it continues: -> (T, C); the committed past's last, zeros before any.
+        """Return the row that each row of x (T, C) continues: (T, C); the committed past's last, zeros before any.
 
         The state `last` is that of a short convolution of two taps.
         """
@@ -367,7 +367,7 @@ class Ops(ABC):
         """
 
     def chooses(self, sampler: Sampler) -> bool:
-        """May `sample` choose without showing the row to the host?"""
+        """Test whether `sample` may choose without showing the row to the host."""
         return sampler.is_argmax or (self.draws and not sampler.penalizes)
 
     @abstractmethod

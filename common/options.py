@@ -43,7 +43,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Options):
-    """How a token is drawn from a row of logits; the defaults are greedy decoding without penalties."""
+    """Options that draw a token from a row of logits; the defaults are greedy decoding without penalties."""
 
     temperature: float = option(0.0, rules.AT_LEAST_0, "divides the logits; 0 takes the likeliest token (greedy)")
     top_p: float = option(1.0, rules.SHARE, "keep the likeliest tokens that hold this share of the probability")
@@ -65,7 +65,7 @@ class Sampling(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(Sampling):
-    """How a reply is generated."""
+    """Options of a generated reply."""
 
     max_tokens: int | None = option(None, rules.whole(1), "most tokens of the reply; None: to the end of the context")
     stop: str | Sequence[str] = option(
@@ -133,7 +133,7 @@ RESERVED = ("self", "vocabulary", "messages", "tools", "think", "parse_special",
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(GenerationOptions):
-    """How a reply to messages is generated."""
+    """Options of a reply to messages."""
 
     think: bool | None = option(
         None, rules.FLAG, "whether to reason before the answer; None: as the model's chat template has it"
@@ -160,7 +160,7 @@ CACHE_SHORTHANDS = ("q8", "q4", "tq3", "auto")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheChoice(Options):
-    """How the KV cache is stored."""
+    """Options of the KV cache's storage."""
 
     cache_type_k: str | None = option(
         None,
@@ -210,7 +210,7 @@ EXPERT_SWITCHES = {  # by option, those of which one must be on
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoice(Options):
-    """How the experts of a mixture are held. The text stays the same."""
+    """Options that hold the experts of a mixture. The text does not depend on them."""
 
     stream_experts: bool = option(
         False,
@@ -263,7 +263,7 @@ class ExpertChoice(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixChoice(Options):
-    """Where states of sequences are kept, so that a prompt that begins as an earlier one is not read twice."""
+    """Options of the prefix cache, by which a prompt that begins as an earlier one is not read twice."""
 
     cache_memory: int | str | None = option(
         None,
@@ -279,7 +279,7 @@ class PrefixChoice(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
-    """How a model is loaded."""
+    """Options that load a model."""
 
     backend: str | None = option(
         None,

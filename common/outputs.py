@@ -116,7 +116,7 @@ def check_room(folder: Path, needed: int, held: int = 0) -> None:
 
 
 def _fingerprint(source: Checkpoint) -> list[Any]:
-    """What tells a source that has changed: names, sizes and times of its files."""
+    """Hash names, sizes and times of a source's files, so that a change is noticed."""
     files = [source.path] if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 

@@ -31,7 +31,7 @@ CODE_NATS = 32 / 65535  # a saved log-probability counts these below its row's b
 
 
 class LanguageModel(Protocol):
-    """What is asked of a `common.models.Model`."""
+    """The part of `common.models.Model` that this file calls."""
 
     @property
     def ops(self) -> Ops: ...
@@ -69,7 +69,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a model is from a reference, over the scored rows.
+    """Distance of a model from a reference, over the scored rows.
 
     perplexity  of the reference
     kl          mean KL(reference || model) in nats; kl_99 is its 99th percentile

@@ -68,7 +68,7 @@ class Stats:
 
 @dataclass
 class Piece(Parts):
-    """What became certain of a reply, the tokens after the text, and on the last piece why the reply ended.
+    """A part of a reply that is certain: text, its tokens, and on the last piece why the reply ended.
 
     finish_reason  "stop": an end token or a stop string; "tool_calls": as "stop", after calls; "length": max_tokens or
                    the context; "cancelled"

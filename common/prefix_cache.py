@@ -18,7 +18,7 @@ from common.step import LongStep, Shape, State
 
 
 class Found(NamedTuple):
-    """What the cache had for a prompt.
+    """Result of a look-up in the cache.
 
     length   tokens that the state now holds; 0: the state is unchanged
     matched  tokens of the prompt that some kept text begins with

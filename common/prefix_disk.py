@@ -75,7 +75,7 @@ class PrefixDisk:
     # -- what the memory tier calls ------------------------------------------------------------------------------------
 
     def first_missing(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> int | None:
-        """Of a state with such tokens, the first whose rows are to be put; None if it has the state, or no room."""
+        """Find the first token whose rows must be stored; None if the whole state is stored, or has no room."""
         key = key_of(self.fingerprint, tokens, long_steps)
         with self._lock:
             if key in self.known:
@@ -271,5 +271,5 @@ def _end(jobs: "queue.Queue[tuple[str, Saved] | None]", thread: threading.Thread
 
 
 def _rows_alike(saved: Saved) -> list[tuple[int, int, str]]:
-    """What rows that follow one another have in common."""
+    """Return what rows that follow one another have in common."""
     return [(array.shape[0], array.shape[2], array.dtype.str) for array in saved.rows]

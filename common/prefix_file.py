@@ -209,7 +209,7 @@ def _read_ids(path: Path, entry: Any, dtype: str, start: int, nbytes: int) -> np
 
 
 def _end(entry: Any) -> int:
-    """Where an array ends, counted from the first; -1 for an entry without offsets."""
+    """Return the end of an array, counted from the first; -1 for an entry without offsets."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else -1
 

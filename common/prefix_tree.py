@@ -50,7 +50,7 @@ class Page:
         return page if page is not None and page.steps == over and np.array_equal(page.tokens, part) else None
 
     def subtree(self) -> Iterator["Page"]:
-        """This page, then every page of its subtree after its parent."""
+        """Iterate over this page, then every page of its subtree after its parent."""
         waiting = [self]
         while waiting:
             page = waiting.pop()
@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def value(self) -> int:
-        """When the entry was last useful; a longer text's use counts for branch points and system prompts."""
+        """Time at which the entry was last useful; a longer text's use counts for branch points and system prompts."""
         return max(self.used, self.below) if len(self.kids) > 1 or self.why == "system" else self.used
 
     def is_prefix_of(self, tail: np.ndarray) -> bool:

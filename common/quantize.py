@@ -30,7 +30,7 @@ _FP4_CODES = (np.arange(25)[:, None] > 4 * _FP4_MIDDLES).sum(axis=1).astype(np.u
 
 @dataclass(frozen=True)
 class Format:
-    """How a matrix is stored: an MLX mode with bits and group size, or a GGUF type, for which both are 0."""
+    """Format of a matrix: an MLX mode with bits and group size, or a GGUF type, for which both are 0."""
 
     type: str
     bits: int = 0

@@ -16,7 +16,7 @@ from common.tensors import Tensor
 
 
 class Block(NamedTuple):
-    """How a GGUF type stores a row: `bytes` bytes for every `elements` values; `id` is ggml's number for the type.
+    """Block of a GGUF type: `bytes` bytes for every `elements` values; `id` is ggml's number for the type.
 
     halves    byte offsets of the float16 scales and minima in a block
     """
@@ -126,7 +126,7 @@ def _refuse(tensor: Tensor, bad: np.ndarray, start: int = 0) -> None:
 
 
 def _not_finite(data: np.ndarray, type_: str) -> np.ndarray:
-    """Which values are NaN or infinite; for a mode's name, which of its scale bytes are."""
+    """Mark values that are NaN or infinite, or, given a mode's name, such scale bytes."""
     if type_ == "nvfp4":
         return (data & 0x7F) == 0x7F
     if type_ in ("mxfp4", "mxfp8"):
@@ -137,7 +137,7 @@ def _not_finite(data: np.ndarray, type_: str) -> np.ndarray:
 
 
 def bad_blocks(blocks: np.ndarray, type_: str) -> np.ndarray:
-    """Which blocks of a GGUF type, uint8 (n, bytes), have a scale that is NaN or infinite: bool (n,)"""
+    """Mark the blocks of a GGUF type, uint8 (n, bytes), whose scale is NaN or infinite: bool (n,)"""
     if type_ == "MXFP4":
         return blocks[:, 0] == 0xFF
     if type_ == "NVFP4":

@@ -39,7 +39,7 @@ class Reading:
         return np.unique([*range(self.grid, self.end, self.grid), *inside, self.end])
 
     def next_cut(self, at: int) -> int:
-        """Where the step that begins at token `at` ends."""
+        """Return the end of the step that begins at token `at`."""
         cut = int(self.cuts[np.searchsorted(self.cuts, at, side="right")])
         inside = any(first <= at < end for first, end in self.replies)
         return min(cut, at + MAX_DECODE_ROWS) if inside else cut
@@ -90,7 +90,7 @@ def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int
 
 @dataclass(frozen=True)
 class Turns:
-    """What a chat template shows of a prompt, by counts of its tokens.
+    """Counts of a prompt's tokens, by what its chat template shows.
 
     shared   those that the next prompt will begin with, whatever the reply; None: all
     system   those before the first message that is not of the system; 0: none

@@ -83,13 +83,13 @@ def uniform(format: Format) -> Recipe:
 
 
 def careful(format: Format) -> Recipe:
-    """As `uniform`, with 8 bits for the embedding, the head and the small projections of decays."""
+    """Assign formats as `uniform`, with 8 bits for the embedding, the head and the small projections of decays."""
     rest = uniform(format)
     return lambda weight: at_8_bits(format) if weight.kind in FRAGILE else rest(weight)
 
 
 def mixed(format: Format) -> Recipe:
-    """As `careful`, with more bits for values and down projections of the first, the last and each third layer.
+    """Assign formats as `careful`, with more bits for values and down projections of some layers.
 
     This is llama.cpp's choice of layers for Q4_K_M: an eighth at both ends, and every third between.
     """
@@ -164,7 +164,7 @@ def check_rules(rules: Sequence[tuple[str, Format | None]], weights: dict[str, W
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of a matrix: its format, or None and why it stays as it is."""
+    """Decision about a matrix: its format, or None and why the matrix stays unquantized."""
 
     format: Format | None
     why: str = ""
@@ -190,7 +190,7 @@ def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> C
 
 
 def _fix_takes(stored: Stored, tensor: Tensor, format: Format) -> bool:
-    """Can the loader bring the weight into its own order once it is stored in `format`?"""
+    """Test whether the loader can bring the weight into its own order once it is stored in `format`."""
     if stored.fix is None or len(stored.names) > 1:
         return True
     lead, width = tensor.shape[:-1], tensor.shape[-1]

@@ -24,10 +24,10 @@ class NumpySlots:
         return np.split(self._rows[form.kind][slot], np.cumsum(form.sizes)[:-1])
 
     def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: slots hold stored bytes."""
+        """Return at once: slots hold stored bytes."""
 
     def settle(self) -> None:
-        """Do nothing: NumPy has computed."""
+        """Return at once: NumPy has computed."""
 
     def matrices(self, layer: int) -> tuple[Any, Any]:
         count = len(self._forms[layer].gate_up)

@@ -195,7 +195,7 @@ class Calibration(NamedTuple):
 
     @classmethod
     def of(cls, keys: np.ndarray) -> "Calibration":
-        """Of keys (n, K, D); a channel that never changes has scale 1. Sums are float64, in the order of the keys."""
+        """Compute from keys (n, K, D); a constant channel has scale 1. Sums are float64, in the order of the keys."""
         mean = keys.mean(axis=0, dtype=np.float64)
         scale = np.sqrt(np.square(keys - mean).mean(axis=0, dtype=np.float64)).astype(np.float32)
         return cls(mean.astype(np.float32), np.where(scale > 0, scale, np.float32(1)))
@@ -245,7 +245,7 @@ class NumpyPacked:
         return [Held(rows, np.arange(first, past), exact=False), held._replace(exact=True)]
 
     def _calibration(self, step: Step, k: np.ndarray) -> Calibration:
-        """With which the step's keys are encoded; of rows whose path is too short for one, none."""
+        """Return the calibration that encodes the step's keys; none for rows whose path is too short."""
         n = self.spec.packing.calibration
         if self.calibration is not None:
             return self.calibration

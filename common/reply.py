@@ -12,7 +12,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass
 class Parts:
-    """What became certain of a reply.
+    """Parts of a reply that are certain.
 
     tool_calls  as OpenAI streams them: {"index", "id", "type", "function": {"name", "arguments": JSON text}}
     """

@@ -32,7 +32,7 @@ class Trace:
     experts: int
 
     def profile(self, tokens: int, layers: list[int]) -> Profile:
-        """How often the first `tokens` tokens chose each expert; `layers`: the model's layers that have experts."""
+        """Count how often the first `tokens` tokens chose each expert; `layers`: the model's layers with experts."""
         counts = np.zeros((max(layers) + 1, self.experts), np.int64)
         for i, layer in enumerate(layers):
             counts[layer] = np.bincount(self.ids[:tokens, i].ravel(), minlength=self.experts)
@@ -68,7 +68,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Skew:
-    """How a synthetic trace routes.
+    """Parameters of a synthetic trace's routing.
 
     zipf      exponent of the experts' popularity by rank
     drift     standard deviation of the logarithm by which a topic changes each expert's popularity

@@ -164,8 +164,9 @@ class Sampler:
 
 
 class Ahead(Sampler):
-    """What `sampler` will do with rows that continue the text by `depths` more tokens, each drawn with the number that
-    the token at its place will take; `sampler` itself stays where it is.
+    """A copy of `sampler` for rows that continue the text by `depths` more tokens.
+
+    Each row is drawn with the random number that the token at its position will take; `sampler` does not advance.
     """
 
     def __init__(self, sampler: Sampler, depths: np.ndarray):

@@ -32,7 +32,7 @@ class BusyError(BimetalError):
 
 
 class Item(Protocol):
-    """What the policy sees of a sequence.
+    """The policy's view of a sequence.
 
     priority  higher begins first, and has its prompt read first
     arrival   grows from one to the next
@@ -101,7 +101,7 @@ class Schedule:
         return min(readers, key=lambda item: (-item.priority, item.arrival))
 
     def step(self, decoders: list[T]) -> list[T]:
-        """Those whose rows fit one step: first the ones that waited longest, then those of fewest rows.
+        """Select sequences whose rows fit one step: first the ones that waited longest, then those of fewest rows.
 
         Of several micro-batches, the next one's.
         """
@@ -146,11 +146,11 @@ class Schedule:
         return max(0, (VERIFY_ROWS - others) // drafting - 1)
 
     def victim(self, running: Collection[T]) -> T:
-        """Who gives its memory to the others when it runs out: the lowest priority, of equal ones the youngest."""
+        """Choose the sequence that is suspended when memory runs out: the lowest priority, then the youngest."""
         return min(running, key=lambda item: (item.priority, -item.arrival))
 
     def next_back(self, suspended: Collection[T]) -> T:
-        """Who gets memory back first."""
+        """Choose the suspended sequence that gets memory back first."""
         return max(suspended, key=lambda item: (item.priority, -item.arrival))
 
     def has_read(self, seconds: float, decoders: bool) -> None:

@@ -32,7 +32,7 @@ from common.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Target:
-    """What sequences run on.
+    """The model, tokenizer and context length that sequences run on.
 
     decoding  the model with attention as decoding has it; it is `model` itself without `fa_window`
     context   tokens that a sequence may hold
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(eq=False)
 class Call:
-    """What a caller asks for.
+    """A caller's request.
 
     put       called with each piece
     ended     called once, after the last piece or with the error that ended the reply
@@ -168,7 +168,7 @@ class Sequence:
         return Reading(end, grid, {**self.call.marks, self._shared(end): "turn"}, replies)
 
     def _unread(self, new: int) -> int:
-        """Of `new` tokens at the prompt's end, those that prefill leaves to the decoder's first step.
+        """Count the tokens among the `new` last ones of the prompt that prefill leaves to the decoder's first step.
 
         All of few, which saves a forward; of more the last one, as prefill then reads the others at its own speed. The
         decoder must see what prefill does: none with `fa_window`.
@@ -285,7 +285,7 @@ class Sequence:
         return True
 
     def _logprob(self, token: int, row: Array) -> Logprob:
-        """Of a token that was chosen from `row` (1, vocab)."""
+        """Compute the log-probability of a token that was chosen from `row` (1, vocab)."""
         assert self.options.logprobs is not None
         (host,) = read(self.target.model.ops, (row,))
         return Logprob.of(host[-1], token, self.options.logprobs)

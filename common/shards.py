@@ -32,7 +32,7 @@ class Ranks:
     size: int = 1
 
     def divide(self, count: int, what: str) -> int:
-        """This rank's share of `count` `what`; raises BimetalError where the ranks cannot share them equally."""
+        """Return this rank's share of `count` `what`; raises BimetalError where the ranks cannot share them equally."""
         if count % self.size:
             raise BimetalError(
                 f"{count} {what} cannot be divided among {self.size} ranks; choose a number that divides {count}"
@@ -40,7 +40,7 @@ class Ranks:
         return count // self.size
 
     def holding(self, count: int, what: str) -> "Ranks":
-        """This rank among those that hold different ones of `count` `what`: with fewer of them, ranks hold copies."""
+        """Return this rank among those with different ones of `count` `what`; with fewer of them, ranks hold copies."""
         if self.size > count > 0 and self.size % count == 0:
             return Ranks(self.rank * count // self.size, count)
         self.divide(count, what)
@@ -56,7 +56,7 @@ ONE = Ranks()
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank takes of a stored tensor along `axis`: a part of each segment, in their order."""
+    """A rank's part of a stored tensor along `axis`: a part of each segment, in their order."""
 
     axis: int
     segments: tuple[Segment, ...]
@@ -68,7 +68,7 @@ class Shard:
 
     @property
     def parts(self) -> int:
-        """How many parts, of the size of this rank's, the stored tensor has."""
+        """Number of parts, of the size of this rank's, in the stored tensor."""
         return sum(s.length for s in self.segments) // sum(s.stop - s.start for s in self.segments)
 
     @property

@@ -48,7 +48,7 @@ class Slot:
 
     @property
     def committed(self) -> list[int]:
-        """Those of the tokens that the state holds."""
+        """The tokens that the state holds."""
         return self.tokens[: self.state.length]
 
     def reset(self) -> None:

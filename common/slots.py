@@ -11,7 +11,7 @@ SPARE = 0.05  # of free memory, for what is not predicted
 
 
 class Slots:
-    """Up to `parallel` slots for sequences of up to `context` tokens, made as they are needed.
+    """The slots for at most `parallel` sequences of at most `context` tokens, made as they are needed.
 
     tokens  that a pool of their states holds in all; None: `parallel` times `context`
     pool    of their states, where the backend has one for several sequences
@@ -57,7 +57,7 @@ class Slots:
         return bool(held)
 
     def has_room(self, needs: Sequence[tuple[Slot, int]], taken: Collection[Slot | None]) -> bool:
-        """Is memory free for slots to hold so many tokens each? Drops idle slots where that helps.
+        """Test whether memory is free for slots to hold so many tokens each; drops idle slots where that helps.
 
         True where states do not grow by themselves: a step finds out.
         """
@@ -94,7 +94,7 @@ class Slots:
         return best
 
     def _fits(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
-        """Is memory free for `tokens` tokens in `slot`, or in a new one? Drops slots of `idle` where that helps."""
+        """Test whether memory is free for `tokens` tokens in `slot`, or in a new one; may drop slots of `idle`."""
         model, ops = self.model, self.model.ops
         if not isinstance(model, Model):
             return True
@@ -113,7 +113,7 @@ class Slots:
         return True
 
     def _fits_pool(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
-        """As `_fits`, of what the pool's sequences share; idle slots forget what they hold where that helps."""
+        """Test, as `_fits`, the memory that the pool's sequences share; idle slots may be emptied."""
         assert self.pool is not None
         needed = tokens - (slot.state.length if slot is not None else 0)
         needed += sum(max(0, most - other.state.length) for other, most in running)

@@ -117,11 +117,11 @@ class LayerState(Protocol):
     def restore(self, snapshot: Any) -> None: ...
 
     def row_shapes(self, tokens: int) -> list[Shape]:
-        """What `save_rows` of so many tokens gives."""
+        """Return shape and dtype of the arrays that `save_rows` returns for so many tokens."""
         ...
 
     def point_shapes(self, length: int) -> list[Shape]:
-        """What `save_point` gives once `length` tokens are committed."""
+        """Return shape and dtype of the arrays that `save_point` returns once `length` tokens are committed."""
         ...
 
     def save_rows(self, first: int, last: int) -> list[np.ndarray]: ...
@@ -184,7 +184,7 @@ class State:
         self.long_steps = [step for step in self.long_steps if step[0] < self.length]
 
     def snapshot(self) -> Snapshot:
-        """Where the state stands now, for `restore` on the same state; good until a restore to before it."""
+        """Return a point for `restore` on the same state; it is good until a restore to an earlier point."""
         return Snapshot(self.length, [state.snapshot() for state in self._all()], len(self._rewound_to))
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -14,7 +14,7 @@ NATIVE = "native"  # the format of a cache in the backend's own float type
 
 
 class Kind(Enum):
-    """How a state grows: by a row per token, by a row per token up to a bound, or not at all."""
+    """Growth of a state: a row per token, a row per token up to a bound, or none."""
 
     APPENDS = "appends"
     WRAPS = "wraps"
@@ -77,7 +77,7 @@ class RowSpec:
 
 @dataclass(frozen=True)
 class Packing:
-    """What a compressed cache does beside its formats.
+    """Options of a compressed cache beside its formats.
 
     rotate_keys    rotate keys before they are encoded
     rotate_values  rotate values before they are encoded

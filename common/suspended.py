@@ -44,7 +44,7 @@ class Suspended:
         return None
 
     def grant(self, running: list[Sequence]) -> bool:
-        """Is memory free for all of `running` to go on? Those that reach what they were granted are granted more."""
+        """Test whether all of `running` can go on; sequences that reach their granted memory are granted more."""
         growing = [each for each in running if each.outgrows]
         if not growing or len(running) == 1:
             return True

@@ -41,7 +41,7 @@ class TemplateStoppedError(BimetalError):
 
 
 def run(template: str, inputs: Mapping[str, Any]) -> str:
-    """What `template` (Jinja source) prints for `inputs`.
+    """Render `template` (Jinja source) for `inputs`.
 
     Raises BimetalError with the template's own words where it refuses the inputs, and in one sentence where it fails;
     TemplateStoppedError where it passes a limit.

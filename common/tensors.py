@@ -70,7 +70,7 @@ class Tensor:
 
 
 def same_axes(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Do the shapes differ in axes of length 1 alone, so that writers may keep or drop those axes?"""
+    """Test whether the shapes differ in axes of length 1 alone, so that writers may keep or drop those axes."""
     return [n for n in one if n != 1] == [n for n in other if n != 1]
 
 

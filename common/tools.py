@@ -27,7 +27,7 @@ _NAME = r"[\w.:/-]+"
 
 
 class Syntax(NamedTuple):
-    """How a family writes a call.
+    """Syntax of a family's tool calls.
 
     parse  the call in the text between the tags; None if that text ends inside a value, so that the closing tag belongs
            to the value; ValueError if it is no call
@@ -282,7 +282,7 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _follow(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a $ref such as #/$defs/Town points to, None if nothing."""
+    """Resolve a $ref such as #/$defs/Town; None if it points to nothing."""
     node: Any = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         node = node.get(part) if isinstance(node, Mapping) else None

@@ -27,7 +27,7 @@ Fix = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a weight lies in the checkpoint at hand: its full name, its canonical shape, and the fix between both.
+    """Place of a weight in the checkpoint: its full name, its canonical shape, and the fix between both.
 
     Several names are the layer's experts, one tensor each, to be stacked.
 
@@ -209,7 +209,7 @@ def account(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def misfits(checkpoint: Checkpoint, layout: Layout) -> Misfits:
-    """What of the checkpoint does not fit the layout, by its headers alone."""
+    """List what does not fit between checkpoint and layout, by the headers alone."""
     used = layout.names()
     unused = (name for name in checkpoint.tensors if name not in used and layout.ignored(name) is None)
     weights = [stored for entry in layout.entries() for stored in entry.parts]

@@ -71,7 +71,7 @@ class Array:
 
     @property
     def is_dense(self) -> bool:
-        """Is it computed and added up, its elements one after the other?"""
+        """Test whether the array is computed and added up, its elements one after the other."""
         return bool(self._address) and self.partials == 1 and self.strides == contiguous(self.shape)
 
     def __len__(self) -> int:

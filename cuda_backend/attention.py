@@ -39,7 +39,7 @@ LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
 
 class Pieces(NamedTuple):
-    """What kernels/split.cu left for pieces.cu: sums and stats, rows, heads and their width, and how it was cut.
+    """Output of kernels/split.cu for pieces.cu: sums and stats, rows, heads and their width, and how it was cut.
 
     runs       the most that there may be, kernels/pieces.cu
     turn_back  columns that are rotated back together, 0: none
@@ -262,7 +262,7 @@ def whole(
 
 
 class Combined(NamedTuple):
-    """What kernels/pieces.cu adds up to heads `head` wide; `code`: a gate on them, as views.MUL_SIGMOID."""
+    """Sum by kernels/pieces.cu of heads `head` wide; `code`: a gate on them, as views.MUL_SIGMOID."""
 
     pieces: Pieces
     head: int

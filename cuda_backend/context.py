@@ -52,7 +52,7 @@ class Context:
     routing: Routing | None = None
 
     def branch(self) -> "Context":
-        """This context with the streams exchanged."""
+        """Return this context with the streams exchanged."""
         return replace(self, stream=self.side, side=self.stream)
 
     def on_device(self, numbers: Any) -> Array:

@@ -14,7 +14,7 @@ from cuda_backend.replay import DeviceStep
 
 
 class ExactStep(NamedTuple):
-    """What kernels receive (kernels/exact.cuh), how they are built for it, and the planes that hold the step's rows."""
+    """Arguments of kernels (kernels/exact.cuh), their build, and the planes that hold the step's rows."""
 
     record: np.ndarray
     defines: tuple[str, ...] = ()
@@ -58,6 +58,6 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
 
 
 def close_exact(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) -> None:
-    """What a ring becomes where a long step is committed."""
+    """Write the ring as it becomes once a long step is committed."""
     if opened.planes and step.prefill and kv.exact.kv.store.is_ring:
         rolled(kv.exact.kv, step, opened.planes, context.stream)

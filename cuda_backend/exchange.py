@@ -24,7 +24,7 @@ RENEWED = 1 << 31  # exchanges after which the numbers begin again, long before 
 
 @dataclass(frozen=True)
 class End:
-    """What one GPU has of an exchange: the buffer that peers write, the kernel's `state`, and a word for the host."""
+    """One GPU's end of an exchange: the buffer that peers write, the kernel's `state`, and a word for the host."""
 
     gpu: Gpu
     buffer: Memory

@@ -38,7 +38,7 @@ class Groups:
 
 
 def joins(stack: Weight, one: Weight) -> bool:
-    """Can `one` be the matrix after the last of `stack`, which `grouped_linear` reads from where it lies?"""
+    """Test whether `one` can be the matrix after the last of `stack`, which `grouped_linear` reads in place."""
     kinds = [[(s.type, s.rows, s.columns) for s in w.segments] for w in (stack, one)]
     return kinds[0] == kinds[1] and is_packed(stack)
 
@@ -110,7 +110,7 @@ SUM, SWIGLU = 1, 2  # kernels/single.cu MADE
 
 
 class Row(NamedTuple):
-    """What kernels/single.cu multiplies: rows packed at an address, `apart` bytes each, or `made` of an array."""
+    """Rows that kernels/single.cu multiplies: packed at an address, `apart` bytes each, or `made` of an array."""
 
     packed: int = 0
     array: Array | None = None

@@ -182,7 +182,7 @@ class ExpertStore:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def step(self, fn: Any, rows: int, T: int, run: Callable[[], R]) -> R:
-        """What `run` returns, which launches a step of `rows` rows, T with those that fill the graph."""
+        """Run `run`, which launches a step of `rows` rows, T with those that fill the graph; returns its result."""
         if not self.is_open:
             return run()
         if T > MAX_DECODE_ROWS:
@@ -209,7 +209,7 @@ class ExpertStore:
             self._count(self.logged.popleft())
 
     def _ids(self, T: int) -> np.ndarray:
-        """Where the ids of the step that has just been launched arrive."""
+        """Return where the ids of the step that has just been launched arrive."""
         if self.prompt_ids is not None:
             return self.prompt_ids
         if len(self.logged) == LOGS:
@@ -311,7 +311,7 @@ class ExpertStore:
         return segment.table + 8 * expert, address
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
-        """What steps did with experts, or since `before`."""
+        """Count what steps did with experts, or did since `before`."""
         self._settle()
         return self.residency.counters.stats(before)
 

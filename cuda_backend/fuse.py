@@ -24,7 +24,7 @@ class Fusion(NamedTuple):
 
 
 def _of_128(norm: Lazy) -> bool:
-    """Can a launch cut the rows of a norm into 128 columns each, and read what is normed in fours?"""
+    """Test whether a launch can cut the rows of a norm into 128 columns each, and read its input in fours."""
     if norm.K % 128:
         return False
     (x,) = norm.inputs
@@ -41,7 +41,7 @@ def _experts_in_fours(experts: Lazy) -> bool:
 
 
 def _alone(experts: Lazy) -> bool:
-    """Is nothing else added to the sum of the experts yet?"""
+    """Test whether nothing else is added to the sum of the experts yet."""
     return len(experts.inputs) == 2
 
 
@@ -96,7 +96,7 @@ def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
 
 
 def dense_for_product(x: Lazy) -> tuple[int, int]:
-    """As `packed_for_product`, in float32 for a router; the same launch writes the int8 rows that its experts read."""
+    """Prepare rows as `packed_for_product`, in float32 for a router; the same launch writes the experts' int8 rows."""
     rows = Packing(1, False)  # of types of which whole numbers are summed; experts of others ask again
     if not x.forms.deferred_dense and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take

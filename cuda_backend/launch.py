@@ -86,7 +86,7 @@ class Kernel:
 
 @cache
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
-    """What makes a launch's argument of a number, or refuses a record of another type."""
+    """Return the function that makes a launch's argument of a number, or refuses a record of another type."""
     if dtype.names:
 
         def record(value: Any) -> Any:
@@ -102,7 +102,7 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
 
 
 class Graph:
-    """What is launched on a stream, and on others that wait for it, from now until `end`, to be replayed."""
+    """Launches on a stream, and on others that wait for it, captured from now until `end`, to be replayed."""
 
     def __init__(self, streams: Sequence[Stream], overlap: bool):
         self.streams = streams
@@ -185,7 +185,7 @@ def check_compiler() -> None:
 
 
 def no_compiler(error: Exception) -> BimetalError | None:
-    """What to install where `error` says that CUDA's compiler is missing."""
+    """Explain what to install where `error` says that CUDA's compiler is missing."""
     if "nvrtc" not in str(error).lower():
         return None
     return BimetalError(

@@ -61,7 +61,7 @@ def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class LinearLaunch:
-    """How kernels/linear.cu is built and launched; `stripes` of a CTA, shared memory in bytes."""
+    """Build and launch of kernels/linear.cu; `stripes` of a CTA, shared memory in bytes."""
 
     defines: tuple[str, ...]
     second: tuple[str, ...]  # definitions of a second matrix
@@ -101,7 +101,7 @@ def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
 
 
 def expert_defines(card: Card, type_: str, cols: int) -> tuple[str, ...]:
-    """How kernels/experts.cu is built."""
+    """List the macros of kernels/experts.cu."""
     sizes = f"COLS={cols}", f"STAGES={expert_ring(card, type_, cols)[1]}"
     return *tile_defines(type_), *sizes, f"BLOCKS={expert_blocks(card, type_, cols)}"
 
@@ -122,7 +122,7 @@ def _stage(type_: str, cols: int) -> int:
 
 
 class Packing(NamedTuple):
-    """How kernels/store.cuh packs rows: the first `whole` for a product of theirs, the others for one of `cols`.
+    """Form of rows that kernels/store.cuh packs: the first `whole` for one product, the others for one of `cols`.
 
     cols  1: each row alone; fine: a scale per 32 columns
     """
@@ -132,7 +132,7 @@ class Packing(NamedTuple):
     whole: int = 0
 
     def joins(self, D: int) -> bool:
-        """Do columns of several heads D wide share a scale?"""
+        """Test whether columns of several heads D wide share a scale."""
         return D % (32 if self.fine else 128) != 0
 
 
@@ -140,7 +140,7 @@ UNPACKED = Packing(0, False)
 
 
 def packing(type_: str, rows: int) -> Packing:
-    """How products of `rows` rows with a matrix of a type read rows: sums of whole numbers need one scale."""
+    """Choose how products of `rows` rows with a matrix of a type read rows: sums of whole numbers need one scale."""
     whole = next(c for c in COLS if c >= rows - 64) if rows > COLS[-1] else 0
     cols = next(c for c in COLS if c >= rows - whole)
     return Packing(cols, type_ not in WHOLE, whole)

@@ -15,7 +15,7 @@ from cuda_backend.layout import UNPACKED, Packing, packed_size
 
 
 class Target(NamedTuple):
-    """Where an op writes its rows: the address of each form, 0 for a form that nobody asked for."""
+    """Addresses to which an op writes its rows, one per form; 0 for a form that is not requested."""
 
     dense: int = 0  # float32
     packed: int = 0  # int8 with scales, as `packing` says
@@ -87,7 +87,7 @@ class Lazy:
         return self.forms.packed[packing]
 
     def on(self, context: Context) -> "Lazy":
-        """This op and those that it reads on another stream, whose launches leave this one's forms alone."""
+        """Move this op and its inputs to another stream, whose launches leave this one's forms alone."""
         return replace(
             self, context=context, inputs=tuple(moved(x, context) for x in self.inputs), forms=self.forms.copy()
         )

@@ -24,7 +24,7 @@ from cuda_backend.weights import Weight
 
 
 class Router(NamedTuple):
-    """How rows choose among experts.
+    """Parameters by which rows choose among experts.
 
     bias    address of what is added to sigmoid scores before the choice, 0 for softmax
     shared  a shared expert is matrix number E of the same launches
@@ -94,7 +94,7 @@ def moe_ffn(
 def _chosen(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """What the experts that each row chooses return, weighted and added up: first who is chosen, then the products."""
+    """Compute the experts that each row chooses, weighted and added up: first the choice, then the products."""
     logits = rows.linear(context, x, matrix)
     if context.routing and experts.gate_up.layer is not None:  # the router takes its time, and is not asked
         logits = context.routing.logits_of(experts.gate_up.layer, x.shape[0])
@@ -166,7 +166,7 @@ def _beside(
 
 
 def _sum_of_experts(context: Context, y: Array, weights: Array) -> Lazy:
-    """What each row's experts return, y (pairs, C), weighted by `weights` (T, k) and added up."""
+    """Add up the outputs of each row's experts, y (pairs, C), weighted by `weights` (T, k)."""
     return Lazy(context, EXPERTS, weights.shape[0], y.shape[1], (y, weights))
 
 

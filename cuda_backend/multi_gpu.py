@@ -112,7 +112,7 @@ def forwarded(name: str) -> Any:
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """Whatever `x` holds, which may be a tuple of tuples."""
+    """Iterate over the leaves of `x`, which may be a tuple of tuples."""
     if isinstance(x, tuple):
         for part in x:
             yield from leaves(part)
@@ -129,7 +129,7 @@ def each(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def gpu_of(args: Sequence[Any]) -> Gpu:
-    """Where the first weight or state lies, else the first array."""
+    """Find the GPU of the first weight or state, else of the first array."""
     return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
 
 
@@ -258,7 +258,7 @@ class MultiGpuOps(Ops):
         return sum(gpu.ops.launches for gpu in self.gpus)
 
     def copy_bandwidth(self) -> float:
-        """Of the slowest GPU."""
+        """Return the bandwidth of the slowest GPU."""
         return min(self._each(lambda ops: ops.copy_bandwidth()))
 
     embed = forwarded("embed")

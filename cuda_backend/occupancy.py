@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Card:
-    """What a launch depends on, read from the device once. A multiprocessor has 65,536 registers.
+    """Properties of a GPU that launches depend on, read once. A multiprocessor has 65,536 registers.
 
     sms           multiprocessors
     shared        shared memory of one, and the most that a block may take, bytes
@@ -24,7 +24,7 @@ class Card:
 
     @property
     def blocks(self) -> int:
-        """Of a product per multiprocessor: of 100 KB of shared memory, two would have too small a ring."""
+        """Count a product's CTAs per multiprocessor: with 100 KB of shared memory, two would have too small a ring."""
         return 2 if self.shared > 128 << 10 else 1
 
     @property
@@ -61,7 +61,7 @@ WHOLE = (*SUMS, *SIXTEENS, "IQ4_XS")  # scales in whole numbers
 
 
 class InFlight(NamedTuple):
-    """What a warp of kernels/stripes.cuh has in flight at once: more would spill, fewer wait.
+    """Loads that a warp of kernels/stripes.cuh has in flight: more would spill, fewer wait.
 
     halves  of 128 columns of a unit's 256
     eights  of rows

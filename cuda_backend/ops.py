@@ -71,7 +71,7 @@ class CudaOps(Ops):
 
     @property
     def stage(self) -> weights.Stage | None:
-        """How rows of a stored tensor come to the device; None: they are copied."""
+        """Choose how rows of a stored tensor come to the device; None: they are copied."""
         return None
 
     @contextmanager
@@ -247,7 +247,7 @@ class CudaOps(Ops):
         return self.read_all(x)[0]
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:
-        """Those of a `top_k` or an `argmax_entropy`, which lie one after the other, in one copy."""
+        """Read the arrays of a `top_k` or an `argmax_entropy`, which lie one after the other, in one copy."""
         if len(xs) == 1 and isinstance(xs[0], Array) and xs[0].arrival:
             return (_tokens(xs[0].arrival.read()),)
         at = [getattr(x, "address", 0) for x in xs]

@@ -31,7 +31,7 @@ from cuda_backend.weights import Segment, Weight
 
 
 class RowNorm(NamedTuple):
-    """How a product finishes the norm of its rows: fuse.packed_for_product.
+    """Norm of its rows that a product finishes: fuse.packed_for_product.
 
     squares  address of the rows' sums of squares of 128 columns each, `parts` of a row; 0: there is no norm to finish
     """
@@ -52,7 +52,7 @@ def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:
 
 
 def inverse(divisor: int) -> int:
-    """By which kernels divide: kernels/prelude.cuh `quotient`."""
+    """Return the factor by which kernels divide: kernels/prelude.cuh `quotient`."""
     return 0xFFFFFFFF // divisor
 
 

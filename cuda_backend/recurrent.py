@@ -90,7 +90,7 @@ def gated_delta(
 
 
 def mixes(conv: Conv) -> bool:
-    """Does `delta_mixer` take a convolution of so many taps?"""
+    """Test whether `delta_mixer` takes a convolution of so many taps."""
     return conv.spec.taps <= BEFORE + 1
 
 

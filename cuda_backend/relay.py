@@ -71,7 +71,7 @@ class Input:
 
 @dataclass(frozen=True)
 class MultiGpuStep:
-    """What models receive as `step`: T rows."""
+    """The `step` that models receive: T rows."""
 
     T: int
     tokens: Input = Input("tokens")
@@ -139,7 +139,7 @@ class Relay:
         self.graph: Graph | None = None
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
-        """What fn(state, step) returns, in arena memory that the next run overwrites."""
+        """Run fn(state, step); the result lies in arena memory that the next run overwrites."""
         step.the_slot()
         check(step, [Run(0, 0, len(step))], [state.length], state.capacity)
         state.note_step(step)
@@ -154,7 +154,7 @@ class Relay:
 
     @contextmanager
     def on(self, gpu: Gpu) -> Iterator[CudaOps]:
-        """Its ops, to launch something."""
+        """Make the GPU current and return its ops, to launch something."""
         with gpu.device:
             if self.running and self.here is not gpu:
                 self._reach(gpu)

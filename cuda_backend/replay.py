@@ -54,7 +54,7 @@ class RunInput(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What ops receive as `step`: T rows, of which the device knows how many are real, and of which sequences.
+    """The `step` that ops receive: T rows; the device knows how many are real, and of which sequences.
 
     address     of the StepState
     runs        sequences that there may be, at most
@@ -81,7 +81,7 @@ class DeviceStep:
 
 
 def seen(parents: list[int] | None, T: int) -> bytes:
-    """Of each of T rows a bit per row that it sees, as Step.visible."""
+    """Mark for each of T rows the rows that it sees, a bit each, as Step.visible."""
     rows = [(1 << T) - 1] * T if parents is None else []
     for row, parent in enumerate(parents or ()):
         rows.append((rows[parent] if parent != PAST else 0) | 1 << row)
@@ -106,7 +106,7 @@ class Inputs:
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def place_for(self, tokens: Array) -> int:
-        """Where `tokens` are to be written as well, so that a step of them need not copy them there."""
+        """Return where `tokens` are to be written as well, so that a step of them need not copy them there."""
         self.sampled = tokens
         return self.tokens
 
@@ -180,7 +180,7 @@ class Replay:
         self.active: DeviceStep | None = None  # the step whose ops are being launched
 
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
-        """What fn(state, step) returns, in arena memory that the next run overwrites, and its rows that are real."""
+        """Run fn(state, step); returns arena memory that the next run overwrites, and the count of its real rows."""
         pool, runs = state.pool, state.runs(step)
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)

@@ -56,7 +56,7 @@ def linear(context: Context, x: Array, w: Weight) -> Array:
 
 
 def as_lazy(context: Context, x: Array) -> Lazy:
-    """What computes x for a product: the op that is still to run, or a copy of what is there."""
+    """Return what computes x for a product: the op that is still to run, or a copy of a computed array."""
     return lazy_of(x) or copied(context, x)
 
 
@@ -185,7 +185,7 @@ def rms_norm(context: Context, x: Array, weight: Array | None, eps: float) -> Ar
 
 
 def _terms(lazy: Lazy) -> tuple[np.ndarray, np.ndarray, int]:
-    """What is normed: one array, or two, whose sum is kept at an address."""
+    """Return the input of a norm: one array, or two, whose sum is kept at an address."""
     (x,) = lazy.inputs
     added = fused("norm", x)
     if not added:
@@ -296,13 +296,13 @@ HEADS = Op("heads", _emit_heads)
 
 
 def before_heads(x: Array) -> Array:
-    """What norm and rope of x start from, where the launch that writes the cache applies them."""
+    """Return the input of x's norm and rope, where the launch that writes the cache applies them."""
     heads = fused("cache", x)
     return heads.inputs[0] if heads else x
 
 
 def norm_and_rope(x: Array) -> tuple[bool, int, float, np.ndarray]:
-    """That norm and rope: is there a norm, the address of its weight, its epsilon, and the rope."""
+    """Return that norm and rope: is there a norm, the address of its weight, its epsilon, and the rope."""
     heads = fused("cache", x)
     if not heads:
         return False, 0, 0.0, NO_ROPE
@@ -310,6 +310,6 @@ def norm_and_rope(x: Array) -> tuple[bool, int, float, np.ndarray]:
 
 
 def before_rope(x: Array) -> tuple[Array, np.ndarray]:
-    """What a rope of x that has not run starts from, and the rope; x and none where x is something else."""
+    """Return the input of a rope of x that has not run, and the rope; x and none for any other x."""
     heads = fused("latent cache", x)
     return (heads.inputs[0], heads.parameters.rope) if heads else (x, NO_ROPE)

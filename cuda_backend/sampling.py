@@ -55,7 +55,7 @@ def _pieces_of_best(V: int) -> int:
 
 
 def finds(V: int, k: int) -> bool:
-    """Do the kernels find the best k of V tokens?"""
+    """Test whether the kernels find the best k of V tokens."""
     return k <= MOST_BEST and _pieces_of_best(V) * k <= CTA_KEYS
 
 
@@ -109,7 +109,7 @@ def _least(s: Sampling) -> int:
 
 
 def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers: Samplers, tokens: int) -> Memory:
-    """As `_draw`, each row by its own sampler."""
+    """Draw as `_draw`, each row by its own sampler."""
     (T, V), stream = logits.shape, context.stream
     draws, at = np.zeros(T, DRAW), 0
     for sampler, rows in samplers.of:

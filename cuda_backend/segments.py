@@ -15,7 +15,7 @@ class Segment(Protocol):
 
 @dataclass(frozen=True)
 class HostCall:
-    """What the host does between two graphs of a step."""
+    """Work of the host between two graphs of a step."""
 
     fn: Callable[[], None]
 
@@ -33,7 +33,7 @@ class Program(NamedTuple):
 def run_step(
     table: MutableMapping[int, Program | None], T: int, call: Callable[[], Any], capture: Callable[[], Program]
 ) -> Any:
-    """What a step of T rows returns.
+    """Run a step of T rows and return its result.
 
     The first step of T rows runs by `call`, the second is captured, later ones play what was captured. Prefill, whose
     numbers of rows do not repeat, is always called.

@@ -21,7 +21,7 @@ SLACK, CHUNKS = 1.1, 3  # what chunks leave unused: a share of what they hold, a
 
 
 def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:
-    """Of the copies of recurrent states and of rings that a slot keeps to go back to: empty, and the last turn's."""
+    """Count the bytes of a slot's snapshots of recurrent states and rings: empty, and the last turn's."""
     return 2 * sum(_copied_bytes(s, tokens) for s in all_specs(spec))
 
 

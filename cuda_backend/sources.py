@@ -35,7 +35,7 @@ def source(stem: str, second: tuple[str, ...] = ()) -> str:
 
 
 def _source_of_linear(second: tuple[str, ...]) -> str:
-    """What is built of a type lies in a namespace: macros of the first are undefined before the second's are made."""
+    """Wrap each type in a namespace: macros of the first are undefined before the second's are made."""
     of_type = _text("tile.cuh", "product.cuh", "packed.cuh", "stripes.cuh")
     lines = [_text("prelude.cuh", "ring.cuh", "matrix.cuh"), "namespace first {", of_type, "}"]
     if second:

@@ -137,7 +137,7 @@ class CudaPool:
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
 
     def inputs(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
-        """What kernels read of a noted step and its runs: the store of the paths' rows, and each run."""
+        """Return what kernels read of a noted step and its runs: the store of the paths' rows, and each run."""
         if not self.recurrent or step.parents is None:
             return 0, [RunInput(run, self.lengths[run.slot]) for run in runs]
         of = self.recurrent.input
@@ -150,7 +150,7 @@ class CudaPool:
         return sum(store.nbytes for store in self.stores)
 
     def bytes_of(self, slot: int) -> int:
-        """Of the pages that a slot holds, and its share of all else."""
+        """Count the bytes of the pages that a slot holds, and its share of all else."""
         if not self.pages:
             return self.nbytes // self.slots
         shared = self.nbytes - self.pages.count * self.pages.block
@@ -235,7 +235,7 @@ class CudaState(State):
         return self.pool.bytes_of(self.slot)
 
     def load_parts(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        """As State.load_parts; raises NoRoomError, and changes nothing, where too few pages are free."""
+        """Load parts as State.load_parts; raises NoRoomError, and changes nothing, where too few pages are free."""
         if self.pool.pages:
             self.pool.pages.hold([(self.slot, length)])
         super().load_parts(length, rows, point)
@@ -283,5 +283,5 @@ def _layer_bytes(spec: Spec, slots: int, capacity: int, pages: int) -> int:
 
 
 def _rows_bytes(planes: Planes, pages: int) -> int:
-    """Of the rows of one layer: of so many pages, or where there are none of one sequence's whole context."""
+    """Count the bytes of one layer's rows: of so many pages, or without pages of one sequence's whole context."""
     return pages * page_bytes(planes) or planes_bytes(planes)

@@ -126,7 +126,7 @@ class TensorParallelOps(Ops):
             yield
 
     def weight_bytes(self, weight: Wide) -> int:
-        """On all GPUs, which read them at once."""
+        """Count the bytes on all GPUs, which read them at once."""
         return sum(gpu.ops.weight_bytes(part) for gpu, part in zip(self.gpus, weight.parts, strict=True))
 
     def holds(self, stored_type: str) -> str:
@@ -261,7 +261,7 @@ class TensorParallelOps(Ops):
         return sum(gpu.ops.launches for gpu in self.gpus)
 
     def copy_bandwidth(self) -> float:
-        """Of all GPUs together."""
+        """Return the bandwidth of all GPUs together."""
         return sum(self._each(lambda rank: self.gpus[rank].ops.copy_bandwidth()))
 
     embed = on_all("embed")
@@ -319,7 +319,7 @@ class TensorParallelOps(Ops):
         return getattr(self.steps[rank], x.name) if isinstance(x, Input) else x
 
     def _wide(self, outs: Sequence[Any]) -> Any:
-        """What an op returned on the ranks."""
+        """Wrap what an op returned on the ranks."""
         if isinstance(outs[0], tuple):
             return tuple(self._wide(parts) for parts in zip(*outs, strict=True))
         return Wide(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]

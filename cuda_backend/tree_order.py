@@ -56,7 +56,7 @@ def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]
 
 
 def lines(order: Sequence[int], after: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of each visit its row and BEFORE rows before it, newest first, modulo 256: 255 is the newest committed one."""
+    """List by visit its row and BEFORE rows before it, newest first, modulo 256; 255: the newest committed one."""
     out: list[tuple[int, ...]] = []
     for row, before in zip(order, after, strict=True):
         out.append((row, *(out[before][:BEFORE] if before >= 0 else (255, 254, 253))))

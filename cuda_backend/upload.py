@@ -54,7 +54,7 @@ class Uploader:
         return self.memory.address
 
     def flag(self, parts: Sequence[Tensor]) -> int:
-        """Where the device writes what is not 0 if a scale of these is not finite, which `check` then refuses."""
+        """Address to which the device writes a nonzero if one of these scales is not finite; `check` refuses that."""
         if len(self.unchecked) == FLAGS:
             self.check()
         self.flags = self.flags or Memory(4 * FLAGS)

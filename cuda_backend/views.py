@@ -12,7 +12,7 @@ COPY, ADD, SWIGLU, MUL_SIGMOID, MUL_SOFTPLUS = range(5)  # kernels/rows.cu point
 
 
 def out_of(to: Target, K: int) -> np.ndarray:
-    """Where a kernel writes rows of K columns: store.cuh Out."""
+    """Describe where a kernel writes rows of K columns: store.cuh Out."""
     groups, packing = groups_of(K) if to.packed else -(-K // 32), to.packing
     return np.array((to.dense, to.packed, to.product, K, packing.cols, groups, packing.fine, packing.whole), OUT)
 
@@ -24,7 +24,7 @@ def packed_only(out: np.ndarray) -> tuple[str, ...]:
 
 
 def view(x: Array, wide: int = 0) -> np.ndarray:
-    """How a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
+    """Describe how a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
     address, strides, shape = x.address, x.strides, x.shape
 
     def record(head: int, width: int, inner: int) -> np.ndarray:
@@ -44,7 +44,7 @@ def view(x: Array, wide: int = 0) -> np.ndarray:
 
 
 def float4_aligned(*arrays: Array, flat: bool = True) -> bool:
-    """Can kernels read four floats of a row at a time, or of a head unless `flat`? The answer holds for any T."""
+    """Test whether kernels can read four floats of a row, or of a head unless `flat`, at a time, for any T."""
     for x in arrays:
         at, T = view(x), x.shape[0]
         apart = (x.partial_stride // T if x.partials > 1 else 0, at["row"] if T > 1 else 0, at["head"], x.shape[-1])
@@ -54,5 +54,5 @@ def float4_aligned(*arrays: Array, flat: bool = True) -> bool:
 
 
 def turns(rope: np.ndarray) -> bool:
-    """Are a rope's pairs as kernels/light.cu exchanges them: none, or in lanes apart by a power of two?"""
+    """Test whether a rope's pairs are as kernels/light.cu exchanges them: none, or in lanes apart by a power of two."""
     return int(rope["pairs"]) in (0, 4, 8, 16, 32, 64)

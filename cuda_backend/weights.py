@@ -122,7 +122,7 @@ def load(
 
 
 def is_kept(part: Tensor, half: str) -> bool:
-    """Is a tensor held in its stored type?"""
+    """Test whether a tensor is held in its stored type."""
     return part.scales is None and (part.type in UNITS or (part.type in FLOATS and part.type in ("F32", "F16", half)))
 
 

@@ -56,13 +56,13 @@ def prefill(model: str, n: int) -> float:
 
 
 def sweep() -> dict[str, tuple[float, float]]:
-    """Of the demo pair on prompts from unseen packages: tokens per step and per second, by decoder."""
+    """Read the demo pair's results on prompts from unseen packages: tokens per step and per second, by decoder."""
     found = [r for r in rows(SWEEP) if r["note"].startswith("unseen")]
     return {r["decoder"]: (float(r["accept_len"]), float(r["decode_tps_median"])) for r in found}
 
 
 def losses() -> list[dict[str, str]]:
-    """What compressed KV caches lose, by text and pair: docs/kv-cache.tsv."""
+    """Read the losses of compressed KV caches, by text and pair: docs/kv-cache.tsv."""
     with (DOCS / "kv-cache.tsv").open(newline="") as file:
         return list(csv.DictReader(file, delimiter="\t"))
 
@@ -213,7 +213,7 @@ def _row(*cells: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """What every generated file should hold."""
+    """Return the expected text of every generated file."""
     out = figures()
     for path, named in tables().items():
         text = path.read_text()

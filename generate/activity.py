@@ -10,7 +10,7 @@ from common.reading import common_length
 
 @dataclass(frozen=True)
 class Activity:
-    """What a model works on.
+    """Counts and rates of a model's current work.
 
     running, waiting  replies that are generated, and that wait for a slot
     context_share     tokens that the running replies hold, over those that all slots may hold together

@@ -34,7 +34,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which GPUs run a model.
+    """GPUs that run a model.
 
     devices  their numbers, in the order of the layers; empty: the first GPU alone
     split    proportions of the model's bytes, one per device; empty: as memory is free
@@ -74,7 +74,7 @@ class Placement:
             raise UsageError(f"draft_device is {self.draft}; with tensor_parallel a draft runs on all devices")
 
     def __str__(self) -> str:
-        """In words for a log: "GPUs 0,1 split 1,3, draft on 1"; "" where nothing was chosen."""
+        """Describe the placement for a log: "GPUs 0,1 split 1,3, draft on 1"; "" for the default."""
         words = [f"GPUs {','.join(map(str, self.devices))}"] if self.devices else []
         words += [" sharing every layer"] if self.devices and self.tensor_parallel is not None else []
         words += [f" split {','.join(f'{part:g}' for part in self.split)}"] if self.split else []
@@ -286,7 +286,7 @@ def open_model(
 
 
 def leave_thread() -> None:
-    """What a thread that has used a backend does last: give back memory that nobody uses any more.
+    """Give back memory that nobody uses any more: the last act of a thread that has used a backend.
 
     Streams of MLX that outlive the thread abort the process at its end.
     """

@@ -66,7 +66,7 @@ class Request:
 
 @dataclass
 class Answered:
-    """Which requests OUT has answers to.
+    """Requests to which OUT has answers.
 
     below   all with a number below this one; beyond: those of the others
     count   of answers

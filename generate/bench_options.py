@@ -10,7 +10,7 @@ from common.options import CacheChoice
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What every job takes.
+    """Options of every job.
 
     job      the job in words, for messages
     memory   most that the process takes of each GPU's memory, such as "24GB"
@@ -32,7 +32,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(BenchOptions):
-    """What the jobs with a draft take."""
+    """Options of the jobs with a draft."""
 
     draft: str | None = None
     draft_device: int | None = None

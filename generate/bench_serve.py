@@ -47,7 +47,7 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass
 class Answer:
-    """What came of one request; times in seconds.
+    """Result of one request; times in seconds.
 
     first   from the request to the first token
     gaps    between events that bring tokens

@@ -54,7 +54,7 @@ def _percent(text: str) -> float:
 
 
 class Measured:
-    """What the steps since `begin` did with experts, in words for a table."""
+    """Work with experts of the steps since `begin`, in words for a table."""
 
     def __init__(self, ops: Any):
         self.store = ops.context.experts

@@ -33,7 +33,7 @@ NEAR_TIE = 1e-3  # of logits: what rows of different steps may differ by where t
 
 @dataclass
 class Result:
-    """What one way of decoding did over the prompts."""
+    """Measurements of one way of decoding over the prompts."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second of each prompt
     tokens: int = 0  # after the first of each reply
@@ -179,7 +179,7 @@ def is_near_tie(session: Engine, prompt: list[int], expected: list[int], tokens:
 
 
 def table(results: dict[str, Result]) -> None:
-    """What each way gained, milliseconds per step by phase, and the share of steps that accepted each place."""
+    """Tabulate each way's gain, milliseconds per step by phase, and the share of steps that accepted each place."""
     plain = results["plain"].tps
     form = "{:18} {:>11} {:>5} {:>28} {:>7} " + "{:>6} " * len(PHASES) + "{}"
     print(form.format("", "tokens/step", "rows", "tok/s (median, min..max)", "x plain", *PHASES, "ms; texts"))
@@ -198,7 +198,7 @@ def table(results: dict[str, Result]) -> None:
 
 
 def _windows(of: dict[str, WedlmStats]) -> None:
-    """What forwards of a WeDLM model cost, in rows and by phase."""
+    """Tabulate what forwards of a WeDLM model cost, in rows and by phase."""
     if not of:
         return
     phases = " ".join(f"{phase:>8}" for phase in WEDLM_PHASES)

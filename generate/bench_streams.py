@@ -47,7 +47,7 @@ class EveryToken:
 
 @dataclass
 class Stream:
-    """When a call was made, and when each of its tokens came, in seconds."""
+    """Times of a call and of each of its tokens, in seconds."""
 
     called: float
     cancel: threading.Event = field(default_factory=threading.Event)

@@ -159,7 +159,7 @@ def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float
     tokens: Any = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
 
     def after(tokens: Any) -> Any:
-        """What a step over `tokens` chooses: as in decoding, the next one waits for it."""
+        """Return what a step over `tokens` chooses: as in decoding, the next step waits for it."""
         return ops.sample(model.forward(state, Step.chain(tokens, state.length)), greedy)
 
     before = ops.launches

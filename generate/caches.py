@@ -16,13 +16,13 @@ from common.storage import LayerSpec
 
 
 def cache_of(args: argparse.Namespace) -> CacheChoice:
-    """What the flags of a command chose."""
+    """Return the cache options that the flags of a command chose."""
     given: dict[str, Any] = {name: getattr(args, name, None) for name in CacheChoice.__dataclass_fields__}
     return CacheChoice(**given)
 
 
 def named(choice: CacheChoice) -> str:
-    """What was chosen, in words; nothing where nothing was."""
+    """Describe the chosen options; "" for the defaults."""
     given = [(f.name, getattr(choice, f.name)) for f in fields(CacheChoice) if getattr(choice, f.name) != f.default]
     return ", ".join(f"{name} {value}" for name, value in given)
 

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
-    """By label, the path of each model that `name` may mean, and the folder of those that are headers alone, or ""."""
+    """Map labels to the path of each model that `name` may mean; also the folder of headers alone, or ""."""
     match = hub.NAME.fullmatch(name)
     if name == "smollm2" or os.path.exists(os.path.expanduser(name)) or match is None:
         yield _local(hub.resolve_model(name)), ""
@@ -192,7 +192,7 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
 
 
 def _stored(checkpoint: Checkpoint) -> str:
-    """How a checkpoint stores most of its bytes: "BF16", "affine 4-bit"."""
+    """Name the format of most of a checkpoint's bytes: "BF16", "affine 4-bit"."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         kind = f"{tensor.type} {tensor.bits}-bit" if tensor.scales else tensor.type

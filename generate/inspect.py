@@ -150,7 +150,7 @@ def _formats(spec: Any, ops: Ops) -> None:
 
 
 def _experts(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops) -> None:
-    """What a mixture's experts take, and what of them stays in memory with --stream-experts."""
+    """Describe what a mixture's experts take, and what of them stays in memory with --stream-experts."""
     if not expert_matrices(layout):
         return
     try:

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(url: str, key: str) -> Served:
-    """What the server at `url` serves; raises BimetalError where none answers."""
+    """Ask the server at `url` for its model; raises BimetalError where none answers."""
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key or NO_KEY}"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:

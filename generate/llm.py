@@ -203,7 +203,7 @@ class LLM:
 
     @property
     def activity(self) -> Activity:
-        """What the model works on now."""
+        """Counts and rates of the model's current work."""
         return activity_of(self._engine)
 
     @property
@@ -352,7 +352,7 @@ class LLM:
 
     @property
     def expert_stats(self) -> ExpertStats | None:
-        """What experts have cost so far that are read while the model runs; None where all of them are in memory."""
+        """Costs so far of experts that are read while the model runs; None where all experts are in memory."""
         engine = getattr(self, "_engine", None)
         stream = None if engine is None else getattr(engine.model, "expert_stream", None)
         return None if stream is None else stream.stats()

@@ -22,7 +22,7 @@ def rank(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def size(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes mlx.launch has started; 1 for a process that is alone, or whose list cannot be read."""
+    """Count the processes that mlx.launch has started; 1 for a process that is alone, or whose list cannot be read."""
     listed = environment.get("MLX_HOSTFILE") or environment.get("MLX_IBV_DEVICES")
     if rank(environment) is not None and listed:
         with suppress(OSError, ValueError, TypeError):

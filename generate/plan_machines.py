@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _part_of(checkpoint: Checkpoint, size: int) -> Work | None:
-    """What each of `size` ranks that share every layer needs; None where they cannot share them equally."""
+    """Return the work of each of `size` ranks that share every layer; None where they cannot share them equally."""
     try:
         return work_of(checkpoint, Ranks(0, size))
     except BimetalError:
@@ -54,7 +54,7 @@ def _part_of(checkpoint: Checkpoint, size: int) -> Work | None:
 
 
 def work_of(checkpoint: Checkpoint, ranks: Ranks = ONE) -> Work:
-    """What the model needs, or one of ranks that share every layer, from its headers.
+    """Return the work of the model, or of one of ranks that share every layer, from its headers.
 
     Raises BimetalError for an architecture that is not ours, and where `ranks` cannot share heads or channels equally.
     """

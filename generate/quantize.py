@@ -108,7 +108,7 @@ def _bar(outputs: Sequence[Output]) -> tqdm:
 
 
 def _report(job: Job, out: Path, outputs: Sequence[Output]) -> None:
-    """What was written, by kind of matrix and format."""
+    """Print what was written, by kind of matrix and format."""
     rows: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for output in outputs:
         stored = str(output.format) if output.format else output.type

@@ -146,7 +146,7 @@ def _check_tests(backend: str) -> None:
 
 
 def _model(name: str | None) -> Bench:
-    """What to time: the model `name`, or without one the demo model if its weights are here."""
+    """Choose the model to time: `name`, or without one the demo model if its weights are here."""
     if name is not None:
         path = resolve_model(name)
         return Bench(f"{name} ({path.name})", path.absolute())

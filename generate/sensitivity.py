@@ -30,7 +30,7 @@ BAR, LABEL, ROW = 420, 200, 22  # pixels of the plot: longest bar, room for name
 
 @dataclass(frozen=True)
 class Cost:
-    """What quantizing one kind costs.
+    """Cost of quantizing one kind of matrix.
 
     saved       bytes that the weights shrink by
     perplexity  of the model with this kind quantized

@@ -24,7 +24,7 @@ CONTEXT = 32768  # tokens beside whose cache experts are fitted where no context
 
 @dataclass(frozen=True)
 class HotBudget:
-    """What experts take of a GPU's memory, and what they leave: bytes.
+    """Bytes of a GPU's memory that experts take, and that they leave.
 
     experts  slots, and the room through which prefill brings a layer
     fixed    the other weights
@@ -84,7 +84,7 @@ def hot_budget(
 
 
 def hot_experts(options: LoadOptions, checkpoint: Checkpoint, placement: Placement = ONE_GPU) -> HotExperts | None:
-    """What --spark asks for, printed; None where it is not given. Call it in the thread that will load the model."""
+    """Read and print the budget of --spark; None without it. Call it in the thread that will load the model."""
     if not options.spark:
         return None
     backend = choose(options.backend, checkpoint).name

@@ -50,7 +50,7 @@ class Reply:
 
 
 class _Collected:
-    """What a stream has yielded so far, and how to end it."""
+    """Pieces that a stream has yielded so far, and a way to end it."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner, self._cancel = owner, threading.Event()

@@ -128,7 +128,7 @@ def _made(checkpoint: Checkpoint, ops: Ops, progress: bool) -> Model:
 
 
 def synthetic_checkpoint(name: str) -> Checkpoint:
-    """What a file of the shape and recipe would hold. It takes no memory: all rows of a matrix are one random row.
+    """Make a checkpoint of the shape and recipe, without memory: all rows of a matrix are one random row.
 
     That is as good as any for a backend's products; `cuda_backend/random_weights.py` makes whole matrices of its own.
     """
@@ -152,7 +152,7 @@ def synthetic_checkpoint(name: str) -> Checkpoint:
 
 
 def _known_tensors(metadata: dict[str, Any], architecture: str, recipe: str, layers: int) -> dict[str, Tensor]:
-    """What a definition asks of a file before its layout is known: a head, an attention gate, a tensor per layer."""
+    """List what a definition reads of a file before its layout: a head, an attention gate, a tensor per layer."""
     head = metadata[f"{architecture}.vocab_size"], metadata[f"{architecture}.embedding_length"]
     tensors = {f"blk.{i}": dense(f"blk.{i}", np.zeros(1)) for i in range(layers)}
     tensors["output.weight"] = random_matrix(

@@ -99,7 +99,7 @@ class _Kind:
 
 
 class _Place:
-    """Where one stored tensor of an expert goes: `arrays` (slots, rows, ...), whose bits NumPy may write.
+    """Place of one stored tensor of an expert: `arrays` (slots, rows, ...), whose bits NumPy may write.
 
     direct  by component of the tensor, whether its array holds the bytes as stored
     """

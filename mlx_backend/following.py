@@ -103,7 +103,7 @@ class GroupOps(MlxOps):
         return [int(m) * MIB for m in given[:, 0]]
 
     def own_spec(self, spec: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
-        """What this process stores of a sequence, by layer."""
+        """List what this process stores of a sequence, by layer."""
         return spec
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
@@ -135,7 +135,7 @@ class GroupOps(MlxOps):
         return super().run(fn, state, step, kept)
 
     def follow(self, new_state: Callable[[int], State], forward: Callable[[State, Step, slice], Any]) -> None:
-        """Do what rank 0 orders until it ends: `forward` is the model's, on states that `new_state` makes."""
+        """Follow rank 0's orders until it ends: `forward` is the model's, on states that `new_state` makes."""
         states: dict[int, tuple[State, dict[int, Any]]] = {}
         for order in self.group.orders():
             if order["do"] == "new":

@@ -35,7 +35,7 @@ PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCN
 
 
 class Group:
-    """This process among those that share a model.
+    """The group of processes that share a model, as this process sees it.
 
     rank, size  its number, and how many there are
     """
@@ -63,7 +63,7 @@ class Group:
             mx.eval(mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group))
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """What the rank before this one passes on."""
+        """Receive what the rank before this one passes on."""
         with self._telling_of_loss():
             x = mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
             mx.eval(x)
@@ -108,7 +108,7 @@ class Group:
                     raise BimetalError(lost(rank, error.strerror)) from None
 
     def orders(self) -> Iterator[Order]:
-        """What rank 0 orders, until it ends."""
+        """Iterate over rank 0's orders, until it ends."""
         while (order := self._orders.get()) is not None:
             yield order
 

@@ -29,7 +29,7 @@ class Calibration(NamedTuple):
 
     @classmethod
     def of(cls, keys: mx.array) -> "Calibration":
-        """Of keys (1, K, n, D); a channel that never changes has scale 1."""
+        """Compute from keys (1, K, n, D); a channel that never changes has scale 1."""
         keys = keys.astype(mx.float32)
         mean = keys.mean(axis=2, keepdims=True)
         scale = mx.sqrt(mx.square(keys - mean).mean(axis=2, keepdims=True))
@@ -111,7 +111,7 @@ class MlxPacked:
         return not n or self.calibration is not None or self.past + len(step) < n
 
     def _calibration(self, step: Step, k: mx.array) -> Calibration:
-        """With which the step's keys are encoded; of rows whose path is too short for one, none."""
+        """Return the calibration that encodes the step's keys; none for rows whose path is too short."""
         n, past = self.spec.packing.calibration, self.past
         if self.calibration is not None:
             return self.calibration

@@ -59,7 +59,7 @@ class PipelineOps(GroupOps):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """As GroupOps.run; nothing on a follower, whose part of the step ends before the head."""
+        """Run a step as GroupOps.run; nothing on a follower, whose part of the step ends before the head."""
         assert isinstance(fn, partial)
         self._rows = len(range(len(step))[fn.keywords["rows"]])
         try:

@@ -115,7 +115,7 @@ def _layer_state(s: Spec, dtype: mx.Dtype) -> LayerState:
 
 
 def state_bytes(spec: Sequence[LayerSpec], tokens: int, rows: int, item: int) -> int:
-    """What `MlxState.nbytes` will be once `tokens` tokens have been read in steps of `rows`; a number takes `item`."""
+    """Predict `MlxState.nbytes` once `tokens` tokens have been read in steps of `rows`; a number takes `item`."""
     total = 0
     for s in all_specs(spec):
         if isinstance(s, RowSpec):

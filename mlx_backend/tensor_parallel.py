@@ -51,5 +51,5 @@ class TensorOps(GroupOps):
         return self.group.add_up(x) if x.size else x
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """As GroupOps.run, computed at once: the ranks wait for one another."""
+        """Run a step as GroupOps.run, computed at once: the ranks wait for one another."""
         return self.group.compute(super().run(fn, state, step, kept))

@@ -1,6 +1,8 @@
 """Plain words: code, documentation, help texts and messages use the field's terms; CONTRIBUTING.md lists both."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,12 @@ PHRASES = {  # how CONTRIBUTING.md lists a phrase: the pattern that finds it
     "are not there": r"\b(is|are) not there\b",
     "say of, tell of": r"\b(say|says|said|tell|tells|told) of\b",
 }
+OPENING = re.compile(  # words with which a docstring begins neither with a verb nor with a type
+    r"(are|as|at|beside|can|do|does|from|has|how|in|is|its?|may|not|of|on|so|such|that|these|they|this|those|to|under"
+    r"|up|what|whatever|when|where|which|who|whoever|with)\b",
+    re.IGNORECASE,
+)
+CODE = "common", "generate", "mlx_backend", "cuda_backend", "bimetal", "docs"  # folders whose docstrings are checked
 SUFFIXES = {".py", ".md", ".cu", ".cuh", ".metal", ".h", ".cpp", ".html", ".js", ".ipynb", ".tsv", ".toml", ".yml"}
 SKIPPED = {"build", "dist", "__pycache__", "node_modules"}  # folders, like those whose names begin with a dot
 ALLOWED = {"CONTRIBUTING.md", "tests/test_words.py"}  # they list the phrases
@@ -47,6 +55,23 @@ def test_nothing_uses_them():
     assert len(files()) > 100
     found = {p.relative_to(ROOT).as_posix(): phrases(p.read_text(errors="replace")) for p in files()}
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def clauses(source: str) -> Iterator[tuple[int, str]]:
+    """The line of each class or function whose docstring begins with such a word, and the word."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if found := OPENING.match(ast.get_docstring(node) or ""):
+            yield node.lineno, found[0]
+
+
+def test_docstrings_begin_with_a_verb_or_a_type():
+    assert list(clauses('def f():\n    """What f does."""')) == [(1, "What")]
+    paths = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 200
+    found = {path.relative_to(ROOT).as_posix(): list(clauses(path.read_text())) for path in paths}
+    assert {name: places for name, places in found.items() if places} == {}
 
 
 def test_contributing_lists_them():

@@ -28,7 +28,7 @@ WINDOWS, TAUS, PENALTIES = (8, 16), (0.1, 0.2, 0.4, 0.6, 0.9), (0.02, 0.05, 0.1)
 
 @dataclass
 class Point:
-    """What replies with one window were like.
+    """Measurements of the replies with one window.
 
     same   how many of a reply's tokens agree with plain decoding, by reply
     sizes  tokens, by reply
@@ -78,7 +78,7 @@ def grid(windows: Sequence[int], taus: Sequence[float], penalties: Sequence[floa
 
 
 def cut_prompts(ids: Sequence[int], size: int, most: int) -> list[list[int]]:
-    """At most `most` prompts of `size` tokens, evenly spread over a text. Raises UsageError for a shorter text."""
+    """Cut at most `most` prompts of `size` tokens, evenly spread, from a text. Raises UsageError for a shorter text."""
     count = len(ids) // size
     if not count:
         raise UsageError(f"the text has {len(ids)} tokens, and one prompt takes {size}; give more text or less")
@@ -152,7 +152,7 @@ def _reply(
 
 
 def _plain(model: Model, state: State, logits: Array, reply: Sequence[int]) -> tuple[int, float]:
-    """How many of the reply's tokens are the likeliest after what stands before them; their -log p, summed."""
+    """Count the reply's tokens that are the likeliest after the tokens before them; also the sum of their -log p."""
     rows = [model.ops.read(logits)]
     for chunk in _chunks(model, reply[:-1]):
         rows.append(model.ops.read(model.forward(state, Step.chain(chunk, state.length))))

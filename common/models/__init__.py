@@ -37,13 +37,13 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
 
 
 def is_defined(checkpoint: Checkpoint) -> bool:
-    """Is the checkpoint's architecture one of ours?"""
+    """Test whether the checkpoint's architecture is defined here."""
     name = checkpoint.config.get(_name_key(checkpoint))
     return isinstance(name, str) and name in ARCHITECTURES
 
 
 def is_wide(checkpoint: Checkpoint) -> bool:
-    """Do activations of this architecture pass float16's range?"""
+    """Test whether activations of this architecture pass float16's range."""
     return is_defined(checkpoint) and getattr(architecture(checkpoint)[1], "WIDE", False)
 
 
@@ -109,12 +109,12 @@ class Model:
         return self.ops.new_state(self.sequence_spec, capacity)
 
     def new_pool(self, slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
-        """As Ops.new_pool."""
+        """Make a pool of states, as Ops.new_pool."""
         return self.ops.new_pool(self.sequence_spec, slots, capacity, tokens)
 
     @cached_property
     def state_spec(self) -> list[LayerSpec]:
-        """What each layer stores for a sequence; raises UsageError for cache formats that the backend has not."""
+        """List what each layer stores for a sequence; raises UsageError for cache formats that the backend lacks."""
         spec = packed(self.definition.state_spec(self.config), self.cache)
         check_pairs(spec, self.ops.name, self.ops.cache_pairs)
         return spec
@@ -136,7 +136,7 @@ class Model:
 
     @cached_property
     def _every_row(self) -> Callable[[State, Step], Array]:
-        """What decoders run step after step: one function, so that a backend may capture it."""
+        """Compute a decoder's step: one function for all steps, so that a backend may capture it."""
         return partial(self._logits, rows=slice(None))
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:

@@ -41,7 +41,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class MtpNames:
-    """What a model's files call the tensors of a multi-token-prediction block.
+    """Names that a model's files give to the tensors of a multi-token-prediction block.
 
     layer     what the names of the block's own layer begin with
     fc        the matrix (hidden, 2 hidden) over the normed embedding and the normed hidden state, in that order
@@ -69,7 +69,7 @@ def swiglu_ffn(ops: Ops, w: Any, x: Array) -> Array:
 
 
 def ffn_weights(at: Names, hidden: int, ffn: int, ranks: Ranks = ONE) -> Table:
-    """Of a dense network with `ffn` channels on this rank."""
+    """List the weights of a dense network with `ffn` channels on this rank."""
     channels = ranks.of(ffn)
     return {
         "gate_up": Matrix(
@@ -90,7 +90,7 @@ def sigmoid_moe(ops: Ops, e: Experts, w: Any, x: Array) -> Array:
 
 
 def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) -> Table:
-    """Under any of the names that training, transformers and mlx-lm give them, experts stacked or one by one.
+    """List the weights of a mixture, named as in training, transformers or mlx-lm, stacked or one per expert.
 
     A rank holds all experts, each with `e.ffn` of its channels.
     """

@@ -76,7 +76,7 @@ class ChainPair(Pair):
 
     @cached_property
     def _chains(self) -> dict[int, Any]:
-        """By the number of tokens, what `propose` runs: kept, so that a backend may capture it."""
+        """Functions that `propose` runs, by number of tokens: kept, so that a backend may capture them."""
         return {n: partial(self._chain_logits, n) for n in range(1, DEEPEST + 1)}
 
     def _chain_logits(self, n: int, state: State, step: Step) -> Array:

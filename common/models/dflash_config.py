@@ -172,7 +172,7 @@ def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
 
 
 def _default_taps(checkpoint: Checkpoint, target: Model) -> tuple[int, ...]:
-    """As many layers as `fc` has room for, from the second to the third from the end."""
+    """Choose as many layers as `fc` has room for, from the second to the third from the end."""
     fc = next((t for name, t in checkpoint.tensors.items() if name.endswith("fc.weight")), None)
     layers, n = len(target.layout.layers), fc.shape[-1] // target.config.hidden if fc is not None else 0
     return (layers // 2,) if n == 1 else tuple(round(1 + i * (layers - 4) / (n - 1)) for i in range(n))

@@ -18,7 +18,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     shape = (c.hidden, c.hidden)
 
     def own(name: str) -> Matrix | None:
-        """Of GGUF files, which may have an embedding or a head beside the target's."""
+        """Name the weights of GGUF files, which may have an embedding or a head beside the target's."""
         return Matrix(at("", name, (c.vocab or 0, c.hidden))) if gguf and at.has(name) else None
 
     def markov(name: str) -> Matrix | None:

@@ -53,7 +53,7 @@ def joined(levels: tuple[np.ndarray, ...]) -> np.ndarray:
 
 
 def following(ids: np.ndarray) -> np.ndarray:
-    """Of candidates (n, k, k) the row of the next position that follows each: where its token stands in row 0, or -1.
+    """Map each of the candidates (n, k, k) to the next position's row: where its token stands in row 0, or -1.
 
     The last position has none.
     """

@@ -55,7 +55,7 @@ class Eagle3Pair(ChainPair):
 
     @property
     def draft_spec(self) -> list[LayerSpec]:
-        """Those of the layer, and the fused hidden state of the last committed token."""
+        """List the states of the layer, and the fused hidden state of the last committed token."""
         c = self.draft
         return [{"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim, c.window), "last": ConvSpec(c.hidden, 2)}]
 
@@ -89,7 +89,7 @@ class Eagle3Pair(ChainPair):
         return self.ops.rms_norm(self._table(step), self.draft_weights.layers[0].attn_norm, self.draft.eps)
 
     def _hidden(self, state: State, step: Step, hidden: Array) -> tuple[Array, Array]:
-        """Of `hidden` (T, hidden) the row before each row, as it is and normed."""
+        """Return the row of `hidden` (T, hidden) before each row, unchanged and normed."""
         before = self.ops.parent_rows(hidden, self._state(state).last, step)
         return before, self.ops.rms_norm(before, self.draft_weights.layers[0].hidden_norm, self.draft.eps)
 

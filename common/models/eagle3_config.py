@@ -46,7 +46,7 @@ ANY_DEPTH = 1 << 20  # layers of a target that is not known
 
 @dataclass(frozen=True)
 class Config:
-    """What the file states.
+    """Values that the file states.
 
     window          positions that a row sees, its own included; None: all
     taps            target layers whose output the draft reads, in the order of the columns of `fc`
@@ -77,7 +77,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Target:
-    """What a draft must fit: hidden size, vocabulary and number of layers of its target."""
+    """Hidden size, vocabulary and number of layers of the target that a draft must fit."""
 
     hidden: int
     vocab: int
@@ -92,12 +92,12 @@ def is_eagle3(checkpoint: Checkpoint) -> bool:
 
 
 def prefix_of(checkpoint: Checkpoint) -> str:
-    """What the names of a safetensors folder begin with, but for its head's and its maps'."""
+    """Find the prefix of a safetensors folder's names, except of its head and its maps."""
     return "model." if "model.fc.weight" in checkpoint.tensors else ""
 
 
 def layer_of(checkpoint: Checkpoint) -> str:
-    """What the names of the layer's tensors begin with."""
+    """Find the prefix of the names of the layer's tensors."""
     if checkpoint.format == "gguf":
         return "blk.0."
     prefix = prefix_of(checkpoint)

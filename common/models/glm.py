@@ -70,7 +70,7 @@ class Config:
     ranks: Ranks = ONE  # that share the heads and channels, of which the numbers above are this rank's
 
     def expands(self, rows: int, past: int) -> bool:
-        """Do `rows` rows after `past` committed ones take fewer products with keys and values written out?
+        """Test whether `rows` rows after `past` committed ones need fewer products with keys and values written out.
 
         Either form takes R (N + V) per head: for each row, to move it to the latents and back, or for each key, past
         ones included, to expand it. Each pair of a row and a key then takes 2 R - N - V fewer. Few rows keep one form:
@@ -89,7 +89,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
-    """What one of `ranks` computes: its heads, over latents that every rank holds, and its channels of the rest."""
+    """Return the configuration of one rank: its heads, latents that every rank holds, and its channels of the rest."""
     return replace(
         c,
         heads=ranks.divide(c.heads, "heads"),
@@ -309,7 +309,7 @@ def state_spec(c: Config) -> list[LayerSpec]:
 
 
 def mtp_spec(c: Config) -> LayerSpec:
-    """What the mixer of the multi-token-prediction block stores: that of every layer."""
+    """Return the state of the multi-token-prediction block's mixer: that of every layer."""
     return {"latent": LatentSpec(c.latent, c.rope_dim)}
 
 

@@ -72,7 +72,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
-    """What one of `ranks` computes: its heads, and its channels of each feed-forward network."""
+    """Return the configuration of one rank: its heads, and its channels of each feed-forward network."""
     kv_ranks = ranks.holding(c.kv_heads, "KV heads")
     return replace(
         c,
@@ -213,7 +213,7 @@ def _per_layer(keys: Keys, key: str, names: tuple[str, ...], default: list[str])
 
 
 def _gate_per_channel(checkpoint: Checkpoint, name: str, heads: int, head_dim: int) -> bool:
-    """By the shape of the gate's matrix: the configuration's `gating` says true for either kind."""
+    """Read the kind of gate from its matrix's shape: the configuration's `gating` is true for either kind."""
     gate = checkpoint.tensors.get(name)
     if gate is None:
         raise BimetalError(f"{checkpoint.path} lacks tensor {name}, whose shape tells the kind of attention gate")

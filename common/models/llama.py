@@ -50,7 +50,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
-    """What one of `ranks` computes: its heads and its channels of the feed-forward network."""
+    """Return the configuration of one rank: its heads and its channels of the feed-forward network."""
     kv_ranks = ranks.holding(c.kv_heads, "KV heads")
     return replace(
         c,

@@ -34,7 +34,7 @@ GGUF_NAMES = MtpNames(
 
 @dataclass(frozen=True)
 class Config:
-    """What a block has of its own.
+    """Values of the block itself.
 
     embed, head  whether it has an embedding, and a head, beside the target's
     """
@@ -58,7 +58,7 @@ def blocks_of(checkpoint: Checkpoint, definition: Any, c: Any) -> int:
 
 
 def _prefix(checkpoint: Checkpoint, names: MtpNames, layer: int) -> str | None:
-    """What the block's names begin with, where the checkpoint has it."""
+    """Find the prefix of the block's names, where the checkpoint has the block."""
     prefixes = [prefix.format(layer) for prefix in names.prefixes]
     return next((prefix for prefix in prefixes if prefix + names.fc in checkpoint.tensors), None)
 
@@ -93,7 +93,7 @@ def _around(at: Names, names: MtpNames, c: Any, fix: Any) -> Table:
         return Vector(at(name, name, (c.hidden,), fix))
 
     def half(start: int) -> Matrix:
-        """Of the matrix over embedding and hidden state, in that order."""
+        """Select half of the matrix over embedding and hidden state, in that order."""
         whole, cut = (c.hidden, 2 * c.hidden), columns(start, c.hidden)
         return Matrix(Stored((at.prefix + names.fc,), (c.hidden, c.hidden), cut, part_of=whole))
 
@@ -146,7 +146,7 @@ class MtpPair(ChainPair):
 
     @property
     def draft_spec(self) -> list[LayerSpec]:
-        """Those of a layer, and the hidden state of the last committed token."""
+        """List the states of a layer, and the hidden state of the last committed token."""
         return [{**self.definition.mtp_spec(self.config), "last": ConvSpec(self.config.hidden, 2)}]
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
@@ -158,7 +158,7 @@ class MtpPair(ChainPair):
         mixed, ffn = parts(layers[-1], state, step, len(layers) - 1)
 
         def last(x: Array) -> tuple[Array, Array]:
-            """At `rows`, as the target alone computes them, and at all rows."""
+            """Return results at `rows`, as the target alone computes them, and at all rows."""
             x = mixed(x)
             every = ffn(x)
             return every if rows == slice(None) else ffn(x[rows]), every

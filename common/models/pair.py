@@ -31,7 +31,7 @@ class Pair(Model):
     @property
     @abstractmethod
     def draft_spec(self) -> list[LayerSpec]:
-        """What each layer of the draft stores for a sequence."""
+        """List what each layer of the draft stores for a sequence."""
 
     @property
     @abstractmethod

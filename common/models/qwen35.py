@@ -87,7 +87,7 @@ def read_config(checkpoint: Checkpoint) -> Config:
 
 
 def for_rank(c: Config, ranks: Ranks) -> Config:
-    """What one of `ranks` computes: its heads, of Gated DeltaNet those of its key heads, and its channels."""
+    """Return the configuration of one rank: its heads (for Gated DeltaNet, key heads and theirs) and its channels."""
     kv_ranks, e = ranks.holding(c.kv_heads, "KV heads"), c.experts
     key_heads = ranks.divide(c.key_heads, "key heads of Gated DeltaNet")
     ffn, shared_ffn = "channels of an expert", "channels of the shared expert"
@@ -289,13 +289,13 @@ def _delta_weights(c: Config, at: Names) -> Table:
     qkv_rows = np.concatenate([np.arange(2 * keys), 2 * keys + value_rows])
 
     def of_values(width: int) -> list[Segment]:
-        """This rank's value heads of `width` rows in the file's order: with their key heads, or tiled over them."""
+        """Select this rank's value heads, `width` rows each, in the file's order: by key head, or tiled."""
         if at.dialect == "gguf":
             return [c.ranks.of(c.key_heads * width)] * repeats
         return [c.ranks.of(c.value_heads * width)]
 
     def grouped(fix: Fix) -> dict[str, Fix]:
-        """Of files whose head g * R + r uses key head g: those as trained, and mlx-lm's."""
+        """Test for files in which head g * R + r uses key head g: files as trained, and mlx-lm's."""
         return {"hf": fix, "mlx": fix}
 
     decay = mapped(lambda A_log: -np.exp(A_log[tiled]))
@@ -419,7 +419,7 @@ def state_spec(c: Config) -> list[LayerSpec]:
 
 
 def mtp_spec(c: Config) -> LayerSpec:
-    """What the mixer of the multi-token-prediction block stores: an attention layer's keys and values."""
+    """Return the state of the multi-token-prediction block's mixer: an attention layer's keys and values."""
     return {"kv": KVSpec(c.kv_heads, c.head_dim, c.head_dim)}
 
 

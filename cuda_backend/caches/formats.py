@@ -10,7 +10,7 @@ PAIRS = frozenset((keys, values) for keys in (NATIVE, HALF, *KEYS) for values in
 
 
 def format_defines(keys: Plane, values: Plane) -> tuple[str, ...]:
-    """How kernels that write or read rows are built; nothing where both are float16 as they are."""
+    """List the macros of kernels that write or read rows; none where both are plain float16."""
     if all(plane.format == HALF and not plane.rotated for plane in (keys, values)):
         return ()
     formats = f"KEYS={keys.format.upper()}", f"VALUES={values.format.upper()}"

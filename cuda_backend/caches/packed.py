@@ -23,7 +23,7 @@ from cuda_backend.runs import Run
 
 @dataclass(frozen=True)
 class Exact:
-    """What one layer keeps beside its codes.
+    """The exact rows and statistics that one layer keeps beside its codes.
 
     kv     keys and values of the tokens that are read exactly
     mean   address of each channel's mean in slot 0, float32 (K, D); 0: keys are encoded as they are

@@ -22,7 +22,7 @@ MOST_PIECES = 512  # of a past that attention splits: kernels/pieces.cu combine
 
 
 class Places(NamedTuple):
-    """Where a head holds positions: the first `fixed` in order, then the others in a ring of `ring` rows."""
+    """Places of positions in a head: the first `fixed` in order, then the others in a ring of `ring` rows."""
 
     fixed: int
     ring: int
@@ -214,7 +214,7 @@ def copy(to: int, source: int, nbytes: int, stream: Stream) -> None:
 
 
 def shapes_of(planes: Planes, rows: int) -> list[Shape]:
-    """What `read_rows` of so many positions gives."""
+    """Return the shapes that `read_rows` of so many positions returns."""
     return [((plane.heads, rows, plane.row_bytes), np.dtype(np.uint8)) for plane in planes]
 
 

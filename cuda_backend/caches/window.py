@@ -154,7 +154,7 @@ def unrolled(kv: KV, step: DeviceStep, arena: Arena, stream: Stream) -> Planes:
 
 
 def rolled(kv: KV, step: DeviceStep, room: Planes, stream: Stream) -> None:
-    """What the ring becomes where the step's rows, which `room` holds, are committed."""
+    """Copy the ring as it becomes once the step's rows, which `room` holds, are committed."""
     window, keep = kv.store.window
     end = step.past + step.T
     for first, last in ((0, min(keep, end)), (max(0, end - window), end)):

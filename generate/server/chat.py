@@ -42,7 +42,7 @@ OTHER_GRAMMARS = (  # of llama.cpp and vLLM
 
 @dataclass(frozen=True)
 class Head:
-    """What all chunks of a reply share."""
+    """Fields that all chunks of a reply share."""
 
     id: str
     created: int

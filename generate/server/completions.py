@@ -20,7 +20,7 @@ MOST_PROMPTS = 128
 
 @dataclass(frozen=True)
 class Head:
-    """What all chunks of a reply share."""
+    """Fields that all chunks of a reply share."""
 
     id: str
     created: int

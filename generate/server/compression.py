@@ -24,7 +24,7 @@ GAP = " … "  # between parts of a text that did not follow one another
 
 @dataclass(frozen=True)
 class Compression:
-    """What is compressed, and how far.
+    """Options of prompt compression.
 
     drafter    the model whose attention chooses, as --model takes it
     curve      points of a prompt's tokens and the share of its chunks that is kept, by rising tokens
@@ -68,7 +68,7 @@ class Compressor:
         self.drafter, self.compression = drafter, compression
 
     def shown(self) -> dict[str, Any]:
-        """What /props shows."""
+        """Return the options for /props."""
         points = [{"tokens": tokens, "keep_ratio": share} for tokens, share in self.compression.curve]
         given = {"drafter": self.compression.drafter, "backend": self.drafter.backend}
         return given | {"curve": points, "threshold": self.compression.threshold}

@@ -88,7 +88,7 @@ def ollama_format(fields: Fields) -> dict[str, Any] | None:
 
 
 def call_syntax(facts: Facts) -> Syntax | None:
-    """How the model writes tool calls, by the template for conversations with tools."""
+    """Find the syntax of the model's tool calls, by the template for conversations with tools."""
     return syntax_of(facts.tokenizer.chat_templates.get("tool_use", facts.template))
 
 

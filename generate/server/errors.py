@@ -32,7 +32,7 @@ ANTHROPIC_TYPES = {
 
 @dataclass
 class ApiError(Exception):
-    """What a request is refused with.
+    """Refusal of a request.
 
     status   HTTP status
     code     OpenAI's `code`, such as "model_not_found"
@@ -75,7 +75,7 @@ def envelope(error: ApiError, dialect: str, request_id: str) -> dict[str, Any]:
 
 
 def refusal(error: Exception) -> ApiError | None:
-    """What the client did wrong where `error` was raised while its request was read; None for a fault of ours."""
+    """Return the client's error where `error` was raised while its request was read; None for an error of ours."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -87,7 +87,7 @@ def refusal(error: Exception) -> ApiError | None:
 
 
 def failure(error: Exception) -> ApiError:
-    """What a reply that has begun ends with."""
+    """Return the error that ends a reply which has begun."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError | BusyError) and (refused := refusal(error)) is not None:

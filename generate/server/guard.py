@@ -29,7 +29,7 @@ CLIENT_GONE = 499
 
 @dataclass(frozen=True)
 class Policy:
-    """Who may call.
+    """Rules that decide who may call.
 
     keys     digests of the keys, one of which is required; empty: none is
     hosts    further host names beside localhost and addresses
@@ -160,7 +160,7 @@ def preflight(headers: Headers) -> Response:
 
 
 def place(error: BaseException) -> str:
-    """Where an error was raised, without its message, which may hold a prompt."""
+    """Return where an error was raised, without its message, which may hold a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))
 

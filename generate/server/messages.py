@@ -33,7 +33,7 @@ HOSTED = ("server_tool_use", "web_search_tool_result", "redacted_thinking")  # b
 
 @dataclass(frozen=True)
 class Head:
-    """What the events of a reply share.
+    """Fields that the events of a reply share.
 
     most      max_tokens
     thoughts  thinking is sent
@@ -54,7 +54,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 
 
 def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
-    """What a request asks for, and whether its client reads the thinking; `max_tokens` may be absent."""
+    """Parse a request; also whether its client reads the thinking. `max_tokens` may be absent."""
     fields.text("model")
     options = sampling(fields) | stops(fields, "stop_sequences")
     fields.option(options, "max_tokens")

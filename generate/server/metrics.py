@@ -129,7 +129,7 @@ class Metrics:
                     self.by_position[position] += count
 
     def totals(self) -> dict[str, tuple[float, str]]:
-        """What only grows, by name, with its meaning: the counters, and the sum and count of each histogram."""
+        """Return values that only grow, by name, with their meaning: counters, and sum and count of each histogram."""
         found: dict[str, tuple[float, str]] = {
             f"{name}_total": (self.counters[name], COUNTERS[name]) for name in COUNTERS
         }

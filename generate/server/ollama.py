@@ -25,7 +25,7 @@ MEDIA = "application/x-ndjson"
 
 @dataclass(frozen=True)
 class Head:
-    """What the lines of a reply share.
+    """Fields that the lines of a reply share.
 
     model  as the client named it
     chat   the reply is a message; else it is a text
@@ -114,7 +114,7 @@ def line(head: Head, done: bool, **values: Any) -> dict[str, Any]:
 
 
 def part(head: Head, text: str, thought: str = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
-    """What a line holds of the reply."""
+    """Return the part of the reply that a line holds."""
     if not head.chat:
         return {"response": text} | ({"thinking": thought} if thought else {})
     message: dict[str, Any] = {"role": "assistant", "content": text}

@@ -65,7 +65,7 @@ def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Gua
 
 
 def compressor_of(service: Service) -> Any:
-    """What shortens prompts; raises ApiError while it is loaded."""
+    """Return the model that shortens prompts; raises ApiError while it is loaded."""
     if service.compressor is None:
         raise ApiError(503, "Loading model", retry=RETRY)
     return service.compressor
@@ -139,7 +139,7 @@ class Forward:
 
 
 def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
-    """Where a request has texts that may be shortened: none beside tools, in an echoed prompt, or in token ids."""
+    """Find the texts of a request that may be shortened: none beside tools, in an echoed prompt, or in token ids."""
     if any(body.get(key) for key in ("tools", "functions", "echo")):
         return
     key = PROMPTS.get(path, "input" if path == "/v1/responses" else "messages")
@@ -158,7 +158,7 @@ def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
 
 
 def failure(path: str, dialect: str, error: ApiError) -> bytes:
-    """What ends a stream that fails, in its dialect; an event that had begun ends first."""
+    """End a stream that fails, in its dialect; an event that had begun ends first."""
     what = envelope(error, dialect, "")
     if dialect == "ollama":
         return json.dumps(what).encode() + b"\n"

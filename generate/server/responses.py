@@ -50,7 +50,7 @@ ECHOED: dict[
 
 @dataclass(frozen=True)
 class Head:
-    """What a response repeats of its request, and what its writer must know.
+    """Fields that a response repeats of its request, and what its writer must know.
 
     capped     max_output_tokens is given
     summarize  reasoning is sent as a summary

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
-    """Who may call; refuses to listen beyond this machine without a key."""
+    """Decide who may call; refuses to listen beyond this machine without a key."""
     keys = keys_of(args.api_key or [], args.api_key_file, os.environ.get(KEY))
     if not keys and not args.insecure and not is_loopback(args.host):
         raise UsageError(
@@ -85,7 +85,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
 
 
 def compression_of(args: argparse.Namespace) -> Compression | None:
-    """How prompts are compressed; None: they are not."""
+    """Read the options of prompt compression; None: prompts are not compressed."""
     mode, drafter = args.prefill_compression, args.prefill_drafter
     if (mode == "off") != (drafter is None):
         needs = "needs --prefill-drafter MODEL" if drafter is None else "goes without --prefill-drafter"

@@ -72,7 +72,7 @@ class Service:
 
     @property
     def facts(self) -> Facts:
-        """What is known of the model; raises ApiError while it is loaded."""
+        """Return facts about the model; raises ApiError while it is loaded."""
         if self._facts is None:
             raise ApiError(503, "Loading model", retry=RETRY)
         return self._facts
@@ -96,7 +96,7 @@ class Service:
         return self.metrics.text(self.facts.name, self.gauges(), cache)
 
     def gauges(self) -> dict[str, tuple[float, str]]:
-        """What is so now, by name, with its meaning."""
+        """Return the current values, by name, with their meaning."""
         drafted = self.metrics.counters["spec_decode_num_draft_tokens"]
         accepted = self.metrics.counters["spec_decode_num_accepted_tokens"]
         now = self.llm.activity
@@ -129,7 +129,7 @@ class Service:
         }
 
     def props(self) -> dict[str, Any]:
-        """What the server is, under llama.cpp's names."""
+        """Describe the server, under llama.cpp's names."""
         facts = self.facts
         settings = {"n_ctx": facts.context, "params": dict(self.llm.recommended_options)}
         return {
@@ -150,7 +150,7 @@ class Service:
         }
 
     def _prefix_cache(self) -> dict[str, int]:
-        """What the prefix cache holds, and what it has saved so far, in tokens of prompts."""
+        """Count what the prefix cache holds and has saved so far, in tokens of prompts."""
         now, counters = self.llm.activity, self.metrics.counters
         found = {"bytes": now.prefix_bytes, "budget_bytes": now.prefix_budget}
         return found | {"queries": counters["prefix_cache_queries"], "hits": counters["prefix_cache_hits"]}
@@ -177,7 +177,7 @@ class Service:
 
 
 def caps_of(facts: Facts) -> dict[str, bool]:
-    """What the model's chat template can write, under llama.cpp's names."""
+    """List what the model's chat template can write, under llama.cpp's names."""
     template = facts.template
     return {
         "supports_system_role": bool(template),

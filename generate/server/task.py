@@ -74,7 +74,7 @@ def rendered(llm: LLM, task: Task) -> list[Prepared]:
 
 
 def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide] | None) -> Callable[[], Guide] | None:
-    """What constrains replies to one prompt: a reply that reasons first is free, and bounded, until it has done so."""
+    """Make the guide that constrains replies to one prompt; reasoning before a reply is free, but bounded."""
     is_open = prompt.parser is not None and prompt.parser().in_reasoning
     if task.budget is None and not is_open:
         return inner

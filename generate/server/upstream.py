@@ -24,7 +24,7 @@ BUSY = (503, 529)
 
 @dataclass(frozen=True)
 class Upstream:
-    """Where requests are sent on.
+    """The server to which requests are sent on.
 
     base   its address, without /v1
     key    sent with each request; clients' own keys are not
@@ -67,7 +67,7 @@ class Upstream:
             raise ApiError(502, f"the upstream server did not answer: {type(error).__name__}") from None
 
     async def _refused(self, response: httpx2.Response) -> ApiError:
-        """What an answer of another status than 200 means to the client."""
+        """Translate an answer of another status than 200 for the client."""
         status = response.status_code
         if status in (401, 403):
             return ApiError(502, "the upstream server refused this server's key", "upstream_key")

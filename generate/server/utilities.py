@@ -19,7 +19,7 @@ Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
 
 
 def tokenizer_info(facts: Facts) -> dict[str, Any]:
-    """What vLLM shows of its tokenizer, by which evaluation harnesses see that they may use the server's."""
+    """Describe the tokenizer as vLLM does, by which evaluation harnesses see that they may use the server's."""
     tokenizer = facts.tokenizer
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     named = {name: None if id is None else tokenizer.decode([id]) for name, id in ids.items()}

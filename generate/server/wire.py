@@ -102,7 +102,7 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
 
 
 def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
-    """What a reply took, under llama.cpp's names."""
+    """Return the times of a reply, under llama.cpp's names."""
     read = stats.prompt_tokens - stats.cached_tokens
     found: dict[str, Any] = {
         "cache_n": stats.cached_tokens,
