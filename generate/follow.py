@@ -5,18 +5,23 @@ from typing import Any
 
 from common.checkpoint import open_checkpoint
 from common.hub import resolve_model
+from common.models.drafts import load_pair
 from common.rules import PATH
 from generate.backends import Placement, open_model
 from generate.caches import with_cache
+from generate.llm import resolve_draft
 
 
 def follow(args: argparse.Namespace) -> int:
     """Hold this rank's part of the model, and compute what rank 0 orders, until it ends; 0."""
     options = args.load
     limit: Any = options.memory  # the option's rule has made it bytes
-    checkpoint = open_checkpoint(resolve_model(PATH.accept("model", args.model), progress=False))
+    path = resolve_model(PATH.accept("model", args.model), progress=False)
+    checkpoint = open_checkpoint(path)
     placement = Placement(memory=limit, tokens=options.ctx, tensor_parallel=options.tensor_parallel)
     model: Any = open_model(checkpoint, options.backend, False, placement)
     model = with_cache(model, options, options.ctx or model.config.context)
-    model.ops.follow(model.new_state, model.forward)
+    if options.draft is not None:
+        model = load_pair(resolve_draft(str(options.draft), path, False), model)
+    model.ops.follow(model.new_state, [getattr(model, "target", model), model])
     return 0

@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.options import LoadOptions
 
 COMMANDS = ("prompt", "chat", "serve")
-ONE_MACHINE = ("draft", "devices", "spark", "stream_experts", "fa_window", "max_kv_size")
+ONE_MACHINE = ("devices", "spark", "stream_experts", "fa_window", "max_kv_size")
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -54,6 +54,11 @@ def check_load(options: LoadOptions) -> None:
         return
     if other := next((name for name in ONE_MACHINE if getattr(options, name)), None):
         raise UsageError(f"{other} works on one machine; leave it out where mlx.launch starts several")
+    if options.draft is not None and ranks is None:
+        raise UsageError(
+            "a draft reads hidden states of layers that lie on several machines; leave draft out, or share every layer "
+            f"by tensor_parallel {size()}"
+        )
     if options.backend not in (None, "mlx"):
         raise UsageError(f"backend {options.backend} runs on one machine; several share a model on mlx")
     if options.kv == "auto":

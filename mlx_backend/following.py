@@ -75,7 +75,6 @@ class SharedState(MlxState):
 class GroupOps(MlxOps):
     """The op contract on this process's part of a model.
 
-    layers        of the whole model
     sends_tokens  whether followers embed the tokens of a step
     """
 
@@ -85,7 +84,6 @@ class GroupOps(MlxOps):
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype)
         self.group = group
-        self.layers = 0
         self._ids, self._marks = count(), count()
         self._dropped: list[Order] = []  # states and marks that nobody holds any more
         weakref.finalize(self, group.close)
@@ -107,8 +105,6 @@ class GroupOps(MlxOps):
         return spec
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        if len(spec) != self.layers:
-            raise BimetalError(f"a group of machines runs a model of {self.layers} layers without a draft")
         state = super().new_state(self.own_spec(spec), capacity)
         if self.group.rank:
             return state
@@ -118,24 +114,32 @@ class GroupOps(MlxOps):
         return SharedState([*map(vars, state.layers), {"mirror": mirror}], capacity)
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """fn(state, step); `fn` is a partial of the model's forward with its `rows`."""
+        """fn(state, step); `fn` is a partial of a method of the model, of integers and of the `rows` of its output."""
         assert isinstance(fn, partial)
         if self.group.rank == 0:
             while self._dropped:
                 self.group.order("drop", **self._dropped.pop())
-            rows = range(len(step))[fn.keywords["rows"]]
+            method: Any = fn.func
+            rows = fn.keywords.get("rows")
             self.group.order(
                 "step",
                 state=state[-1].mirror.id,
+                model=type(method.__self__).__name__,
+                method=method.__name__,
+                args=fn.args,
                 tokens=np.asarray(step.tokens).tolist() if self.sends_tokens else None,
                 positions=step.positions.tolist(),
                 parents=None if step.parents is None else step.parents.tolist(),
-                rows=(rows.start, rows.stop, rows.step),
+                rows=None if rows is None else (rows.start, rows.stop, rows.step),  # a model may ask if they are all
             )
         return super().run(fn, state, step, kept)
 
-    def follow(self, new_state: Callable[[int], State], forward: Callable[[State, Step, slice], Any]) -> None:
-        """Follow rank 0's orders until it ends: `forward` is the model's, on states that `new_state` makes."""
+    def follow(self, new_state: Callable[[int], State], models: Sequence[Any]) -> None:
+        """Follow rank 0's orders until it ends: methods of `models` that run steps, on states that `new_state` makes.
+
+        models  the model, and the target alone where a draft stands beside it: of different classes
+        """
+        by_class = {type(model).__name__: model for model in models}
         states: dict[int, tuple[State, dict[int, Any]]] = {}
         for order in self.group.orders():
             if order["do"] == "new":
@@ -149,7 +153,9 @@ class GroupOps(MlxOps):
                     states.pop(order["state"], None)
                 case "step":
                     assert state is not None
-                    forward(state, _step_of(order), slice(*order["rows"]))
+                    rows = {} if order["rows"] is None else {"rows": slice(*order["rows"])}
+                    method = getattr(by_class[order["model"]], order["method"])
+                    self.run(partial(method, *order["args"], **rows), state, _step_of(order))
                 case "commit":
                     assert state is not None
                     state.commit(order["path"])

@@ -73,11 +73,10 @@ class Group:
         """The sum of x over all ranks, of equal shapes: lazy, for `compute`."""
         return mx.distributed.all_sum(x, group=self._group)
 
-    def compute(self, x: mx.array) -> mx.array:
-        """x, once sums over all ranks that it depends on are there."""
+    def compute(self, *arrays: mx.array) -> None:
+        """Evaluate arrays that depend on sums over all ranks."""
         with self._telling_of_loss():
-            mx.eval(x)
-        return x
+            mx.eval(arrays)
 
     def gather(self, values: list[int]) -> np.ndarray:
         """The integers of every rank, below 2**31 each: (size, n)."""

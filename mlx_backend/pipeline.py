@@ -10,6 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from common.errors import BimetalError
 from common.layer_shares import share_layers
 from common.ops import Array, Weight
 from common.step import State, Step
@@ -27,11 +28,12 @@ class PipelineOps(GroupOps):
 
     hidden  numbers of a row between two layers
     own     the first layer of this rank, and the one after its last
+    layers  of the whole model
     """
 
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype, group)
-        self.hidden = 0
+        self.hidden = self.layers = 0
         self.own = range(0)
         self._rows = 0  # of the step's output
 
@@ -54,6 +56,8 @@ class PipelineOps(GroupOps):
         return 0 if weight is None else super().weight_bytes(weight)
 
     def own_spec(self, spec: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+        if len(spec) != self.layers:
+            raise BimetalError(f"a group of machines runs a model of {self.layers} layers without a draft")
         return [layer if i in self.own else {} for i, layer in enumerate(spec)]
 
     # -- a step ------------------------------------------------------------------------------------------------------

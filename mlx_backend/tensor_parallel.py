@@ -4,6 +4,7 @@ All ranks run the whole step, and add up what their parts of a mixer and of a fe
 norms, routers and head are on every rank, so that all have equal logits; rank 0 alone chooses tokens.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ from common.shards import Ranks
 from common.step import State, Step
 from mlx_backend.following import GroupOps
 from mlx_backend.group import Group
+
+LAST_SUMS = 4  # of a step, which its output may not depend on: those of rows that only a draft's states need
 
 
 class TensorOps(GroupOps):
@@ -28,6 +31,7 @@ class TensorOps(GroupOps):
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype, group)
         self.ranks = Ranks(group.rank, group.size)
+        self._sums: deque[mx.array] = deque(maxlen=LAST_SUMS)
 
     def fit(self, sizes: Sequence[int], memory: int, same: int) -> None:
         """Check that every rank has memory for its part; call it before weights are loaded.
@@ -38,7 +42,6 @@ class TensorOps(GroupOps):
 
         Raises BimetalError where a part does not fit, and where ranks differ in their model.
         """
-        self.layers = len(sizes)
         given = self.gather_memory(memory, same)
         least = min(range(len(given)), key=lambda rank: given[rank])
         if sum(sizes) > given[least]:
@@ -48,8 +51,14 @@ class TensorOps(GroupOps):
             )
 
     def all_reduce(self, x: Array) -> Array:
-        return self.group.add_up(x) if x.size else x
+        if not x.size:
+            return x
+        self._sums.append(self.group.add_up(x))
+        return self._sums[-1]
 
     def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
         """Run a step as GroupOps.run, computed at once: the ranks wait for one another."""
-        return self.group.compute(super().run(fn, state, step, kept))
+        out = super().run(fn, state, step, kept)
+        self.group.compute(out, *self._sums)
+        self._sums.clear()
+        return out

@@ -1,5 +1,5 @@
-"""One rank of a shared tiny model: python tests/share.py NAME FOLDER [RANKS]. Rank 0 leaves logits there, each what it
-read. Without RANKS each rank has layers of its own; with it every layer is shared.
+"""One rank of a shared tiny model: python tests/share.py NAME FOLDER [RANKS [DRAFT]]. Rank 0 leaves logits in FOLDER,
+each rank what it read. Without RANKS each rank has layers of its own; with it every layer is shared.
 
 Started by test_machines.py, which computes the same in one process.
 """
@@ -17,6 +17,9 @@ import tiny
 from common import weights
 from common.checkpoint import Checkpoint
 from common.models import Model, llama
+from common.models.chain import ChainPair
+from common.models.drafts import load_pair
+from common.models.pair import Pair
 from common.step import PAST, Step
 from common.tensors import Tensor
 from generate.backends import Placement, open_model
@@ -45,6 +48,14 @@ def logits(model: Model, ids: np.ndarray) -> dict[str, np.ndarray]:
     if model.definition is llama:  # the others have no rows that all see each other
         run("block", one, Step.block(ids[210:214], 203), [])
     run("aside", other, Step.chain(ids[60:61], 20), [0])
+    if isinstance(model, Pair):
+        chain = isinstance(model, ChainPair)
+        for name, tokens in (("drafted", ids[203:204]), ("drafted on", ids[203:206])):
+            proposed = model.propose(one, tokens.tolist()) if chain else model.propose(one, int(tokens[0]))  # type: ignore[attr-defined]
+            found[name] = model.ops.read(proposed).copy()
+        found["target"] = model.ops.read(model.target.forward(one, Step.chain(ids[203:206], 203), slice(-1, None)))
+        one.commit(range(3))
+        run("beside", one, Step.chain(ids[206:208], 206), range(2), slice(-1, None))
     return found
 
 
@@ -58,7 +69,7 @@ def ids(name: str) -> np.ndarray:
     return tiny.golden(name.rpartition(" ")[2])["ids"].astype(np.int32)
 
 
-def main(name: str, folder: Path, size: int | None = None) -> None:
+def main(name: str, folder: Path, size: int | None = None, draft: str = "") -> None:
     read: dict[str, int] = {}
     own_part = weights.own_part
 
@@ -70,14 +81,17 @@ def main(name: str, folder: Path, size: int | None = None) -> None:
 
     weights.own_part = noted
     model: Any = open_model(checkpoint(name), "mlx", placement=Placement(tensor_parallel=size))
+    if draft:
+        model = load_pair(Path(draft), model)
     rank = int(os.environ["MLX_RANK"])
     (folder / f"read{rank}.json").write_text(json.dumps(read))
     if rank:
-        model.ops.follow(model.new_state, model.forward)
+        model.ops.follow(model.new_state, [getattr(model, "target", model), model])
     else:
         found: dict[str, Any] = logits(model, ids(name))
         np.savez(folder / "logits.npz", **found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    sizes, drafts = map(int, sys.argv[3:4]), sys.argv[4:5]
+    main(sys.argv[1], Path(sys.argv[2]), next(sizes, None), next(iter(drafts), ""))

@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import tiny_draft
 from machines import ROOT, group, hostfile
 
 from common.errors import BimetalError, UsageError
 from common.layer_shares import share_layers
-from common.models import load_model, rank_config
+from common.models import llama, load_model, rank_config
+from common.models.drafts import load_pair
 from common.options import LoadOptions
 from common.shards import Ranks
 from generate import machines
@@ -80,7 +82,8 @@ def test_tensor_parallel_needs_as_many_processes(tmp_path, monkeypatch) -> None:
     with pytest.raises(UsageError, match=r"^tensor_parallel 2 needs 2 processes.*; mlx.launch has started 3$"):
         machines.check_load(LoadOptions(tensor_parallel=2))
     machines.check_load(LoadOptions(tensor_parallel=3))
-    for other in ({"backend": "numpy"}, {"draft": "demo"}):
+    machines.check_load(LoadOptions(tensor_parallel=3, draft="mtp"))
+    for other in ({"backend": "numpy"}, {"max_kv_size": 64}):
         with pytest.raises(UsageError, match="one machine"):
             machines.check_load(LoadOptions(tensor_parallel=3, **other))
 
@@ -128,6 +131,31 @@ def test_bits_are_those_of_one_process(tmp_path, name, size) -> None:
 LOGIT = {"qwen35": 2e-3, "grouped qwen35moe": 2e-3, "wide qwen35moe": 2e-3}
 
 
+def shared_and_alone(tmp_path, name, size, draft=""):
+    """What ranks that share every layer leave and read; the model of one process, and what that one computes."""
+    import share
+
+    from mlx_backend.ops import MlxOps
+
+    arguments = (name, str(tmp_path), str(size), *filter(None, [draft]))
+    with group(tmp_path, size, *arguments, program=["tests/share.py"]) as ranks:
+        ends = [(rank.communicate(timeout=60), rank.returncode) for rank in ranks]
+    assert [code for _, code in ends] == [0] * size, ends
+    model = load_model(share.checkpoint(name), MlxOps())
+    model = load_pair(Path(draft), model) if draft else model
+    with np.load(tmp_path / "logits.npz") as shared:
+        read = [json.loads((tmp_path / f"read{rank}.json").read_text()) for rank in range(size)]
+        return dict(shared), read, model, share.logits(model, share.ids(name))
+
+
+def assert_alike(shared, alone, name) -> None:
+    assert shared.keys() == alone.keys()
+    for key, values in alone.items():
+        errors = tiny.errors(shared[key], values)
+        assert errors.logit < LOGIT.get(name, 1e-4), key
+        assert (errors.top1, errors.kl < 1e-8) == (1, True), key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
@@ -138,21 +166,9 @@ def test_layers_that_all_ranks_share(tmp_path, name, size) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     import share
 
-    from mlx_backend.ops import MlxOps
-
-    with group(tmp_path, size, name, str(tmp_path), str(size), program=["tests/share.py"]) as ranks:
-        ends = [(rank.communicate(timeout=60), rank.returncode) for rank in ranks]
-    assert [code for _, code in ends] == [0] * size, ends
+    shared, read, model, alone = shared_and_alone(tmp_path, name, size)
+    assert_alike(shared, alone, name)
     checkpoint = share.checkpoint(name)
-    model = load_model(checkpoint, MlxOps())
-    alone = share.logits(model, share.ids(name))
-    with np.load(tmp_path / "logits.npz") as shared:
-        assert shared.keys() == alone.keys()
-        for key, values in alone.items():
-            errors = tiny.errors(shared[key], values)
-            assert errors.logit < LOGIT.get(name, 1e-4), key
-            assert (errors.top1, errors.kl < 1e-8) == (1, True), key
-    read = [json.loads((tmp_path / f"read{rank}.json").read_text()) for rank in range(size)]
     layout = model.definition.layout(rank_config(model.definition, checkpoint, Ranks(0, size)), checkpoint)
     expected = dict.fromkeys(layout.names(), 0)
     for stored in (part for entry in layout.entries() for part in entry.parts):
@@ -162,7 +178,25 @@ def test_layers_that_all_ranks_share(tmp_path, name, size) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--tensor-parallel", "2"]], ids=["layers", "tensor parallel"])
+@pytest.mark.parametrize(("name", "draft"), [("qwen35", "mtp"), ("qwen3", "dflash")])
+def test_drafts_of_ranks_that_share_every_layer(tmp_path, name, draft) -> None:
+    """A block whose layer is shared too; a DFlash draft that reads the last layer, whole on every rank."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    folder = tiny.FOLDER / "mtp-qwen35"
+    if draft == "dflash":
+        c = llama.read_config(tiny.checkpoint(name))
+        folder = tiny_draft.write(tmp_path / "draft", c.hidden, c.vocab, c.layers, [0, c.layers - 1])
+    shared, _, _, alone = shared_and_alone(tmp_path, name, 2, str(folder))
+    assert {"drafted", "drafted on", "target", "beside"} < alone.keys()
+    assert_alike(shared, alone, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--tensor-parallel", "2"], ["--tensor-parallel", "2", "--draft", "demo"]],
+    ids=["layers", "tensor parallel", "with a draft"],
+)
 def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path, flags) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     alone = [sys.executable, "-m", "generate", *PROMPT, "24", "--backend", "mlx"]
