@@ -24,19 +24,23 @@ RENEWED = 1 << 31  # exchanges after which the numbers begin again, long before 
 
 @dataclass(frozen=True)
 class End:
-    """One GPU's end of an exchange: the buffer that peers write, the kernel's `state`, and a word for the host."""
+    """One GPU's end of an exchange: the buffer that peers write, the kernel's `state`, and a word for the host.
+
+    failed  the word as the host reads it, which lies in `memory`
+    """
 
     gpu: Gpu
     buffer: Memory
     state: Memory
-    failed: HostMemory
+    memory: HostMemory
+    failed: np.ndarray
 
     def clear(self) -> None:
         stream = self.gpu.context.stream
         for memory in (self.buffer, self.state):
             cupy.cuda.runtime.memsetAsync(memory.address, 0, memory.nbytes, stream.ptr)
         stream.synchronize()
-        self.failed.numbers()[:] = 0
+        self.failed[:] = 0
 
 
 class Exchange:
@@ -53,7 +57,8 @@ class Exchange:
         for gpu in gpus:
             with gpu.device:
                 buffer, state = Memory(2 * len(gpus) * pairs * 16), Memory(8)
-                self.ends.append(End(gpu, buffer, state, HostMemory(4, "words of an exchange")))
+                word = HostMemory(4, "words of an exchange")
+                self.ends.append(End(gpu, buffer, state, word, word.numbers()))
         self.renew()
 
     def renew(self) -> None:
@@ -107,7 +112,7 @@ class Exchange:
             parts = [view(x[first : first + count]) for x in xs]
             for rank, (end, run, part, out) in enumerate(zip(self.ends, kernels, parts, outs, strict=True)):
                 card, stream = end.gpu.context.card, end.gpu.context.stream
-                own = rank, self.pairs, end.state.address, self.index, end.failed.address
+                own = rank, self.pairs, end.state.address, self.index, end.memory.address
                 to = int(1e9 * self.seconds), out.address + 4 * first * K
                 with end.gpu.device:
                     grid = (min(-(-pairs // 256), 2 * card.sms),)
@@ -123,7 +128,7 @@ class Exchange:
 
     def check(self) -> None:
         """Raises BimetalError where a GPU whose work is over has waited in vain, and begins again."""
-        lost = [end.gpu.index for end in self.ends if end.failed.numbers()[0]]
+        lost = [end.gpu.index for end in self.ends if end.failed[0]]
         if lost:
             all_of = ",".join(str(end.gpu.index) for end in self.ends)
             self.renew()

@@ -47,16 +47,6 @@ def on_all(name: str) -> Any:
     return op
 
 
-def on_the_first(name: str) -> Any:
-    """The op `name` on rank 0 alone, for numbers that the host reads."""
-
-    def op(self: "TensorParallelOps", x: Wide, *args: Any) -> Any:
-        with self._first() as ops:
-            return self._wide([getattr(ops, name)(x.parts[0], *args)])
-
-    return op
-
-
 class Drawn(Sampler):
     """`sampler` with the random numbers of its next `rows` tokens, which every rank takes."""
 
@@ -288,8 +278,8 @@ class TensorParallelOps(Ops):
     moe = on_all("moe")
     moe_ffn = on_all("moe_ffn")
     keep = on_all("keep")
-    top_k = on_the_first("top_k")
-    argmax_entropy = on_the_first("argmax_entropy")
+    top_k = on_all("top_k")
+    argmax_entropy = on_all("argmax_entropy")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

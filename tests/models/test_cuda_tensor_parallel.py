@@ -6,6 +6,7 @@ import ranks
 import tiny
 import tiny_chat
 import tiny_draft
+import tiny_eagle
 from narrow import WIDE, narrow
 
 import generate
@@ -176,7 +177,8 @@ def test_drafts(target, tmp_path):
     layers, hidden, vocab = len(model.layout.layers), model.config.hidden, model.config.vocab
     taps = (0, layers - 1) if target == "qwen35" else (1, 2)
     folder = tiny_draft.write(tmp_path / "draft", hidden, vocab, layers, taps, laguna=target == "laguna")
-    drafts = [folder, *([tiny.FOLDER / "mtp-qwen35"] if target == "qwen35" else [])]
+    eagle = tiny_eagle.write(tmp_path / "eagle", hidden, vocab, [0, 1, layers - 1])
+    drafts = [folder, eagle, *([tiny.FOLDER / "mtp-qwen35", tiny.FOLDER / "dspark"] if target == "qwen35" else [])]
 
     def tokens(model, how):
         state = model.new_state(96)
