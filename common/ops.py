@@ -277,7 +277,7 @@ class Ops(ABC):
 
         q (T, H, D), k (T, K, D), v (T, K, Dv) -> (T, H, Dv); query head h reads KV head h // (H // K).
         A window of n hides positions at or below the row's own minus n, but for the first ones that the state keeps
-        for good; the rows of a block all count from its first.
+        for good.
         `causal` hides later rows from the rows of a block.
         """
 
@@ -322,6 +322,14 @@ class Ops(ABC):
         """Return the row that each row of x (T, C) continues: (T, C); the committed past's last, zeros before any.
 
         The state `last` is that of a short convolution of two taps.
+        """
+
+    @abstractmethod
+    def block_conv(self, x: Array, own: Array, base: Array) -> Array:
+        """The causal convolution of the rows of a block, each with taps of its own: x (T, C) -> (T, C).
+
+        own (T, n * G), base (n, C): row t, channel c is the sum over i of (own[t, i * G + c // (C // G)] + base[i, c])
+        times x[t - i, c], where rows before the first are zero.
         """
 
     @abstractmethod

@@ -200,6 +200,14 @@ class NumpyOps(Ops):
         last.rows = np.array(x)
         return np.concatenate([last.tail, x])[1 + _parents(step)]  # PAST lands on the tail
 
+    def block_conv(self, x: Array, own: Array, base: Array) -> Array:
+        (T, C), n = x.shape, len(base)
+        taps = np.repeat(own.reshape(T, n, -1), C // (own.shape[1] // n), axis=2) + base
+        out = np.zeros_like(x)
+        for i in range(min(n, T)):
+            out[i:] += taps[i:, i] * x[: T - i]
+        return out
+
     def gated_delta(
         self, q: Array, k: Array, v: Array, a: Array, b: Array, decay: Array, dt_bias: Array, delta: Any, step: Step
     ) -> Array:

@@ -277,6 +277,7 @@ class MultiGpuOps(Ops):
     expanded_attention = forwarded("expanded_attention")
     write_kv = forwarded("write_kv")
     short_conv = forwarded("short_conv")
+    block_conv = forwarded("block_conv")
     parent_rows = forwarded("parent_rows")
     gated_delta = forwarded("gated_delta")
     delta_mixer = forwarded("delta_mixer")

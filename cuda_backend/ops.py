@@ -190,6 +190,7 @@ class CudaOps(Ops):
     latent_attention = of_context(latent.latent_attention)
     expanded_attention = of_context(latent.expanded_attention)
     short_conv = of_context(recurrent.short_conv)
+    block_conv = of_context(rows.block_conv)
     parent_rows = of_context(recurrent.parent_rows)
     gated_delta = of_context(recurrent.gated_delta)
     route_softmax = of_context(mixture.route_softmax)

@@ -313,3 +313,11 @@ def before_rope(x: Array) -> tuple[Array, np.ndarray]:
     """Return the input of a rope of x that has not run, and the rope; x and none for any other x."""
     heads = fused("latent cache", x)
     return (heads.inputs[0], heads.parameters.rope) if heads else (x, NO_ROPE)
+
+
+def block_conv(context: Context, x: Array, own: Array, base: Array) -> Array:
+    (T, C), n = x.shape, base.shape[0]
+    out = Array((T, C), context.arena.take(T * C * 4))
+    args = view(x), view(own), base.address, C, n, own.shape[1] // n, out.address
+    kernel("block_conv", "block_conv")((-(-C // 256), T), (256,), args, stream=context.stream)
+    return out

@@ -344,6 +344,9 @@ class MlxOps(Ops):
         last.stream = mx.concatenate([last.tail, x.astype(last.tail.dtype)], axis=0)
         return last.stream[:-1] if step.is_chain else last.stream[mx.array(1 + recurrent.parents_of(step))]
 
+    def block_conv(self, x: Array, own: Array, base: Array) -> Array:
+        return recurrent.block_conv(x, own, base)
+
     def gated_delta(
         self,
         q: Array,

@@ -38,6 +38,19 @@ class Tree:
             node = self.add(node, token)
 
 
+def best_chain(ids: np.ndarray, after: np.ndarray | None = None) -> list[int]:
+    """The likeliest token of each position, after the likeliest before it; ids and after as for `grow`."""
+    if after is None:
+        return [int(token) for token in ids[:, 0]]
+    chain, row = list[int](), 0
+    for tokens, rows in zip(ids, after, strict=True):
+        chain.append(int(tokens[row, 0]))
+        row = rows[row, 0]
+        if row < 0:
+            break
+    return chain
+
+
 def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.ndarray | None = None) -> None:
     """Add the likeliest prefixes, best first, until the tree has `budget` nodes after its root.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.coupled import Coupling
-from common.decode.ddtree import Tree, grow
+from common.decode.ddtree import Tree, best_chain, grow
 from common.decode.lookup import Lookup
 from common.decode.plain import plain
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
@@ -80,8 +80,7 @@ class Drafter:
         drafted = time.perf_counter()
         ids, logp, *after = (part[:depth] for part in answer)
         if "chain" in kind or self.options.seed_chain:
-            best = ids.reshape(len(ids), -1)[:, 0]  # the first candidate of row 0 is followed by row 0
-            tree.add_chain(best[: budget + 1 - len(tree)].tolist())
+            tree.add_chain(best_chain(ids, *after)[: budget + 1 - len(tree)])
         if "tree" in kind:
             grow(tree, ids, logp, budget, *after)
         self.stats.seconds["draft"] += drafted - started

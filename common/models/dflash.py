@@ -15,7 +15,7 @@ import numpy as np
 
 from common.coupled import Coupling
 from common.models import Model
-from common.models.blocks import swiglu_ffn
+from common.models.blocks import RowFn, swiglu_ffn
 from common.models.dflash_config import Config
 from common.models.pair import Pair
 from common.ops import Array, Ops
@@ -47,17 +47,34 @@ def write_context(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step
         ops.write_kv(k, v, state.kv, step)
 
 
-def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step, first: int) -> Array:
-    """The logits (c.tokens, vocab) of a block's draft tokens; `first` is the first layer's number in the state."""
+def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step, first: int) -> Any:
+    """The logits (c.tokens, vocab) of a block's draft tokens; `first` is the first layer's number in the state.
+
+    Of DFlash2 also what scales its scores, (c.tokens, c.selector_rank).
+    """
     x = ops.embed(embed, step.tokens)
     for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
         x = ops.scope(first + i, partial(block, ops, c, layer, state, step, i), x)
-    return ops.linear(ops.rms_norm(x[c.first :], w.norm, c.eps), head)
+    x = ops.rms_norm(x[c.first :], w.norm, c.eps)
+    return (ops.linear(x, head), ops.linear(x, w.selector_hidden)) if c.selector_rank else ops.linear(x, head)
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Array) -> Array:
-    x = ops.add(x, attention(ops, c, w, state.kv, step, layer, ops.rms_norm(x, w.attn_norm, c.eps)))
-    return ops.add(x, swiglu_ffn(ops, w, ops.rms_norm(x, w.ffn_norm, c.eps)))
+    attend: RowFn = partial(attention, ops, c, w, state.kv, step, layer)
+    ffn: RowFn = partial(swiglu_ffn, ops, w)
+    if c.conv_taps:
+        attend = partial(_convolved, ops, (w.attn_conv, w.attn_conv_in, w.attn_conv_out), attend)
+        ffn = partial(_convolved, ops, (w.ffn_conv, w.ffn_conv_in, w.ffn_conv_out), ffn)
+    x = ops.add(x, attend(ops.rms_norm(x, w.attn_norm, c.eps)))
+    return ops.add(x, ffn(ops.rms_norm(x, w.ffn_norm, c.eps)))
+
+
+def _convolved(ops: Ops, conv: tuple[Any, Array, Array], sublayer: RowFn, x: Array) -> Array:
+    """DFlash2's sublayer between two convolutions along the block, whose own taps come of x (T, hidden)."""
+    matrix, before, after = conv
+    taps = ops.linear(x, matrix)
+    each = taps.shape[1] // 2
+    return ops.block_conv(sublayer(ops.block_conv(x, taps[:, :each], before)), taps[:, each:], after)
 
 
 def attention(ops: Ops, c: Config, w: Any, kv: Any, step: Step, layer: int, x: Array) -> Array:
@@ -142,15 +159,19 @@ class DflashPair(Pair):
 
     def propose(self, state: State, token: int) -> Array:
         """Logits (n, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
+        return self._run(state, token)[: self.draft.tokens]
+
+    def _run(self, state: State, token: int) -> Any:
+        """What `forward` gives of the block after `token`, perhaps with rows behind those of its draft tokens."""
         tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)
         tokens[0] = token
-        return self.ops.run(self._block, state, Step.block(tokens, state.length))[: self.draft.tokens]
+        return self.ops.run(self._block, state, Step.block(tokens, state.length))
 
     @cached_property
     def _block(self) -> Any:
         return partial(self._block_logits)
 
-    def _block_logits(self, state: State, step: Step) -> Array:
+    def _block_logits(self, state: State, step: Step) -> Any:
         own, target = self.draft_weights, self.weights
         embed = target.embed if own.embed is None else own.embed
         heads = own.head, target.head, target.embed

@@ -1,5 +1,7 @@
 """What a DFlash draft states in config.json or in GGUF metadata of llama.cpp and of lucebox."""
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from common.ops import Rope
 
 NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel")  # as DeepSpec and as SpecForge write it
-NAMES = (NAME, LAGUNA, *DSPARK)
+DFLASH2 = "DFlash2DraftModel"
+NAMES = (NAME, LAGUNA, DFLASH2, *DSPARK)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SELECTOR = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")  # of DFlash2
-UNSUPPORTED = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
+SCALES = ("input_embedding_scale", "output_multiplier", "attention_value_scale", "logit_scale", "embedding_scale")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Config:
     is_laguna: bool = False  # a norm per tap, the context through each layer's norm, gated attention
     first: int = 1  # row of the block that predicts the first draft token: 0 the known token's, 1 a mask's own position
     markov_rank: int = 0  # of DSpark's bias by the token before; 0: none
+    conv_taps: int = 0  # of DFlash2's convolutions along the block; 0: none
+    conv_group: int = 0  # channels that share a row's own taps
+    selector_rank: int = 0  # of DFlash2's scores of two candidates that follow each other; 0: none
+    candidates: int = 0  # of each position
 
     @property
     def layers(self) -> int:
@@ -64,7 +71,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     names = keys.read("architectures", list)
     if len(names) != 1 or names[0] not in NAMES:
         raise BimetalError(f"{keys.where}: architectures is {names}; supported as a draft: {', '.join(NAMES)}")
-    is_dspark = names[0] in DSPARK
+    is_dspark, is_dflash2 = names[0] in DSPARK, names[0] == DFLASH2
     vocab = keys.read("vocab_size", int, 0) or None
     keys.expect("draft_vocab_size", vocab)
     keys.expect("gating", "per-head")
@@ -72,10 +79,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     keys.expect("attention_bias", False)
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("dflash_config.use_swa", False)
-    for key in (*SELECTOR, *UNSUPPORTED, *(() if is_dspark else ("markov_rank",))):
-        for place in (key, f"dflash_config.{key}"):
-            if keys.get(place) is not None:
-                raise BimetalError(f"{keys.where}: {place} belongs to another kind of draft, which is not supported")
+    _refuse(keys, ("", "dflash_config."), () if is_dflash2 else SELECTOR, () if is_dspark else ("markov_rank",))
     layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
     head_dim, kv_heads = keys.size("head_dim"), keys.size("num_key_value_heads", heads)
     check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
@@ -113,6 +117,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
         is_laguna=names == [LAGUNA],
         first=0 if keys.read(either("sample_from_anchor"), bool, is_dspark) else 1,
         markov_rank=keys.read(either("markov_rank"), int) if is_dspark else 0,
+        **(_selector(keys, {key: either(key) for key in SELECTOR}) if is_dflash2 else {}),
     )
 
 
@@ -124,12 +129,10 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
         raise BimetalError(f"{checkpoint.path}: general.architecture is {architecture!r}, which is no DFlash draft")
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
     inner = "" if upstream else "dflash."
-    for key in (*SELECTOR, *UNSUPPORTED, "hyper_connection.count", "dspark.enabled", "dspark.markov_rank", "laguna"):
-        for place in (key, f"dflash.{key}"):
-            if keys.get(place):
-                raise BimetalError(
-                    f"{keys.where}: {keys.prefix}{place} belongs to another kind of draft, which is not supported"
-                )
+    is_dflash2 = upstream and "selector_hidden.weight" in checkpoint.tensors  # llama.cpp knows DFlash2 by it,
+    markov = checkpoint.tensors.get("markov_w1.weight") if upstream else None  # and DSpark by this
+    others = ("hyper_connection.count", "dspark.enabled", "dspark.markov_rank", "laguna")
+    _refuse(keys, ("", "dflash."), () if is_dflash2 else SELECTOR, others)
     layers, heads = keys.size("block_count"), keys.size("attention.head_count")
     head_dim, kv_heads = keys.size("attention.key_length"), keys.size("attention.head_count_kv", heads)
     check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
@@ -140,10 +143,11 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
         raise BimetalError(f"{keys.where}: {keys.prefix}attention.sliding_window_pattern covers {len(pattern)} layers")
     slides = [window > 0 and bool(slide) for slide in pattern[:layers]]
     causal = keys.flag("attention.causal")
+    if is_dflash2 or markov is not None:  # without the key llama.cpp lets rows of a block see each other
+        causal = bool(causal)
     listed = keys.read("target_layers" if upstream else "dflash.target_layer_ids", list, [])
     mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
     tokens = checkpoint.config.get("tokenizer.ggml.tokens")
-    markov = checkpoint.tensors.get("markov_w1.weight")  # llama.cpp knows DSpark by it
     return Config(
         hidden=keys.size("embedding_length"),
         heads=heads,
@@ -161,7 +165,32 @@ def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
         target_layers=None,
         first=0 if keys.read("sample_from_anchor", bool, markov is not None) else 1,
         markov_rank=0 if markov is None else markov.shape[-1],
+        **(_selector(keys, {key: key for key in SELECTOR}) if is_dflash2 else {}),
     )
+
+
+def _refuse(keys: Keys, places: Sequence[str], *others: Sequence[str]) -> None:
+    """Refuse the keys of other kinds of drafts, and scales that are not neutral, at any of `places`."""
+    for place in places:
+        for key in itertools.chain(*others):
+            if keys.get(place + key) not in (None, 0, False):
+                raise BimetalError(
+                    f"{keys.where}: {keys.prefix}{place}{key} belongs to another kind of draft, which is not supported"
+                )
+        for key in SCALES:
+            keys.expect(place + key, 1)
+        keys.expect(f"{place}final_logit_softcapping", 0)
+
+
+def _selector(keys: Keys, at: Mapping[str, str]) -> dict[str, Any]:
+    """Sizes of DFlash2's convolutions and selector, whose keys are found `at` other names."""
+    fields = {
+        "conv_taps": "conv_kernel_size",
+        "conv_group": "conv_group_size",
+        "selector_rank": "selector_rank",
+        "candidates": "selector_top_k",
+    }
+    return {field: keys.size(at[key]) for field, key in fields.items()}
 
 
 def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
@@ -193,6 +222,10 @@ def _check_belongs(c: Config, path: Path, target: Model) -> None:
         raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.config.vocab}")
     if c.block < 2:
         raise BimetalError(f"{path}: block_size is {c.block}; a block has the known token and at least one more")
+    if c.conv_taps and c.hidden % c.conv_group:
+        raise BimetalError(f"{path}: conv_group_size is {c.conv_group}, which does not divide {c.hidden} channels")
+    if c.candidates > target.config.vocab:
+        raise BimetalError(f"{path}: selector_top_k is {c.candidates}, of a vocabulary of {target.config.vocab}")
     if c.markov_rank < 0:
         raise BimetalError(f"{path}: markov_rank is {c.markov_rank}; supported: 0 or more")
     for window, is_causal in zip(c.windows, c.is_causal, strict=True):

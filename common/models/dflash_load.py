@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from common.checkpoint import Checkpoint
 from common.models import Model
 from common.models.dflash import DflashPair
+from common.models.dflash2 import Dflash2Pair
 from common.models.dflash_config import Config, read_config
 from common.models.dflash_weights import layout
 from common.models.dspark import DsparkPair
@@ -16,7 +17,7 @@ def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -
     config = read_config(checkpoint, target)
     weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
-    kind = DsparkPair if config.markov_rank else DflashPair
+    kind = Dflash2Pair if config.selector_rank else DsparkPair if config.markov_rank else DflashPair
     return kind(*parts, config, weights, cache=target.cache, expert_stream=target.expert_stream)
 
 

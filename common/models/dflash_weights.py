@@ -1,11 +1,13 @@
 """The tables of a DFlash draft's weights, by the names of safetensors, of llama.cpp and of lucebox."""
 
+from functools import partial
+
 import numpy as np
 
 from common.checkpoint import Checkpoint
 from common.models.blocks import ffn_weights
 from common.models.dflash_config import Config
-from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, rows
+from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, mapped, rows
 
 
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
@@ -40,12 +42,44 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
         "head": own("output.weight"),
         "markov_before": markov("markov_w1.weight"),
         "markov_after": markov("markov_w2.weight"),
+        **_selector_weights(c, at),
     }
     layers = []
     for i in range(c.layers):
         at = Names(dialect, f"blk.{i}." if gguf else f"{prefix}layers.{i}.", checkpoint.tensors)
         layers.append(_layer_weights(c, at))
     return Layout(top, layers, lambda name: _ignored(name.removeprefix(prefix), c.markov_rank > 0 or c.first == 0))
+
+
+def _selector_weights(c: Config, at: Names) -> Table:
+    """Of candidates by the candidate before: rows of the table `before`, scaled by `hidden`, times rows of `after`."""
+
+    def matrix(hf: str, gguf: str, *shape: int) -> Matrix | None:
+        return Matrix(at(f"candidate_selector.{hf}", f"selector_{gguf}.weight", shape)) if c.selector_rank else None
+
+    return {
+        "selector_before": matrix("predecessor_codebook", "predecessor", c.vocab or 0, c.selector_rank),
+        "selector_after": matrix("successor_codebook", "successor", c.vocab or 0, c.selector_rank),
+        "selector_hidden": matrix("hidden_projection.weight", "hidden", c.selector_rank, c.hidden),
+    }
+
+
+def _conv_weights(c: Config, at: Names, ours: str, hf: str) -> Table:
+    """Of the convolutions before and after a sublayer: one matrix of each row's own taps, and two of taps for all."""
+    if not c.conv_taps:
+        return {ours: None}
+    own = at(
+        f"{hf}_conv.kernel_projection.weight",
+        f"{ours}_proj.weight",
+        (2 * c.conv_taps * (c.hidden // c.conv_group), c.hidden),
+    )
+    shape, name = (c.conv_taps, c.hidden), at(f"{hf}_conv.base_kernel", f"{ours}_base", ()).names
+    sides = [Vector(Stored(name, shape, mapped(partial(_side, i, shape)), (2, *shape))) for i in range(2)]
+    return {ours: Matrix(own), f"{ours}_in": sides[0], f"{ours}_out": sides[1]}
+
+
+def _side(side: int, shape: tuple[int, int], values: np.ndarray) -> np.ndarray:
+    return values.reshape(2, *shape)[side]
 
 
 def _ignored(name: str, is_dspark: bool) -> str | None:
@@ -83,6 +117,8 @@ def _layer_weights(c: Config, at: Names) -> Table:
             )
         ),
         **ffn_weights(at, c.hidden, c.ffn),
+        **_conv_weights(c, at, "attn_conv", "attention"),
+        **_conv_weights(c, at, "ffn_conv", "mlp"),
     }
 
 

@@ -14,13 +14,12 @@ from common.models.pair import Pair
 
 KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that say what kind a draft is
 REFUSED = {  # the kind, by a mark of it
-    "dflash2": "DFlash2",
     "domino": "Domino",
     "peagle": "P-EAGLE",
     "eagle": "EAGLE-1 or EAGLE-2",
     "medusa": "Medusa",
 }
-SUPPORTED = "multi-token-prediction blocks, DFlash, DSpark and EAGLE-3"
+SUPPORTED = "multi-token-prediction blocks, DFlash, DFlash2, DSpark and EAGLE-3"
 
 
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:

@@ -47,8 +47,7 @@ class Pair(Model):
         Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
         at most `depth` where each position costs time of its own. Where a position depends on the token before, they
         are (n, w, k), rows of candidates, of which row 0 of position 0 follows `token`; and a third array (n, w, k)
-        has the row of the next position that follows each candidate, -1 for none. The first candidate of row 0 is
-        always followed by row 0.
+        has the row of the next position that follows each candidate, -1 for none.
 
         coupling  how the target will draw at least `depth` tokens: those that it most probably draws count as likeliest
         """

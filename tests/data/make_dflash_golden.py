@@ -1,4 +1,4 @@
-"""Write tests/data/models/dflash/: a tiny random draft for the tiny qwen35 model, with the published library's logits.
+"""Write tests/data/models/dflash/ and dflash2/: tiny random drafts for the tiny qwen35 model, with published results.
 
 The library is `dflash` 0.1.0 on PyPI (pip install --no-deps dflash, beside torch and transformers); the hidden states
 are transformers'; float32 on stored BF16 values. The tapped layers are listed out of order, as a draft may list them.
@@ -6,14 +6,16 @@ golden.npz holds, for the first tokens of qwen35's golden ids as text:
 
 anchors  (6,) places where a block starts, around the window of 8
 logits   (6, 4, 96) float32 of the four masked rows of each block
+tokens   (6, 4) of DFlash2, the greedy draft
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from dflash.model import DFlashDraftModel, extract_context_feature
+from dflash.model import DFlash2DraftModel, DFlashDraftModel, extract_context_feature
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -42,13 +44,28 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+DFLASH2 = CONFIG | {
+    "architectures": ["DFlash2DraftModel"],
+    "is_causal": False,
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "dflash_config": {
+        "block_size": 5,
+        "conv_group_size": 4,
+        "conv_kernel_size": 2,
+        "mask_token_id": 1,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+        "target_layer_ids": [1, 4, 6],
+    },
+}
+DFLASH2.pop("block_size")
 ANCHORS = (1, 7, 8, 9, 20, 40)
 
 
 @torch.no_grad()
-def main() -> None:
-    generator = torch.Generator().manual_seed(5)
-    draft = DFlashDraftModel(Qwen3Config(**{key: value for key, value in CONFIG.items() if key != "dtype"})).eval()
+def write(name: str, kind: type[DFlashDraftModel], config: dict[str, Any], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    draft = kind(Qwen3Config(**{key: value for key, value in config.items() if key != "dtype"})).eval()
     for p in draft.parameters():
         noise = torch.randn(p.shape, generator=generator)
         p.copy_(((1 + 0.3 * noise) if p.ndim == 1 else 1.2 * noise / p.shape[-1] ** 0.5).bfloat16())
@@ -56,7 +73,7 @@ def main() -> None:
     ids = torch.tensor(np.load(HERE / "qwen35" / "golden.npz")["ids"].astype(np.int64)[: max(ANCHORS) + 1])
     hidden = target(ids[None], output_hidden_states=True).hidden_states
     features = extract_context_feature(hidden, draft.target_layer_ids)
-    logits = []
+    head, logits, tokens = target.get_output_embeddings(), [], []
     for anchor in ANCHORS:
         block = torch.full((1, draft.block_size), draft.mask_token_id)
         block[0, 0] = ids[anchor]
@@ -65,14 +82,23 @@ def main() -> None:
             noise_embedding=target.get_input_embeddings()(block),
             target_hidden=features[:, :anchor],
         )
-        logits.append(draft.compute_logits(rows, target.get_output_embeddings())[0, 1:])
-    folder = HERE / "dflash"
+        logits.append(draft.compute_logits(rows, head)[0, 1:])
+        if kind is DFlash2DraftModel:
+            tokens.append(draft.propose(rows[:, 1:], block[:, 0], head, 0.0)[0][0].numpy())
+    folder = HERE / name
     folder.mkdir(exist_ok=True)
-    weights = {name: value.bfloat16().contiguous() for name, value in draft.state_dict().items()}
+    weights = {_stored(name): value.bfloat16().contiguous() for name, value in draft.state_dict().items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
-    np.savez_compressed(folder / "golden.npz", anchors=np.array(ANCHORS), logits=torch.stack(logits).numpy())
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    drafts = {"tokens": np.stack(tokens)} if tokens else {}
+    np.savez_compressed(folder / "golden.npz", anchors=np.array(ANCHORS), logits=torch.stack(logits).numpy(), **drafts)
+
+
+def _stored(name: str) -> str:
+    """The name under which DFlash2DraftModel.from_pretrained looks for a parameter."""
+    return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
 
 
 if __name__ == "__main__":
-    main()
+    write("dflash", DFlashDraftModel, CONFIG, 5)
+    write("dflash2", DFlash2DraftModel, DFLASH2, 7)

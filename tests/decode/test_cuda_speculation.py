@@ -106,7 +106,7 @@ def test_multi_token_prediction(name):
     assert set(accepted.budgets) == {3}
 
 
-@pytest.mark.parametrize("name", ["dspark"])
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
 def test_candidates_after_the_token_before(name):
     """Against NumPy's, with float16 keys; text equal to plain decoding, as chain and as tree."""
     pairs = [

@@ -16,13 +16,13 @@ from common.models.drafts import load_pair
 from common.reference import NumpyOps
 
 NEW = 14
-FOLDERS = ["dspark"]
+FOLDERS = ["dspark", "dflash2"]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.95, "seed": 3}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_text_of_plain_decoding(folder, sampling, ops, monkeypatch):
-    """The draft as it is, and with the true token among its candidates now and then."""
+    """The draft as it is, and with the true token among its two best candidates now and then."""
     target = tiny.load("qwen35", ops)
     pair, prompt = load_pair(tiny.FOLDER / folder, target), tiny.golden("qwen35")["ids"][:PROMPT].tolist()
     expected, margins, _ = decode(target, prompt, NEW, **sampling)
@@ -32,12 +32,14 @@ def test_text_of_plain_decoding(folder, sampling, ops, monkeypatch):
         ids, logp, after = (part.copy() for part in read(model, state, request))
         row = 0
         for depth, token in enumerate(text[state.length + 1 :][: len(ids)]):
-            rank = int(random.integers(ids.shape[2]))
             if row < 0 or random.random() < 0.2:
                 break
-            if token not in ids[depth, row]:
-                ids[depth, row, rank] = token
-            row = after[depth, row, ids[depth, row].tolist().index(token)]
+            place, here = int(random.integers(2)), ids[depth, row].tolist()
+            rank = here.index(token) if token in here else place
+            for part in (ids, after):  # the true token is the best candidate or the second
+                part[depth, row, [place, rank]] = part[depth, row, [rank, place]]
+            ids[depth, row, place] = token
+            row = after[depth, row, place]
         return ids, logp, after
 
     for kind, leads in (("chain", False), ("tree", True)):

@@ -271,13 +271,13 @@ def test_refusals(changes, message, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("DFlash2DraftModel", "DFlash2"),
+        ("DominoDraftModel", "Domino"),
     ],
 )
 def test_other_kinds(name, kind, tmp_path):
     folder = rewritten(FOLDER, tmp_path / "draft", architectures=[name])
     words = (
-        f"draft is a draft of the kind {kind}; supported: multi-token-prediction blocks, DFlash, DSpark and EAGLE-3$"
+        f"draft is a draft of the kind {kind}; supported: multi-token-prediction blocks, DFlash, DFlash2, DSpark and"
     )
     with pytest.raises(BimetalError, match=words):
         load_pair(folder, tiny.load("qwen35", OPEN))

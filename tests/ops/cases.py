@@ -31,6 +31,7 @@ TOLERANCE = {
     "attention": (2e-6, 3e-3, 2e-2),
     "latent_attention": (2e-6, 3e-3, 2e-2),
     "short_conv": (1e-6, 3e-3, 2e-2),
+    "block_conv": (1e-6, 3e-3, 2e-2),
     "parent_rows": (0, 4e-3, 3e-2),
     "gated_delta": (1e-5, 1e-2, 6e-2),  # a recurrence over all rows
     "route": (1e-6, 3e-3, 2e-2),
@@ -131,7 +132,20 @@ def rows_cases() -> Iterator[Case]:
     def gated_rms_norm(T: int) -> Run:
         return lambda i: [i.ops.gated_rms_norm(i.rows(T, 3, 16), i.vector(16), i.rows(T, 3, 16), 1e-6)]
 
+    def block_conv(T: int, C: int, n: int, groups: int) -> Run:
+        """Of rows and taps that are slices, as those of a product are."""
+        return lambda i: [
+            i.ops.block_conv(i.rows(T, C + 2)[:, 1:-1], i.rows(T, 2 * n * groups)[:, n * groups :], i.vector(n, C))
+        ]
+
     for T in ROWS:
+        for C, n, groups in ((48, 2, 12), (40, 3, 5)):
+            yield Case(f"block_conv-{T}-{n}", "block_conv", block_conv(T, C, n, groups))
+        yield Case(
+            f"add-{T}-row",
+            "elementwise",
+            lambda i, T=T: [i.ops.add(i.rows(T, 48), i.rows(1, 48))],  # type: ignore[misc]
+        )
         yield Case(f"embed-{T}", "embed", embed(T))
         for shape in ((5, 3), (64, 96), (1, 160)):
             yield Case(f"linear-{T}-{shape}", "linear", linear(T, shape))

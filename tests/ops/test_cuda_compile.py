@@ -92,7 +92,7 @@ def delta(width: int, taps: int, norm: int, alone: int) -> tuple[str, ...]:
 def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     """All builds that the launchers may request for a card."""
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k", "entropy")]
-    plain += [("calibrate", ()), ("conv", ("PARENTS=1",))]
+    plain += [("calibrate", ()), ("block_conv", ()), ("conv", ("PARENTS=1",))]
     plain += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
     plain += [("keep", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)

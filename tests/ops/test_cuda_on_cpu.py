@@ -37,7 +37,7 @@ def test_a_run_without_a_test_fails(file, chosen, reason):
 
 
 def test_row_ops():
-    on_cpu("ops/test_cuda_ops.py", "nothing_is_read or test_op and (rms_norm or mul_ or swiglu)")
+    on_cpu("ops/test_cuda_ops.py", "nothing_is_read or test_op and (rms_norm or mul_ or swiglu or block_conv)")
     on_cpu("ops/test_cuda_products.py", "quotient")
 
 
@@ -197,7 +197,7 @@ def test_multi_token_prediction(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dspark"])
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
 def test_drafts_that_depend_on_the_token_before(name):
     on_cpu("decode/test_cuda_speculation.py", f"token_before and {name}")
 

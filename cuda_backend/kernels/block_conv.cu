@@ -1,0 +1,27 @@
+// block_conv: causal convolution of the rows of a draft's block, each with taps of its own
+// Meaning   common/reference.py NumpyOps.block_conv       Launcher  cuda_backend/rows.py
+// In        x (T, C), own (T, n * G), base [n][C]: row t, channel c of group c / (C / G) has the taps own[t][i * G + group] + base[i][c]
+// Out       out [T][C] float32
+// Work      a thread per channel and row
+// Numbers   float32, from the row itself back
+// Bound     launches: 2 n reads per output, from the cache
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+block_conv(In x, In own, const float* base, int C, int n, int G, float* out) {
+    begin();
+    const int c = blockIdx.x * THREADS + threadIdx.x, t = blockIdx.y;
+    if (c >= C) return;
+    const int group = c / (C / G);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < n && i <= t; i++) {
+        const float *taps = row_of(own, t) + i * G + group, *values = row_of(x, t - i) + c;
+        float tap = base[(s64)i * C + c], value = 0.0f;
+#pragma unroll 1
+        for (int s = 0; s < own.slots; s++) tap += taps[s * own.slot];
+#pragma unroll 1
+        for (int s = 0; s < x.slots; s++) value += values[s * x.slot];
+        sum += tap * value;
+    }
+    out[(s64)t * C + c] = sum;
+}
