@@ -270,6 +270,7 @@ class TensorParallelOps(Ops):
     expanded_attention = on_all("expanded_attention")
     write_kv = on_all("write_kv")
     short_conv = on_all("short_conv")
+    block_conv = on_all("block_conv")
     parent_rows = on_all("parent_rows")
     gated_delta = on_all("gated_delta")
     delta_mixer = on_all("delta_mixer")
