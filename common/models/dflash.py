@@ -162,7 +162,7 @@ class DflashPair(Pair):
         return self._run(state, token)[: self.draft.tokens]
 
     def _run(self, state: State, token: int) -> Any:
-        """What `forward` gives of the block after `token`, perhaps with rows behind those of its draft tokens."""
+        """Compute `forward` of the block after `token`; rows may follow those of its draft tokens."""
         tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)
         tokens[0] = token
         return self.ops.run(self._block, state, Step.block(tokens, state.length))
