@@ -52,7 +52,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def _selector_weights(c: Config, at: Names) -> Table:
-    """Of candidates by the candidate before: rows of the table `before`, scaled by `hidden`, times rows of `after`."""
+    """Table of the scores of candidates: rows of `before`, scaled by the product with `hidden`, times rows of `after`."""
 
     def matrix(hf: str, gguf: str, *shape: int) -> Matrix | None:
         return Matrix(at(f"candidate_selector.{hf}", f"selector_{gguf}.weight", shape)) if c.selector_rank else None
@@ -65,7 +65,7 @@ def _selector_weights(c: Config, at: Names) -> Table:
 
 
 def _conv_weights(c: Config, at: Names, ours: str, hf: str) -> Table:
-    """Of the convolutions before and after a sublayer: one matrix of each row's own taps, and two of taps for all."""
+    """Table of the convolutions around a sublayer: one matrix of each row's own taps, and two of taps for all rows."""
     if not c.conv_taps:
         return {ours: None}
     own = at(
