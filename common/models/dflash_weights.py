@@ -52,7 +52,7 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
 
 
 def _selector_weights(c: Config, at: Names) -> Table:
-    """Table of the scores of candidates: rows of `before`, scaled by the product with `hidden`, times rows of `after`."""
+    """Table of the scores of candidates: rows of `before`, scaled by the product with `hidden`, times `after`."""
 
     def matrix(hf: str, gguf: str, *shape: int) -> Matrix | None:
         return Matrix(at(f"candidate_selector.{hf}", f"selector_{gguf}.weight", shape)) if c.selector_rank else None
