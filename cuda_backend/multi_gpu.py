@@ -1,12 +1,12 @@
 """Several GPUs that share a model by layers: each holds some, and the rows of a step pass from one to the next.
 
 An op runs where its weight or state lies, without one where its first array does, and its arrays are copied there;
-`scope` brings the residual rows to their layer. A captured step is a graph per stretch on one GPU.
+`scope` brings the residual rows to their layer. A captured step is a graph per stretch on one GPU, and nothing in it
+waits on the host, so that a step of other sequences runs on the first GPU while one runs on the next: `micro_batches`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,86 +15,14 @@ import numpy as np
 
 from common.errors import BimetalError, UsageError
 from common.ops import LayerSize, Ops
-from common.step import Shape, State, Step
+from common.step import Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import rows
 from cuda_backend.arrays import Array
+from cuda_backend.multi_gpu_states import MultiGpuPool, MultiGpuState
 from cuda_backend.ops import CudaOps
 from cuda_backend.relay import Gpu, Held, Input, MultiGpuStep, Relay, Value
-from cuda_backend.replay import graphs
-
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Share:
-    """The states of the layers on one GPU, committed together."""
-
-    gpu: Gpu
-    state: Any
-
-    def commit(self, path: np.ndarray) -> None:
-        with self.gpu.device:
-            self.state.commit(path)
-
-    def snapshot(self) -> Any:
-        with self.gpu.device:
-            return self.state.snapshot()
-
-    def restore(self, snapshot: Any) -> None:
-        with self.gpu.device:
-            self.state.restore(snapshot)
-
-    def row_shapes(self, tokens: int) -> list[Shape]:
-        return list(self.state.row_shapes(tokens))
-
-    def point_shapes(self, length: int) -> list[Shape]:
-        return list(self.state.point_shapes(length))
-
-    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        with self.gpu.device:
-            return list(self.state.save_rows(first, last))
-
-    def save_point(self) -> list[np.ndarray]:
-        with self.gpu.device:
-            return list(self.state.save_point())
-
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        with self.gpu.device:
-            self.state.load_parts(length, rows, point)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.state.nbytes)
-
-
-class MultiGpuState(State):
-    """`state[i].kv`, ... are held by the GPU of layer i; `shares` is what each GPU has, none of it for some perhaps."""
-
-    def __init__(self, spec: Sequence[LayerSpec], capacity: int, places: Sequence[Gpu], gpus: Sequence[Gpu]):
-        layers: list[dict[str, Any]] = [{} for _ in spec]
-        self.shares: dict[Gpu, Any] = {}
-        for gpu in gpus:
-            own = [i for i, place in enumerate(places) if place is gpu]
-            with gpu.device:
-                self.shares[gpu] = share = gpu.ops.new_state([spec[i] for i in own], capacity)
-            for n, i in enumerate(own):
-                layers[i] = {name: Held(handle, gpu) for name, handle in vars(share[n]).items()}
-        self.graphs = graphs()
-        super().__init__(layers, capacity)
-
-    def note_step(self, step: Step) -> None:
-        for share in self.shares.values():
-            share.note_step(step)
-
-    @property
-    def calibrates(self) -> bool:
-        return any(share.calibrates for share in self.shares.values())
-
-    def _all(self) -> list[Any]:
-        return [Share(gpu, state) for gpu, state in self.shares.items()]
-
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
@@ -149,11 +77,11 @@ class MultiGpuOps(Ops):
     cache_pairs = CudaOps.cache_pairs
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves
-    joins = False
-    held_pool_bytes = Ops.held_pool_bytes  # without a pool: each sequence has a state of its own
+    joins = CudaOps.joins
 
     def __init__(self, gpus: Sequence[Gpu], layers: Sequence[int], draft: Gpu):
         self.gpus, self.layers, self.draft = gpus, [gpus[i] for i in layers], draft
+        self.micro_batches = len({*self.layers})
         self.relay = Relay(gpus)
         self.prefill_rows = min(gpu.ops.prefill_rows for gpu in gpus)
         self.loads_on = gpus[0]
@@ -205,6 +133,9 @@ class MultiGpuOps(Ops):
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         return self.gpus[0].ops.held_state_bytes(spec, tokens, rows)
 
+    def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
+        return self.gpus[0].ops.held_pool_bytes(spec, slots, capacity, tokens, rows, self._batches(slots))
+
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         return self.gpus[0].ops.work_bytes(layers, tokens, rows)
 
@@ -218,11 +149,16 @@ class MultiGpuOps(Ops):
     def held_expert_bytes(self, *parts: Tensor) -> int:
         return self.gpus[0].ops.held_expert_bytes(*parts)
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> None:
-        return None  # a step has rows of one sequence
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> MultiGpuPool:
+        places = [self._place(i) for i in range(len(spec))]
+        return MultiGpuPool(spec, slots, capacity, places, self.gpus, tokens, self._batches(slots))
 
-    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        return MultiGpuState(spec, capacity, [self._place(i) for i in range(len(spec))], self.gpus)
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> MultiGpuState:
+        return self.new_pool(spec, 1, capacity).new_state()
+
+    def _batches(self, slots: int) -> int:
+        """Micro-batches that so many sequences may be divided among."""
+        return min(slots, self.micro_batches)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

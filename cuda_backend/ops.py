@@ -136,9 +136,12 @@ class CudaOps(Ops):
     def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
         return state_bytes(spec, tokens)
 
-    def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
+    def held_pool_bytes(
+        self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int, batches: int = 1
+    ) -> int:
+        """Predict a pool as Ops.held_pool_bytes does; `batches` as in `new_pool`."""
         beside = (slots - 1) * sizes.snapshot_bytes(spec, capacity)  # work_bytes has those of one
-        return pool_bytes(spec, slots, capacity, tokens) + beside
+        return pool_bytes(spec, slots, capacity, tokens, batches) + beside
 
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         kept = sizes.snapshot_bytes([layer.states for layer in layers], tokens)
@@ -151,14 +154,17 @@ class CudaOps(Ops):
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return self.new_pool(spec, 1, capacity).new_state()
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> CudaPool:
+    def new_pool(
+        self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None, batches: int = 1
+    ) -> CudaPool:
         """States of up to `slots` sequences, which one step may compute together.
 
-        tokens  that all of them may hold together, at least one whole context; None: each may hold `capacity`
+        tokens   that all of them may hold together, at least one whole context; None: each may hold `capacity`
+        batches  micro-batches, whose steps alternate
         """
         attending.check_room(self.context.card, spec)
         apply_paths = partial(recurrent.apply_paths, self.context)
-        return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens)
+        return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
         play = partial(self.context.replay.run, fn, state, step)

@@ -166,8 +166,6 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     delta, inputs, (decay, bias), step, T, runs, before = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
-    changes = delta.rows + 2 * MAX_DECODE_ROWS * Hk * Dk * 4
-    factors = changes + 2 * MAX_DECODE_ROWS * Hv * Dv * 4
     conv, taps = before or (None, 0)
     alone = T == 1 and conv is not None
     shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs)
@@ -187,10 +185,10 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
         kernel("prepare", "prepare", (*widths, *partials))(
             (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), min(-(-T // 4), 64)),
             (128,),
-            (*head, delta.rows, factors, *tail, *prepared),
+            (*head, delta.keys, delta.factors, *tail, *prepared),
             stream=context.stream,
         )
-    kept = delta.matrix, delta.flip, delta.rows, changes, factors
+    kept = delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // 64), runs),
         (448 if alone and Dk <= 128 else 384,),

@@ -132,7 +132,8 @@ class Relay:
 
     def __init__(self, gpus: Sequence[Gpu]):
         self.gpus = gpus
-        self.running: tuple[Any, Step] | None = None
+        self.lent: list[tuple[Gpu, Gpu]] = []  # GPUs whose sampled tokens others copy in the current step
+        self.running: tuple[Any, Step, list[Run]] | None = None
         self.here: Gpu | None = None
         self.steps: dict[Gpu, DeviceStep] = {}
         self.segments: list[Segment] | None = None
@@ -140,17 +141,21 @@ class Relay:
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step) -> Any:
         """Run fn(state, step); the result lies in arena memory that the next run overwrites."""
-        step.the_slot()
-        check(step, [Run(0, 0, len(step))], [state.length], state.capacity)
-        state.note_step(step)
+        runs = state.runs(step)
+        check(step, runs, state.pool.lengths, state.capacity)
+        state.pool.note_runs(step, runs)
         T, table = bucket(len(step)), table_of(state, fn)
-        self.running = state, step
+        self.running = state, step, runs
         try:
             return run_step(table, T, partial(self._call, fn, state, T), partial(self._captured, fn, state, T))
         finally:
             for gpu in self.steps:
                 gpu.context.replay.active = None
             self.steps, self.here, self.running = {}, None, None
+            for source, target in self.lent:  # whose memory goes to what is launched later
+                with source.device:
+                    source.context.stream.wait(target.event)
+            self.lent = []
 
     @contextmanager
     def on(self, gpu: Gpu) -> Iterator[CudaOps]:
@@ -222,14 +227,23 @@ class Relay:
 
     def _uploaded(self, gpu: Gpu) -> DeviceStep:
         assert self.running
-        state, step = self.running
-        tokens = step.tokens
-        if isinstance(tokens, Value):
-            array = tokens.array
-            if tokens.gpu is not gpu:
-                memory = Memory(4 * array.size, gpu.context.stream)
-                PeerCopy(tokens.gpu, array.address, gpu, memory.address, memory.nbytes).play()
-                array = Array(array.shape, memory.address, owner=memory, dtype=array.dtype)
-            step = replace(step, tokens=array)
-        share = state.shares[gpu]
-        return gpu.context.replay.upload(share.pool, step, share.runs(step))
+        state, step, runs = self.running
+        if isinstance(step.tokens, Value):
+            step = replace(step, tokens=self._tokens(step.tokens, gpu))
+        return gpu.context.replay.upload(state.pool.pools[gpu], step, runs)
+
+    def _tokens(self, tokens: Value, gpu: Gpu) -> Array:
+        """Sampled tokens where `gpu` may read them; it waits for these alone, not for what their GPU does since."""
+        array, source = tokens.array, tokens.gpu
+        if source is gpu:
+            return array
+        memory = Memory(4 * array.size, gpu.context.stream)
+        if array.arrival is None:
+            PeerCopy(source, array.address, gpu, memory.address, memory.nbytes).play()
+        else:
+            stream, copy = gpu.context.stream, cupy.cuda.runtime.memcpyPeerAsync
+            stream.wait(array.arrival.done)
+            copy(memory.address, gpu.index, array.address, source.index, memory.nbytes, stream.ptr)
+            stream.record(gpu.event)
+            self.lent.append((source, gpu))
+        return Array(array.shape, memory.address, owner=memory, dtype=array.dtype)

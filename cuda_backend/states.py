@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, Shape, State, Step
+from common.step import Shape, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
 from cuda_backend.caches.kv import KVStore, kv_planes
 from cuda_backend.caches.latent import LatentStore, latent_planes
 from cuda_backend.caches.packed import PackedStore, exact_bytes, keeps_exact
 from cuda_backend.caches.pages import Pages, page_count
 from cuda_backend.caches.planes import PAGE, Planes, all_places, check_capacity, page_bytes, planes_bytes
-from cuda_backend.caches.recurrent import Recurrent, row_size, state_size
+from cuda_backend.caches.recurrent import Recurrent, rows_bytes, state_size
 from cuda_backend.caches.window import WindowStore, window_bytes
 from cuda_backend.launch import Stream
 from cuda_backend.replay import RunInput, graphs
@@ -32,6 +32,7 @@ class CudaPool:
     `pool[i].kv`, `.conv`, `.delta` are the layers' handles; their stores commit all layers at once.
 
     tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
+    batches  micro-batches, whose steps alternate
     length   of no one sequence: steps of few rows are computed alike at any length
     lengths  committed tokens of each slot
     graphs   captured steps, whichever sequences they serve
@@ -48,6 +49,7 @@ class CudaPool:
         apply_paths: Callable[[Recurrent, Sequence[int]], None],
         stream: Stream,
         tokens: int | None = None,
+        batches: int = 1,
     ):
         if not 1 <= slots <= MAX_RUNS:
             raise BimetalError(f"a pool of {slots} sequences; the CUDA kernels take 1 to {MAX_RUNS}")
@@ -67,8 +69,9 @@ class CudaPool:
             self.stores.append(store)
             for n, (i, name) in enumerate(alike):
                 layers[i][name] = store.layer(n)
-        self.recurrent = Recurrent([s for _, _, s in recurrent], slots, apply_paths, stream) if recurrent else None
-        if self.recurrent:
+        self.recurrent: Recurrent | None = None
+        if recurrent:
+            self.recurrent = Recurrent([s for _, _, s in recurrent], slots, apply_paths, stream, batches)
             self.stores.append(self.recurrent)
             for handle, (i, name, _) in zip(self.recurrent.layers(), recurrent, strict=True):
                 layers[i][name] = handle
@@ -246,11 +249,14 @@ def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:
     return pool_bytes(spec, 1, capacity)
 
 
-def pool_bytes(spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> int:
+def pool_bytes(
+    spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None, batches: int = 1
+) -> int:
     """Device bytes of a CudaPool, without building it."""
     check_capacity(capacity)
     pages = page_count(slots, capacity, tokens) if slots > 1 else 0
-    return sum(_layer_bytes(s, slots, capacity, pages) for s in all_specs(spec))
+    recurrent = [s for s in all_specs(spec) if isinstance(s, ConvSpec | DeltaSpec)]
+    return sum(_layer_bytes(s, slots, capacity, pages) for s in all_specs(spec)) + rows_bytes(recurrent, batches)
 
 
 def in_pages(spec: Spec) -> bool:
@@ -279,7 +285,7 @@ def _layer_bytes(spec: Spec, slots: int, capacity: int, pages: int) -> int:
             exact = exact_bytes(spec, slots, capacity) if keeps_exact(spec) else 0
             return exact + _rows_bytes(kv_planes(spec, 1, all_places(capacity)), pages)
         case ConvSpec() | DeltaSpec():
-            return slots * 8 * state_size(spec) + 8 * MAX_DECODE_ROWS * row_size(spec)
+            return slots * 8 * state_size(spec)
 
 
 def _rows_bytes(planes: Planes, pages: int) -> int:

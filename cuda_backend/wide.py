@@ -8,7 +8,7 @@ from typing import Any
 from common.step import State
 from cuda_backend.exchange import Exchange
 from cuda_backend.launch import Graph
-from cuda_backend.multi_gpu import Share
+from cuda_backend.multi_gpu_states import Share
 from cuda_backend.relay import Gpu
 from cuda_backend.replay import graphs
 

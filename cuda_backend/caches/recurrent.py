@@ -4,7 +4,7 @@ States come in pairs: a step reads one, and writes what the last commit made of 
 `commit` only notes the path and swaps the two.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,10 @@ NO_ORDER = "a block whose rows all see each other has no order for a recurrent l
 
 @dataclass(frozen=True)
 class Conv:
-    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (2, MAX_DECODE_ROWS, C)."""
+    """One layer's tails, float32 (n, C), `flip` elements apart, and rows (stores, MAX_DECODE_ROWS, C).
+
+    rows  where store 0 begins
+    """
 
     tail: int
     flip: int
@@ -40,12 +43,14 @@ class Conv:
 class Delta:
     """One layer's matrices, float32 (Hv, Dv, Dk), `flip` elements apart.
 
-    rows  k, change and factor of each row, (2, MAX_DECODE_ROWS, ...)
+    keys, changes, factors  of rows, (stores, MAX_DECODE_ROWS, ...) each: where store 0 begins
     """
 
     matrix: int
     flip: int
-    rows: int
+    keys: int
+    changes: int
+    factors: int
     spec: DeltaSpec
     store: "Recurrent"
 
@@ -73,7 +78,8 @@ class Recurrent:
     """The recurrent states of all layers.
 
     memory  per slot two states of all layers, a pair
-    rows    what the rows of a step left, in one of two stores, which all slots share: the next step fills the other one
+    rows    what the rows of a step left, in one of two stores, which all slots share: the next step fills the other
+            one. Where steps of several micro-batches alternate, each of these has two stores of its own, s and 1 - s
     newest  the store that the last step filled
     """
 
@@ -83,35 +89,46 @@ class Recurrent:
         slots: int,
         apply_paths: Callable[["Recurrent", Sequence[int]], None],
         stream: Stream,
+        batches: int = 1,
     ):
         self.specs, self.apply_paths, self.stream = specs, apply_paths, stream
         self.pairs, self.newest = [Pair() for _ in range(slots)], 1
+        self.batches = batches
+        self._stores = list(range(1 - batches, batches + 1))  # the one that was filled last comes last
         self.flip = sum(map(state_size, specs))  # elements of one of two
         self.memory = zeros(2 * slots * self.flip * 4, stream)
-        self.rows = zeros(2 * MAX_DECODE_ROWS * sum(map(row_size, specs)) * 4, stream)
+        self.rows = zeros(rows_bytes(specs, batches), stream)
 
     def layers(self) -> list[Conv | Delta]:
         """Each layer's, which hold this one; not held here, so that the memory goes with the last of them."""
         layers: list[Conv | Delta] = []
-        at, row_at = self.memory.address, self.rows.address
+        at, row_at, batches = self.memory.address, self.rows.address, self.batches
         for spec in self.specs:
+            parts = []  # where store 0 of each begins, behind the stores of numbers below 0
+            for n in row_parts(spec):
+                parts.append(row_at + (batches - 1) * 4 * MAX_DECODE_ROWS * n)
+                row_at += batches * 8 * MAX_DECODE_ROWS * n
             if isinstance(spec, ConvSpec):
-                layers.append(Conv(at, self.flip, row_at, spec, self))
+                layers.append(Conv(at, self.flip, parts[0], spec, self))
             else:
-                layers.append(Delta(at, self.flip, row_at, spec, self))
-            at, row_at = at + 4 * state_size(spec), row_at + 8 * MAX_DECODE_ROWS * row_size(spec)
+                keys, changes, factors = parts
+                layers.append(Delta(at, self.flip, keys, changes, factors, spec, self))
+            at += 4 * state_size(spec)
         return layers
 
     def note_step(self, step: Step, runs: Sequence[Run]) -> None:
         """Note a step before its launch; one of more than MAX_DECODE_ROWS rows is committed whole or not at all.
 
-        Paths whose rows the step overwrites are applied first, those of sequences that sat a step out.
+        Paths whose rows the step overwrites are applied first, those of sequences that sat a step out, and paths of its
+        own sequences that lie in the stores of another micro-batch.
         """
         if step.parents is None:
             raise BimetalError(NO_ORDER)
         whole = len(step) > MAX_DECODE_ROWS
         if not whole:
-            if any(len(pair.path) and pair.at == self.newest for pair in self.pairs):
+            if self.batches > 1:
+                self._choose_store(runs)
+            elif any(len(pair.path) and pair.at == self.newest for pair in self.pairs):
                 self.newest = 1 - self.newest
             self.settle([i for i, pair in enumerate(self.pairs) if len(pair.path) and pair.at == self.newest])
             for pair in self.pairs:
@@ -120,6 +137,29 @@ class Recurrent:
         for run in runs:
             pair = self.pairs[run.slot]
             pair.step, pair.left, pair.next, pair.whole = run, self.newest, 1 - pair.current, whole
+
+    def _choose_store(self, runs: Sequence[Run]) -> None:
+        """Choose the store that a step fills so that few paths must be applied: those that lie there, of anyone.
+
+        Paths of the step's own sequences may lie in the store beside it, which the step reads; others are applied here.
+        """
+        own = [self.pairs[run.slot].at for run in runs if len(self.pairs[run.slot].path)]
+        held = [pair.at for pair in self.pairs if len(pair.path)]
+
+        def applied(store: int) -> tuple[int, int]:
+            moved = len(own) - own.count(store) - own.count(1 - store)
+            return held.count(store) + moved, held.count(1 - store) - own.count(1 - store)
+
+        self.newest = min(self._stores, key=applied)
+        self._stores.remove(self.newest)
+        self._stores.append(self.newest)
+        moved: dict[int, list[int]] = {}
+        for slot in sorted(run.slot for run in runs):
+            pair = self.pairs[slot]
+            if len(pair.path) and pair.at not in (self.newest, 1 - self.newest):
+                moved.setdefault(pair.at, []).append(slot)
+        for slots in moved.values():
+            self.settle(slots)
 
     def store_of_paths(self, step: Step, runs: Sequence[Run]) -> int:
         """The store that holds the rows of the paths that a noted step applies."""
@@ -206,8 +246,13 @@ def state_size(spec: ConvSpec | DeltaSpec) -> int:
     return -(-spec.heads * padded(spec.key_dim) * spec.value_dim // 64) * 64
 
 
-def row_size(spec: ConvSpec | DeltaSpec) -> int:
-    """Elements that one row of a step leaves."""
+def row_parts(spec: ConvSpec | DeltaSpec) -> tuple[int, ...]:
+    """Elements that one row of a step leaves: the convolution's input, or the rule's key, change and factor."""
     if isinstance(spec, ConvSpec):
-        return spec.channels
-    return spec.key_heads * padded(spec.key_dim) + spec.heads * (spec.value_dim + 1)
+        return (spec.channels,)
+    return spec.key_heads * padded(spec.key_dim), spec.heads * spec.value_dim, spec.heads
+
+
+def rows_bytes(specs: Iterable[ConvSpec | DeltaSpec], batches: int) -> int:
+    """Device bytes of the rows of steps, for so many micro-batches whose steps alternate."""
+    return 8 * batches * MAX_DECODE_ROWS * sum(sum(row_parts(spec)) for spec in specs)

@@ -274,6 +274,19 @@ def test_gpus_that_share_layers(chosen):
     on_cpu("models/test_cuda_tensor_parallel.py", chosen, BIMETAL_GPUS="2")
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "qwen35 and (rows_of or replies and 2) or at_once",
+        pytest.param("qwen35 and not rows_of and not at_once", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-", "laguna", "glm")),
+    ],
+)
+def test_sequences_on_several_gpus(chosen):
+    on_cpu("ops/test_cuda_multi_gpu_pool.py", chosen, BIMETAL_GPUS="3")
+
+
 @pytest.mark.parametrize(
     "chosen", ["reordered or no_row or not_committed", pytest.param("test_", marks=pytest.mark.slow)]
 )

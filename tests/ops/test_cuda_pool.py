@@ -59,13 +59,14 @@ class Beside:
     """Sequences in a pool, and each of them alone in a state of its own.
 
     tokens  as Ops.new_pool
+    single  the model that computes each of them alone, if not `model`
     """
 
-    def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...], tokens: int | None = None):
-        self.model, self.random = model, np.random.default_rng(seed)
+    def __init__(self, model, slots: int, seed: int, prompts: tuple[int, ...], tokens: int | None = None, single=None):
+        self.model, self.random, self.single = model, np.random.default_rng(seed), single or model
         self.pool = model.ops.new_pool(model.state_spec, slots, tiny.CAPACITY, tokens)
         self.states = [self.pool.new_state() for _ in prompts]
-        self.alone = [model.new_state(tiny.CAPACITY) for _ in prompts]
+        self.alone = [self.single.new_state(tiny.CAPACITY) for _ in prompts]
         for i, n in enumerate(prompts):
             if n:
                 self.read(i, n)
@@ -74,7 +75,8 @@ class Beside:
         """A step of a prompt of sequence `i`."""
         own = self.states[i], self.alone[i]
         step = Step.chain(self.random.integers(0, 200, rows).astype(np.int32), own[0].length)
-        logits = [self.model.ops.read(self.model.forward(state, step)) for state in own]
+        both = zip((self.model, self.single), own, strict=True)
+        logits = [model.ops.read(model.forward(state, step)) for model, state in both]
         assert np.array_equal(*logits), f"{rows} rows of sequence {i}"
         for each in own:
             each.commit(np.arange(rows))
@@ -87,7 +89,7 @@ class Beside:
         assert np.array_equal(logits, read(forward(self.pool, joined))), "a step may run twice"
         at = 0
         for i, step in zip(who, steps, strict=True):
-            want = read(forward(self.alone[i], step))
+            want = self.single.ops.read(self.single.forward(self.alone[i], step))
             assert np.array_equal(logits[at : at + len(step)], want), f"sequence {i} of {who}, {sizes} rows"
             at += len(step)
         for i, step in zip(who, steps, strict=True):

@@ -8,6 +8,9 @@ so is a kernel that is handed memory of another GPU, but for peers' memory that 
 at once; after a kernel that waits for another GPU it is queued until that one has gone on. Where the host then waits,
 the kernel is told that nobody will go on. BIMETAL_CAPABILITY=75 pretends a T4, whose kernels are made of the
 instructions of compute capability 7.5.
+
+`clock` counts what a timeline of real GPUs would show: each kernel takes 1 on its stream, a stream waits for events and
+for the host that launches, and the host waits where it synchronises, but takes no time itself.
 """
 
 import bisect
@@ -241,13 +244,18 @@ class Function:
             if self.waited(0) and not lost_peers[0]:
                 raise WaitsForPeer
 
-        submit(self.device, launch) if stream.recording is None else stream.recording.append(launch)
+        if stream.recording is None:
+            stream.runs(1)
+            submit(self.device, launch)
+        else:
+            stream.recording.append(launch)
 
 
 COUNT = int(os.environ.get("BIMETAL_GPUS", "1"))
 here = threading.local()  # of each thread: `device`, the GPU that its calls go to
 running = threading.Lock()  # the engine runs one kernel at a time
 numbers = itertools.count(1)  # of streams
+clock = SimpleNamespace(host=0, busy=[0] * COUNT)  # the host's time, and for how long each GPU has run kernels
 limits = [0] * COUNT  # bytes of memory that each GPU gives; 0: all
 memories: list[list[tuple[int, int]]] = [[] for _ in range(COUNT)]  # of each GPU, where its memory begins and ends
 
@@ -376,7 +384,7 @@ streams: WeakValueDictionary[int, "Stream"] = WeakValueDictionary()
 
 class Stream:
     def __init__(self, non_blocking: bool = False):
-        self.device, self.ptr = current(), next(numbers)
+        self.device, self.ptr, self.time = current(), next(numbers), 0
         self.captures: Capture | None = None
         streams[self.ptr] = self
 
@@ -392,11 +400,18 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def runs(self, kernels: int) -> None:
+        """Let time pass on this stream."""
+        self.time = max(self.time, clock.host) + kernels
+        clock.busy[self.device] += kernels
+
     def synchronize(self) -> None:
         finish(self.device)
+        clock.host = max(clock.host, self.time)
 
     def wait_event(self, event: "Event") -> None:
         finish(event.device)
+        self.time = max(self.time, event.time)
         if event.recording is not None and not event.recording.ended:
             self.captures = event.recording
         elif self.recording is not None:
@@ -416,6 +431,7 @@ class Stream:
 
         def launch(stream: Stream) -> None:
             belongs("a stream of a graph", self.device, stream.device)
+            stream.runs(len(launches))
             for each in launches:
                 submit(self.device, each)
 
@@ -424,14 +440,16 @@ class Stream:
 
 class Event:
     def __init__(self, disable_timing: bool = False):
-        self.device, self.recording, self.done, self.seconds = current(), None, True, 0.0
+        self.device, self.recording, self.done, self.seconds, self.time = current(), None, True, 0.0, 0
 
     def record(self, stream: Stream) -> None:
         belongs("an event", self.device, stream.device)
         self.recording, self.seconds = stream.recording, time.perf_counter()
+        self.time = max(stream.time, clock.host)
 
     def synchronize(self) -> None:
         finish(self.device)
+        clock.host = max(clock.host, self.time)
 
 
 def gemm(*args: Any) -> None:

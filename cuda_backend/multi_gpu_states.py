@@ -1,0 +1,161 @@
+"""What sequences store on several GPUs: on each a pool of the layers that it holds, with the same slots on all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from common.step import Shape, State, Step
+from common.storage import LayerSpec
+from cuda_backend.relay import Gpu, Held
+from cuda_backend.replay import graphs
+from cuda_backend.runs import Run
+from cuda_backend.states import CudaPool, CudaState
+
+
+@dataclass(frozen=True)
+class Share:
+    """A sequence's states of the layers on one GPU, committed together."""
+
+    gpu: Gpu
+    state: CudaState
+
+    def commit(self, path: np.ndarray) -> None:
+        with self.gpu.device:
+            self.state.commit(path)
+
+    def snapshot(self) -> Any:
+        with self.gpu.device:
+            return self.state.snapshot()
+
+    def restore(self, snapshot: Any) -> None:
+        with self.gpu.device:
+            self.state.restore(snapshot)
+
+    def row_shapes(self, tokens: int) -> list[Shape]:
+        return self.state.row_shapes(tokens)
+
+    def point_shapes(self, length: int) -> list[Shape]:
+        return self.state.point_shapes(length)
+
+    def save_rows(self, first: int, last: int) -> list[np.ndarray]:
+        with self.gpu.device:
+            return self.state.save_rows(first, last)
+
+    def save_point(self) -> list[np.ndarray]:
+        with self.gpu.device:
+            return self.state.save_point()
+
+    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+        with self.gpu.device:
+            self.state.load_parts(length, rows, point)
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
+
+
+class MultiGpuPool:
+    """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
+
+    `pool[i].kv`, ... are held by the GPU of layer i. The pools of all GPUs have as many pages and take and free them
+    alike, so that the first one finds out whether memory is short.
+
+    pools    what each GPU has, none of the layers for some perhaps
+    tokens   as CudaPool
+    batches  micro-batches, whose steps alternate
+    """
+
+    length = 0  # of no one sequence
+
+    def __init__(
+        self,
+        spec: Sequence[LayerSpec],
+        slots: int,
+        capacity: int,
+        places: Sequence[Gpu],
+        gpus: Sequence[Gpu],
+        tokens: int | None = None,
+        batches: int = 1,
+    ):
+        self.slots, self.capacity = slots, capacity
+        self.layers = [SimpleNamespace() for _ in spec]
+        self.pools: dict[Gpu, CudaPool] = {}
+        for gpu in gpus:
+            own = [i for i, place in enumerate(places) if place is gpu]
+            with gpu.device:
+                self.pools[gpu] = gpu.ops.new_pool([spec[i] for i in own], slots, capacity, tokens, batches)
+            for n, i in enumerate(own):
+                held = {name: Held(handle, gpu) for name, handle in vars(self.pools[gpu][n]).items()}
+                self.layers[i] = SimpleNamespace(**held)
+        self.graphs = graphs()
+
+    def __getitem__(self, layer: int) -> SimpleNamespace:
+        return self.layers[layer]
+
+    @property
+    def pool(self) -> "MultiGpuPool":
+        return self
+
+    def new_state(self) -> "MultiGpuState":
+        """A vacant slot as the state of a new sequence; the slot is vacant again when the state is gone."""
+        return MultiGpuState(self)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each slot."""
+        return next(iter(self.pools.values())).lengths
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens for which pages are free on every GPU; None: each sequence has room for all of its own."""
+        free = [tokens for pool in self.pools.values() if (tokens := pool.free_tokens) is not None]
+        return min(free, default=None)
+
+    def runs(self, step: Step) -> list[Run]:
+        """The rows of each sequence of a step, whose `slots` are the pool's."""
+        return next(iter(self.pools.values())).runs(step)
+
+    def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
+        """Note a step that is about to be launched, and its runs; NoRoomError where pages for its rows are short."""
+        for gpu, pool in self.pools.items():
+            with gpu.device:
+                pool.note_runs(step, runs)
+
+    @property
+    def calibrates(self) -> bool:
+        return any(pool.calibrates for pool in self.pools.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools.values())
+
+
+class MultiGpuState(State):
+    """One sequence's slot of a pool; `shares` is what each GPU has of it."""
+
+    def __init__(self, pool: MultiGpuPool):
+        self.pool: MultiGpuPool = pool
+        self.shares: dict[Gpu, CudaState] = {}
+        for gpu, own in pool.pools.items():
+            with gpu.device:
+                self.shares[gpu] = own.new_state()
+        (self.slot,) = {share.slot for share in self.shares.values()}
+        super().__init__([vars(layer) for layer in pool.layers], pool.capacity)
+
+    @property
+    def graphs(self) -> Any:
+        return self.pool.graphs
+
+    @property
+    def calibrates(self) -> bool:
+        return self.pool.calibrates
+
+    def runs(self, step: Step) -> list[Run]:
+        """The rows of a step, which are all this sequence's, whatever slot they name."""
+        return next(iter(self.shares.values())).runs(step)
+
+    def _all(self) -> list[Any]:
+        return [Share(gpu, state) for gpu, state in self.shares.items()]
