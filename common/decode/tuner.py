@@ -8,9 +8,12 @@ SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps that a running mean looks back
 FIRST = 3  # steps of a size of which the fastest counts, as one: a backend may compile or capture in the others
 OUTLIER = 3  # times the mean, which is the most that a step's time counts
 TRIALS = {True: 6, False: 4}  # steps that a trial of plain decoding takes, and one of a budget
-SHARE = 0.01  # of the time, at most, that trials may lose
+SHARES = {
+    True: 0.005,
+    False: 0.01,
+}  # of the time, at most, that trials may lose: of plain decoding, and beside a budget
 SAVED = 32  # plain steps' time that may be saved up for trials
-STRETCH = 16  # plain steps between two choices where plain decoding is best: the host's time for a choice counts there
+STRETCH = 32  # plain steps between two choices where plain decoding is best: the host's time for a choice counts there
 PATIENCE = 2  # times its cost that must be saved for a trial in mid-reply, where the draft's context may have gaps
 
 
@@ -32,7 +35,8 @@ class Tuner:
     therefore shows the accepted tokens of every smaller size, and the time of its own.
 
     The sizes beside the best and plain decoding are tried again in trials of a few steps, so that a choice can be
-    taken back. What trials lose against the best choice is at most SHARE of the time.
+    taken back. What trials lose against the best choice is at most a share of the time, SHARES: the smaller one where
+    plain decoding is best, since a budget that pays is found there by any trial.
     """
 
     def __init__(self, sizes: Sequence[int]):
@@ -97,7 +101,7 @@ class Tuner:
         mean = self.seconds[size]
         if mean.count:
             seconds = min(seconds, OUTLIER * mean.value)
-            self.saved = min(self.saved + SHARE * seconds * steps, SAVED * self.seconds[0].value)
+            self.saved = min(self.saved + SHARES[size == 0] * seconds * steps, SAVED * self.seconds[0].value)
         if switched:
             self.switch.add(max(seconds - mean.value, 0.0) if mean.count else 0.0)
         else:

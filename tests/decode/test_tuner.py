@@ -51,12 +51,12 @@ class Machine:
 @pytest.mark.parametrize(
     ("base", "per_row", "share"), [(1.88, 0.003, 0.24), (1.9, 0.05, 0.0), (1.2, 0.15, 0.1), (4, 1, 0.5)]
 )
-def test_it_costs_at_most_3_percent_where_drafts_do_not_pay(sizes, noise, base, per_row, share):
+def test_it_costs_at_most_1_percent_where_drafts_do_not_pay(sizes, noise, base, per_row, share):
     """82 replies of 128 tokens, the demo pair's at temperature 0.8 on a GPU first: 1.3 tokens for 1.9 plain steps."""
     machine, tuner = Machine(base, per_row, noise), Tuner(sizes)
     for _ in range(82):
         machine.reply(tuner, 128, share)
-    assert machine.cost <= 1.03
+    assert machine.cost <= 1.01
     assert machine.plain_tokens > 0.95 * 82 * 128
 
 
