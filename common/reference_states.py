@@ -155,12 +155,13 @@ class NumpyWindow(NumpyRows):
         return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
 
     def commit(self, path: np.ndarray) -> None:
-        kept = np.arange(len(self.planes[0]) + len(path))
-        kept = kept[(kept < self.keep) | (kept >= len(kept) - self.window)]
         if len(path) and not len(self.rows[0]):  # a step may leave a layer's rows unwritten: blanks
             self.rows = [np.zeros((int(path.max()) + 1, *new.shape[1:]), new.dtype) for new in self.rows]
+        leaves = len(self.planes[0]) + len(path) - self.window  # rows before it, but for the first `keep`
         pairs = zip(self.planes, self.rows, strict=True)
-        self.planes = [np.concatenate([held, new[path]])[kept] for held, new in pairs]
+        self.planes = [np.concatenate([held, new[path]]) for held, new in pairs]
+        if leaves > self.keep:
+            self.planes = [np.delete(held, slice(self.keep, leaves), axis=0) for held in self.planes]
         self.rows = [new[:0] for new in self.rows]
         self.past += len(path)
 
