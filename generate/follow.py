@@ -1,12 +1,18 @@
 """A process of a group of machines that is not rank 0."""
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from common.checkpoint import open_checkpoint
 from common.hub import resolve_model
+from common.joined_step import JoinedState, JoinedStep, joined
+from common.models import Model
 from common.models.drafts import load_pair
 from common.rules import PATH
+from common.step import State, Step
 from generate.backends import Placement, open_model
 from generate.caches import with_cache
 from generate.llm import resolve_draft
@@ -23,5 +29,14 @@ def follow(args: argparse.Namespace) -> int:
     model = with_cache(model, options, options.ctx or model.config.context)
     if options.draft is not None:
         model = load_pair(resolve_draft(str(options.draft), path, False), model)
-    model.ops.follow(model.new_state, [getattr(model, "target", model), model])
+    model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
     return 0
+
+
+def join(model: Model, states: Sequence[State], own: Sequence[int], parts: Sequence[Step]) -> tuple[Model, Any, Step]:
+    """The model, the state and the step that run `parts` of several sequences as one step.
+
+    own  of each sequence, the number of layers that are its own, as JoinedState has it
+    """
+    step = JoinedStep.of(parts, np.concatenate([part.tokens for part in parts]))
+    return joined(model), JoinedState(states, own), step

@@ -22,6 +22,8 @@ from mlx_backend.ops import MlxOps
 from mlx_backend.states import MlxState
 
 MIB = 2**20
+# (model, states of several sequences, layers of each that are its own, a step of each) -> what runs them as one step
+Join = Callable[[Any, Sequence[State], Sequence[int], Sequence[Step]], tuple[Any, Any, Step]]
 
 
 class Mirror:
@@ -97,7 +99,10 @@ class GroupOps(MlxOps):
         """
         given = self.group.gather([memory // MIB, same])
         if len(set(given[:, 1].tolist())) > 1:
-            raise BimetalError("the ranks of the group have different models or float types; give all of them the same")
+            raise BimetalError(
+                "the ranks of the group have different models, float types or values of tensor_parallel; give all of "
+                "them the same"
+            )
         return [int(m) * MIB for m in given[:, 0]]
 
     def own_spec(self, spec: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
@@ -119,59 +124,72 @@ class GroupOps(MlxOps):
         if self.group.rank == 0:
             while self._dropped:
                 self.group.order("drop", **self._dropped.pop())
-            method: Any = fn.func
-            rows = fn.keywords.get("rows")
-            self.group.order(
-                "step",
-                state=state[-1].mirror.id,
-                model=type(method.__self__).__name__,
-                method=method.__name__,
-                args=fn.args,
-                tokens=np.asarray(step.tokens).tolist() if self.sends_tokens else None,
-                positions=step.positions.tolist(),
-                parents=None if step.parents is None else step.parents.tolist(),
-                rows=None if rows is None else (rows.start, rows.stop, rows.step),  # a model may ask if they are all
-            )
+            self.group.order("step", **_order_of(fn, state, step, self.sends_tokens))
         return super().run(fn, state, step, kept)
 
-    def follow(self, new_state: Callable[[int], State], models: Sequence[Any]) -> None:
+    def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
         """Follow rank 0's orders until it ends: methods of `models` that run steps, on states that `new_state` makes.
 
         models  the model, and the target alone where a draft stands beside it: of different classes
+        join    makes a step of several sequences
         """
         by_class = {type(model).__name__: model for model in models}
         states: dict[int, tuple[State, dict[int, Any]]] = {}
         for order in self.group.orders():
-            if order["do"] == "new":
-                states[order["state"]] = new_state(order["capacity"]), {}
-                continue
-            state, marks = states.get(order["state"], (None, {}))
             match order["do"]:
+                case "new":
+                    states[order["state"]] = new_state(order["capacity"]), {}
                 case "drop" if "mark" in order:
-                    marks.pop(order["mark"], None)
+                    states[order["state"]][1].pop(order["mark"], None)
                 case "drop":
                     states.pop(order["state"], None)
                 case "step":
-                    assert state is not None
-                    rows = {} if order["rows"] is None else {"rows": slice(*order["rows"])}
-                    method = getattr(by_class[order["model"]], order["method"])
-                    self.run(partial(method, *order["args"], **rows), state, _step_of(order))
+                    self._follow_step(
+                        order, by_class[order["model"]], [states[each][0] for each in order["states"]], join
+                    )
                 case "commit":
-                    assert state is not None
-                    state.commit(order["path"])
+                    states[order["state"]][0].commit(order["path"])
                 case "snapshot":
-                    assert state is not None
+                    state, marks = states[order["state"]]
                     marks[order["mark"]] = state.snapshot()
                 case "restore":
-                    assert state is not None
+                    state, marks = states[order["state"]]
                     state.restore(marks[order["mark"]])
-            del state
+
+    def _follow_step(self, order: Order, model: Any, states: list[State], join: Join) -> None:
+        state: Any = states[0]
+        parts = [_step_of(part) for part in order["parts"]]
+        step = parts[0]
+        if order["own"] is not None:
+            model, state, step = join(model, states, order["own"], parts)
+        rows = {} if order["rows"] is None else {"rows": slice(*order["rows"])}
+        self.run(partial(getattr(model, order["method"]), *order["args"], **rows), state, step)
 
 
-def _step_of(order: Order) -> Step:
-    """The step of an order; zeros stand for tokens that a follower has no use for."""
-    positions = np.array(order["positions"], np.int32)
-    parents = None if order["parents"] is None else np.array(order["parents"], np.int32)
-    nothing = np.zeros(len(positions), np.int32)
-    tokens = nothing if order["tokens"] is None else np.array(order["tokens"], np.int32)
-    return Step(tokens, positions, parents, nothing)
+def _order_of(fn: "partial[Array]", state: Any, step: Any, sends_tokens: bool) -> Order:
+    """The order to run a step, of one sequence or several."""
+    method: Any = fn.func
+    rows = fn.keywords.get("rows")
+    mirrors, parts = state[-1].mirror, getattr(step, "parts", [step])
+    is_joined = isinstance(mirrors, tuple)
+    tokens = np.asarray(step.tokens) if sends_tokens else np.zeros(len(step), np.int32)
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    return {
+        "states": [mirror.id for mirror in (mirrors if is_joined else [mirrors])],
+        "own": list(state.own) if is_joined else None,
+        "model": type(method.__self__).__name__,
+        "method": method.__name__,
+        "args": fn.args,
+        "rows": None if rows is None else (rows.start, rows.stop, rows.step),  # a model may ask whether they are all
+        "parts": [
+            (own.tolist(), part.positions.tolist(), None if part.parents is None else part.parents.tolist())
+            for own, part in zip(np.split(tokens, ends), parts, strict=True)
+        ],
+    }
+
+
+def _step_of(part: Any) -> Step:
+    """The step of one sequence; zeros stand for tokens that a follower has no use for."""
+    tokens, positions, parents = part
+    seen = None if parents is None else np.array(parents, np.int32)
+    return Step(np.array(tokens, np.int32), np.array(positions, np.int32), seen, np.zeros(len(tokens), np.int32))

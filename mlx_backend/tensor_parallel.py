@@ -31,6 +31,7 @@ class TensorOps(GroupOps):
     def __init__(self, dtype: mx.Dtype, group: Group):
         super().__init__(dtype, group)
         self.ranks = Ranks(group.rank, group.size)
+        self.joins = group.size == 2  # else a sum's order depends on the rows of the step
         self._sums: deque[mx.array] = deque(maxlen=LAST_SUMS)
 
     def fit(self, sizes: Sequence[int], memory: int, same: int) -> None:

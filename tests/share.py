@@ -23,13 +23,14 @@ from common.models.pair import Pair
 from common.step import PAST, Step
 from common.tensors import Tensor
 from generate.backends import Placement, open_model
+from generate.follow import join
 
 CAPACITY = 640
 TREE = [PAST, 0, 1, 1, 0, 4, 2, 3]
 
 
-def logits(model: Model, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """A prompt in two long steps, rows of decoding, a tree, a step back, two states in turn."""
+def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.ndarray]:
+    """Run a prompt in two long steps, rows of decoding, a tree, a step back, two states in turn, and in one step."""
     one, other, found = model.new_state(CAPACITY), model.new_state(CAPACITY), {}
 
     def run(name: str, state, step, path, rows=slice(None)) -> None:
@@ -48,6 +49,13 @@ def logits(model: Model, ids: np.ndarray) -> dict[str, np.ndarray]:
     if model.definition is llama:  # the others have no rows that all see each other
         run("block", one, Step.block(ids[210:214], 203), [])
     run("aside", other, Step.chain(ids[60:61], 20), [0])
+    if joins:
+        parts = [Step.chain(ids[203:205], 203), Step.chain(ids[61:62], 21)]
+        both, state, step = join(model, [one, other], [len(model.sequence_spec)] * 2, parts)
+        found["together"] = model.ops.read(both.forward(state, step)).copy()
+        one.commit([])
+        other.commit([0])
+        run("after together", other, Step.chain(ids[62:64], 22), [0, 1])
     if isinstance(model, Pair):
         chain = isinstance(model, ChainPair)
         for name, tokens in (("drafted", ids[203:204]), ("drafted on", ids[203:206])):
@@ -86,9 +94,9 @@ def main(name: str, folder: Path, size: int | None = None, draft: str = "") -> N
     rank = int(os.environ["MLX_RANK"])
     (folder / f"read{rank}.json").write_text(json.dumps(read))
     if rank:
-        model.ops.follow(model.new_state, [getattr(model, "target", model), model])
+        model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
     else:
-        found: dict[str, Any] = logits(model, ids(name))
+        found: dict[str, Any] = logits(model, ids(name), size == 2)
         np.savez(folder / "logits.npz", **found)
 
 
