@@ -1,0 +1,173 @@
+"""Attention over a KV cache: rows in the backend's own type, codes, or codes beside exact rows; and latent rows."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from common.ops import Weight
+from common.step import Step
+from common.storage import Packing
+from common.visible import exact_rows, seen_rows
+from mlx_backend.kv_formats import encoded, rotate
+from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
+from mlx_backend.packed import MlxPacked
+from mlx_backend.products import by_head
+from mlx_backend.rows import MlxRows
+
+
+class Masks:
+    """The masks of steps, each made once for all layers that need it."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Step, dict[tuple[Any, ...], mx.array]] = WeakKeyDictionary()
+
+    def of(
+        self, step: Step, shown: int, past: int, window: int | None = None, causal: bool = False, keep: int = 0
+    ) -> mx.array | str | None:
+        """Mask of what the step's rows see of `shown` committed rows and of each other; None where they see everything.
+
+        The committed rows are the first `keep` (all, if fewer) and the last.
+        """
+        T, first = len(step), min(keep, past)
+        if window is None or int(step.positions.max()) < window:
+            if T == 1 or (step.parents is None and not causal):
+                return None
+            if step.is_chain or step.parents is None:
+                return "causal"
+            window = None
+        elif T == 1 and shown - first < window:
+            return None
+        masks = self._made.setdefault(step, {})
+        key = shown, window, causal, keep
+        if key not in masks:
+            places = np.concatenate([np.arange(first), np.arange(past - shown + first, past)])
+            masks[key] = mx.array(seen_rows(step, places, window, keep, causal))
+        return masks[key]
+
+
+def attention(
+    masks: Masks,
+    rows: tuple[mx.array, mx.array, mx.array],
+    kv: MlxRows | MlxPacked,
+    step: Step,
+    scale: float,
+    window: int | None,
+    causal: bool,
+) -> mx.array:
+    """Write the step's keys and values, and attend, as `Ops.attention`.
+
+    rows  q (T, H, D), k and v (T, K, D)
+    """
+    q, k, v = rows[0], *by_heads(*rows[1:])
+    kernels = window is None and not causal and attends(kv.spec.planes, step)
+    if isinstance(kv, MlxPacked):
+        if kernels and kv.is_uniform(step):
+            past, parts = kv.past, kv.parts(step, q.astype(mx.float32) * scale, k, v)
+            return attend(parts, step, past, kv.spec.packing, q.dtype)
+        return _attend_exactly(q, k, v, kv, step, scale, window, causal)
+    if kv.spec.is_packed and kv.window is None and kernels:
+        return _attend_codes(q, k, v, kv, step, scale)
+    past, (keys, values) = kv.past, kv.write(k, v)
+    if window is not None and not kv.keep:  # the first row that any row of the step may see
+        first = past + len(step) - keys.shape[2]
+        hidden = max(0, min(past, int(step.positions.min()) - window + 1) - first)
+        keys, values = keys[:, :, hidden:], values[:, :, hidden:]
+    mask = masks.of(step, keys.shape[2] - len(step), past, window, causal, kv.keep)
+    return _attend(q, keys, values, scale, mask)
+
+
+def by_heads(*rows: mx.array) -> list[mx.array]:
+    """Rows (T, K, D) as caches hold them: (1, K, T, D) each."""
+    return [x.swapaxes(0, 1)[None] for x in rows]
+
+
+def _attend_codes(q: mx.array, k: mx.array, v: mx.array, kv: MlxRows, step: Step, scale: float) -> mx.array:
+    """Attend to a cache without exact rows, read as it is stored."""
+    past, planes, query = kv.past, kv.spec.planes, q.astype(mx.float32) * scale
+    kv.put(encoded(kv.coders, [k, v]))
+    query = rotate(query) if planes[0].rotated else query
+    part = CachePart(query, mx.zeros(q.shape[:2]), kv.buffers, planes, past, past, EVERY)
+    return attend([part], step, past, Packing(), q.dtype)
+
+
+def _attend_exactly(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    kv: MlxPacked,
+    step: Step,
+    scale: float,
+    window: int | None,
+    causal: bool,
+) -> mx.array:
+    """Attend to codes and, as more keys of the same product, to the rows that are read exactly."""
+    parts, seen = kv.hold(step, k, v), []
+    for part in parts:
+        exact = exact_rows(step, part.places, kv.spec.packing)
+        seen.append(seen_rows(step, part.places, window, kv.keep, causal) & (exact if part.exact else ~exact))
+    keys, values = (mx.concatenate(list(rows), axis=2) for rows in zip(*(part.rows for part in parts), strict=True))
+    return _attend(q, keys, values, scale, mx.array(np.concatenate(seen, axis=1)))
+
+
+def _attend(q: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
+    """Attend: q (T, H, D), keys (1, K, n, D), values (1, K, n, Dv) -> (T, H, Dv)."""
+    out = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], keys, values, scale=scale, mask=mask)
+    return out.squeeze(0).swapaxes(0, 1)  # out[0] would be a gather
+
+
+def latent_attention(
+    masks: Masks,
+    query: tuple[mx.array, mx.array],
+    rows: tuple[mx.array, mx.array],
+    kv: MlxRows,
+    step: Step,
+    scale: float,
+) -> mx.array:
+    """Write latent rows and attend to them, as `Ops.latent_attention`.
+
+    query  against latents (T, H, R), and against roped keys (T, H, P)
+    rows   latents (T, R) and roped keys (T, P) of the step
+    """
+    past, R = kv.past, rows[0].shape[1]
+    # composed: MLX has no fused attention for heads this wide, and its own fallback copies the values
+    held = _latent_rows(kv, *rows).squeeze((0, 1))
+    scores = (mx.concatenate(list(query), axis=-1) * scale) @ held.T  # (T, H, n)
+    mask = masks.of(step, past, past)
+    if isinstance(mask, str):
+        mask = mx.arange(past + len(step)) <= past + mx.arange(len(step))[:, None]
+    if mask is not None:
+        scores = mx.where(mask[:, None], scores, -mx.inf)
+    return (mx.softmax(scores, axis=-1, precise=True) @ held)[..., :R]
+
+
+def expanded_attention(
+    masks: Masks,
+    query: tuple[mx.array, mx.array],
+    rows: tuple[mx.array, mx.array],
+    up: tuple[Weight, Weight],
+    kv: MlxRows,
+    step: Step,
+    scale: float,
+) -> mx.array:
+    """Write latent rows and attend to the keys and values of all of them, as `Ops.expanded_attention`.
+
+    query  (T, H, N), and roped (T, H, P)
+    rows   latents (T, R) and roped keys (T, P) of the step
+    up     matrices of heads, from latents to keys and to values
+    """
+    past, R = kv.past, rows[0].shape[1]
+    held = _latent_rows(kv, *rows)
+    k_nope, values = by_head(held[..., :R], up[0], transpose=False), by_head(held[..., :R], up[1])
+    roped = mx.broadcast_to(held[..., R:], (*k_nope.shape[:3], rows[1].shape[1]))
+    keys = mx.concatenate([k_nope, roped], axis=-1)
+    mask = masks.of(step, keys.shape[2] - len(step), past)
+    return _attend(mx.concatenate(list(query), axis=-1), keys, values, scale, mask)
+
+
+def _latent_rows(kv: MlxRows, latent: mx.array, k_rope: mx.array) -> mx.array:
+    """Append the step's rows to the past: (1, 1, n, R + P) of both"""
+    if len(kv.buffers) == 1:
+        return kv.write(mx.concatenate([latent, k_rope], axis=-1)[None, None])[0]
+    return mx.concatenate(kv.write(latent[None, None], k_rope[None, None]), axis=-1)

@@ -1,0 +1,30 @@
+"""Elementwise expressions of ops, each one kernel on a GPU."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+
+def fused(fn: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Compile an elementwise expression into one kernel on a GPU; MLX's CPU device would need a C++ compiler."""
+    return mx.compile(fn, shapeless=True) if mx.default_device().type == mx.DeviceType.gpu else fn
+
+
+@fused
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+@fused
+def mul_sigmoid(x: mx.array, gate: mx.array) -> mx.array:
+    return x * mx.sigmoid(gate)
+
+
+@fused
+def mul_softplus(x: mx.array, gate: mx.array) -> mx.array:
+    return (x * mx.logaddexp(gate.astype(mx.float32), 0)).astype(x.dtype)
+
+
+@fused
+def log_decay(a: mx.array, dt_bias: mx.array, decay: mx.array) -> mx.array:
+    return decay * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0)
