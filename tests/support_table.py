@@ -1,4 +1,6 @@
-"""Write the support tables of README.md and docs/formats.md from runs of the tiny models; needs the `mlx` extra.
+"""Write the support tables of README.md, docs/formats.md and docs/speculative.md from runs of the tiny models.
+
+It needs the `mlx` extra.
 
 python tests/support_table.py          rewrite the tables
 python tests/support_table.py --check  exit with 1 if they are not what this machine finds
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import draft_table
 import numpy as np
 import tiny
 
@@ -38,7 +41,17 @@ COLUMNS = {  # of the table of models: the backend, and what stands in a cell wh
 def tables() -> dict[Path, str]:
     """The text of each table, by the file that holds it."""
     backends = {name: open_backend(name, tiny.checkpoint("llama")) for name in ("mlx", "numpy")}
-    return {ROOT / "README.md": _models(backends), ROOT / "docs" / "formats.md": _types(backends)}
+    docs = ROOT / "docs"
+    return {
+        ROOT / "README.md": _models(backends),
+        docs / "formats.md": _types(backends),
+        docs / "speculative.md": _drafts(backends),
+    }
+
+
+def _drafts(backends: dict[str, Ops]) -> str:
+    head, *rows = draft_table.table(FAMILIES, {"NumPy": backends["numpy"], "MLX": backends["mlx"]})
+    return "\n".join(_row(*cells) for cells in (head, ["---"] * len(head), *rows))
 
 
 def _models(backends: dict[str, Ops]) -> str:

@@ -130,11 +130,11 @@ def test_candidates_after_the_token_before(name):
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
 
 
-@pytest.mark.parametrize(("name", "flags"), [("llama", {}), ("qwen3", {"norm_before_residual": True, "fc_norm": True})])
-def test_eagle(name, flags, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
+def test_eagle(name, tmp_path):
     """Logits of the draft against NumPy's, with float16 keys, as captured too; text equal to plain decoding."""
-    folder = tmp_path / "draft"
-    if flags:
+    folder, flags = tmp_path / "draft", {"norm_before_residual": True, "fc_norm": True}
+    if name == "qwen3":
         tiny_eagle.write_speculators(folder, 48, 96, 32, [0, 1, 2], **flags)
     else:
         tiny_eagle.write(folder, 32, 96, [0, 1, 2])

@@ -160,6 +160,7 @@ GGUF_NAMES = {
     "norm": "output_norm",
     "lm_head": "output",
     "fc": "fc",
+    "input_norm": "enc.output_norm",
 }
 
 
@@ -179,7 +180,8 @@ def write_gguf(folder: Path, path: Path, taps_key: str = "target_layers", matric
     writer.add_vocab_size(c["vocab_size"])
     writer.add_array(f"eagle3.{taps_key}", [i + 1 for i in c["eagle_config"]["eagle_aux_hidden_state_layer_ids"]])
     writer.add_uint32("eagle3.target_hidden_size", changes.pop("hidden", c["hidden_size"]))
-    writer.add_bool("eagle3.norm_before_residual", c.get("norm_before_residual", False))
+    for key in ("norm_before_residual", "norm_before_fc"):
+        writer.add_bool(f"eagle3.{key}", c.get(key, False))
     for name, tensor in open_checkpoint(folder).tensors.items():
         if name == "d2t":
             ids = tensor.data.view("<i8") + np.arange(tiny_eagle.VOCAB)
@@ -199,9 +201,13 @@ def write_gguf(folder: Path, path: Path, taps_key: str = "target_layers", matric
     return path
 
 
-@pytest.mark.parametrize("key", ["target_layers", "extract_layers"])
-def test_gguf(key, ops, tmp_path):
-    folder = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 2], norm_before_residual=True)
+@pytest.mark.parametrize(("key", "fused"), [("target_layers", True), ("extract_layers", False)])
+def test_gguf(key, fused, ops, tmp_path):
+    changes = {"norm_before_residual": True, "norm_before_fc": fused}
+    folder = tiny_eagle.write(tmp_path / "plain", 32, 96, [0, 1, 2], **changes)
+    if fused:
+        norm = {"input_norm.weight": tiny_eagle.weight("input_norm", 3 * 32)}
+        folder = copied(folder, tmp_path / "draft", lambda tensors: tensors | norm)
     target = tiny.load("llama", ops)
     pair = load_pair(write_gguf(folder, tmp_path / "draft.gguf", key), target)
     assert pair.draft.taps == load_pair(folder, target).draft.taps

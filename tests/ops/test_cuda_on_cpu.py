@@ -203,9 +203,9 @@ def test_drafts_that_depend_on_the_token_before(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
 def test_eagle(name):
-    on_cpu("decode/test_cuda_speculation.py", f"test_eagle and {name}")
+    on_cpu("decode/test_cuda_speculation.py", f"test_eagle and [{name}]")
 
 
 @pytest.mark.slow
