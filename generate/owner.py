@@ -1,16 +1,44 @@
 """The one thread that owns a loaded model: it runs the jobs that callers hand it, and between them turns an engine."""
 
+import asyncio
 import os
 import queue
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from common.errors import BimetalError
 
 T = TypeVar("T")
+
+
+class Inbox:
+    """Hands what the owner thread makes to the tasks of one event loop, which one wake-up brings all that has come.
+
+    A wake-up is a system call, in which another thread may take the interpreter: one for each token of each reply would
+    hold up the model's thread.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._is_woken = False
+
+    def put(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: Any) -> None:
+        """Put `item` into a queue of `loop`, from the owner thread; nothing happens once the loop is closed."""
+        self._items.append((queue, item))
+        if not self._is_woken and not loop.is_closed():
+            self._is_woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # before the queues are filled: what comes from here on wakes the loop again
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
 
 
 class Owner:
@@ -18,14 +46,16 @@ class Owner:
 
     MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
 
-    at_end  called in the thread when it ends
-    turn    one step of what runs beside jobs; whether more is left. A job sets it; nothing calls it before the first
-            `wake`
+    at_end   called in the thread when it ends
+    inboxes  of the event loops in which streams are read
+    turn     one step of what runs beside jobs; whether more is left. A job sets it; nothing calls it before the first
+             `wake`
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self.turn: Callable[[], bool] = lambda: False
+        self.inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
         self._at_end = at_end
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.pieces import Logprob, Piece, Stats
 from generate.notebook import reply_markdown
-from generate.owner import Owner
+from generate.owner import Inbox, Owner
 
 DONE = object()
 Start = Callable[[Callable[[Any], None], threading.Event], None]  # (what takes pieces, DONE or an exception; cancel)
@@ -154,10 +154,10 @@ class AsyncStream(_Collected):
         super().__init__(owner)
         items: asyncio.Queue[Any] = asyncio.Queue()
         self._items, loop = items, asyncio.get_running_loop()
+        inbox = owner.inboxes.setdefault(loop, Inbox())
 
         def put(item: Any) -> None:  # holds no reference to the stream: a dropped stream ends its reply
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(items.put_nowait, item)
+            inbox.put(loop, items, item)
 
         start(put, self._cancel)
 
@@ -165,7 +165,8 @@ class AsyncStream(_Collected):
         return _AsyncLoop(self)
 
     async def __anext__(self) -> Piece:
-        self._owner.check()
+        if self._items.empty():
+            self._owner.check()
         try:
             item = await self._items.get()
         except asyncio.CancelledError:

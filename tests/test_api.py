@@ -22,6 +22,7 @@ from common.errors import BimetalError, UsageError
 from common.reference import NumpyOps
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
+from generate.owner import Inbox
 
 ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -461,3 +462,18 @@ def test_steps_of_a_prompt_are_short_where_replies_run_side_by_side(parallel, ro
     monkeypatch.setattr(NumpyOps, "prefill_rows", 4096)
     with generate.load("demo", backend="numpy", parallel=parallel) as llm:
         assert llm._engine.model.ops.prefill_rows == rows
+
+
+def test_what_comes_at_once_wakes_an_event_loop_once():
+    async def run():
+        loop, inbox = asyncio.get_running_loop(), Inbox()
+        queues, woken = [asyncio.Queue() for _ in range(16)], []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *job: (woken.append(1), wake(*job))
+        for _ in range(2):
+            for at, queue in enumerate(queues):
+                inbox.put(loop, queue, at)
+            assert [await queue.get() for queue in queues] == [*range(16)]
+        return len(woken)
+
+    assert asyncio.run(run()) == 2

@@ -123,7 +123,7 @@ class Writer:
 
     def __init__(self, head: Head):
         self.head = head
-        self.frames: dict[int, Frame] = {}
+        self.frames: dict[tuple[int, str], Frame] = {}
         self.usages: dict[int, Usage] = {}
         self.stats: Stats | None = None
         self.failed = False
@@ -139,10 +139,12 @@ class Writer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return sse(self.base | {"choices": [choice]} | self.none)
 
-    def _frame(self, index: int) -> Frame:
-        if index not in self.frames:
-            self.frames[index] = Frame(lambda text: self._chunk(index, {"content": text}))
-        return self.frames[index]
+    def _frame(self, index: int, *keys: str) -> Frame:
+        """The chunks of choice `index` whose delta has texts under `keys`."""
+        if (index, keys[0]) not in self.frames:
+            make = lambda *texts: self._chunk(index, dict(zip(keys, texts, strict=True)))  # noqa: E731
+            self.frames[index, keys[0]] = Frame(make, len(keys))
+        return self.frames[index, keys[0]]
 
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
@@ -152,12 +154,12 @@ class Writer:
         match event:
             case Text(text, logprobs):
                 if not self.head.logprobs:
-                    yield self._frame(index).of(text)
+                    yield self._frame(index, "content").of(text)
                     return
                 found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
                 yield self._chunk(index, {"content": text}, logprobs=found)
             case Reasoning(text):
-                yield self._chunk(index, {"reasoning_content": text, "reasoning": text})
+                yield self._frame(index, "reasoning_content", "reasoning").of(text, text)
             case CallBegin(at, id, name):
                 call = {"index": at, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
                 yield self._chunk(index, {"tool_calls": [call]})

@@ -13,7 +13,7 @@ from generate.server.events import Echo, Event, Failed, Finish, Text, Usage, Who
 from generate.server.facts import Facts
 from generate.server.fields import Fields, sampling, stops
 from generate.server.task import Task
-from generate.server.wire import Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
+from generate.server.wire import Frame, Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
 
 MOST_PROMPTS = 128
 
@@ -122,6 +122,7 @@ class Writer:
         self.usages: dict[int, Usage] = {}
         self.columns: dict[int, Tokens] = {}
         self.stats: Any = None
+        self.frames: dict[int, Frame] = {}
         self.base = {
             "id": head.id,
             "object": "text_completion",
@@ -140,12 +141,17 @@ class Writer:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         return sse(self.base | {"choices": [choice]} | self.none)
 
+    def _frame(self, index: int) -> Frame:
+        if index not in self.frames:
+            self.frames[index] = Frame(lambda text: self._chunk(index, text, None, ()))
+        return self.frames[index]
+
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
             case Echo():
                 yield self._chunk(index, event.text, None, echoed(event))
             case Text(text, logprobs):
-                yield self._chunk(index, text, None, logprobs)
+                yield self._chunk(index, text, None, logprobs) if self.head.logprobs else self._frame(index).of(text)
             case Finish(reason, usage):
                 self.usages[index], self.stats = usage, event.stats
                 yield self._chunk(index, "", reason, [event.end] if event.end else [])

@@ -218,7 +218,7 @@ class Writer:
         match event:
             case Reasoning(text) if self.head.thoughts:
                 yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                yield self._delta({"type": "thinking_delta", "thinking": text})
+                yield self.frame.of(text)
             case Text(text) if text:
                 yield from self._begin("text", {"type": "text", "text": ""})
                 yield self.frame.of(text)
@@ -248,6 +248,8 @@ class Writer:
         self.index, self.kind = self.index + 1, kind
         if kind == "text":
             self.frame = Frame(lambda text: self._delta({"type": "text_delta", "text": text}))
+        elif kind == "thinking":
+            self.frame = Frame(lambda text: self._delta({"type": "thinking_delta", "thinking": text}))
         start = {"type": "content_block_start", "index": self.index, "content_block": block}
         yield named_sse("content_block_start", start)
 

@@ -17,7 +17,7 @@ from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
-from generate.server.wire import Parsed, dumps
+from generate.server.wire import Frame, Parsed, dumps
 
 VERSION = "0.13.5"  # of the API that is followed; clients ask for at least so much
 MEDIA = "application/x-ndjson"
@@ -108,9 +108,13 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
     return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
 
 
-def line(head: Head, done: bool, **values: Any) -> dict[str, Any]:
-    created = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": head.model, "created_at": created, **values, "done": done}
+def line(head: Head, done: bool, created: str = "", **values: Any) -> dict[str, Any]:
+    return {"model": head.model, "created_at": created or moment(), **values, "done": done}
+
+
+def moment() -> str:
+    """The time, as RFC 3339 writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def part(head: Head, text: str, thought: str = "", calls: Sequence[Any] = ()) -> dict[str, Any]:
@@ -153,6 +157,7 @@ class Writer:
         self.finish: Finish | None = None
         self.call = CallBegin(0, "", "")
         self.arguments = ""
+        self.frame = Frame(lambda created, text: self._line(False, created=created, **part(head, text)), 2)
 
     def begin(self, tokens: int) -> Iterator[bytes]:
         return iter(())
@@ -160,7 +165,7 @@ class Writer:
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
             case Text(text):
-                yield self._line(False, **part(self.head, text))
+                yield self.frame.of(moment(), text)
             case Reasoning(text):
                 yield self._line(False, **part(self.head, "", text))
             case CallBegin():

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.rules import whole
@@ -27,7 +28,7 @@ from generate.server.response_items import Tool, messages_of, reply_message, too
 from generate.server.store import Store, Stored
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options
-from generate.server.wire import Parsed, chat_logprobs, dumps, named_sse, new_id, now
+from generate.server.wire import Frame, Parsed, chat_logprobs, dumps, named_sse, new_id, now
 
 ECHOED: dict[
     str, Any
@@ -164,6 +165,7 @@ class Writer:
         self.head, self.number = head, 0
         self.output: list[dict[str, Any]] = []
         self.open: Item | None = None
+        self.frame: Frame  # of the text of the open message
         self.whole = Whole()
 
     def _event(self, kind: str, **values: Any) -> bytes:
@@ -218,6 +220,7 @@ class Writer:
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             yield self._event("response.content_part.added", **at, content_index=0, part=part)
+            self.frame = Frame(partial(_delta, at), 2)
         elif kind == "reasoning" and self.head.summarize:
             part = {"type": "summary_text", "text": ""}
             yield self._event("response.reasoning_summary_part.added", **at, summary_index=0, part=part)
@@ -229,7 +232,10 @@ class Writer:
         assert item is not None
         item.text += text
         at: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
-        if kind == "message":
+        if kind == "message" and not logprobs:
+            yield self.frame.of(self.number, text)
+            self.number += 1
+        elif kind == "message":
             found = chat_logprobs(self.head.facts.tokenizer, logprobs)
             item.logprobs += found
             yield self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=found)
@@ -271,6 +277,13 @@ class Writer:
         body = response_object(self.head, status, self.output, usage=usage_object(finish.usage), **more)
         keep(self.head, body, self.whole)
         return self._event(f"response.{status}", response=body)
+
+
+def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
+    """An event of a message's text without log-probabilities."""
+    kind = "response.output_text.delta"
+    more = {"content_index": 0, "delta": text, "logprobs": []}
+    return named_sse(kind, {"type": kind, "sequence_number": number} | at | more)
 
 
 def ended(head: Head, finish: Finish) -> tuple[str, dict[str, Any]]:

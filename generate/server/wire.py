@@ -56,18 +56,27 @@ def dumps(value: Any) -> bytes:
 
 
 class Frame:
-    """A message that is sent for each piece of a text, and of which only that text differs.
+    """A message that is sent for each piece of a text, and of which only some values differ.
 
-    make  writes the message with a text
+    make   writes the message with texts in the place of these values, in their order
+    count  of these values
     """
 
-    def __init__(self, make: Callable[[str], bytes]):
-        marker = secrets.token_hex(16)
-        self._head, self._tail = make(marker).split(f'"{marker}"'.encode())
+    def __init__(self, make: Callable[..., bytes], count: int = 1):
+        markers = [secrets.token_hex(16) for _ in range(count)]
+        rest, self._before = make(*markers), list[bytes]()
+        for marker in markers:
+            before, _, rest = rest.partition(f'"{marker}"'.encode())
+            self._before.append(before)
+        self._end = rest
 
-    def of(self, text: str) -> bytes:
-        """Return the message with `text`."""
-        return self._head + encode_basestring(text).encode(errors="replace") + self._tail
+    def of(self, *values: str | int) -> bytes:
+        """Return the message with `values`."""
+        parts: list[bytes] = []
+        for before, value in zip(self._before, values, strict=True):
+            text = encode_basestring(value) if isinstance(value, str) else str(value)
+            parts += before, text.encode(errors="replace")
+        return b"".join((*parts, self._end))
 
 
 def sse(value: Any) -> bytes:
