@@ -13,6 +13,7 @@ from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.fit import predict_layers
 from common.models import architecture, load_model, rank_config
+from common.models.drafts import load_pair
 from common.quantize import Format, encode
 from common.quants import BLOCKS, dequantize
 from common.reference import NumpyOps
@@ -25,6 +26,7 @@ from generate.synthetic import synthetic_checkpoint
 # heads amplify it, as in test_golden.py where steps are cut otherwise.
 LOGIT, DELTA_LOGIT, KL = 1e-4, 2e-3, 1e-8
 TOKENS = 48
+ON_EVERY_RANK = {"embed", "head", "router", "shared_gate", "down_qkv"}  # matrices; the last one makes GLM's latents
 
 
 def compare(checkpoint, size):
@@ -134,6 +136,26 @@ def test_glm_with_keys_and_values_fused():
     assert np.array_equal(part, whole[2:4, own.nope_dim :])
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+def test_a_block_that_drafts_is_shared_as_a_layer(name):
+    """The draft's logits after one token and after three, of ranks that have read the same text."""
+    folder, ids = tiny.FOLDER / f"mtp-{name}", tiny.golden(name)["ids"].astype(np.int32)
+
+    def drafted(ops):
+        pair = load_pair(folder, load_model(tiny.checkpoint(name), ops))
+        state = pair.new_state(64)
+        tiny.run(pair, state, ids[:20], [13])
+        tokens = ids[20:23].tolist()
+        return np.concatenate([pair.propose(state, tokens[:n]) for n in (1, 3)]), pair
+
+    alone, _ = drafted(NumpyOps())
+    (first, pair), (second, _) = ranks.together(2, drafted)
+    assert np.array_equal(first, second)
+    assert tiny.errors(first, alone).logit < DELTA_LOGIT
+    assert tiny.errors(first, alone).top1 == 1
+    assert pair.draft_spec[0]["kv"].kv_heads == 1
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +185,9 @@ def test_each_rank_reads_its_own_bytes(name, monkeypatch):
                     continue  # one tensor of which two weights take their rows
                 copies = 1 if stored.shard else 2
                 assert read[key] == copies * stacked, key
+    for table in (layout.top, *layout.layers):
+        on_all = {name for name, e in table.items() if isinstance(e, Matrix) and any(s.shard is None for s in e.parts)}
+        assert on_all <= ON_EVERY_RANK
     sharded = {n for e in layout.entries() for s in e.parts if s.shard for n in s.names}
     uses = {n: sum(n in s.names for e in layout.entries() for s in e.parts) for n in sharded}
     assert sum(t.nbytes for t in sliced) == sum(checkpoint.tensors[n].nbytes * uses[n] for n in sharded)
