@@ -21,6 +21,7 @@ THINKING = (  # earlier reasoning is left out
     "{% if add_generation_prompt %}[assistant]\n<think>\n{% endif %}"
 )
 TEMPLATES = {"plain": PLAIN, "thinking": THINKING}
+LONG_CHATS = (12, 3, "thinking"), (270, 20, "plain"), (270, 20, "thinking")
 CODE = "def add(a, b):\n    return a + b\n\nfor i in range(10):\n    print(add(i, 2))\n"
 
 
@@ -63,8 +64,10 @@ def texts_without_cache(template, conversations, turns):
         return out
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize(("repeats", "turns"), [(12, 3), pytest.param(270, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("repeats", "turns", "template"),
+    [(12, 3, "plain"), *(pytest.param(*of, marks=pytest.mark.slow) for of in LONG_CHATS)],
+)
 def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_path):
     """Each turn reads its own tokens alone; the text is that of a model without a cache."""
     chats = [opening("lists", repeats), opening("graphs", repeats)]
@@ -105,7 +108,7 @@ def test_an_agent_that_sends_everything_again():
         assert other.prompt_tokens - other.cached_tokens < 30
 
 
-@pytest.mark.parametrize("spec", ["off", "lookup"])
+@pytest.mark.parametrize("spec", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
 def test_hits_have_the_bits_of_misses(spec):
     """Logits after a reply that was decoded, kept, restored and continued are those of reading everything."""
     messages = opening("bits", 12)

@@ -175,7 +175,7 @@ def test_a_draft_of_another_model_is_refused(folder):
 
 
 def test_the_command_line(folder, draft, capsys):
-    base = ["--model", str(folder), "--backend", "numpy", "--prompt", "hi", "-n", "30"]
+    base = ["--model", str(folder), "--backend", "numpy", "--prompt", "hi", "-n", "16"]
     assert main(base) == 0
     plain = capsys.readouterr().out
     for flags in (

@@ -98,7 +98,14 @@ def test_verified_text_is_that_of_plain_decoding(llm):
             assert reply.stats.wedlm.forwards <= 60
 
 
-@pytest.mark.parametrize("options", [LOOSE, LOOSE | {"wedlm_verify": True}, CHECKED])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(LOOSE, marks=pytest.mark.slow),
+        pytest.param(LOOSE | {"wedlm_verify": True}, marks=pytest.mark.slow),
+        CHECKED,
+    ],
+)
 def test_chats_go_on_from_the_state(folder, options):
     """Text does not depend on what the state holds from before: a regenerated turn, a next turn, a long prompt."""
 
@@ -180,7 +187,7 @@ def test_statistics(llm):
 
 
 def test_the_command_line(folder, capsys):
-    base = ["--model", str(folder), "--backend", "numpy", "--prompt", "hi", "-n", "30"]
+    base = ["--model", str(folder), "--backend", "numpy", "--prompt", "hi", "-n", "16"]
     assert main([*base, "--spec", "off"]) == 0
     plain = capsys.readouterr().out
     flags = ["--wedlm-window", "5", "--wedlm-tau", "3.9", "--wedlm-lambda", "0.02"]

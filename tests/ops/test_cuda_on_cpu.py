@@ -56,6 +56,7 @@ def test_compute_capability_7_5(file, chosen):
     on_cpu(f"ops/test_cuda_{file}.py", chosen, BIMETAL_CAPABILITY="75")
 
 
+@pytest.mark.compile
 def test_tables_of_experts():
     on_cpu("ops/test_cuda_experts.py", "table")
 
@@ -63,7 +64,9 @@ def test_tables_of_experts():
 @pytest.mark.parametrize(
     "chosen",
     [
-        "laguna and stored and (counts or profile or fails or refused) or without",
+        pytest.param(
+            "laguna and stored and (counts or profile or fails or refused) or without", marks=pytest.mark.compile
+        ),
         pytest.param("bits or moves", marks=pytest.mark.slow),
         pytest.param("not bits and not moves", marks=pytest.mark.slow),
     ],
@@ -129,7 +132,7 @@ def test_pages_of_a_pool(chosen):
     "chosen",
     [
         "test_bytes and 64-3 or test_bytes and 128-3",
-        "neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals",
+        pytest.param("neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals", marks=pytest.mark.compile),
         "test_latents and lm4-128 or latents_do_not and lm4-50",
         pytest.param("latents", marks=pytest.mark.slow),
         pytest.param("test_bytes or windows or norm_and or strided", marks=pytest.mark.slow),
@@ -145,7 +148,9 @@ def test_formats_of_caches(chosen):
     "chosen",
     [
         "as_numpy and lm4/lm4 or snapshots and (6 or 200) or bytes or alone",
-        "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150",
+        pytest.param(
+            "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150", marks=pytest.mark.compile
+        ),
         "outliers",
         pytest.param("not every_pair", marks=pytest.mark.slow),
         pytest.param("every_pair", marks=pytest.mark.slow),
@@ -222,6 +227,7 @@ def test_ops_of_several_gpus():
     on_cpu("models/test_cuda_multi_gpu.py", "every_op_is_forwarded", BIMETAL_GPUS="2")
 
 
+@pytest.mark.compile
 def test_two_models_in_two_threads():
     on_cpu("models/test_cuda_threads.py", "two_models")
 
@@ -288,7 +294,11 @@ def test_sequences_on_several_gpus(chosen):
 
 
 @pytest.mark.parametrize(
-    "chosen", ["reordered or no_row or not_committed", pytest.param("test_", marks=pytest.mark.slow)]
+    "chosen",
+    [
+        pytest.param("reordered or no_row or not_committed", marks=pytest.mark.compile),
+        pytest.param("test_", marks=pytest.mark.slow),
+    ],
 )
 def test_windows(chosen):
     on_cpu("decode/test_cuda_wedlm.py", chosen)
@@ -297,7 +307,7 @@ def test_windows(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "families and (qwen35 or laguna) and not moe and not 140",
+        pytest.param("families and (qwen35 or laguna) and not moe and not 140", marks=pytest.mark.compile),
         *(pytest.param(c, marks=pytest.mark.slow) for c in ("families", "not fam")),
     ],
 )
