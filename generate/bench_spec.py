@@ -42,6 +42,7 @@ class Result:
     wedlm: WedlmStats = field(default_factory=WedlmStats)
     different: int = 0  # texts that are not the plain one, not counting near-ties
     near_ties: int = 0
+    lengths: list[float] = field(default_factory=list)  # the acceptance length of each prompt
 
     @property
     def tps(self) -> float:
@@ -110,8 +111,8 @@ def read_prompts(file: str, most: int) -> list[str]:
     return prompts[:most]
 
 
-def generation_options(speculation: Speculation, new_tokens: int) -> GenerationOptions:
-    """Greedy decoding of `new_tokens` tokens in a speculative mode."""
+def generation_options(speculation: Speculation, new_tokens: int, **sampling: Any) -> GenerationOptions:
+    """Decoding of `new_tokens` tokens in a speculative mode; greedy where no other sampling is given."""
     tree = "tree" in speculation.kind
     window: dict[str, Any] = {}
     if speculation.kind == "wedlm":
@@ -125,20 +126,30 @@ def generation_options(speculation: Speculation, new_tokens: int) -> GenerationO
         tree_topk=speculation.top_k if tree else Speculation.top_k,
         chain_seed=tree and speculation.seed_chain,
         **{f"wedlm_{name}": value for name, value in window.items()},
+        **sampling,
     )
 
 
 def measure(
-    sessions: dict[str, Engine], ways: dict[str, Speculation], prompts: list[list[int]], new_tokens: int
+    sessions: dict[str, Engine],
+    ways: dict[str, Speculation],
+    prompts: list[list[int]],
+    new_tokens: int,
+    **sampling: Any,
 ) -> dict[str, Result]:
-    """Every way over every prompt, taken in turn so that a busy machine is busy for all; the first prompt warms up."""
+    """Every way over every prompt, taken in turn so that a busy machine is busy for all; the first prompt warms up.
+
+    The first way decodes plainly. With a temperature, the seed of a prompt is its number.
+    """
+    is_greedy = not sampling.get("temperature")
     results: dict[str, Result] = {way: Result() for way in ways}
     with tqdm(total=(len(prompts) + 1) * len(ways), desc="replies", leave=False, disable=None) as bar:
         for number, prompt in enumerate([prompts[0], *prompts]):
             expected: list[int] = []
             for way, speculation in ways.items():
                 session = sessions.get(speculation.kind, sessions["off"])
-                pieces = list(session.stream(prompt, generation_options(speculation, new_tokens)))
+                options = generation_options(speculation, new_tokens, seed=number, **sampling)
+                pieces = list(session.stream(prompt, options))
                 session.reset()
                 bar.update()
                 tokens, stats = [t for p in pieces for t in p.tokens], pieces[-1].stats
@@ -152,10 +163,11 @@ def measure(
                 result.seconds += stats.decode_seconds
                 if stats.accepted:
                     _add(result.accepted, stats.accepted)
+                    result.lengths.append(stats.accepted.length)
                 if stats.wedlm:
                     result.wedlm.add(stats.wedlm)
                 if tokens != expected:
-                    tie = is_near_tie(sessions["off"], prompt, expected, tokens)
+                    tie = is_greedy and is_near_tie(sessions["off"], prompt, expected, tokens)
                     result.near_ties += tie
                     result.different += not tie
     return results
