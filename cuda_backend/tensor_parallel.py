@@ -24,6 +24,7 @@ from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import rows, sampling
 from cuda_backend.arrays import Array
+from cuda_backend.card import card_of
 from cuda_backend.exchange import MOST_RANKS, Exchange
 from cuda_backend.multi_gpu import check_devices, connect, each, free
 from cuda_backend.ops import CudaOps
@@ -326,6 +327,13 @@ def open_ranks(
     check_devices(devices, devices)
     if len(devices) > MOST_RANKS:
         raise BimetalError(f"tensor_parallel is {len(devices)}; supported are 2 to {MOST_RANKS} GPUs")
+    for index in devices[1:]:
+        card, first = card_of(index), card_of(devices[0])
+        if card != first:  # how products are divided, and with it their rounding, depends on the card
+            raise BimetalError(
+                f"GPU {devices[0]} is {first.name} with {first.sms} multiprocessors, GPU {index} {card.name} with "
+                f"{card.sms}; tensor_parallel needs GPUs of one kind, on which rows are equal to the bit"
+            )
     for a, b in itertools.permutations(devices, 2):
         if not cupy.cuda.runtime.deviceCanAccessPeer(a, b):
             raise BimetalError(

@@ -1,5 +1,7 @@
 """Tiny models whose layers two GPUs share: logits equal on both to the bit, and those of one GPU within rounding."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import ranks
@@ -249,6 +251,14 @@ def test_every_op_is_forwarded():
 def test_gpus_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "deviceCanAccessPeer", lambda a, b: False)
     with pytest.raises(BimetalError, match="GPUs 0 and 1 cannot reach each other's memory, which tensor_parallel"):
+        two_ranks("llama")
+
+
+def test_gpus_of_two_kinds(monkeypatch):
+    """What every rank computes whole, such as routers and the head, must have the same bits on all."""
+    card = tensor_parallel.card_of(0)
+    monkeypatch.setattr(tensor_parallel, "card_of", lambda index: replace(card, sms=card.sms - index))
+    with pytest.raises(BimetalError, match=f"GPU 1 .* with {card.sms - 1}; tensor_parallel needs GPUs of one kind"):
         two_ranks("llama")
 
 

@@ -269,7 +269,7 @@ def test_sums_over_gpus():
 @pytest.mark.parametrize(
     "chosen",
     [
-        "test_logits and (llama or qwen35 and not moe) or lost or fails or forwarded or reach or divide or part",
+        "test_logits and (llama or qwen35 and not moe) or lost or fails or forwarded or gpus or divide or part",
         pytest.param("test_logits and (qwen3- or laguna or moe or glm)", marks=pytest.mark.slow),
         pytest.param("alone or draws or api or prefixes or memory or refused", marks=pytest.mark.slow),
         pytest.param("prefill", marks=pytest.mark.slow),
