@@ -3,17 +3,30 @@
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from common.kv_cache import CacheOptions
+from common.models import Model
+from common.models.drafts import load_pair
+from common.models.pair import Pair
+
 HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 4, 2, 16, 24, 2
 
 
 def write(
-    folder: Path, hidden: int, vocab: int, target_layers: int, taps: Sequence[int], laguna: bool = False, **config: Any
+    folder: Path,
+    hidden: int,
+    vocab: int,
+    target_layers: int,
+    taps: Sequence[int],
+    laguna: bool = False,
+    head_dim: int = HEAD_DIM,
+    **config: Any,
 ) -> Path:
     """Write the draft; laguna in the form of Laguna's drafts, with q, k and v in one matrix."""
 
@@ -25,14 +38,14 @@ def write(
     shapes = {"fc": (hidden, len(taps) * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
     for i in range(LAYERS):
         layer: dict[str, tuple[int, ...]]
-        layer = {"self_attn.q_proj": (HEADS * HEAD_DIM, hidden), "self_attn.o_proj": (hidden, HEADS * HEAD_DIM)}
-        layer |= {f"self_attn.{name}_proj": (KV_HEADS * HEAD_DIM, hidden) for name in "kv"}
-        layer |= {f"self_attn.{name}_norm": (HEAD_DIM,) for name in "qk"}
+        layer = {"self_attn.q_proj": (HEADS * head_dim, hidden), "self_attn.o_proj": (hidden, HEADS * head_dim)}
+        layer |= {f"self_attn.{name}_proj": (KV_HEADS * head_dim, hidden) for name in "kv"}
+        layer |= {f"self_attn.{name}_norm": (head_dim,) for name in "qk"}
         layer |= {"mlp.gate_proj": (FFN, hidden), "mlp.up_proj": (FFN, hidden), "mlp.down_proj": (hidden, FFN)}
         layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
         if laguna:
             layer = {name: shape for name, shape in layer.items() if name[-6:] not in ("q_proj", "k_proj", "v_proj")}
-            layer["self_attn.qkv_proj"] = ((HEADS + 2 * KV_HEADS) * HEAD_DIM, hidden)
+            layer["self_attn.qkv_proj"] = ((HEADS + 2 * KV_HEADS) * head_dim, hidden)
             layer["self_attn.g_proj"] = (HEADS, hidden)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     if laguna:
@@ -45,7 +58,7 @@ def write(
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "head_dim": head_dim,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,
         "block_size": 5,
@@ -61,3 +74,15 @@ def write(
     (folder / "config.json").write_text(json.dumps(values | config))
     save_file({f"{name}.weight": weight(name, *shape) for name, shape in shapes.items()}, folder / "model.safetensors")
     return folder
+
+
+def packed_pair(folder: Path, target: Model, cache: CacheOptions) -> Pair:
+    """Pair of `target` and a draft, whose caches are in the formats of `cache`; the target's stay as they are.
+
+    The heads of a tiny target are too small for those formats.
+    """
+    c, layers = target.config, len(target.layout.layers)
+    pair = load_pair(write(folder, c.hidden, c.vocab, layers, [0, layers - 1], head_dim=64), target)
+    pair = replace(pair, cache=cache)
+    vars(pair)["state_spec"] = target.state_spec
+    return pair

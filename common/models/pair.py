@@ -2,13 +2,16 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from common.coupled import Coupling, considered
+from common.errors import BimetalError, UsageError
+from common.kv_cache import check_pairs, packed
 from common.models import Model
 from common.ops import Array
 from common.step import State
@@ -65,9 +68,18 @@ class Pair(Model):
         """The target's ids of tokens of the draft's vocabulary."""
         return ids
 
-    @property
+    @cached_property
     def sequence_spec(self) -> list[LayerSpec]:
-        return [*self.state_spec, *self.draft_spec]
+        """List the target's states, then the draft's, whose caches take the formats that the target's have.
+
+        Raises UsageError for formats that the backend lacks, and where the draft's heads cannot be stored in them.
+        """
+        draft = packed(self.draft_spec, replace(self.cache, boundary=0))
+        try:
+            check_pairs(draft, self.ops.name, self.ops.cache_pairs)
+        except BimetalError as error:
+            raise UsageError(f"the draft's cache takes the formats of the model's ({self.cache}): {error}") from error
+        return [*self.state_spec, *draft]
 
     @property
     @abstractmethod

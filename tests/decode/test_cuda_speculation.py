@@ -18,6 +18,7 @@ from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, NotFiniteError, UsageError
 from common.fit import predict_stacks
 from common.hot_experts import HotExperts, hot_sizes
+from common.kv_cache import CacheOptions
 from common.models import load_model
 from common.models.drafts import load_pair
 from common.reference import NumpyOps
@@ -153,6 +154,21 @@ def test_eagle(name, tmp_path):
         assert all(np.array_equal(got[0], again) for again in got)
     accepted = assert_plain(pairs[1], ids[:20].tolist(), 30, Speculation("chain", 3))
     assert set(accepted.budgets) == {3}
+
+
+@pytest.mark.parametrize("formats", [("q8_0", "q8_0"), ("q8_0", "lm4")], ids="-".join)
+def test_compressed_caches_of_a_draft(formats, tmp_path):
+    """Logits against NumPy's, a block after a step and a captured one; text equal to plain decoding."""
+    rows, pairs = [], []
+    for ops in (CudaOps(), NumpyOps()):
+        target = load_model(tiny.checkpoint("qwen35"), ops)
+        pairs.append(tiny_draft.packed_pair(tmp_path / ops.name, target, CacheOptions(*formats)))
+        state, _ = prefilled(pairs[-1], TEXT[:20].tolist(), 64)
+        rows.append([ops.read(pairs[-1].propose(state, 5)) for _ in range(3)])
+    assert all(np.array_equal(rows[0][0], again) for again in rows[0])
+    assert np.abs(rows[0][0] - rows[1][0]).mean() < 0.1
+    for kind in ("chain", "tree"):
+        assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation(kind, 7))
 
 
 @pytest.mark.parametrize("budget", [128, 135])

@@ -208,6 +208,11 @@ def test_drafts_that_depend_on_the_token_before(name):
 
 
 @pytest.mark.slow
+def test_compressed_caches_of_a_draft():
+    on_cpu("decode/test_cuda_speculation.py", "test_compressed_caches_of_a_draft")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
 def test_eagle(name):
     on_cpu("decode/test_cuda_speculation.py", f"test_eagle and [{name}]")
