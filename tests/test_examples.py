@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,3 +51,36 @@ def test_deployments_start_the_server_with_flags_that_exist():
         args = parse(words)
         assert args.command == "serve"
         assert args.model == "demo"
+
+
+def test_the_image_installs_extras_that_exist_and_asks_the_port_that_it_serves():
+    image = (EXAMPLES / "deploy" / "Dockerfile").read_text()
+    unit = (EXAMPLES / "deploy" / "bimetal.service").read_text()
+    declared = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", image, re.M))
+    named = [
+        *re.search(r'pip install \S+ "/src\[(.*)\]"', image)[1].replace("$EXTRA", arguments["EXTRA"]).split(","),
+        *re.search(r"'bimetal\[(.*)\]'", unit)[1].split(","),
+        *re.findall(r"\b(cuda12|mlx|ray)\b", image),
+    ]
+    assert set(named) <= declared.keys()
+    assert {"server", "grammar"} <= set(named)
+    steps = [line.split()[0] for line in re.sub(r"\\\n", " ", image).splitlines() if line and line[0] != "#"]
+    assert steps[0] == "FROM"
+    assert set(steps) <= {"FROM", "ARG", "ENV", "RUN", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+    assert steps.index("USER") < steps.index("ENTRYPOINT")
+    args = parse(["serve"])
+    assert re.search(r"^EXPOSE (\d+)$", image, re.M)[1] == str(args.port)
+    check = json.loads(re.search(r"^HEALTHCHECK .*CMD (\[.*\])$", image, re.M)[1])
+    compile(check[2], "HEALTHCHECK", "exec")
+    assert f"http://127.0.0.1:{args.port}/health" in check[2]
+    assert int(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.M)[1]) > args.grace
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_unit_is_systemds(tmp_path):
+    unit = (EXAMPLES / "deploy" / "bimetal.service").read_text()
+    file = tmp_path / "bimetal.service"
+    file.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/sh", unit, flags=re.M))
+    done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -10,6 +10,7 @@ from asgi import call
 from conftest import client_of
 from scripted import Scripted
 from serving import serving
+from test_hostile import check, requests
 from tiny_chat import write as write_model
 
 import generate
@@ -273,3 +274,19 @@ def test_flags(capsys, tmp_path):
     assert key_of(str(file), OWN) == KEY
     assert key_of(None, OWN) == OWN
     assert key_of(None, None) is None
+
+
+def test_hostile_requests_are_answered(canned, drafter):
+    """As by a server with a model: with no fault of ours, and in the dialect's envelope."""
+    with serving(canned) as url:
+        ask = made(url, drafter)
+        ask.service.compressor = Compressor(drafter, Compression("tiny", ((1, 0.2),), 10**6))
+
+        async def run():
+            for method, path, data, headers in requests(5, 250):
+                answer = await asyncio.wait_for(call(ask.app, method, path, data, headers), 20)
+                if method != "HEAD":
+                    check(path, data, answer)
+
+        ask.run(run())
+        assert ask.service.running == 0
