@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -535,6 +536,24 @@ def test_a_step_over_a_pool_names_its_slots(tmp_path):
     asked = [(prompt, {"max_tokens": 12} | options[i % 4]) for i, prompt in enumerate(prompts_of("qwen35", 8, random))]
     replies = drain(engine, [submit(engine, prompt, **how) for prompt, how in asked])
     assert max(len(set(slots)) for slots in engine.memory.pool.steps) == 4
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.tokens == alone(alike, prompt, **how).tokens
+
+
+def test_micro_batches_of_a_pool_take_turns(monkeypatch):
+    """A backend that computes two steps at once gets one of each half of the sequences in turn: the same texts."""
+    monkeypatch.setattr(PooledOps, "micro_batches", 2, raising=False)
+    model, alike = tiny.load("llama", PooledOps()), tiny.load("llama", NumpyOps())
+    random = np.random.default_rng(5)
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=5))
+    asked = [
+        (prompt[:9], {"max_tokens": 6 + i} | PLAIN[i % 3]) for i, prompt in enumerate(prompts_of("llama", 7, random))
+    ]
+    replies = drain(engine, [submit(engine, prompt, **how) for prompt, how in asked])
+    steps = [set(slots) for slots in engine.memory.pool.steps]
+    assert max(map(len, steps)) == 3, "half of five"
+    apart = [not one & other for one, other in pairwise(steps)]
+    assert sum(apart) > 0.7 * len(apart)
     for reply, (prompt, how) in zip(replies, asked, strict=True):
         assert reply.tokens == alone(alike, prompt, **how).tokens
 
