@@ -125,7 +125,13 @@ class GroupOps(MlxOps):
             while self._dropped:
                 self.group.order("drop", **self._dropped.pop())
             self.group.order("step", **_order_of(fn, state, step, self.sends_tokens))
-        return super().run(fn, state, step, kept)
+            with self.group.whole_step():
+                return self.finished(super().run(fn, state, step, kept))
+        return self.finished(super().run(fn, state, step, kept))
+
+    def finished(self, out: Array) -> Array:
+        """The output of a step's method, once the ranks need no further exchange for it."""
+        return out
 
     def follow(self, new_state: Callable[[int], State], models: Sequence[Any], join: Join) -> None:
         """Follow rank 0's orders until it ends: methods of `models` that run steps, on states that `new_state` makes.

@@ -93,10 +93,21 @@ class Group:
             self._is_broken = True
             raise BimetalError(f"a machine of the group was lost: {error}") from None
 
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Take no further orders where the block fails: followers may wait for rows that this rank never sent."""
+        try:
+            yield
+        except BaseException:
+            self._is_broken = True
+            raise
+
     # -- orders ------------------------------------------------------------------------------------------------------
 
     def order(self, what: str, **values: Any) -> None:
-        """Tell all followers to do `what`."""
+        """Tell all followers to do `what`; raises BimetalError where one is lost, and after a step that failed."""
+        if self._is_broken:
+            raise BimetalError("the group of machines has ended: an earlier step failed; start it again")
         data = json.dumps({"do": what, **values}).encode()
         with self._lock:
             for rank, peer in self._peers.items():
@@ -198,7 +209,7 @@ def _ends_after(seconds: int) -> Iterator[None]:
 
 def _give_up(why: str) -> None:
     """End this process with a sentence, whatever its other threads wait for."""
-    print(f"error: {why}", file=sys.stderr, flush=True)
+    print(f"\nerror: {why}", file=sys.stderr, flush=True)  # on a line of its own: MLX's threads may be writing theirs
     os._exit(1)
 
 

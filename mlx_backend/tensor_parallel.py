@@ -5,14 +5,13 @@ norms, routers and head are on every rank, so that all have equal logits; rank 0
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from common.errors import BimetalError
 from common.ops import Array
 from common.shards import Ranks
-from common.step import State, Step
 from mlx_backend.following import GroupOps
 from mlx_backend.group import Group
 
@@ -57,9 +56,8 @@ class TensorOps(GroupOps):
         self._sums.append(self.group.add_up(x))
         return self._sums[-1]
 
-    def run(self, fn: Callable[[State, Step], Array], state: State, step: Step, kept: slice | None = None) -> Array:
-        """Run a step as GroupOps.run, computed at once: the ranks wait for one another."""
-        out = super().run(fn, state, step, kept)
+    def finished(self, out: Array) -> Array:
+        """The output of a step, computed at once: the ranks wait for one another."""
         self.group.compute(out, *self._sums)
         self._sums.clear()
         return out
