@@ -138,6 +138,24 @@ def write_agreeing(path: Path, target: Path, ids: np.ndarray) -> Path:
     return write_folder(path, values, arrays)
 
 
+def golden_drafts(folder: Path) -> dict[str, Path]:
+    """Those of tests/data/make_eagle3_golden.py: one of each kind of layer and norm."""
+    residual = {"norm_before_residual": True}
+    fused = write_speculators(folder / "fused", 48, 96, 32, [0, 1, 2], norm_before_fc=True, **residual)
+    flags = {"fc_norm": True, "norm_output": True, **residual}
+    return {
+        "llama": write(folder / "llama", 32, 96, [0, 1, 2]),
+        "qwen3": write_speculators(folder / "qwen3", 48, 96, 32, [0, 1, 2], **flags),
+        "fused": fused,
+    }
+
+
+def golden_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features (13, 96), the target's embedding (96, 32), and a text (16,) of which three tokens follow the past."""
+    random = np.random.RandomState(5)
+    return random.standard_normal((13, 96)), random.standard_normal((96, 32)), random.randint(0, 96, 16)
+
+
 # -- the formula -------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,13 @@ def assert_formula(folder: Path, name: str, ops, pair=None) -> None:
     assert np.abs(got - want).max() < LOGIT
 
 
+def test_the_formula_is_that_of_the_published_code(tmp_path):
+    golden, (features, table, text) = np.load(tiny.FOLDER.parent / "eagle3_golden.npz"), tiny_eagle.golden_inputs()
+    for name, folder in tiny_eagle.golden_drafts(tmp_path).items():
+        logits = tiny_eagle.expected(folder, features, table, text, DRAFTS)
+        assert np.abs(logits - golden[name]).max() < 1e-5, name  # its norms compute in float32
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_logits_of_the_formula(name, ops, tmp_path):
     """In the form of SpecForge and AngelSlim: a vocabulary and a head of its own, the target's embedding."""
