@@ -6,14 +6,14 @@ One thread turns the engine; any thread may submit calls. Nothing here touches t
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import suppress
 from traceback import clear_frames
 from typing import Any
 
 from common.decode.alone import drafted
-from common.decode.requests import Computed, Draft, Rows
+from common.decode.requests import Draft, Rows
 from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
 from common.decoders import Speculation
@@ -131,9 +131,8 @@ class Engine:
             self._read_prompt(reader)
             schedule.has_read(time.perf_counter() - began, any(not each.reads for each in running))
             return
-        for each in [each for each in running if type(each.request) is Draft]:
-            if each in running:  # the draft of another may have taken its memory
-                self._draft(each)
+        while asking := [each for each in running if type(each.request) is Draft]:
+            self._draft(asking if schedule.joins and self._rows.shares_drafts else asking[:1])
         chosen = schedule.step([each for each in running if type(each.request) is Rows])
         if chosen:
             self._step(chosen)
@@ -291,41 +290,38 @@ class Engine:
         for run in drafting:
             run.most_drafted = most
 
-    def _draft(self, sequence: Sequence) -> None:
-        """Answer a Draft, one sequence at a time."""
-        state, asked = sequence.asked_draft
-        try:
-            answer = drafted(self.target.decoding, state, asked)
-        except NoRoomError as error:
-            self._moved(self._suspended.make_room(self.running, error))
-        except BimetalError as error:
-            self._end(sequence, error)
-        except Exception as error:
-            self._fail(error)
+    def _draft(self, asking: list[Sequence]) -> None:
+        """Answer the drafts that sequences ask for, which share the draft's passes."""
+        if len(asking) == 1:
+            self._answer(asking, lambda: [drafted(self.target.decoding, *asking[0].asked_draft)])
         else:
-            self._advance(sequence, answer)
+            self._answer(asking, lambda: self._rows.drafted([each.asked_draft for each in asking]))
 
     def _step(self, chosen: list[Sequence]) -> None:
-        """Run the rows that sequences asked for, and go on with what they chose."""
-        answers: List[Computed | Exception]
+        """Run the rows that sequences asked for."""
+        if len(chosen) == 1:
+            self._answer(chosen, lambda: [self._rows.alone(*chosen[0].asked_rows)])
+        else:
+            self._answer(chosen, lambda: self._rows.together([each.asked_rows for each in chosen]))
+
+    def _answer(self, asking: list[Sequence], run: Callable[[], List[Any]]) -> None:
+        """Let sequences go on with what `run` gives for each of them: its answer, or the error that is its own."""
+        answers: List[Any]
         try:
-            if len(chosen) == 1:
-                answers = [self._rows.alone(*chosen[0].asked_rows)]
-            else:
-                answers = self._rows.together([each.asked_rows for each in chosen])
+            answers = run()
         except NoRoomError as error:
             self._moved(self._suspended.make_room(self.running, error))
             return
         except BimetalError as error:
-            answers = [error for _ in chosen]
+            answers = [error for _ in asking]
         except Exception as error:
             self._fail(error)
             return
-        for sequence, answer in zip(chosen, answers, strict=True):
-            if isinstance(answer, Computed):
-                self._advance(sequence, answer)
-            else:
+        for sequence, answer in zip(asking, answers, strict=True):
+            if isinstance(answer, Exception):
                 self._end(sequence, answer)
+            else:
+                self._advance(sequence, answer)
 
     def _advance(self, sequence: Sequence, answer: Any) -> None:
         """Hand a decoder the answer to its request, and serve it until it asks for rows or a draft, or ends."""

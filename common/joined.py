@@ -8,15 +8,17 @@ import numpy as np
 
 from common.decode.alone import computed
 from common.decode.plain import target_of
-from common.decode.requests import EVERY, Computed, Rows
+from common.decode.requests import EVERY, Computed, Draft, Rows
 from common.errors import BimetalError, NotFiniteError
 from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
+from common.models.pair import Pair, Pass
 from common.ops import Array, Ops
 from common.options import Sampling
 from common.sampling import Sampler, Samplers
-from common.step import State, Step
+from common.step import MAX_DECODE_ROWS, State, Step
 
+Drafted = tuple[np.ndarray, ...]  # what Pair.drafting returns
 DRAFT_LAYERS = 10**6  # more than any draft has
 SAMPLED, PICKED, NOT_CHOSEN = range(3)  # kinds of rows, in the order in which they lie in a step
 UNREAD = Sampler(Sampling())  # of rows whose token nobody reads
@@ -54,7 +56,8 @@ class RowRunner:
             step = JoinedStep.of(steps, tokens, [state.slot for state in states])
             logits = (self.target if target_only else self.model).forward(pool, step)
         else:
-            step, state = JoinedStep.of(steps, tokens), self._state_of(states, asked)
+            omits = self.target is not self.model  # the draft's rows, in a step after which nothing is drafted
+            step, state = JoinedStep.of(steps, tokens), self._state_of(states, [omits and r.target_only for r in asked])
             logits = self._model(target_only).forward(state, step)
         runs = step.runs
         chosen = [
@@ -98,15 +101,80 @@ class RowRunner:
                 chosen[i] = error
         return chosen
 
+    @property
+    def shares_drafts(self) -> bool:
+        """Whether `drafted` serves several sequences."""
+        return isinstance(self.model, Pair) and self.model.shares_passes
+
+    def drafted(self, asked: Sequence[tuple[State, Draft]]) -> list[Drafted | Exception]:
+        """Draft for each sequence; an answer is what Pair.drafting returns, or the error that is the sequence's own.
+
+        Each of its passes is one step for as many sequences as have rows in it; raises what the backend raises.
+        """
+        pair = self.model
+        assert isinstance(pair, Pair)
+        drafting = [pair.drafting(*draft) for _, draft in asked]
+        answers, passes = dict[int, Drafted | Exception](), dict[int, tuple[Pass, Step]]()
+
+        def go_on(i: int, found: Any) -> None:
+            passes.pop(i, None)
+            if isinstance(found, Exception):
+                answers[i] = found
+                return
+            try:
+                next_pass = drafting[i].send(found)
+                passes[i] = next_pass, pair.pass_step(next_pass.given, asked[i][0].length)
+            except StopIteration as done:
+                answers[i] = done.value
+            except BimetalError as error:
+                answers[i] = error
+
+        for i in range(len(asked)):
+            go_on(i, None)
+        while passes:
+            rows = min(len(step) for _, step in passes.values())
+            chosen = [i for i, (_, step) in passes.items() if len(step) == rows][: max(1, MAX_DECODE_ROWS // rows)]
+            found = self._found(pair, [(asked[i][0], *passes[i]) for i in chosen])
+            for i, each in zip(chosen, found, strict=True):
+                go_on(i, each)
+        return [answers[i] for i in range(len(asked))]
+
+    def _found(self, pair: Pair, asked: list[tuple[State, Pass, Step]]) -> list[Any]:
+        """Run one pass over sequences of as many rows each; an answer may be the error that is the sequence's own."""
+        states, steps = [state for state, _, _ in asked], [step for _, _, step in asked]
+        tokens, rows, pool = np.concatenate([step.tokens for step in steps]), len(steps[0]), states[0].pool
+        if pool is not None:
+            logits = pair.propose_each(pool, JoinedStep.of(steps, tokens, [state.slot for state in states]), rows)
+        else:
+            joined_pair: Any = self._model(False)
+            state = self._state_of(states, [False] * len(states))
+            logits = joined_pair.propose_each(state, JoinedStep.of(steps, tokens), rows)
+        own = [pair.rows_of_each(number, rows) for number in range(len(asked))]
+        most = max(each.k for _, each, _ in asked)
+        try:
+            best = self.ops.read_all(*self.ops.top_k(logits, most)) if most else None
+        except NotFiniteError:  # in any row
+            best = None
+        found: list[Any] = []
+        for at, (_, each, _) in zip(own, asked, strict=True):
+            if best is not None:
+                found.append([part[at][: each.positions, : each.k] for part in best])
+                continue
+            try:
+                found.append(pair.found(logits[at], each))
+            except BimetalError as error:
+                found.append(error)
+        return found
+
     def _model(self, target_only: bool) -> Model:
         if target_only not in self._joined:
             self._joined[target_only] = joined(self.target if target_only else self.model)
         return self._joined[target_only]
 
-    def _state_of(self, states: list[State], asked: list[Rows]) -> Any:
+    def _state_of(self, states: list[State], without_draft: list[bool]) -> Any:
+        """The states as one; of some of them the layers of a draft stay as they are."""
         layers = len(self.model.weights.layers)
-        omits = self.target is not self.model  # the draft's rows, in a step after which nothing is drafted
-        own = [layers if rows.target_only and omits else layers + DRAFT_LAYERS for rows in asked]
+        own = [layers if each else layers + DRAFT_LAYERS for each in without_draft]
         if self._state is None or self._state.states != states or self._state.own != own:
             self._state = JoinedState(states, own)
         return self._state

@@ -26,7 +26,10 @@ class JoinedStep(Step):
 
     @classmethod
     def of(cls, parts: Sequence[Step], tokens: Any, slots: Sequence[int] | None = None) -> "JoinedStep":
-        """Join steps that are no blocks; `tokens` are theirs in that order. `slots`: of each; None: 0, 1, 2, ..."""
+        """Join steps, all of them blocks or none; `tokens` are theirs in that order.
+
+        slots  of each; None: 0, 1, 2, ...
+        """
         of_parts = np.arange(len(parts), dtype=np.int32) if slots is None else np.array(slots, np.int32)
         positions = np.concatenate([part.positions for part in parts])
         if len(positions) == len(parts):  # plain decoding of all
@@ -34,8 +37,10 @@ class JoinedStep(Step):
             return cls(tokens, positions, np.full(len(parts), PAST, np.int32), of_parts, parts, runs)
         sizes = [len(part) for part in parts]
         runs = [slice(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
-        parents = [_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)]
-        return cls(tokens, positions, np.concatenate(parents), np.repeat(of_parts, sizes), parts, runs)
+        parents = None
+        if parts[0].parents is not None:
+            parents = np.concatenate([_moved(part.parents, run.start) for part, run in zip(parts, runs, strict=True)])
+        return cls(tokens, positions, parents, np.repeat(of_parts, sizes), parts, runs)
 
 
 def _moved(parents: np.ndarray | None, first: int) -> np.ndarray:

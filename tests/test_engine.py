@@ -466,6 +466,35 @@ def test_the_steps_of_several_drafting_sequences_keep_to_the_row_budget(spec, tm
         assert reply.tokens == alone(pair, prompt, **each).tokens
 
 
+@pytest.mark.parametrize(("kind", "name"), [("draft", "qwen3"), ("block", "qwen35")])
+def test_sequences_share_the_passes_of_a_draft(kind, name, tmp_path):
+    """One draft step for all that draft in a turn, a pass of a block or each token of a chain."""
+    pair, _ = models(kind, name, NumpyOps(), tmp_path)
+    engine = without_clock(Engine(pair, Ids(), CONTEXT, parallel=5))
+    shared, own, how = [], [], {"spec": "chain", "tree_budget": 3}
+    asked = [([5, 6, 7 + n] * 3, how | {"max_tokens": 12}) for n in range(4)]
+    asked += [([8, 9, 10], {"spec": "off", "max_tokens": 12})]
+    each, one = type(pair).propose_each, type(pair).propose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(pair),
+            "propose_each",
+            lambda self, s, t, rows: (shared.append(len(t) // rows), each(self, s, t, rows))[1],
+        )
+        patch.setattr(type(pair), "propose", lambda *of: (own.append(len(engine.running)), one(*of))[1])
+        replies = [submit(engine, prompt, **options) for prompt, options in asked]
+        while len({each.slot for each in engine.running}) < 5 or any(not reply.sequence.new for reply in replies):
+            engine.turn()
+        shared.clear()
+        own.clear()
+        engine.turn()
+        assert shared == [4] * (1 if kind == "draft" else 3)
+        assert own == []
+        drain(engine, replies)
+    for reply, (prompt, options) in zip(replies, asked, strict=True):
+        assert reply.tokens == alone(pair, prompt, **options).tokens
+
+
 def test_forgetting_slots_at_the_end_of_a_reply_leaves_its_state_whole():
     """A caller who has seen the end, in whatever thread, may ask for that while the state is offered to a store."""
     offered: list[list[int]] = []

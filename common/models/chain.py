@@ -1,16 +1,16 @@
 """A target and a draft that drafts one token after another, each from the draft's own output at the token before."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from common.coupled import Coupling
+from common.coupled import Coupling, considered
 from common.models import Model
-from common.models.pair import Pair
+from common.models.pair import Pair, Pass
 from common.ops import Array
 from common.step import State, Step
 from common.storage import LayerSpec
@@ -54,34 +54,54 @@ class ChainPair(Pair):
         """The pair itself: the draft's rows are written in each step, because no later one could catch up."""
         return self
 
-    def drafted(
-        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
-    ) -> tuple[np.ndarray, ...]:
+    def drafting(
+        self, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
         tokens, ids, logp = [token], list[np.ndarray](), list[np.ndarray]()
         for at in range(min(depth, DEEPEST)):
-            best, chances = self.candidates(self.propose(state, tokens), k, coupling, at)
+            best, chances = yield Pass(tuple(tokens), 1, considered(k, coupling, self.config.vocab))
+            best, chances = self.ranked(best, chances, k, coupling, at)
             ids.append(best)
             logp.append(chances)
             tokens.append(int(ids[-1][0, 0]))
         return np.concatenate(ids), np.concatenate(logp)
 
-    def propose(self, state: State, tokens: Sequence[int]) -> Array:
-        """Logits (1, n) over the draft's vocabulary of the token after `tokens`, which follow the state.
+    def pass_step(self, given: Sequence[int], length: int) -> Step:
+        return Step.chain(np.array(given, np.int32), length)
+
+    def propose(self, state: State, given: Sequence[int]) -> Array:
+        """Logits (1, n) over the draft's vocabulary of the token after the tokens `given`, which follow the state.
 
         Commits nothing. Each token but the first was drafted, so that the draft's output at the one before stands for
         its hidden state.
         """
-        step = Step.chain(np.array(tokens, np.int32), state.length)
-        return self.ops.run(self._chains[len(tokens)], state, step)[:1]
+        return self.ops.run(self._chains[len(given)], state, self.pass_step(given, state.length))[:1]
+
+    def run_pass(self, state: State, given: Sequence[int]) -> Array:
+        return self.propose(state, given)
+
+    def propose_each(self, state: Any, step: Step, rows: int) -> Array:
+        return self.ops.run(self._joined_chains[rows], state, step)
+
+    def rows_of_each(self, number: int, rows: int) -> slice:
+        return slice(number, number + 1)
 
     @cached_property
     def _chains(self) -> dict[int, Any]:
         """Functions that `propose` runs, by number of tokens: kept, so that a backend may capture them."""
         return {n: partial(self._chain_logits, n) for n in range(1, DEEPEST + 1)}
 
-    def _chain_logits(self, n: int, state: State, step: Step) -> Array:
-        """The logits (1, vocab) of row n - 1. After i passes the outputs of rows 0 to i - 1 are those of a chain."""
+    @cached_property
+    def _joined_chains(self) -> dict[int, Any]:
+        """List as `_chains` what runs for several sequences of so many tokens each."""
+        return {n: partial(self._chain_logits, n, joined=True) for n in range(1, DEEPEST + 1)}
+
+    def _chain_logits(self, n: int, state: State, step: Step, joined: bool = False) -> Array:
+        """The logits (1, vocab) of row n - 1, or of the last of each n rows.
+
+        After i passes the outputs of rows 0 to i - 1 are those of a chain.
+        """
         one_pass, x = partial(self._pass, state, step), self._first(step)
         for _ in range(n):
             x = self.ops.scope(len(self.weights.layers), one_pass, x)
-        return self._head(x[n - 1 : n])
+        return self._head(x[n - 1 :: n] if joined else x[n - 1 : n])

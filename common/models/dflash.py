@@ -6,18 +6,18 @@ position, or in drafts of DeepSpec the token after it. Embedding and head are th
 share one state, so that one commit moves both, and the draft needs no prompt of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from common.coupled import Coupling
+from common.coupled import Coupling, considered
 from common.models import Model
 from common.models.blocks import RowFn, swiglu_ffn
 from common.models.dflash_config import Config
-from common.models.pair import Pair
+from common.models.pair import Pair, Pass
 from common.ops import Array, Ops
 from common.step import State, Step
 from common.storage import KVSpec, LayerSpec
@@ -47,16 +47,12 @@ def write_context(ops: Ops, c: Config, w: Any, states: Sequence[Any], step: Step
         ops.write_kv(k, v, state.kv, step)
 
 
-def forward(ops: Ops, c: Config, w: Any, embed: Any, head: Any, states: Sequence[Any], step: Step, first: int) -> Any:
-    """The logits (c.tokens, vocab) of a block's draft tokens; `first` is the first layer's number in the state.
-
-    Of DFlash2 also what scales its scores, (c.tokens, c.selector_rank).
-    """
+def forward(ops: Ops, c: Config, w: Any, embed: Any, states: Sequence[Any], step: Step, first: int) -> Array:
+    """The outputs (T, hidden) of a block's rows; `first` is the first layer's number in the state."""
     x = ops.embed(embed, step.tokens)
     for i, (layer, state) in enumerate(zip(w.layers, states, strict=True)):
         x = ops.scope(first + i, partial(block, ops, c, layer, state, step, i), x)
-    x = ops.rms_norm(x[c.first :], w.norm, c.eps)
-    return (ops.linear(x, head), ops.linear(x, w.selector_hidden)) if c.selector_rank else ops.linear(x, head)
+    return x
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, layer: int, x: Array) -> Array:
@@ -152,32 +148,60 @@ class DflashPair(Pair):
         parts = self.architecture, self.definition, self.config, self.layout, self.weights, self.ops
         return Model(*parts, expert_stream=self.expert_stream)
 
-    def drafted(
-        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
-    ) -> tuple[np.ndarray, ...]:
-        return self.candidates(self.propose(state, token)[:depth], k, coupling)
+    def drafting(
+        self, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
+        ids, logp = yield Pass(token, depth, considered(k, coupling, self.config.vocab))
+        return self.ranked(ids, logp, k, coupling)
 
-    def propose(self, state: State, token: int) -> Array:
-        """Logits (n, vocab) of the tokens after `token`, the one that follows the state; commits nothing."""
-        return self._run(state, token)[: self.draft.tokens]
+    @property
+    def shares_passes(self) -> bool:
+        return not self.draft.conv_taps  # convolutions along a block know no other blocks in its step
 
-    def _run(self, state: State, token: int) -> Any:
-        """Compute `forward` of the block after `token`; rows may follow those of its draft tokens."""
+    def pass_step(self, given: int, length: int) -> Step:
         tokens = np.full(self.draft.block, self.draft.mask_token, np.int32)
-        tokens[0] = token
-        return self.ops.run(self._block, state, Step.block(tokens, state.length))
+        tokens[0] = given
+        return Step.block(tokens, length)
+
+    def propose(self, state: State, given: int) -> Array:
+        """Logits (n, vocab) of the tokens after `given`, the one that follows the state; commits nothing."""
+        return self.run_pass(state, given)[: self.draft.tokens]
+
+    def run_pass(self, state: State, given: int) -> Any:
+        return self.ops.run(self._block, state, self.pass_step(given, state.length))
+
+    def propose_each(self, state: Any, step: Step, rows: int) -> Array:
+        return self.ops.run(self._blocks, state, step)
+
+    def rows_of_each(self, number: int, rows: int) -> slice:
+        first = number * rows + self.draft.first
+        return slice(first, first + self.draft.tokens)
 
     @cached_property
     def _block(self) -> Any:
         return partial(self._block_logits)
 
-    def _block_logits(self, state: State, step: Step) -> Any:
-        own, target = self.draft_weights, self.weights
+    @cached_property
+    def _blocks(self) -> Any:
+        """Function for several sequences: the logits of every row."""
+        return partial(self._block_logits, first=0)
+
+    def _block_logits(self, state: State, step: Step, first: int | None = None) -> Any:
+        """The logits (n, vocab) of a block's draft tokens; or of all rows from `first` on.
+
+        Of DFlash2 also what scales its scores, (n, selector_rank).
+        """
+        ops, own, target = self.ops, self.draft_weights, self.weights
         embed = target.embed if own.embed is None else own.embed
         heads = own.head, target.head, target.embed
         head = next(each for each in heads if each is not None)
-        states, first = self._draft_states(state), len(target.layers)
-        return forward(self.ops, self.draft, own, embed, head, states, step, first)
+        x = forward(ops, self.draft, own, embed, self._draft_states(state), step, len(target.layers))
+        x = ops.rms_norm(x[self.draft.first if first is None else first :], own.norm, self.draft.eps)
+        return (
+            (ops.linear(x, head), ops.linear(x, own.selector_hidden))
+            if self.draft.selector_rank
+            else ops.linear(x, head)
+        )
 
     def _draft_states(self, state: State) -> list[Any]:
         return [state[len(self.weights.layers) + i] for i in range(self.draft.layers)]

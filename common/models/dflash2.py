@@ -6,12 +6,15 @@ follow one another: the logit of the second, plus the sum over the ranks of row 
 the candidates of a position, is the draft's distribution after each candidate of the position before.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from common.coupled import Coupling
 from common.models.dflash import DflashPair
+from common.models.pair import Pass
 from common.ops import Array
 from common.step import State
 
@@ -20,13 +23,13 @@ from common.step import State
 class Dflash2Pair(DflashPair):
     """A target and its DFlash2 draft."""
 
-    def drafted(
-        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
-    ) -> tuple[np.ndarray, ...]:
-        """Draft as Pair.drafted: row j of a position follows candidate j of the position before."""
+    def drafting(
+        self, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
+        """Draft as Pair.drafting: row j of a position follows candidate j of the position before."""
         ops, w, c = self.ops, self.draft_weights, self.draft
         n = min(depth, c.tokens)
-        logits, scales = (part[:n] for part in self._run(state, token))
+        logits, scales = yield Pass(token, n, 0)
         ids, logp = ops.top_k(logits, c.candidates)
         after = ops.embed(w.selector_after, ids.reshape(-1))
         before = ops.embed(w.selector_before, ids.reshape(-1))
@@ -38,14 +41,14 @@ class Dflash2Pair(DflashPair):
         rows = np.concatenate([np.broadcast_to(known, (1, *shape[1:])), rows[:-1]])
         return scored(best, chances, rows * scale[:, None], own, k, coupling)
 
-    def propose(self, state: State, token: int) -> Array:
-        return self._run(state, token)[0][: self.draft.tokens]
+    def propose(self, state: State, given: int) -> Array:
+        return self.run_pass(state, given)[0][: self.draft.tokens]
 
 
 def scored(
     ids: np.ndarray, logits: np.ndarray, before: np.ndarray, after: np.ndarray, k: int, coupling: Coupling | None
 ) -> tuple[np.ndarray, ...]:
-    """The best k candidates after each of the position before, as Pair.drafted.
+    """The best k candidates after each of the position before, as Pair.drafting.
 
     ids, logits    (n, K): candidates of each position, and their logits, but for a constant per position
     before, after  (n, K, rank): of those of the position before, scaled, and of the position's own

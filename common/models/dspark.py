@@ -5,26 +5,29 @@ added to the block's logits from left to right, so that each draft token depends
 that such drafts bring is not read: how many tokens a step verifies is chosen by what steps cost and yield.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from common.coupled import Coupling, considered
 from common.models.dflash import DflashPair
+from common.models.pair import Pass
 from common.ops import Array
-from common.step import State
 
 
 @dataclass(frozen=True)
 class DsparkPair(DflashPair):
     """A target and its DSpark draft."""
 
-    def drafted(
-        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
-    ) -> tuple[np.ndarray, ...]:
-        """Draft as Pair.drafted: row j of a position follows token j of the first row of the position before."""
-        logits, levels = self.propose(state, token)[:depth], list[tuple[Array, Array]]()
+    def drafting(
+        self, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
+        """Draft as Pair.drafting: row j of a position follows token j of the first row of the position before."""
+        logits: Array = yield Pass(token, depth, 0)
+        levels = list[tuple[Array, Array]]()
         before: Array = np.array([token], np.int32)
         last = len(self.weights.layers) + self.draft.layers - 1
         most = considered(k, coupling, logits.shape[-1])

@@ -1,21 +1,34 @@
 """A target and its draft as one model: the target's layers come first in a state, the draft's after them."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from common.coupled import Coupling, considered
+from common.coupled import Coupling
 from common.errors import BimetalError, UsageError
 from common.kv_cache import check_pairs, packed
 from common.models import Model
 from common.ops import Array
-from common.step import State
+from common.step import State, Step
 from common.storage import LayerSpec
+
+
+class Pass(NamedTuple):
+    """A pass of a draft over rows that follow the state of one sequence.
+
+    given      what `Pair.run_pass` takes
+    positions  the number of positions after the newest token that are looked at, from the first on
+    k          the number of likeliest tokens of each that the host reads; 0: what the pass gives, on the device
+    """
+
+    given: Any
+    positions: int
+    k: int
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,10 @@ class Pair(Model):
         """Depths of a chain among which a budget is chosen, ascending, from 0 to the deepest that `drafted` gives."""
 
     @abstractmethod
-    def drafted(
-        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
-    ) -> tuple[np.ndarray, ...]:
-        """Draft the tokens after `token`, which follows the state; commits nothing.
+    def drafting(
+        self, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
+        """Draft the tokens after `token`, which follows a state: yields passes, and is sent what `found` gives of each.
 
         Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
         at most `depth` where each position costs time of its own. Where a position depends on the token before, they
@@ -55,12 +68,59 @@ class Pair(Model):
         coupling  how the target will draw at least `depth` tokens: those that it most probably draws count as likeliest
         """
 
-    def candidates(self, logits: Array, k: int, coupling: Coupling | None, at: int = 0) -> tuple[np.ndarray, ...]:
-        """The `k` best tokens of each row of the draft's logits (n, vocab), as `drafted` returns them.
+    @abstractmethod
+    def pass_step(self, given: Any, length: int) -> Step:
+        """The rows of a pass after `length` committed tokens."""
+
+    @abstractmethod
+    def propose(self, state: State, given: Any) -> Array:
+        """Logits (n, vocab) of the draft's tokens after the newest one; commits nothing."""
+
+    @abstractmethod
+    def run_pass(self, state: State, given: Any) -> Any:
+        """Compute a pass; further rows may follow the draft tokens', and logits may come with what a draft needs."""
+
+    @property
+    def shares_passes(self) -> bool:
+        """True if a pass may have rows of several sequences."""
+        return True
+
+    @abstractmethod
+    def propose_each(self, state: Any, step: Step, rows: int) -> Array:
+        """Compute a pass of several sequences, each of which has `rows` rows of `step`: logits of all, (m, vocab)."""
+
+    @abstractmethod
+    def rows_of_each(self, number: int, rows: int) -> slice:
+        """Return the rows of `propose_each` that are those of sequence `number`, from 0."""
+
+    def found(self, passed: Any, asked: Pass) -> Any:
+        """Read what is asked for of a pass: ids and log-probabilities, (n, k) each; or return its rows."""
+        if asked.k:
+            return self.ops.read_all(*self.ops.top_k(passed[: asked.positions], asked.k))
+        if isinstance(passed, tuple):
+            return tuple(part[: asked.positions] for part in passed)
+        return passed[: asked.positions]
+
+    def drafted(
+        self, state: State, token: int, k: int, depth: int, coupling: Coupling | None = None
+    ) -> tuple[np.ndarray, ...]:
+        """Draft for one sequence as `drafting` does; commits nothing."""
+        drafting, found = self.drafting(token, k, depth, coupling), None
+        while True:
+            try:
+                asked = drafting.send(found)
+            except StopIteration as done:
+                answer: tuple[np.ndarray, ...] = done.value
+                return answer
+            found = self.found(self.run_pass(state, asked.given), asked)
+
+    def ranked(
+        self, ids: np.ndarray, logp: np.ndarray, k: int, coupling: Coupling | None, at: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        """The `k` best of the tokens that `found` gave, as `drafting` returns them.
 
         at  position after the newest token that row 0 predicts, from 0
         """
-        ids, logp = self.ops.read_all(*self.ops.top_k(logits, considered(k, coupling, logits.shape[-1])))
         ids = self.of_target(ids)
         return (ids, logp) if coupling is None else coupling.ranked(ids, logp, k, at)
 

@@ -9,13 +9,14 @@ import tiny
 from test_plain import prefilled
 
 from common.checkpoint import open_checkpoint
-from common.coupled import Coupling
+from common.coupled import Coupling, considered
 from common.decode.alone import run_alone
 from common.decode.run import DecodeStats, Run
 from common.decoders import Speculation
 from common.demo import demo_path
 from common.models import load_model
 from common.models.drafts import load_pair
+from common.models.pair import Pass
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.step import Step
@@ -63,7 +64,8 @@ def test_a_drafted_token_decides_the_next_ones_of_a_block(monkeypatch):
     assert ids[:, 0].tolist() != likeliest[:, 0].tolist()
     for at in range(3):
         logits = pair.propose(state, [7, *ids[:at, 0].tolist()])
-        assert pair.candidates(logits, 1, coupling, at)[0][0, 0] == ids[at, 0]
+        found = pair.found(logits, Pass(None, 1, considered(1, coupling, logits.shape[-1])))
+        assert pair.ranked(*found, 1, coupling, at)[0][0, 0] == ids[at, 0]
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "mtp-qwen35"])
@@ -103,7 +105,8 @@ def test_the_demo_pair():
             logits = pair.propose(state, text[at])[:4]
             for name, own in (("coupled", numbers[at + 1 : at + 5]), ("apart", apart.random(4)), ("likeliest", None)):
                 coupling = None if own is None else Coupling(sampling, own)
-                ids = pair.candidates(logits, 1, coupling)[0][:, 0].tolist()
+                found = pair.found(logits, Pass(None, 1, considered(1, coupling, logits.shape[-1])))
+                ids = pair.ranked(*found, 1, coupling)[0][:, 0].tolist()
                 met[name] += next((i for i in range(4) if ids[i] != text[at + 1 + i]), 4)
             pair.forward(state, Step.chain(np.array(text[at : at + 2], np.int32), state.length))
             state.commit([0, 1])

@@ -86,7 +86,7 @@ def prophet(monkeypatch):
 def paired(model):
     """The model with a draft whose tokens the test decides."""
     fields = {name: getattr(model, name) for name in Model.__dataclass_fields__}
-    config = SimpleNamespace(taps=(0,), block=5, windows=(), layers=0)
+    config = SimpleNamespace(taps=(0,), block=5, tokens=4, windows=(), layers=0)
     return Drafted(**fields, draft=config, draft_weights=SimpleNamespace(layers=[]))
 
 

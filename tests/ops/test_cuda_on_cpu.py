@@ -321,7 +321,7 @@ def test_saved_states(chosen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k", "cold_experts"])
+@pytest.mark.parametrize("chosen", ["every_family", "sampled or top_k", "cold_experts", "share_passes"])
 def test_speculation(chosen):
     on_cpu("decode/test_cuda_speculation.py", chosen)
 
