@@ -30,18 +30,16 @@ Write = Callable[[Path, str, Model], Path]  # a draft into a folder, for a tiny 
 class Kind:
     """A kind of draft.
 
-    spec     the speculative mode to run it in
-    write    makes a tiny one; None: the mode needs no draft
-    names    tiny models that it can be had for; (): all
-    cuda     where the tests of tests/decode/test_cuda_speculation.py were run
-    on_cuda  tiny models that these tests run with it; (): all
+    spec   the speculative mode to run it in
+    write  makes a tiny one; None: the mode needs no draft
+    names  tiny models that it can be had for; (): all
+    cuda   where the tests of tests/decode/test_cuda_speculation.py were run
     """
 
     spec: str
     write: Write | None
     names: tuple[str, ...] = ()
     cuda: str = "CUDA"
-    on_cuda: tuple[str, ...] = ()
 
 
 def _block(folder: Path, name: str, target: Model) -> Path:
@@ -88,8 +86,8 @@ THREE_LAYERS = (
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm")),
     "DFlash": Kind("tree", _dflash),
-    "DFlash2": Kind("tree", _like_golden("dflash2"), THREE_LAYERS, STAND_IN, ("qwen35",)),
-    "DSpark": Kind("tree", _like_golden("dspark"), THREE_LAYERS, STAND_IN, ("qwen35",)),
+    "DFlash2": Kind("tree", _like_golden("dflash2"), THREE_LAYERS, STAND_IN),
+    "DSpark": Kind("tree", _like_golden("dspark"), THREE_LAYERS, STAND_IN),
     "EAGLE-3": Kind("chain", _eagle3, cuda=STAND_IN),
     "prompt lookup": Kind("lookup", None),
 }
@@ -106,8 +104,7 @@ def table(families: Mapping[str, tuple[str, ...]], backends: Mapping[str, Ops]) 
         for kind in KINDS.values():
             has = [name for name in names if not kind.names or name in kind.names]
             met = [label for label, ops in backends.items() if has and all(works(kind, name, ops) for name in has)]
-            cuda = kind.cuda if not kind.on_cuda or set(names) & set(kind.on_cuda) else "CUDA (not run)"
-            cells.append(", ".join([*met, cuda]) if met else "—")
+            cells.append(", ".join([*met, kind.cuda]) if met else "—")
         rows.append((family, *cells))
     return rows
 

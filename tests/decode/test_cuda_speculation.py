@@ -3,6 +3,7 @@
 import gc
 import itertools
 
+import draft_table
 import numpy as np
 import pytest
 import tiny
@@ -149,6 +150,12 @@ def test_candidates_after_the_token_before(name):
         assert ids.shape == after.shape == rows.shape
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("chain", 4))
     assert_plain(pairs[0], TEXT[:20].tolist(), 12, Speculation("tree", 12))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35moe", "laguna", "laguna-m1", "glm"])
+@pytest.mark.parametrize("kind", ["DFlash2", "DSpark"])
+def test_text_of_every_family(kind, name):
+    assert draft_table.works(draft_table.KINDS[kind], name, CudaOps())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"])

@@ -1,6 +1,7 @@
 """Tiny models over several GPUs give the bits of one GPU; the draft may have a GPU of its own."""
 
 import gc
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -192,6 +193,24 @@ def test_eagle(placement, one, tmp_path):
     """A draft on a GPU of its own, or whose layers to read and embedding lie on two."""
     folder = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 2])
     assert_chains("llama", folder, (one, ops_on("llama", placement)))
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+@pytest.mark.parametrize("placement", [Placement((0,), draft=1), Placement((0, 1), (5, 3))])
+def test_candidates_after_the_token_before(kind, placement, one):
+    """Equal on two GPUs to those on one, and the tokens of chain and tree."""
+    outputs, ids = [], texts("qwen35")
+    for ops in (one, ops_on("qwen35", placement)):
+        pair, out = load_pair(tiny.FOLDER / kind, load_model(tiny.checkpoint("qwen35"), ops)), []
+        for mode in ("chain", "tree"):
+            state = pair.new_state(96)
+            logits = pair.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
+            state.commit(range(12))
+            out += pair.drafted(state, int(ids[12]), 3, 3)
+            run = Run(pair, state, logits, Sampler(Sampling()), ids[:12].tolist(), Speculation(mode, 5))
+            out += [np.array([token]) for token, _ in itertools.islice(run_alone(run), 6)]
+        outputs.append(out)
+    assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
 def assert_chains(name, draft, several):

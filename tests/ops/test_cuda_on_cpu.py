@@ -208,6 +208,13 @@ def test_drafts_that_depend_on_the_token_before(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DFlash2", "DSpark"])
+@pytest.mark.parametrize("names", ["llama or qwen3", "laguna or glm"])
+def test_drafts_of_every_family(kind, names):
+    on_cpu("decode/test_cuda_speculation.py", f"of_every_family and {kind} and ({names})")
+
+
+@pytest.mark.slow
 def test_compressed_caches_of_a_draft():
     on_cpu("decode/test_cuda_speculation.py", "test_compressed_caches_of_a_draft")
 
@@ -219,7 +226,7 @@ def test_eagle(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", ["test_multi_token_prediction", "test_eagle"])
+@pytest.mark.parametrize("chosen", ["test_multi_token_prediction", "test_eagle", "token_before"])
 def test_chains_on_several_gpus(chosen):
     on_cpu("models/test_cuda_multi_gpu.py", chosen, BIMETAL_GPUS="2")
 
