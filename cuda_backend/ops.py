@@ -220,6 +220,8 @@ class CudaOps(Ops):
         return recurrent.delta_mixer(self.context, qkv, z, a, b, w, conv, delta, step)
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
+        if not x.shape[0]:  # a piece of a prompt whose logits nobody reads: `linear` launches nothing either
+            return Array(x.shape)
         if x.shape[0] > MAX_DECODE_ROWS:
             return super().moe_ffn(x, w, top_k, scale)
         how = mixture.Router(top_k, scale, w.bias.address if w.bias else 0)

@@ -74,6 +74,17 @@ def test_prefill(model, name, ids):
     assert errors.kl < 2e-2
 
 
+def test_a_piece_of_a_prompt(model, ids):
+    """A long step of which no row's logits are read leaves the state that it leaves where all are."""
+    states = [model.new_state(160) for _ in range(2)]
+    for state, rows in zip(states, (slice(0, 0), slice(None)), strict=True):
+        logits = model.forward(state, Step.chain(np.resize(ids, 150), 0), rows)
+        assert logits.shape[0] == (150 if rows == slice(None) else 0)
+        state.commit(range(150))
+    saved, expected = (state.save() for state in states)
+    assert all(np.array_equal(saved[key], expected[key]) for key in expected)
+
+
 def test_attention_scores(model, name, ids, monkeypatch):
     """Of captured steps as of the first one, and as NumPy computes them."""
     if name == "glm":

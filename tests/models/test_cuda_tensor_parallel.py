@@ -144,6 +144,9 @@ def test_prefill(name, model):
         outputs.append(read(model, model.forward(model.new_state(160), Step.chain(ids, 0))))
     model.ops.exchange.pairs = whole
     assert np.array_equal(*outputs)
+    for rows in (slice(0, 0), slice(149, 150)):  # of a piece of a prompt, and of its end
+        few = read(model, model.forward(model.new_state(160), Step.chain(ids, 0), rows))
+        assert few.shape == (rows.stop - rows.start, outputs[0].shape[1])
     one = load_model(checkpoint(name), CudaOps())
     found = tiny.errors(outputs[0], read(one, one.forward(one.new_state(160), Step.chain(ids, 0))))
     assert found.top1 > 0.98

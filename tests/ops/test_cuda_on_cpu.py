@@ -252,6 +252,7 @@ def test_attention_scores():
 @pytest.mark.compile
 def test_memory():
     on_cpu("models/test_cuda_models.py", "memory_of and (closed or laguna or qwen35moe)")
+    on_cpu("models/test_cuda_models.py", "a_piece and (laguna or qwen35moe) and not m1")
     on_cpu("decode/test_cuda_speculation.py", "memory_of")
     on_cpu("models/test_cuda_work.py", "test_")
 
