@@ -17,6 +17,7 @@ FLATTER = 1.5  # times the target's temperature: drafts are surer of their token
 LEAST = 1.0  # of the draft's temperature, as for greedy decoding
 CERTAINTY = 6.0  # that is ascribed to a draft: how many draws of the target would show as much of its distribution
 UNLIKELY = 1e-9  # chance of a candidate, at least
+LOGISTIC = 1.7  # of a logistic distribution function that is nearest to the normal one of deviation 1
 
 
 def considered(k: int, coupling: "Coupling | None", vocab: int) -> int:
@@ -44,19 +45,23 @@ class Coupling(NamedTuple):
         variance c (1 - c) / (1 + CERTAINTY), as those of a Dirichlet distribution around the draft's; its distribution
         function is taken as a logistic one. A candidate's chance is that of the number lying in its share.
         """
-        shape = (len(ids), *[1] * (ids.ndim - 1))
-        number = self.numbers[at : at + len(ids)].reshape(shape)
-        order = ids.argsort(axis=-1, kind="stable")
-        shares = np.take_along_axis(self._probabilities(logp), order, axis=-1)
-        below = shares.cumsum(axis=-1)[..., :-1].clip(UNLIKELY, 1 - UNLIKELY)
-        deviations = (number - below) * np.sqrt((1 + CERTAINTY) / (below * (1 - below)))
-        passed = 1 / (1 + np.exp((-1.7 * deviations).clip(-500, 500)))  # the number lies beyond that share
-        edge = np.ones((*ids.shape[:-1], 1))
-        chances = np.empty_like(shares)
-        np.put_along_axis(chances, order, -np.diff(passed, axis=-1, prepend=edge, append=0 * edge), axis=-1)
-        best = (-chances).argsort(axis=-1, kind="stable")[..., :k]
-        logs = np.log(np.take_along_axis(chances, best, axis=-1).clip(UNLIKELY))
-        return np.take_along_axis(ids, best, axis=-1), logs.astype(np.float32)
+        m, rows = ids.shape[-1], ids.reshape(-1, ids.shape[-1])
+        number = np.repeat(self.numbers[at : at + len(ids)], len(rows) // len(ids))[:, None]
+        first = np.arange(0, rows.size, m)[:, None]  # where a row begins among all candidates
+        order = rows.argsort(axis=-1) + first
+        shares = self._probabilities(logp.reshape(rows.shape)).take(order)
+        below = shares.cumsum(axis=-1)[:, :-1].clip(UNLIKELY, 1 - UNLIKELY)
+        passed = np.zeros((len(rows), m + 1))  # chances that the number lies beyond the first n candidates
+        passed[:, 0] = 1
+        deviations = (number - below) / np.sqrt(below * (1 - below) / (1 + CERTAINTY))
+        passed[:, 1:-1] = 0.5 + 0.5 * np.tanh(LOGISTIC / 2 * deviations)
+        chances = np.empty(rows.shape)
+        chances.put(order, passed[:, :-1] - passed[:, 1:])
+        best = chances.argmax(axis=-1)[:, None] if k == 1 else (-chances).argsort(axis=-1, kind="stable")[:, :k]
+        best += first
+        logs = np.log(chances.take(best).clip(UNLIKELY)).astype(np.float32)
+        shape = (*ids.shape[:-1], best.shape[-1])
+        return rows.take(best).reshape(shape), logs.reshape(shape)
 
     def _probabilities(self, logp: np.ndarray) -> np.ndarray:
         """The draft's distribution over its candidates (..., m), likeliest first, cut as the target's is."""
