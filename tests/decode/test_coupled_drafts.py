@@ -112,4 +112,4 @@ def test_the_demo_pair():
             state.commit([0, 1])
     print(met)
     assert met["coupled"] > 1.1 * met["apart"]
-    assert met["coupled"] > met["likeliest"]
+    assert met["coupled"] > 1.05 * met["likeliest"]  # 521 against 471, and 444 with numbers of its own
