@@ -183,7 +183,8 @@ def test_drafts(target, tmp_path):
     taps = (0, layers - 1) if target == "qwen35" else (1, 2)
     folder = tiny_draft.write(tmp_path / "draft", hidden, vocab, layers, taps, laguna=target == "laguna")
     eagle = tiny_eagle.write(tmp_path / "eagle", hidden, vocab, [0, 1, layers - 1])
-    drafts = [folder, eagle, *([tiny.FOLDER / "mtp-qwen35", tiny.FOLDER / "dspark"] if target == "qwen35" else [])]
+    others = "mtp-qwen35", "dspark", "dflash2"
+    drafts = [folder, eagle, *([tiny.FOLDER / name for name in others] if target == "qwen35" else [])]
 
     def tokens(model, how):
         state = model.new_state(96)
