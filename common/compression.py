@@ -12,7 +12,7 @@ CHUNK = 32  # tokens that are kept or left out together
 QUERY = 96  # last tokens: what a prompt asks
 QUERIES = 8  # of them, those whose attention is measured
 HEAD, TAIL = 8, 24  # chunks that are kept at either end, as far as they are at most half of all that are kept
-NGRAM = 4  # tokens of the question that mark a chunk in which they stand too: up to half of the chunks between the ends
+NGRAM = 4  # tokens of the question that mark a chunk in which they stand too: up to a quarter of those between the ends
 POOL = 13  # tokens over which scores are averaged
 SINKS = 64  # first tokens, which each piece of a long prompt begins with: attention without an aim falls on them
 RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # below so many chunks: neighbours kept, most places of an n-gram
@@ -44,8 +44,8 @@ def kept_spans(tokens: Sequence[int], scores: np.ndarray, ratio: float) -> list[
     ids, count = np.asarray(tokens, np.int64), -(-len(tokens) // CHUNK)
     most = max(1, int(count * ratio))
     kept = dict.fromkeys(_ends(count, most))
-    half = len(kept) + (most - len(kept)) // 2
-    for found, room in ((_anchors(ids, count), half), (_ranked(scores, count), most)):
+    marked = len(kept) + (most - len(kept)) // 4
+    for found, room in ((_anchors(ids, count), marked), (_ranked(scores, count), most)):
         for chunk in found:
             if len(kept) >= room:
                 break
