@@ -79,6 +79,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     keys.expect("attention_bias", False)
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("dflash_config.use_swa", False)
+    keys.expect("dflash_config.causal_head", False)
     _refuse(keys, ("", "dflash_config."), () if is_dflash2 else SELECTOR, () if is_dspark else ("markov_rank",))
     layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
     head_dim, kv_heads = keys.size("head_dim"), keys.size("num_key_value_heads", heads)

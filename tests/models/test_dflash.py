@@ -260,6 +260,7 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
         ({"block_size": 1}, "block_size is 1"),
         ({"sliding_window": 4, "is_causal": False}, "sliding_window is 4; a block of 5 tokens must fit in it"),
         ({"dflash_config": {"mask_token_id": 1, "use_swa": True}}, "dflash_config.use_swa is True; supported: False"),
+        ({"dflash_config": {"mask_token_id": 1, "causal_head": True}}, "causal_head is True; supported: False"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types must name"),
     ],
 )
