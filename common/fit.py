@@ -14,7 +14,7 @@ from common import hub
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.gguf import read_gguf
-from common.ops import LayerSize, Ops
+from common.ops import VECTOR_ITEM, LayerSize, Ops
 from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
 from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account, own_part
@@ -24,7 +24,6 @@ SPARE = 0.05  # of free memory, for what is not predicted: a draft's states, gra
 SPARE_OF_ROWS = 0.15  # of what weights leave, where the rows of a prefill step are chosen: fewer rows cost little speed
 LEAST_ROWS = 256
 LEAST_CONTEXT = 512
-VECTOR_ITEM = 4  # bytes: every backend holds vectors in float32
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -38,6 +37,7 @@ class Need:
     state  states of a fixed size
     work   everything in between
     rows   of the steps that read the prompt
+    draft  a draft's weights and states
     """
 
     weights: int
@@ -45,10 +45,11 @@ class Need:
     state: int
     work: int
     rows: int
+    draft: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.state + self.work
+        return self.weights + self.kv + self.state + self.work + self.draft
 
 
 def predict_weights(checkpoint: Checkpoint, layout: Layout, ops: Ops) -> int:

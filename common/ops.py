@@ -29,6 +29,7 @@ Array = Any  # the backend's own array; models see its shape, reshape it and sli
 Weight = Any  # opaque: dense or any block format
 
 L2_EPS = 1e-6  # under the root, on the sum of squares: the q and k normalization of Gated DeltaNet
+VECTOR_ITEM = 4  # bytes: every backend holds vectors in float32
 
 
 @dataclass(frozen=True)

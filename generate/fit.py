@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,10 +19,13 @@ from common.expert_files import expert_matrices
 from common.fit import Need, fetch_headers, most_tokens, predict_need, predict_weights
 from common.hub_files import choose_files, quant_label
 from common.models import architecture
+from common.models.drafts import predict_draft
 from common.ops import Ops
 from common.options import CacheChoice
+from common.storage import LayerSpec
 from generate.backends import open_backend
 from generate.caches import cache_of, cached_spec
+from generate.llm import resolve_draft
 from generate.spark import hot_budget
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for
@@ -155,9 +158,7 @@ def _candidates(
     for label, path in paths.items():
         try:
             checkpoint = open_checkpoint(path)
-            candidates.append(
-                _candidate(label, checkpoint, open_backend(args.backend, checkpoint), cache, args.parallel)
-            )
+            candidates.append(_candidate(label, checkpoint, open_backend(args.backend, checkpoint), cache, args))
         except UsageError:
             raise
         except BimetalError as error:
@@ -167,14 +168,20 @@ def _candidates(
     return candidates, refusals
 
 
-def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice, parallel: int) -> Candidate:
+def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice, args: argparse.Namespace) -> Candidate:
     _, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), cache, ops)
-    weights = predict_weights(checkpoint, layout, ops)
+    weights, drafting, parallel = predict_weights(checkpoint, layout, ops), 0, args.parallel
+    draft_spec: list[LayerSpec] = []
+    if args.draft is not None:
+        drafting, draft_spec = predict_draft(resolve_draft(args.draft, checkpoint.path, True), checkpoint, ops)
+        draft_spec = cached_spec(draft_spec, cache, ops)
 
     def need(tokens: int, limit: int) -> Need:
-        return predict_need(ops, config, layout, spec, tokens, weights, limit, parallel)
+        draft = drafting + ops.held_pool_bytes(draft_spec, parallel, tokens, tokens, ops.prefill_rows)
+        alone = predict_need(ops, config, layout, spec, tokens, weights, limit - draft, parallel)
+        return replace(alone, draft=draft)
 
     def streamed(tokens: int, memory: int) -> str:
         try:
@@ -228,12 +235,14 @@ def _table(
     best: Candidate | None,
 ) -> None:
     width = max(5, *(len(c.label) for c in candidates))
-    columns = "".join(f"{title:>11}" for title in ("weights", "KV", "state", "work", "total"))
+    drafting = any(need.draft for need in needs.values())
+    parts = "weights", "kv", "state", "work", *(["draft"] if drafting else []), "total"
+    columns = "".join(f"{'KV' if part == 'kv' else part:>11}" for part in parts)
     print(f"{'quant':{width}} {'context':>8}{columns} {'rows':>5}  verdict")
     for candidate in sorted(candidates, key=lambda c: needs[c.label, contexts[0]].weights):
         for tokens in contexts:
             need = needs[candidate.label, tokens]
-            cells = "".join(f"{_size(n):>11}" for n in (need.weights, need.kv, need.state, need.work, need.total))
+            cells = "".join(f"{_size(getattr(need, part)):>11}" for part in parts)
             verdict = "fits" if need.total <= limit else f"needs {_size(need.total - limit)} more"
             mark = "  <- best" if candidate is best and need.total <= limit else ""
             print(f"{candidate.label:{width}} {tokens:8}{cells} {need.rows:5}  {verdict}{mark}")

@@ -18,6 +18,7 @@ from common.models import architecture
 from common.models.eagle3_config import config_alone, default_taps, is_eagle3, target_ids
 from common.models.eagle3_weights import layout as eagle3_layout
 from common.ops import Ops, Rope
+from common.shards import Ranks
 from common.storage import NATIVE, all_specs, grows, state_bytes
 from common.tokenizer import load_tokenizer
 from common.weights import Layout, misfits
@@ -66,7 +67,7 @@ def _eagle3(checkpoint: Checkpoint) -> None:
 def _shapes(config: Any, without: str = "") -> None:
     print("\nshapes")
     for key, value in asdict(config).items():
-        if key == without:
+        if key == without or isinstance(getattr(config, key), Ranks):
             continue
         if isinstance(getattr(config, key), Rope):
             rope = getattr(config, key)
@@ -76,7 +77,7 @@ def _shapes(config: Any, without: str = "") -> None:
             value = f"{sum(value)} attention and {len(value) - sum(value)} Gated DeltaNet layers"
         elif is_dataclass(getattr(config, key)):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
-        print(f"  {key:12} {value}")
+        print(f"  {key:12} {value:g}" if isinstance(value, float) else f"  {key:12} {value}")
 
 
 def _types(checkpoint: Checkpoint, ops: Ops | None) -> None:

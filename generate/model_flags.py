@@ -90,6 +90,7 @@ def fit(p: Parser) -> None:
         metavar="N",
         help="replies at the same time, which on one GPU share memory for a context (default: 1)",
     )
+    p.add_argument("--draft", metavar="DRAFT", help="count a draft too: a path, a name on the Hub, mtp or demo")
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     flags.cache(p, CACHE_SHORTHANDS[:-1])
     p.add_argument("--json", action="store_true", help="print one JSON object")

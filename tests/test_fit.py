@@ -16,10 +16,12 @@ from tiny_chat import write
 
 from common import hub
 from common.amounts import parse_size
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.demo import demo_path
 from common.errors import UsageError
 from common.fit import predict_run, predict_weights
 from common.models import architecture, load_model
+from common.models.drafts import load_pair, predict_draft
 from common.quants import BLOCKS
 from common.safetensors import MODES
 from common.step import Step
@@ -98,6 +100,20 @@ def test_states_to_the_byte(ops, name, tokens, rows):
     assert kv + fixed == state.nbytes
     assert (fixed > 0) == (name == "qwen35")
     assert work > 0
+
+
+def test_a_draft_to_the_byte(ops, monkeypatch):
+    """Weights as they are loaded, and states as a sequence has them."""
+    path, kept = demo_path("draft"), []
+    target = load_model(demo_path(), ops)
+    predicted, spec = predict_draft(path, open_checkpoint(demo_path()), ops)
+    matrix, vector = ops.weight, ops.vector
+    monkeypatch.setattr(ops, "weight", lambda *parts: kept.append(matrix(*parts)) or kept[-1])
+    vectors = []
+    monkeypatch.setattr(ops, "vector", lambda tensor: vectors.append(vector(tensor)) or vectors[-1])
+    pair = load_pair(path, target)
+    assert predicted == sum(map(ops.weight_bytes, kept)) + sum(each.nbytes for each in vectors)
+    assert spec == pair.draft_spec
 
 
 def test_a_longer_context_never_takes_less(ops):
@@ -328,6 +344,19 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     assert three["Q4_0", 4096]["kv"] == 3 * table["Q4_0", 4096]["kv"]
     parts = ("weights", "kv", "state", "work")
     assert all(row["total"] == sum(row[part] for part in parts) for row in table.values())
+
+
+def test_a_draft_is_counted_apart(run):
+    code, out, _ = run("demo", "--draft", "demo", "--json")
+    assert code == 0
+    (row,) = json.loads(out)["rows"]
+    assert row["draft"] > 25_000_000
+    assert row["total"] == sum(row[part] for part in ("weights", "kv", "state", "work", "draft"))
+    code, out, _ = run("demo", "--draft", "demo")
+    assert "draft" in out.splitlines()[1].split()
+    code, _, err = run("demo", "--draft", "mtp")
+    assert code == 1
+    assert "has no multi-token-prediction block" in err
 
 
 @pytest.mark.parametrize("name", ["pipe.gguf", "pipe"])

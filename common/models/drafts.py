@@ -1,7 +1,12 @@
 """Loads a draft of any kind beside its target."""
 
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
@@ -11,6 +16,9 @@ from common.models.eagle3 import check_eagle3, load_eagle3
 from common.models.eagle3_config import Target, is_eagle3
 from common.models.mtp import layout, load_mtp
 from common.models.pair import Pair
+from common.ops import VECTOR_ITEM, Ops
+from common.storage import LayerSpec
+from common.tensors import Tensor
 
 KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that say what kind a draft is
 REFUSED = {  # the kind, by a mark of it
@@ -51,6 +59,45 @@ def check_file(path: Path, target: Checkpoint) -> None:
         check_eagle3(checkpoint, Target(c.hidden, c.vocab, len(definition.state_spec(c))))
     elif _is_model(checkpoint):
         layout(checkpoint, name, definition.read_config(target))
+
+
+class Counter:
+    """Stands for a backend while a draft is loaded: adds up the bytes of its weights, and holds none."""
+
+    def __init__(self, ops: Ops):
+        self._ops, self.bytes = ops, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def load_beside(self, model: Model, make: Callable[[Model], Any]) -> Any:
+        return make(model)
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def at(self, layer: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weight(self, *parts: Tensor) -> None:
+        self.bytes += self._ops.held_bytes(*parts)
+
+    def expert_weight(self, *parts: Tensor) -> None:
+        self.bytes += self._ops.held_expert_bytes(*parts)
+
+    def vector(self, tensor: Tensor) -> None:
+        self.bytes += VECTOR_ITEM * math.prod(tensor.shape)
+
+
+def predict_draft(path: Path, target: Checkpoint, ops: Ops) -> tuple[int, list[LayerSpec]]:
+    """Bytes of the weights of the draft at `path` on the backend of `ops`, and what its layers store for a sequence."""
+    name, definition = architecture(target)
+    config = definition.read_config(target)
+    counter = Counter(ops)
+    weights = SimpleNamespace(layers=[])
+    model = Model(name, definition, config, definition.layout(config, target), weights, cast(Ops, counter))
+    pair = load_pair(path, model)
+    return counter.bytes, replace(pair, ops=ops).draft_spec
 
 
 def _is_model(checkpoint: Checkpoint) -> bool:
