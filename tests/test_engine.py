@@ -158,6 +158,8 @@ def models(kind, name, ops, folder):
         return load_pair(write, model), DRAFTED
     if kind == "block":
         return load_pair(tiny.FOLDER / f"mtp-{name}", model), [*DRAFTED[:2], {"spec": "off"}]
+    if kind in ("dflash2", "dspark"):
+        return load_pair(tiny.FOLDER / kind, model), DRAFTED
     if kind == "eagle":
         folder = tiny_eagle.write(folder / "draft", model.config.hidden, model.config.vocab, [0, 1, 1])
         return load_pair(folder, model), [*DRAFTED[:2], {"spec": "off"}]
@@ -177,6 +179,7 @@ CASES = [
     ("block", "qwen35"),
     pytest.param("block", "glm", marks=pytest.mark.slow),
     pytest.param("eagle", "qwen3", marks=pytest.mark.slow),
+    *[pytest.param(kind, "qwen35", marks=pytest.mark.slow) for kind in ("dflash2", "dspark")],
     ("wedlm", "qwen3"),
     ("latent", "glm"),
     ("packed", "demo"),
