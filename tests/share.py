@@ -16,6 +16,8 @@ import tiny
 
 from common import weights
 from common.checkpoint import Checkpoint
+from common.decode.requests import Draft
+from common.joined import RowRunner
 from common.models import Model, llama
 from common.models.chain import ChainPair
 from common.models.drafts import load_pair
@@ -61,6 +63,11 @@ def logits(model: Model, ids: np.ndarray, joins: bool = False) -> dict[str, np.n
         for name, tokens in (("drafted", ids[203:204]), ("drafted on", ids[203:206])):
             proposed = model.propose(one, tokens.tolist()) if chain else model.propose(one, int(tokens[0]))  # type: ignore[attr-defined]
             found[name] = model.ops.read(proposed).copy()
+        if joins:
+            asked = [(one, Draft(int(ids[203]), 2, 3)), (other, Draft(int(ids[64]), 2, 4))]
+            for i, answer in enumerate(RowRunner(model).drafted(asked)):
+                assert isinstance(answer, tuple)
+                found |= {f"ids together {i}": answer[0], f"drafted together {i}": answer[1]}
         found["target"] = model.ops.read(model.target.forward(one, Step.chain(ids[203:206], 203), slice(-1, None)))
         one.commit(range(3))
         run("beside", one, Step.chain(ids[206:208], 206), range(2), slice(-1, None))

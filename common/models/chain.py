@@ -94,14 +94,18 @@ class ChainPair(Pair):
     @cached_property
     def _joined_chains(self) -> dict[int, Any]:
         """List as `_chains` what runs for several sequences of so many tokens each."""
-        return {n: partial(self._chain_logits, n, joined=True) for n in range(1, DEEPEST + 1)}
+        return {n: partial(self._each_chain_logits, n) for n in range(1, DEEPEST + 1)}
 
-    def _chain_logits(self, n: int, state: State, step: Step, joined: bool = False) -> Array:
-        """The logits (1, vocab) of row n - 1, or of the last of each n rows.
+    def _chain_logits(self, n: int, state: State, step: Step) -> Array:
+        """The logits (1, vocab) of row n - 1. After i passes the outputs of rows 0 to i - 1 are those of a chain."""
+        return self._head(self._chain(n, state, step)[n - 1 : n])
 
-        After i passes the outputs of rows 0 to i - 1 are those of a chain.
-        """
+    def _each_chain_logits(self, n: int, state: State, step: Step) -> Array:
+        """The logits of the last of each n rows."""
+        return self._head(self._chain(n, state, step)[n - 1 :: n])
+
+    def _chain(self, n: int, state: State, step: Step) -> Array:
         one_pass, x = partial(self._pass, state, step), self._first(step)
         for _ in range(n):
             x = self.ops.scope(len(self.weights.layers), one_pass, x)
-        return self._head(x[n - 1 :: n] if joined else x[n - 1 : n])
+        return x

@@ -179,15 +179,15 @@ class DflashPair(Pair):
 
     @cached_property
     def _block(self) -> Any:
-        return partial(self._block_logits)
+        return partial(self._block_logits, self.draft.first)
 
     @cached_property
     def _blocks(self) -> Any:
         """Function for several sequences: the logits of every row."""
-        return partial(self._block_logits, first=0)
+        return partial(self._block_logits, 0)
 
-    def _block_logits(self, state: State, step: Step, first: int | None = None) -> Any:
-        """The logits (n, vocab) of a block's draft tokens; or of all rows from `first` on.
+    def _block_logits(self, first: int, state: State, step: Step) -> Any:
+        """The logits (n, vocab) of a block's rows from `first` on.
 
         Of DFlash2 also what scales its scores, (n, selector_rank).
         """
@@ -196,7 +196,7 @@ class DflashPair(Pair):
         heads = own.head, target.head, target.embed
         head = next(each for each in heads if each is not None)
         x = forward(ops, self.draft, own, embed, self._draft_states(state), step, len(target.layers))
-        x = ops.rms_norm(x[self.draft.first if first is None else first :], own.norm, self.draft.eps)
+        x = ops.rms_norm(x[first:], own.norm, self.draft.eps)
         return (
             (ops.linear(x, head), ops.linear(x, own.selector_hidden))
             if self.draft.selector_rank

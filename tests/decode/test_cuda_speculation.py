@@ -5,6 +5,7 @@ import itertools
 
 import draft_table
 import numpy as np
+import pool_drafts
 import pytest
 import tiny
 import tiny_draft
@@ -13,14 +14,12 @@ from test_plain import prefilled
 
 from common.coupled import CANDIDATES, Coupling
 from common.decode.alone import run_alone
-from common.decode.requests import Draft
 from common.decode.run import DecodeStats, Run
 from common.decode.speculative import check
 from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, NotFiniteError, UsageError
 from common.fit import predict_stacks
 from common.hot_experts import HotExperts, hot_sizes
-from common.joined import RowRunner
 from common.kv_cache import CacheOptions
 from common.models import load_model
 from common.models.drafts import load_pair
@@ -94,20 +93,7 @@ def test_greedy_equals_plain(pair, kind):
 
 @pytest.mark.parametrize("draft", ["dflash", "mtp-qwen35"])
 def test_sequences_of_a_pool_share_passes(draft):
-    """Each drafts what it drafts alone, to the bit, also as captured."""
-    pair = load_pair(tiny.FOLDER / draft, load_model(tiny.checkpoint("qwen35"), CudaOps()))
-    pool, asked, alone = pair.new_pool(3, 64), [], []
-    for n, length in enumerate((3, 9, 20)):
-        for state in (pool.new_state(), pair.new_state(64)):
-            for token in TEXT[:length]:
-                pair.forward(state, Step.chain(np.array([token]), state.length))
-                state.commit([0])
-            (asked if state.pool is pool else alone).append((state, Draft(int(TEXT[length]), 1 + n, 2 + n)))
-    expected = [pair.drafted(state, *draft) for state, draft in alone]
-    runner = RowRunner(pair)
-    for some in (slice(3), slice(3), slice(3), slice(1, 3)):
-        for answer, want in zip(runner.drafted(asked[some]), expected[some], strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(answer, want, strict=True))
+    pool_drafts.assert_alike(load_pair(tiny.FOLDER / draft, load_model(tiny.checkpoint("qwen35"), CudaOps())), TEXT)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "glm"])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pool_drafts
 import pytest
 import ranks
 import tiny
@@ -198,6 +199,7 @@ def test_drafts(target, tmp_path):
         pair = load_pair(draft, model)
         for kind in ("chain", "tree") if draft is folder else ("chain",):
             assert tokens(pair, Speculation(kind, 3)) == plain
+        pool_drafts.assert_alike(pair, ids)
 
 
 def test_a_lost_gpu_ends_in_a_sentence(monkeypatch):
