@@ -32,6 +32,7 @@ from common.suspended import Ended, Suspended
 from common.tokenizer import Tokenizer
 
 DEFAULTS = GenerationOptions()
+Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and the answer or the error that is its own
 
 
 class Engine:
@@ -66,6 +67,7 @@ class Engine:
         self.suspended = self._suspended.sequences
         self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
         self._rows = RowRunner(decoding)
+        self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are handed out later
         self._inbox: deque[Sequence] = deque()
         self._lock = threading.Lock()
         self._arrivals = 0
@@ -123,7 +125,7 @@ class Engine:
             return
         if self.memory.grows and not self._suspended.grant(running):
             error = NoRoomError("no memory is free for a longer reply beside others")
-            self._moved(self._suspended.make_room(running, error))
+            self._make_room(error)
             return
         began = time.perf_counter()
         reader = schedule.reader(running)
@@ -231,6 +233,7 @@ class Engine:
             with suppress(ValueError):
                 queue.remove(sequence)
         self._share_rows()
+        sequence.request = None
         if sequence.reads:
             sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
         if sequence.tuner is not None:
@@ -258,7 +261,7 @@ class Engine:
         try:
             logits = self.model.forward(state, step, rows)
         except NoRoomError as error:
-            self._moved(self._suspended.make_room(self.running, error))
+            self._make_room(error)
             return
         except BimetalError as error:
             self._end(sequence, error)
@@ -293,35 +296,67 @@ class Engine:
     def _draft(self, asking: list[Sequence]) -> None:
         """Answer the drafts that sequences ask for, which share the draft's passes."""
         if len(asking) == 1:
-            self._answer(asking, lambda: [drafted(self.target.decoding, *asking[0].asked_draft)])
+            self._hand_out(self._run(asking, lambda: [drafted(self.target.decoding, *asking[0].asked_draft)]))
         else:
-            self._answer(asking, lambda: self._rows.drafted([each.asked_draft for each in asking]))
+            self._hand_out(self._run(asking, lambda: self._rows.drafted([each.asked_draft for each in asking])))
 
     def _step(self, chosen: list[Sequence]) -> None:
-        """Run the rows that sequences asked for."""
-        if len(chosen) == 1:
-            self._answer(chosen, lambda: [self._rows.alone(*chosen[0].asked_rows)])
-        else:
-            self._answer(chosen, lambda: self._rows.together([each.asked_rows for each in chosen]))
+        """Run the rows that sequences asked for.
 
-    def _answer(self, asking: list[Sequence], run: Callable[[], List[Any]]) -> None:
-        """Let sequences go on with what `run` gives for each of them: its answer, or the error that is its own."""
+        Of several micro-batches the answers are handed out once a step of each has been launched, since a decoder may
+        wait for its tokens.
+        """
+        if any(each in chosen for step in self._launched for each, _, _ in step):
+            self._finish_launched()
+            chosen = [each for each in chosen if each in self.running and type(each.request) is Rows]
+            if not chosen:
+                return
+        if len(chosen) == 1:
+            launched = self._run(chosen, lambda: [self._rows.alone(*chosen[0].asked_rows)])
+        else:
+            launched = self._run(chosen, lambda: self._rows.together([each.asked_rows for each in chosen]))
+        self._launched.append(launched)
+        left = self.schedule.batches - 1
+        if left and not any(type(each.request) is Rows and each not in chosen for each in self.running):
+            left = 0
+        self._finish_launched(left)
+
+    def _run(self, asking: list[Sequence], run: Callable[[], List[Any]]) -> list[Launched]:
+        """Launch what `run` computes for each of `asking`: its answer, or the error that is its own."""
         answers: List[Any]
         try:
             answers = run()
         except NoRoomError as error:
-            self._moved(self._suspended.make_room(self.running, error))
-            return
+            self._make_room(error)
+            return []
         except BimetalError as error:
             answers = [error for _ in asking]
         except Exception as error:
             self._fail(error)
-            return
-        for sequence, answer in zip(asking, answers, strict=True):
+            return []
+        return [(each, each.request, answer) for each, answer in zip(asking, answers, strict=True)]
+
+    def _finish_launched(self, left: int = 0) -> None:
+        """Let the sequences of launched steps go on, all but those of the last `left` steps."""
+        while len(self._launched) > left:
+            self._hand_out(self._launched.popleft())
+
+    def _hand_out(self, launched: list[Launched]) -> None:
+        """Let sequences go on with their answers."""
+        for sequence, request, answer in launched:
+            if sequence.request is not request:  # it has ended
+                continue
             if isinstance(answer, Exception):
                 self._end(sequence, answer)
             else:
                 self._advance(sequence, answer)
+
+    def _make_room(self, error: NoRoomError) -> None:
+        """Go on without memory for a step: later, with what launched steps leave, or by suspending a sequence."""
+        if self._launched:
+            self._finish_launched()
+        else:
+            self._moved(self._suspended.make_room(self.running, error))
 
     def _advance(self, sequence: Sequence, answer: Any) -> None:
         """Hand a decoder the answer to its request, and serve it until it asks for rows or a draft, or ends."""
@@ -343,6 +378,7 @@ class Engine:
         """End all that run: the backend failed, and what it left in any state is unknown."""
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error
+        self._launched.clear()
         clear_frames(error.__traceback__)  # which hold what the backend's memory is full of
         for sequence in (*self.running, *self.suspended):
             self._end(sequence, failed)

@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import tiny_draft
 import tiny_eagle
 
 from common import sequence
+from common.decode.requests import Computed
 from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
@@ -26,7 +26,7 @@ from common.options import GenerationOptions
 from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
 from common.schedule import VERIFY_ROWS, BusyError
-from common.sequence import Call
+from common.sequence import Call, Sequence
 from common.step import Step
 
 CONTEXT, MASK = 400, 90
@@ -524,9 +524,11 @@ class PooledOps(NumpyOps):
         if not isinstance(state, SlotsOf):
             if state.pool is not None:
                 state.pool.check_room(len(step))
+                state.pool.all_steps.append({state.slot})
             return fn(state, step)
         state.check_room(len(step))
         state.steps.append(step.slots.tolist())
+        state.all_steps.append({*step.slots.tolist()})
         parts = [fn(state.states[step.slots[at.start]], part) for at, part in zip(step.runs, step.parts, strict=True)]
         return np.concatenate(parts)
 
@@ -541,6 +543,7 @@ class SlotsOf:
     def __init__(self, ops, spec, slots, capacity):
         self.new = lambda: ops.new_state(spec, capacity)
         self.free, self.states, self.steps, self.room, self.refused = list(range(slots)), {}, [], 10**6, 0
+        self.all_steps = []  # the slots of each, those of prompts and of one sequence too
 
     def check_room(self, tokens):
         if sum(state.length for state in self.states.values()) + tokens > self.room:
@@ -572,21 +575,47 @@ def test_a_step_over_a_pool_names_its_slots(tmp_path):
         assert reply.tokens == alone(alike, prompt, **how).tokens
 
 
-def test_micro_batches_of_a_pool_take_turns(monkeypatch):
-    """A backend that computes two steps at once gets one of each half of the sequences in turn: the same texts."""
-    monkeypatch.setattr(PooledOps, "micro_batches", 2, raising=False)
-    model, alike = tiny.load("llama", PooledOps()), tiny.load("llama", NumpyOps())
-    random = np.random.default_rng(5)
-    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=5))
+@pytest.mark.parametrize("room", [10**6, 90])
+@pytest.mark.parametrize("batches", [2, 3])
+def test_micro_batches_of_a_pool_take_turns(batches, room, monkeypatch, tmp_path):
+    """A backend that computes two steps at once gets one of each half of the sequences, before it is waited for; texts
+    are those of running alone, where sequences are cancelled and their states move to the host as well.
+    """
+    monkeypatch.setattr(PooledOps, "micro_batches", batches, raising=False)
+    pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
+    alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
+    random = np.random.default_rng(room + batches)
+    engine = without_clock(Engine(pair, Ids(), CONTEXT, parallel=5))
+    pool = engine.memory.pool
+    pool.room, ways = room, [{"spec": "lookup"}, options[1], PLAIN[1] | {"spec": "off"}, PLAIN[3] | {"spec": "off"}]
+    waited, advance = [], Sequence.advance
+
+    def advanced(self, answer):
+        if isinstance(answer, Computed) and len(engine.running) > batches:
+            own = [i for i, slots in enumerate(pool.all_steps) if self.slot.state.slot in slots]
+            waited.append(
+                len({slot for slots in pool.all_steps[own[-1] :] for slot in slots} - pool.all_steps[own[-1]])
+            )
+        return advance(self, answer)
+
+    monkeypatch.setattr(Sequence, "advance", advanced)
     asked = [
-        (prompt[:9], {"max_tokens": 6 + i} | PLAIN[i % 3]) for i, prompt in enumerate(prompts_of("llama", 7, random))
+        (prompt[:9], {"max_tokens": 8 + i} | ways[i % 4]) for i, prompt in enumerate(prompts_of("qwen35", 8, random))
     ]
-    replies = drain(engine, [submit(engine, prompt, **how) for prompt, how in asked])
-    steps = [set(slots) for slots in engine.memory.pool.steps]
-    assert max(map(len, steps)) == 3, "half of five"
-    apart = [not one & other for one, other in pairwise(steps)]
-    assert sum(apart) > 0.7 * len(apart)
+    replies = [submit(engine, prompt, **how) for prompt, how in asked]
+    cancelled = submit(engine, [3, 4, 5], max_tokens=60, spec="off")
+    while engine.turn():
+        if cancelled.sequence.new >= 7:
+            cancelled.call.cancel.set()
+    monkeypatch.setattr(Sequence, "advance", advance)
+    if room == 10**6:
+        assert max(len(slots) for slots in pool.all_steps) <= -(-5 // batches)
+        assert sum(map(bool, waited)) > 0.8 * len(waited)
+    else:
+        assert pool.refused
+    assert cancelled.tokens == alone(alike, [3, 4, 5], max_tokens=len(cancelled.tokens), spec="off").tokens
     for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.error is None
         assert reply.tokens == alone(alike, prompt, **how).tokens
 
 

@@ -142,19 +142,26 @@ class Recurrent:
         """Choose the store that a step fills so that few paths must be applied: those that lie there, of anyone.
 
         Paths of the step's own sequences may lie in the store beside it, which the step reads; others are applied here.
+        Rows of other micro-batches' last steps, of which a path may be committed later, are left alone.
         """
+        mine, last = {run.slot for run in runs}, self._stores[-(self.batches - 1) :]
+        open_steps = {
+            pair.left
+            for slot, pair in enumerate(self.pairs)
+            if slot not in mine and pair.step is not None and not pair.whole and pair.left in last
+        }
         own = [self.pairs[run.slot].at for run in runs if len(self.pairs[run.slot].path)]
         held = [pair.at for pair in self.pairs if len(pair.path)]
 
-        def applied(store: int) -> tuple[int, int]:
+        def applied(store: int) -> tuple[bool, int, int]:
             moved = len(own) - own.count(store) - own.count(1 - store)
-            return held.count(store) + moved, held.count(1 - store) - own.count(1 - store)
+            return store in open_steps, held.count(store) + moved, held.count(1 - store) - own.count(1 - store)
 
         self.newest = min(self._stores, key=applied)
         self._stores.remove(self.newest)
         self._stores.append(self.newest)
         moved: dict[int, list[int]] = {}
-        for slot in sorted(run.slot for run in runs):
+        for slot in sorted(mine):
             pair = self.pairs[slot]
             if len(pair.path) and pair.at not in (self.newest, 1 - self.newest):
                 moved.setdefault(pair.at, []).append(slot)

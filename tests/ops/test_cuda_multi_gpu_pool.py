@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import tiny
-from test_cuda_pool import Beside, Ids
+from test_cuda_pool import Beside, Ids, a_path, a_step, together
 
 from common.engine import Engine
 from common.fit import what_fits
@@ -104,6 +104,27 @@ def test_rows_of_sequences(two, one):
         beside.step([0, 1, 2, 3], [1, 4, 1, 5])
 
 
+def test_steps_before_their_commits(two, one):
+    """A step of one micro-batch is launched before what the other one keeps of its step is known."""
+    beside, read = Beside(two, 4, 7, (3, 0, 40, 5), single=one), one.ops.read
+    for turn in range(4):
+        if turn in (0, 2):
+            beside.step([0, 1, 2, 3], [1, 2, 1, 1])
+        batches = ([0, 1], [2, 3]) if turn < 3 else ([0, 2], [1, 3])
+        steps = [a_step(beside.random, state.length, int(beside.random.integers(1, 7))) for state in beside.states]
+        logits = [
+            two.forward(beside.pool, together([steps[i] for i in who], [beside.states[i].slot for i in who]))
+            for who in batches
+        ]
+        for who, rows in zip(batches, logits, strict=True):
+            alone = np.concatenate([read(one.forward(beside.alone[i], steps[i])) for i in who])
+            assert np.array_equal(two.ops.read(rows), alone), turn
+            for i in who:
+                path = a_path(beside.random, steps[i])
+                beside.states[i].commit(path)
+                beside.alone[i].commit(path)
+
+
 @pytest.mark.parametrize("batches", [2, 1])
 def test_replies(two, one, batches, monkeypatch):
     """Replies that come and go, one of them cancelled, are those of one GPU and one sequence, however they are cut."""
@@ -111,8 +132,8 @@ def test_replies(two, one, batches, monkeypatch):
     assert [len(reply) for reply in alone] == [9, 12, 8, 5, 6, 7]
     assert two.ops.micro_batches == 2
     monkeypatch.setattr(two.ops, "micro_batches", batches)
-    together = replies(two, CALLS, 4, np.random.default_rng(batches))
-    assert [reply[:5] if call[2] else reply for call, reply in zip(CALLS, together, strict=True)] == alone
+    beside = replies(two, CALLS, 4, np.random.default_rng(batches))
+    assert [reply[:5] if call[2] else reply for call, reply in zip(CALLS, beside, strict=True)] == alone
 
 
 def test_replies_when_pages_run_out(two, one, monkeypatch):
@@ -165,9 +186,11 @@ def test_memory_of_a_pool(two, name):
 
 
 @pytest.mark.skipif(not hasattr(cupy, "clock"), reason="needs the clock of the stand-in for CuPy")
-def test_all_gpus_work_at_once():
+@pytest.mark.parametrize("spec", ["off", "lookup"])
+def test_all_gpus_work_at_once(spec):
     """Four greedy replies on a timeline of two GPUs: as one step for all, the GPUs take turns; as two micro-batches,
-    whose steps have as many kernels, both are at work, since nobody waits for a step before others are launched.
+    whose steps have as many kernels, both are at work, since nobody waits for a step before others are launched. With
+    draft tokens each decoder waits for its own step.
     """
     model, clock = several("qwen35"), cupy.clock
     taken = []
@@ -175,7 +198,7 @@ def test_all_gpus_work_at_once():
         model.ops.micro_batches = batches
         engine = Engine(model, Ids(), CONTEXT, 4)
         for n in range(4):
-            how = GenerationOptions(max_tokens=200, spec="off")
+            how = GenerationOptions(max_tokens=300, spec=spec)
             engine.submit(Call([n, n + 1], how, lambda piece: None, lambda error: None, threading.Event()))
         engine.schedule.has_read = engine.schedule.has_decoded = lambda *of: None  # prompts first, whatever time it is
         for _ in range(4 + 4 * batches):  # until steps are captured
@@ -184,7 +207,7 @@ def test_all_gpus_work_at_once():
         for _ in range(12 * batches):
             engine.turn()
         taken.append((clock.host - began, [after - before for after, before in zip(clock.busy, busy, strict=True)]))
-    (turns, alone), (together, halves) = taken
+    (turns, alone), (overlapped, halves) = taken
     assert turns > 0.9 * sum(alone)
-    assert together < 1.15 * max(halves)
+    assert overlapped < 1.15 * max(halves)
     assert 1.8 * sum(alone) < sum(halves) < 2.05 * sum(alone), "no state is settled for the other micro-batch"

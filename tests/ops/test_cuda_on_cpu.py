@@ -297,8 +297,8 @@ def test_gpus_that_share_layers(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "qwen35 and (rows_of or replies and 2) or at_once",
-        pytest.param("qwen35 and not rows_of and not at_once", marks=pytest.mark.slow),
+        "qwen35 and (rows_of or before or replies and 2) or at_once and off",
+        pytest.param("qwen35 and not rows_of and not before or at_once and lookup", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-", "laguna", "glm")),
     ],
 )
