@@ -42,6 +42,9 @@ class Canned:
     """
 
     def __init__(self):
+        self.reset()
+
+    def reset(self):
         self.status, self.kind, self.more, self.parts, self.breaks = 200, "application/json", [], [b"{}"], False
         self.bodies, self.headers = [], {}
 
@@ -67,16 +70,26 @@ def drafter(tmp_path_factory):
         yield llm
 
 
-@pytest.fixture
-def canned():
-    return Canned()
-
-
-@pytest.fixture
-def between(canned, drafter):
-    """Sends a request through a server to the canned one: the answer. Its `service` and `log` are attributes."""
+@pytest.fixture(scope="module")
+def behind():
+    """A canned server, and its address."""
+    canned = Canned()
     with serving(canned) as url:
-        yield made(url, drafter)
+        yield canned, url
+
+
+@pytest.fixture
+def canned(behind):
+    behind[0].reset()
+    return behind[0]
+
+
+@pytest.fixture
+def between(behind, drafter):
+    """Sends a request through a server to the canned one: the answer. Its `service` and `log` are attributes."""
+    ask = made(behind[1], drafter)
+    yield ask
+    ask.close()
 
 
 def made(url, drafter, **more):
@@ -89,7 +102,7 @@ def made(url, drafter, **more):
         return runner.run(call(app, method, path, data, headers))
 
     runner = asyncio.Runner()  # one event loop, to which kept connections belong
-    ask.service, ask.log, ask.app, ask.run = service, log, app, runner.run
+    ask.service, ask.log, ask.app, ask.run, ask.close = service, log, app, runner.run, runner.close
     return ask
 
 
@@ -276,17 +289,15 @@ def test_flags(capsys, tmp_path):
     assert key_of(None, None) is None
 
 
-def test_hostile_requests_are_answered(canned, drafter):
+def test_hostile_requests_are_answered(canned, between, drafter):
     """As by a server with a model: with no fault of ours, and in the dialect's envelope."""
-    with serving(canned) as url:
-        ask = made(url, drafter)
-        ask.service.compressor = Compressor(drafter, Compression("tiny", ((1, 0.2),), 10**6))
+    between.service.compressor = Compressor(drafter, Compression("tiny", ((1, 0.2),), 10**6))
 
-        async def run():
-            for method, path, data, headers in requests(5, 250):
-                answer = await asyncio.wait_for(call(ask.app, method, path, data, headers), 20)
-                if method != "HEAD":
-                    check(path, data, answer)
+    async def run():
+        for method, path, data, headers in requests(5, 250):
+            answer = await asyncio.wait_for(call(between.app, method, path, data, headers), 20)
+            if method != "HEAD":
+                check(path, data, answer)
 
-        ask.run(run())
-        assert ask.service.running == 0
+    between.run(run())
+    assert between.service.running == 0
