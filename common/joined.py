@@ -77,7 +77,9 @@ class RowRunner:
         samplers, end = list[tuple[Sampler, int]](), 0
         for rows, part in zip(asked, parts, strict=True):
             assert rows.sampler is not None
-            samplers += [(UNREAD, part.start - end)] * (part.start > end) + [(rows.sampler, part.stop - part.start)]
+            if part.start > end:
+                samplers.append((UNREAD, part.start - end))
+            samplers.append((rows.sampler, part.stop - part.start))
             end = part.stop
         whole = Whole(self.ops, self.ops.sample(logits if end == len(logits) else logits[:end], Samplers(samplers)))
         return [Part(whole, part) for part in parts]
@@ -187,7 +189,7 @@ def _kind(rows: Rows) -> int:
 
 def _rows_in(sampled: slice, at: slice) -> slice:
     """Return where rows `sampled` of a sequence lie in a step in which its rows are `at`."""
-    if sampled == EVERY:
+    if sampled is EVERY:
         return at
     first, end, _ = sampled.indices(at.stop - at.start)
     return slice(at.start + first, at.start + end)
