@@ -151,7 +151,8 @@ class DflashPair(Pair):
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        ids, logp = yield Pass(token, depth, considered(k, coupling, self.config.vocab))
+        most = min(depth, self.draft.tokens)  # further rows of the pass may hold anything
+        ids, logp = yield Pass(token, most, considered(k, coupling, self.config.vocab))
         return self.ranked(ids, logp, k, coupling)
 
     @property

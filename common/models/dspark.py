@@ -26,7 +26,7 @@ class DsparkPair(DflashPair):
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
         """Draft as Pair.drafting: row j of a position follows token j of the first row of the position before."""
-        logits: Array = yield Pass(token, depth, 0)
+        logits: Array = yield Pass(token, min(depth, self.draft.tokens), 0)
         levels = list[tuple[Array, Array]]()
         before: Array = np.array([token], np.int32)
         last = len(self.weights.layers) + self.draft.layers - 1

@@ -10,6 +10,7 @@ from test_cuda_pool import Beside, Ids, a_path, a_step, together
 from common.engine import Engine
 from common.fit import what_fits
 from common.models import load_model
+from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.prefix_cache import PrefixCache
 from common.sequence import Call
@@ -170,6 +171,17 @@ def test_three_gpus(one, name):
     assert model.ops.micro_batches == 3
     calls = [call for call in CALLS if call[2] is None]
     assert replies(model, calls, 5, np.random.default_rng(3)) == replies(one, calls)
+
+
+@pytest.mark.parametrize("placement", [TWO, Placement((0,), draft=1)], ids=["two", "own"])
+def test_drafts(placement):
+    """Replies that share a draft's passes, beside others in micro-batches, are those of one GPU and one sequence."""
+    how = {"max_tokens": 8, "spec": "tree", "tree_budget": 6}
+    calls = [([5, 6, 7, 8 + n], how if n < 3 else {"max_tokens": 9, "spec": "off"}, None) for n in range(4)]
+    out = []
+    for target, parallel in ((tiny.load("qwen35", CudaOps()), 1), (several("qwen35", placement), 4)):
+        out.append(replies(load_pair(tiny.FOLDER / "dflash", target), calls, parallel))
+    assert out[0] == out[1]
 
 
 def test_memory_of_a_pool(two, name):

@@ -297,8 +297,9 @@ def test_gpus_that_share_layers(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "qwen35 and (rows_of or before or replies and 2) or at_once and off",
-        pytest.param("qwen35 and not rows_of and not before or at_once and lookup", marks=pytest.mark.slow),
+        "qwen35 and (rows_of or before or replies and 2) or at_once and off or drafts and two",
+        pytest.param("at_once and lookup or drafts and own", marks=pytest.mark.slow),
+        pytest.param("qwen35 and not rows_of and not before", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-", "laguna", "glm")),
     ],
 )
