@@ -165,12 +165,14 @@ def replies(model, parallel: int, calls) -> list[list[int]]:
 
 
 def test_an_engine_runs_over_a_pool(model):
-    """Replies of an engine of three slots are those of one slot: greedy, sampled, and with looked-up drafts."""
+    """Replies of an engine of three slots are those of one slot: greedy, sampled, penalized, and with looked-up drafts."""
     calls = [
         ([1, 2, 3, 1, 2, 3, 1, 2], {"max_tokens": 9, "spec": "lookup"}),
         ([5], {"max_tokens": 7}),
         ([7, 8, 9, 10], {"max_tokens": 6, "temperature": 0.8, "seed": 3}),
         ([4, 4, 4], {"max_tokens": 5, "temperature": 1.0, "seed": 4, "top_k": 9}),
+        ([6, 7], {"max_tokens": 6, "temperature": 0.7, "seed": 5, "repetition_penalty": 1.3}),
+        ([8], {"max_tokens": 6, "logit_bias": {5: 3.0}}),
     ]
     alone = replies(model, 1, calls)
     assert [len(tokens) for tokens in alone] == [options["max_tokens"] for _, options in calls]
