@@ -122,7 +122,8 @@ class Inputs:
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             kind, branches = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0, 0
             if T <= MAX_DECODE_ROWS:
-                parents = None if step.parents is None else step.parents[first : first + rows].tolist()
+                # a row by itself continues the past, so that nothing needs to be read of its parents
+                parents = None if step.parents is None or rows == 1 else step.parents[first : first + rows].tolist()
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
                 is_chain = parents is None or parents == list(range(PAST, rows - 1))
