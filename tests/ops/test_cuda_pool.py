@@ -165,7 +165,7 @@ def replies(model, parallel: int, calls) -> list[list[int]]:
 
 
 def test_an_engine_runs_over_a_pool(model):
-    """Replies of an engine of three slots are those of one slot: greedy, sampled, penalized, and with looked-up drafts."""
+    """Replies of an engine of three slots are those of one slot: greedy, sampled, penalized, with looked-up drafts."""
     calls = [
         ([1, 2, 3, 1, 2, 3, 1, 2], {"max_tokens": 9, "spec": "lookup"}),
         ([5], {"max_tokens": 7}),
