@@ -130,10 +130,14 @@ class Engine:
         began = time.perf_counter()
         reader = schedule.reader(running)
         if reader is not None:
+            self._finish_launched()  # a later step but those of other micro-batches may overwrite its rows
             self._read_prompt(reader)
             schedule.has_read(time.perf_counter() - began, any(not each.reads for each in running))
             return
         while asking := [each for each in running if type(each.request) is Draft]:
+            if self._launched:  # whose sequences may ask for a draft as well
+                self._finish_launched()
+                continue
             self._draft(asking if schedule.joins and self._rows.shares_drafts else asking[:1])
         chosen = schedule.step([each for each in running if type(each.request) is Rows])
         if chosen:

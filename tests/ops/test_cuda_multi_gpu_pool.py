@@ -174,13 +174,14 @@ def test_three_gpus(one, name):
 
 
 @pytest.mark.parametrize("placement", [TWO, Placement((0,), draft=1)], ids=["two", "own"])
-def test_drafts(placement):
+@pytest.mark.parametrize(("draft", "spec"), [("dflash", "tree"), ("mtp-qwen35", "chain")])
+def test_drafts(draft, spec, placement):
     """Replies that share a draft's passes, beside others in micro-batches, are those of one GPU and one sequence."""
-    how = {"max_tokens": 8, "spec": "tree", "tree_budget": 6}
+    how = {"max_tokens": 8, "spec": spec, "tree_budget": 6 if spec == "tree" else 3}
     calls = [([5, 6, 7, 8 + n], how if n < 3 else {"max_tokens": 9, "spec": "off"}, None) for n in range(4)]
     out = []
     for target, parallel in ((tiny.load("qwen35", CudaOps()), 1), (several("qwen35", placement), 4)):
-        out.append(replies(load_pair(tiny.FOLDER / "dflash", target), calls, parallel))
+        out.append(replies(load_pair(tiny.FOLDER / draft, target), calls, parallel))
     assert out[0] == out[1]
 
 
