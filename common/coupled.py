@@ -13,11 +13,26 @@ import numpy as np
 from common.sampling import Sampling
 
 CANDIDATES = 32  # tokens of a position that are ranked; more of them gain little, and cost a GPU rounds of its top-k
-FLATTER = 1.5  # times the target's temperature: drafts are surer of their tokens than sampled texts bear out
-LEAST = 1.0  # of the draft's temperature, as for greedy decoding
-CERTAINTY = 6.0  # that is ascribed to a draft: how many draws of the target would show as much of its distribution
 UNLIKELY = 1e-9  # chance of a candidate, at least
 LOGISTIC = 1.7  # of a logistic distribution function that is nearest to the normal one of deviation 1
+
+
+class Trust(NamedTuple):
+    """State how far a draft's distribution is trusted.
+
+    flatter    times the target's temperature: drafts are surer of their tokens than sampled texts bear out
+    least      of the draft's temperature
+    certainty  draws of the target that would show as much of its distribution as the draft does
+    doubt      share of the draft's own probabilities in the chances, for targets that are far from the draft
+    """
+
+    flatter: float
+    least: float
+    certainty: float
+    doubt: float
+
+
+ONE, SEVERAL = Trust(1.5, 1.0, 6.0, 0.0), Trust(1.75, 1.2, 2.0, 0.3)  # for the best token, and for those of a tree
 
 
 def considered(k: int, coupling: "Coupling | None", vocab: int) -> int:
@@ -42,31 +57,33 @@ class Coupling(NamedTuple):
                    first position takes the number `at`.
 
         The target's cumulative probability, where the draft's is c, is taken as a random quantity with mean c and
-        variance c (1 - c) / (1 + CERTAINTY), as those of a Dirichlet distribution around the draft's; its distribution
-        function is taken as a logistic one. A candidate's chance is that of the number lying in its share.
+        variance c (1 - c) / (1 + certainty), as those of a Dirichlet distribution around the draft's; its distribution
+        function is taken as a logistic one. A candidate's chance is that of the number lying in its share, or,
+        at a weight of `doubt`, its probability whatever the number is.
         """
+        trust = ONE if k == 1 else SEVERAL
         m, rows = ids.shape[-1], ids.reshape(-1, ids.shape[-1])
         number = np.repeat(self.numbers[at : at + len(ids)], len(rows) // len(ids))[:, None]
         first = np.arange(0, rows.size, m)[:, None]  # where a row begins among all candidates
         order = rows.argsort(axis=-1) + first
-        shares = self._probabilities(logp.reshape(rows.shape)).take(order)
+        shares = self._probabilities(logp.reshape(rows.shape), trust).take(order)
         below = shares.cumsum(axis=-1)[:, :-1].clip(UNLIKELY, 1 - UNLIKELY)
         passed = np.zeros((len(rows), m + 1))  # chances that the number lies beyond the first n candidates
         passed[:, 0] = 1
-        deviations = (number - below) / np.sqrt(below * (1 - below) / (1 + CERTAINTY))
+        deviations = (number - below) / np.sqrt(below * (1 - below) / (1 + trust.certainty))
         passed[:, 1:-1] = 0.5 + 0.5 * np.tanh(LOGISTIC / 2 * deviations)
         chances = np.empty(rows.shape)
-        chances.put(order, passed[:, :-1] - passed[:, 1:])
+        chances.put(order, (1 - trust.doubt) * (passed[:, :-1] - passed[:, 1:]) + trust.doubt * shares)
         best = chances.argmax(axis=-1)[:, None] if k == 1 else (-chances).argsort(axis=-1, kind="stable")[:, :k]
         best += first
         logs = np.log(chances.take(best).clip(UNLIKELY)).astype(np.float32)
         shape = (*ids.shape[:-1], best.shape[-1])
         return rows.take(best).reshape(shape), logs.reshape(shape)
 
-    def _probabilities(self, logp: np.ndarray) -> np.ndarray:
+    def _probabilities(self, logp: np.ndarray, trust: Trust) -> np.ndarray:
         """The draft's distribution over its candidates (..., m), likeliest first, cut as the target's is."""
         s, m = self.sampling, logp.shape[-1]
-        p = np.exp((logp.astype(np.float64) - logp[..., :1]) / max(LEAST, FLATTER * s.temperature))
+        p = np.exp((logp.astype(np.float64) - logp[..., :1]) / max(trust.least, trust.flatter * s.temperature))
         if 0 < s.top_k < m:
             p[..., s.top_k :] = 0
         p /= p.sum(axis=-1, keepdims=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.coupled import CANDIDATES, CERTAINTY, Coupling
+from common.coupled import CANDIDATES, SEVERAL, Coupling
 from common.sampling import Sampler, Sampling, draw_weights, top_k
 
 VOCAB, PAIRS = 200, 600
@@ -36,7 +36,7 @@ def shares(noise, **options):
     return {name: count / PAIRS for name, count in met.items()}
 
 
-@pytest.mark.parametrize(("noise", "gain"), [(0.3, 0.12), (1.0, 0.06)])
+@pytest.mark.parametrize(("noise", "gain"), [(0.3, 0.08), (1.0, 0.03)])
 @pytest.mark.parametrize("options", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_k": 20}])
 def test_it_meets_more_draws(noise, gain, options):
     """Than the likeliest token and a draw of its own. A share of 600 draws has a standard deviation below 0.021."""
@@ -54,12 +54,12 @@ def test_chances_are_those_of_being_drawn():
     numbers = random.random(count)
     answer = Coupling(sampling, numbers).ranked(*(np.tile(row, (count, 1)) for row in (ids, np.log(q))), 4)
     by_id = q[ids.argsort()]
-    targets = random.dirichlet(CERTAINTY * by_id, count).cumsum(axis=-1)
+    targets = random.dirichlet(SEVERAL.certainty * by_id, count).cumsum(axis=-1)
     drawn = (targets[:, :-1] < numbers[:, None]).sum(axis=-1)
     met = answer[0] == drawn[:, None]
     assert np.abs(np.exp(answer[1]).sum(axis=-1) - 1).max() < 1e-5
     assert np.abs(met.mean(axis=0) - np.exp(answer[1]).mean(axis=0)).max() < 0.05
-    assert met.mean(axis=0)[0] > 0.55  # the likeliest token is drawn at 0.4
+    assert met.mean(axis=0)[0] > 0.5  # the likeliest token is drawn at 0.4
 
 
 def test_cuts_of_the_target_are_the_drafts():
