@@ -5,11 +5,12 @@ import os
 import queue
 import threading
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from common.errors import BimetalError
 
@@ -24,21 +25,26 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._items: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        # queues refer to their loop, and a loop must not outlive its close for items that nobody fetched
+        self._items: deque[tuple[weakref.ref[asyncio.Queue[Any]], Any]] = deque()
         self._is_woken = False
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: Any) -> None:
         """Put `item` into a queue of `loop`, from the owner thread; nothing happens once the loop is closed."""
-        self._items.append((queue, item))
-        if not self._is_woken and not loop.is_closed():
+        if loop.is_closed():
+            return
+        self._items.append((weakref.ref(queue), item))
+        if not self._is_woken:
             self._is_woken = True
-            loop.call_soon_threadsafe(self._deliver)
+            with suppress(RuntimeError):  # the loop has been closed since
+                loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._is_woken = False  # before the queues are filled: what comes from here on wakes the loop again
         while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
+            reader, item = self._items.popleft()
+            if (queue := reader()) is not None:
+                queue.put_nowait(item)
 
 
 class Owner:
@@ -55,7 +61,7 @@ class Owner:
     def __init__(self, name: str, at_end: Callable[[], None]):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self.turn: Callable[[], bool] = lambda: False
-        self.inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = WeakKeyDictionary()
+        self.inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
         self._at_end = at_end
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -477,3 +477,20 @@ def test_what_comes_at_once_wakes_an_event_loop_once():
         return len(woken)
 
     assert asyncio.run(run()) == 2
+
+
+def test_a_closed_event_loop_is_freed_with_what_it_never_fetched():
+    """Items of a queue that nobody reads any more hold neither the queue nor its event loop."""
+    inboxes, loop = weakref.WeakKeyDictionary(), asyncio.new_event_loop()
+    items = asyncio.Queue()
+    with pytest.raises(TimeoutError):  # a queue that has been waited for knows its loop
+        loop.run_until_complete(asyncio.wait_for(items.get(), 0.01))
+    inbox = inboxes.setdefault(loop, Inbox())
+    inbox.put(loop, items, "fetched by nobody")
+    loop.close()
+    inbox.put(loop, items, "too late")
+    freed = weakref.ref(loop)
+    del loop, items, inbox
+    gc.collect()
+    assert freed() is None
+    assert not inboxes
