@@ -319,7 +319,8 @@ class Engine:
             launched = self._run(chosen, lambda: [self._rows.alone(*chosen[0].asked_rows)])
         else:
             launched = self._run(chosen, lambda: self._rows.together([each.asked_rows for each in chosen]))
-        self._launched.append(launched)
+        if launched:
+            self._launched.append(launched)
         left = self.schedule.batches - 1
         if left and not any(type(each.request) is Rows and each not in chosen for each in self.running):
             left = 0

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -316,6 +317,11 @@ def rows(index: np.ndarray) -> Fix:
 def columns(start: int, count: int) -> Fix:
     """`count` columns from `start`; refused where they begin or end inside a quantization block."""
     return lambda tensor: take_columns(tensor, [(start, start + count)])
+
+
+def in_turn(*fixes: Fix) -> Fix:
+    """Apply one fix after the other."""
+    return lambda tensor: reduce(lambda part, fix: fix(part), fixes, tensor)
 
 
 def column_groups(index: np.ndarray, width: int) -> Fix:

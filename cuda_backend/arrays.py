@@ -65,6 +65,11 @@ class Array:
     def address(self) -> int:
         return self._address or (self.lazy.as_dense() if self.lazy else 0)
 
+    def compute(self) -> None:
+        """Run the op that the array waits for, if it has not run."""
+        if not self._address and self.lazy:
+            self.lazy.as_dense()
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)

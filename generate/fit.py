@@ -18,6 +18,7 @@ from common.expert_budget import expert_budget
 from common.expert_files import expert_matrices
 from common.fit import Need, fetch_headers, most_tokens, predict_need, predict_weights
 from common.hub_files import choose_files, quant_label
+from common.kv_cache import options_of
 from common.models import architecture
 from common.models.drafts import predict_draft
 from common.ops import Ops
@@ -175,8 +176,8 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
     weights, drafting, parallel = predict_weights(checkpoint, layout, ops), 0, args.parallel
     draft_spec: list[LayerSpec] = []
     if args.draft is not None:
-        drafting, draft_spec = predict_draft(resolve_draft(args.draft, checkpoint.path, True), checkpoint, ops)
-        draft_spec = cached_spec(draft_spec, cache, ops)
+        path = resolve_draft(args.draft, checkpoint.path, True)
+        drafting, draft_spec = predict_draft(path, checkpoint, ops, options_of(cache))
 
     def need(tokens: int, limit: int) -> Need:
         draft = drafting + ops.held_pool_bytes(draft_spec, parallel, tokens, tokens, ops.prefill_rows)

@@ -61,7 +61,7 @@ def test_the_index_names_every_page():
 
 
 def test_tables_and_figures_are_made_of_the_log():
-    found = subprocess.run([sys.executable, ROOT / "docs/figures.py", "--check"], capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-m", "docs.figures", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 

@@ -621,6 +621,23 @@ def test_micro_batches_of_a_pool_take_turns(batches, room, monkeypatch, tmp_path
         assert reply.tokens == alone(alike, prompt, **how).tokens
 
 
+def test_micro_batches_without_room_for_any_of_them(monkeypatch):
+    """Where each batch in turn finds no memory, a sequence is suspended, and the others go on."""
+    monkeypatch.setattr(PooledOps, "micro_batches", 2, raising=False)
+    model = tiny.load("llama", PooledOps())
+    engine = without_clock(Engine(model, Ids(), CONTEXT, parallel=2))
+    engine.memory.pool.room = 50
+    asked = [[5, 6, 7], [9, 8, 7]]
+    replies = [submit(engine, prompt, max_tokens=40, spec="off") for prompt in asked]
+    turns = 0
+    while engine.turn():
+        turns += 1
+        assert turns < 1000
+    assert engine.preemptions
+    for reply, prompt in zip(replies, asked, strict=True):
+        assert reply.tokens == alone(model, prompt, max_tokens=40, spec="off").tokens
+
+
 @pytest.mark.parametrize("room", [130, 75])
 def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_path):
     """Chains, trees and samplers, with memory for a few at a time: tokens and final states of running alone."""

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.demo import demo_path
 from common.errors import UsageError
 from common.fit import predict_run, predict_weights
+from common.kv_cache import CacheOptions
 from common.models import architecture, load_model
 from common.models.drafts import load_pair, predict_draft
 from common.quants import BLOCKS
@@ -102,18 +104,19 @@ def test_states_to_the_byte(ops, name, tokens, rows):
     assert work > 0
 
 
-def test_a_draft_to_the_byte(ops, monkeypatch):
+@pytest.mark.parametrize("cache", [CacheOptions(), CacheOptions("lm4", "lm4", boundary=1)], ids=["native", "packed"])
+def test_a_draft_to_the_byte(ops, cache, monkeypatch):
     """Weights as they are loaded, and states as a sequence has them."""
     path, kept = demo_path("draft"), []
-    target = load_model(demo_path(), ops)
-    predicted, spec = predict_draft(path, open_checkpoint(demo_path()), ops)
+    target = replace(load_model(demo_path(), ops), cache=cache)
+    predicted, spec = predict_draft(path, open_checkpoint(demo_path()), ops, cache)
     matrix, vector = ops.weight, ops.vector
     monkeypatch.setattr(ops, "weight", lambda *parts: kept.append(matrix(*parts)) or kept[-1])
     vectors = []
     monkeypatch.setattr(ops, "vector", lambda tensor: vectors.append(vector(tensor)) or vectors[-1])
     pair = load_pair(path, target)
     assert predicted == sum(map(ops.weight_bytes, kept)) + sum(each.nbytes for each in vectors)
-    assert spec == pair.draft_spec
+    assert spec == pair.sequence_spec[len(target.layout.layers) :]
 
 
 def test_a_longer_context_never_takes_less(ops):

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
+from common.kv_cache import CacheOptions
 from common.models import Model, architecture, is_defined
 from common.models.dflash_load import load_dflash
 from common.models.eagle3 import check_eagle3, load_eagle3
@@ -89,15 +90,18 @@ class Counter:
         self.bytes += VECTOR_ITEM * math.prod(tensor.shape)
 
 
-def predict_draft(path: Path, target: Checkpoint, ops: Ops) -> tuple[int, list[LayerSpec]]:
-    """Bytes of the weights of the draft at `path` on the backend of `ops`, and what its layers store for a sequence."""
+def predict_draft(path: Path, target: Checkpoint, ops: Ops, cache: CacheOptions) -> tuple[int, list[LayerSpec]]:
+    """Bytes of the weights of the draft at `path` on the backend of `ops`, and what its layers store for a sequence.
+
+    cache  the formats of the target's cache, which the draft's takes too
+    """
     name, definition = architecture(target)
     config = definition.read_config(target)
     counter = Counter(ops)
-    weights = SimpleNamespace(layers=[])
-    model = Model(name, definition, config, definition.layout(config, target), weights, cast(Ops, counter))
+    tables, weights = definition.layout(config, target), SimpleNamespace(layers=[])
+    model = Model(name, definition, config, tables, weights, cast(Ops, counter), cache=cache)
     pair = load_pair(path, model)
-    return counter.bytes, replace(pair, ops=ops).draft_spec
+    return counter.bytes, replace(pair, ops=ops).sequence_spec[len(tables.layers) :]
 
 
 def _is_model(checkpoint: Checkpoint) -> bool:

@@ -8,7 +8,7 @@ from common.models.blocks import ffn_weights
 from common.models.eagle3_config import Config, Target, is_map, layer_of, prefix_of
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
-from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, dense, rows
+from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, dense, in_turn, rows
 
 
 def layout(checkpoint: Checkpoint, c: Config, target: Target) -> Layout:
@@ -81,12 +81,10 @@ def _layer(c: Config, at: Names) -> Table:
     H, K, D = c.heads, c.kv_heads, c.head_dim
 
     def half(i: int, hf: str, gguf: str, heads: int, roped: bool) -> Stored:
-        cut = columns(i * c.hidden, c.hidden)
-        fix: Fix = cut
+        fixes = [columns(i * c.hidden, c.hidden)]
         if roped and at.dialect == "gguf":  # which stores a rope pair as adjacent rows; here a pair is (j, j + D/2)
-            in_halves = rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel())
-            fix = lambda tensor: in_halves(cut(tensor))  # noqa: E731
-        return Stored(at(hf, gguf, ()).names, (heads * D, c.hidden), fix, part_of=(heads * D, 2 * c.hidden))
+            fixes.append(rows(np.arange(heads * D).reshape(heads, D // 2, 2).swapaxes(1, 2).ravel()))
+        return Stored(at(hf, gguf, ()).names, (heads * D, c.hidden), in_turn(*fixes), part_of=(heads * D, 2 * c.hidden))
 
     table: dict[str, Matrix | Vector | None] = {
         "attn_norm": Vector(at("input_layernorm.weight", "attn_norm.weight", (c.hidden,))),

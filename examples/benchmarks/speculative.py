@@ -23,26 +23,22 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "docs")]
-
-from figures import Line, draw  # noqa: E402
-
-from common.checkpoint import open_checkpoint  # noqa: E402
-from common.decoders import Speculation  # noqa: E402
-from common.engine import Engine  # noqa: E402
-from common.errors import BimetalError, UsageError  # noqa: E402
-from common.files import rewrite  # noqa: E402
-from common.hub import resolve_model  # noqa: E402
-from common.models.drafts import load_pair  # noqa: E402
-from common.models.pair import Pair  # noqa: E402
-from common.options import Sampling  # noqa: E402
-from common.tokenizer import load_tokenizer  # noqa: E402
-from generate.backends import open_model  # noqa: E402
-from generate.bench_log import machine  # noqa: E402
-from generate.bench_overlap import Overlap, add_text  # noqa: E402
-from generate.bench_spec import Result, generation_options, measure  # noqa: E402
-from generate.llm import resolve_draft  # noqa: E402
+from common.checkpoint import open_checkpoint
+from common.decoders import Speculation
+from common.engine import Engine
+from common.errors import BimetalError, UsageError
+from common.files import rewrite
+from common.hub import resolve_model
+from common.models.drafts import load_pair
+from common.models.pair import Pair
+from common.options import Sampling
+from common.tokenizer import load_tokenizer
+from generate.backends import open_model
+from generate.bench_log import machine
+from generate.bench_overlap import Overlap, add_text
+from generate.bench_spec import Result, generation_options, measure
+from generate.line_plot import Line, draw
+from generate.llm import resolve_draft
 
 
 @dataclass(frozen=True)

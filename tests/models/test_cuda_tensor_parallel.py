@@ -199,7 +199,8 @@ def test_drafts(target, tmp_path):
         pair = load_pair(draft, model)
         for kind in ("chain", "tree") if draft is folder else ("chain",):
             assert tokens(pair, Speculation(kind, 3)) == plain
-        pool_drafts.assert_alike(pair, ids)
+        if pair.shares_passes:
+            pool_drafts.assert_alike(pair, ids)
 
 
 def test_a_lost_gpu_ends_in_a_sentence(monkeypatch):
