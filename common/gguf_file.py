@@ -88,6 +88,8 @@ def converted(
                     outputs.append(Output(target.names[0], "", shape, type_, Format("F32"), load))
                     continue
                 weight, choice = weights[source.names[0]], choices[source.names[0]]
+                if choice.format is not None and shape[-1] % choice.format.unit:  # a part of a tensor, transposed
+                    choice = Choice(None, f"rows of {shape[-1]} are no multiple of {choice.format.unit}")
                 plain = Format("F32") if weight.kind == "router" else Format(type_ if type_ in FLOAT_TYPES else "F32")
                 format = choice.format or plain
                 outputs.append(Output(target.names[0], weight.kind, shape, type_, format, load, choice.why))

@@ -4,7 +4,6 @@ Our own reading of the keys must give the configuration that config.json gave; e
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -16,14 +15,20 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
+from common.folder_tokenizer import from_folder
+from common.gguf_families import FAMILIES
 from common.gguf_tokenizer import GPT2_PATTERN, pre_tokenizer_name
 from common.ops import Rope
 from common.recommended import GGUF_NAMES, recommended_sampling
 from common.tensors import Tensor
-from common.tokenizer import load_tokenizer
+from common.tokenizer import Tokenizer
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 QUANTIZATION_VERSION = 2  # of ggml's block layouts
+SHAPES_READ = {  # tensors whose shape is part of a configuration, and the end of their names in a folder
+    "token_embd.weight": "embed_tokens.weight",
+    "blk.0.attn_gate.weight": ".layers.0.self_attn.g_proj.weight",
+}
 
 
 class Kind(Enum):
@@ -54,46 +59,6 @@ def _key(name: str, value: Any) -> Key:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _llama_keys(c: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {"feed_forward_length": c.ffn, "rope.dimension_count": c.head_dim}
-
-
-def _qwen35_keys(c: Any, values: dict[str, Any]) -> dict[str, Any]:
-    interval = c.is_attention.index(True) + 1 if True in c.is_attention else c.layers
-    keys: dict[str, Any] = {
-        "full_attention_interval": interval,
-        "rope.dimension_count": 2 * len(c.rope.frequencies),
-        "ssm.conv_kernel": c.taps,
-        "ssm.state_size": c.key_dim,
-        "ssm.group_count": c.key_heads,
-        "ssm.time_step_rank": c.value_heads,
-        "ssm.inner_size": c.value_heads * c.value_dim,
-    }
-    if sections := values.get("rope_parameters", {}).get("mrope_section"):
-        keys["rope.dimension_sections"] = [*sections, 0]
-    if any(is_attention != ((i + 1) % interval == 0) for i, is_attention in enumerate(c.is_attention)):
-        keys["attention.recurrent_layers"] = [not is_attention for is_attention in c.is_attention]
-    if c.experts is None:
-        return keys | {"feed_forward_length": c.ffn}
-    return keys | {
-        "expert_count": c.experts.count,
-        "expert_used_count": c.experts.top_k,
-        "expert_feed_forward_length": c.experts.ffn,
-        "expert_shared_feed_forward_length": c.experts.shared_ffn,
-    }
-
-
-FAMILIES: dict[str, tuple[str, Callable[[Any, dict[str, Any]], dict[str, Any]]]] = {  # by config.json's model_type
-    "llama": ("llama", _llama_keys),
-    "qwen3": ("qwen3", _llama_keys),
-    "wedlm": ("wedlm", _llama_keys),
-    "qwen3_5": ("qwen35", _qwen35_keys),
-    "qwen3_5_text": ("qwen35", _qwen35_keys),
-    "qwen3_5_moe": ("qwen35moe", _qwen35_keys),
-    "qwen3_5_moe_text": ("qwen35moe", _qwen35_keys),
-}
-
-
 def gguf_keys(checkpoint: Checkpoint, definition: ModuleType) -> tuple[list[Key], np.ndarray | None]:
     """The metadata of a Hugging Face checkpoint, and the divisors of rope frequencies, for `rope_freqs.weight`.
 
@@ -102,36 +67,30 @@ def gguf_keys(checkpoint: Checkpoint, definition: ModuleType) -> tuple[list[Key]
     family = checkpoint.config["model_type"]
     if family not in FAMILIES:
         raise BimetalError(f"a GGUF file of {family} cannot be written; supported: {', '.join(FAMILIES)}")
-    name, own_keys = FAMILIES[family]
+    form = FAMILIES[family]
     config = definition.read_config(checkpoint)
     values = checkpoint.config.get("text_config") or checkpoint.config
-    layers = len(config.is_attention) if hasattr(config, "is_attention") else config.layers
     model: dict[str, Any] = {
-        "block_count": layers,
         "context_length": config.context,
         "embedding_length": config.hidden,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": config.eps,
         "vocab_size": config.vocab,
-        **own_keys(config, values),
+        **form.keys(config, values),
     }
-    scaling, divisors = _rope(Keys(values, f"{checkpoint.path} config.json"), config.rope)
-    keys = [_key("general.architecture", name), _key("general.type", "model")]
+    scaling, divisors = _rope(Keys(form.rope(values), f"{checkpoint.path} config.json"), config.rope, form.theta)
+    keys = [_key("general.architecture", form.name), _key("general.type", "model")]
     keys += [_key("general.name", checkpoint.path.resolve().name)]
-    keys += [_key(f"{name}.{key}", value) for key, value in (model | scaling).items()]
+    keys += [_key(f"{form.name}.{key}", value) for key, value in (model | scaling).items()]
     if getattr(config, "mask_id", None) is not None:
         keys.append(_key("tokenizer.ggml.mask_token_id", config.mask_id))
     _check(checkpoint, definition, config, keys, divisors)
     sampling = recommended_sampling(checkpoint).options
     keys += [_key(key, sampling[option]) for key, option in GGUF_NAMES.items() if option in sampling]
-    return keys + _tokenizer_keys(checkpoint, config.vocab), divisors
+    return keys + _tokenizer_keys(checkpoint, config.vocab, form.pre), divisors
 
 
-def _rope(keys: Keys, rope: Rope) -> tuple[dict[str, Any], np.ndarray | None]:
-    theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", 10000.0))
+def _rope(keys: Keys, rope: Rope, default_theta: float) -> tuple[dict[str, Any], np.ndarray | None]:
+    theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", default_theta))
     group = keys.read("rope_parameters", dict, {}) or keys.read("rope_scaling", dict, {})
     out: dict[str, Any] = {"rope.freq_base": theta}
     match group.get("rope_type") or group.get("type"):
@@ -153,10 +112,12 @@ def _rope(keys: Keys, rope: Rope) -> tuple[dict[str, Any], np.ndarray | None]:
 def stand_in(checkpoint: Checkpoint, keys: list[Key], divisors: np.ndarray | None, tied: bool) -> Checkpoint:
     """A GGUF checkpoint of these keys whose tensors have shapes and no values, for a model's own reading of them."""
     tensors = dict(checkpoint.tensors)
-    table = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
-    tensors["token_embd.weight"] = table
+    for written, suffix in SHAPES_READ.items():
+        found = next((tensor for name, tensor in checkpoint.tensors.items() if name.endswith(suffix)), None)
+        if found is not None:
+            tensors[written] = found
     if not tied:
-        tensors["output.weight"] = table
+        tensors["output.weight"] = tensors["token_embd.weight"]
     if divisors is not None:
         data = divisors.view(np.uint8)
         tensors["rope_freqs.weight"] = Tensor("rope_freqs.weight", "F32", divisors.shape, data)
@@ -185,14 +146,15 @@ def _check(
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
 
 
-def _tokenizer_keys(checkpoint: Checkpoint, vocab: int) -> list[Key]:
+def _tokenizer_keys(checkpoint: Checkpoint, vocab: int, preferred_pre: str | None) -> list[Key]:
     """Keys of a byte-level BPE; a folder without tokenizer.json gives a file that takes token ids alone."""
     file = checkpoint.path / "tokenizer.json"
     if not file.is_file():
         return [_key("tokenizer.ggml.model", "none")]
-    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    backend, rest = from_folder(checkpoint.path, checkpoint.config)
+    tokenizer = Tokenizer(backend, **rest)
     values = json.loads(file.read_text(encoding="utf-8"))
-    pre = _pre_name(file, values)
+    pre = _pre_name(file, values, preferred_pre)
     tokens = [f"[PAD{id}]" for id in range(vocab)]
     types = [UNUSED] * vocab
     added = {token["content"]: token for token in values.get("added_tokens", [])}
@@ -201,20 +163,27 @@ def _tokenizer_keys(checkpoint: Checkpoint, vocab: int) -> list[Key]:
             raise BimetalError(f"{file}: the token {text!r} has id {id}, and the model has {vocab} rows")
         token = added.get(text)
         tokens[id] = text
-        types[id] = NORMAL if token is None else CONTROL if token["special"] else USER_DEFINED
+        types[id] = NORMAL if token is None else CONTROL if token["special"] or id in rest["end_ids"] else USER_DEFINED
     merges = [m if isinstance(m, str) else " ".join(m) for m in values["model"].get("merges", [])]
+    if not merges:
+        raise BimetalError(f"{file} has no merges, and GGUF files need some; quantize it into an MLX folder")
     keys = [_key("tokenizer.ggml.model", "gpt2"), _key("tokenizer.ggml.pre", pre)]
     keys += [_key("tokenizer.ggml.tokens", tokens), Key("tokenizer.ggml.token_type", types, Kind.INT32.value)]
     keys += [Key("tokenizer.ggml.merges", merges, Kind.STRING.value)]
-    for name, special in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
-        keys += [] if special is None else [_key(f"tokenizer.ggml.{name}_token_id", special)]
+    more_ends = [id for id in dict.fromkeys(rest["end_ids"]) if id != tokenizer.eos_id]
+    if Tokenizer(backend, **(rest | {"end_ids": more_ends[:2]})).end_ids != tokenizer.end_ids:
+        raise BimetalError(
+            f"{file} has {len(more_ends) + 1} tokens that end a reply; GGUF files name three: eos, eot and eom"
+        )
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | dict(zip(("eot", "eom"), more_ends, strict=False))
+    keys += [_key(f"tokenizer.ggml.{name}_token_id", id) for name, id in ids.items() if id is not None]
     keys.append(_key("tokenizer.ggml.add_bos_token", tokenizer.add_bos))
     for name, text in tokenizer.chat_templates.items():
         keys.append(_key("tokenizer.chat_template" + ("" if name == "default" else f".{name}"), text))
     return keys
 
 
-def _pre_name(file: Path, values: dict[str, Any]) -> str:
+def _pre_name(file: Path, values: dict[str, Any], preferred: str | None) -> str:
     """llama.cpp's name of the pre-tokenizer; raises BimetalError for one that has none there."""
     model, pre = values["model"], values.get("pre_tokenizer") or {}
     parts = pre.get("pretokenizers", [pre])
@@ -228,7 +197,7 @@ def _pre_name(file: Path, values: dict[str, Any]) -> str:
             case "ByteLevel" if part.get("use_regex", True):
                 patterns.append(GPT2_PATTERN)
     is_bytes = model.get("type") == "BPE" and any(part.get("type") == "ByteLevel" for part in parts)
-    name = pre_tokenizer_name(patterns, bool(model.get("ignore_merges"))) if is_bytes else None
+    name = pre_tokenizer_name(patterns, bool(model.get("ignore_merges")), preferred) if is_bytes else None
     if name is None:
         raise BimetalError(
             f"{file} splits text in a way that has no name in GGUF files; supported are the byte-level BPE tokenizers "

@@ -45,10 +45,13 @@ _PRE = {
 }
 
 
-def pre_tokenizer_name(patterns: Sequence[str], ignore_merges: bool) -> str | None:
-    """The `tokenizer.ggml.pre` name of a byte-level BPE that isolates these patterns in order, or None."""
-    same = (name for name, pre in _PRE.items() if (pre.patterns, pre.ignore_merges) == (tuple(patterns), ignore_merges))
-    return next(same, None)
+def pre_tokenizer_name(patterns: Sequence[str], ignore_merges: bool, preferred: str | None) -> str | None:
+    """The `tokenizer.ggml.pre` name of a byte-level BPE that isolates these patterns in order, or None.
+
+    preferred  the name to take where several have this meaning
+    """
+    same = [name for name, pre in _PRE.items() if (pre.patterns, pre.ignore_merges) == (tuple(patterns), ignore_merges)]
+    return preferred if preferred in same else next(iter(same), None)
 
 
 GPT2_PATTERN = _GPT2  # of a pre-tokenizer that leaves splitting to ByteLevel

@@ -170,7 +170,12 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         factor = None
     derived = {key: value for key, value in checkpoint.config.items() if not key.endswith(".yarn_attn_factor")}
     rope = gguf_rope(Keys(derived, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count"), None)
-    plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
+    rope = rope if factor is None else replace(rope, magnitude=factor)
+    sliding_rope = rope
+    if any(is_sliding):
+        plain = {"laguna.rope.freq_base": keys.positive("rope.freq_base_swa", 10000.0)}
+        dim = keys.size("rope.dimension_count_swa", head_dim)
+        sliding_rope = gguf_rope(Keys(plain, keys.where, "laguna.", nested=False), dim, None)
     return Config(
         vocab=table.shape[0] if table else keys.size("vocab_size"),
         hidden=keys.size("embedding_length"),
@@ -179,10 +184,8 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
         head_dim=head_dim,
         is_sliding=is_sliding,
         window=window,
-        rope=rope if factor is None else replace(rope, magnitude=factor),
-        sliding_rope=gguf_rope(
-            Keys(plain, keys.where, "laguna.", nested=False), keys.size("rope.dimension_count_swa", head_dim), None
-        ),
+        rope=rope,
+        sliding_rope=sliding_rope,
         gate_per_channel=_gate_per_channel(checkpoint, "blk.0.attn_gate.weight", heads[0], head_dim),
         is_sparse=tuple(i >= dense for i in range(layers)),
         ffn=keys.size("feed_forward_length"),

@@ -62,7 +62,6 @@ def laguna(config: dict, weights: Arrays) -> Converted:
         keys["rope.scaling.yarn_attn_factor"] = full["attention_factor"]
     if sliding is not None:
         keys["attention.sliding_window"] = config["sliding_window"]
-        keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
         keys["rope.freq_base_swa"] = sliding["rope_theta"]
         keys["rope.dimension_count_swa"] = int(head_dim * sliding["partial_rotary_factor"])
     return "laguna", keys, _tensors(config, config["num_experts"], weights)

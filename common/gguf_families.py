@@ -1,0 +1,146 @@
+"""The metadata keys of each family of models in a GGUF file, without the architecture in front, as llama.cpp's
+converter writes them: from the configuration that `common/models` reads and the contents of config.json.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Values = dict[str, Any]
+SIGMOID = 2  # expert_gating_func
+
+
+@dataclass(frozen=True)
+class Family:
+    """Name and keys that a model_type of config.json takes in a GGUF file.
+
+    name   general.architecture
+    keys   those that families differ in, of a configuration and the contents of config.json
+    theta  rope base where config.json states none
+    rope   the part of config.json that states the rope of `rope.freq_base` and `rope.scaling`
+    pre    name of the pre-tokenizer where several names have its meaning
+    """
+
+    name: str
+    keys: Callable[[Any, Values], Values]
+    theta: float = 10000.0
+    rope: Callable[[Values], Values] = lambda values: values
+    pre: str | None = None
+
+
+def _grouped(c: Any) -> Values:
+    return {
+        "attention.head_count": c.heads,
+        "attention.head_count_kv": c.kv_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+    }
+
+
+def _llama(c: Any, values: Values) -> Values:
+    return _grouped(c) | {
+        "block_count": c.layers,
+        "feed_forward_length": c.ffn,
+        "rope.dimension_count": c.head_dim,
+    }
+
+
+def _qwen35(c: Any, values: Values) -> Values:
+    layers = len(c.is_attention)
+    interval = c.is_attention.index(True) + 1 if True in c.is_attention else layers
+    keys = _grouped(c) | {
+        "block_count": layers,
+        "full_attention_interval": interval,
+        "rope.dimension_count": 2 * len(c.rope.frequencies),
+        "ssm.conv_kernel": c.taps,
+        "ssm.state_size": c.key_dim,
+        "ssm.group_count": c.key_heads,
+        "ssm.time_step_rank": c.value_heads,
+        "ssm.inner_size": c.value_heads * c.value_dim,
+    }
+    if sections := values.get("rope_parameters", {}).get("mrope_section"):
+        keys["rope.dimension_sections"] = [*sections, 0]
+    if any(is_attention != ((i + 1) % interval == 0) for i, is_attention in enumerate(c.is_attention)):
+        keys["attention.recurrent_layers"] = [not is_attention for is_attention in c.is_attention]
+    if c.experts is None:
+        return keys | {"feed_forward_length": c.ffn}
+    return keys | {
+        "expert_count": c.experts.count,
+        "expert_used_count": c.experts.top_k,
+        "expert_feed_forward_length": c.experts.ffn,
+        "expert_shared_feed_forward_length": c.experts.shared_ffn,
+    }
+
+
+def _sigmoid_experts(e: Any, dense_layers: int) -> Values:
+    return {
+        "leading_dense_block_count": dense_layers,
+        "expert_count": e.count,
+        "expert_used_count": e.top_k,
+        "expert_feed_forward_length": e.ffn,
+        "expert_weights_norm": True,
+        "expert_weights_scale": e.scale,
+        "expert_gating_func": SIGMOID,
+    }
+
+
+def _laguna(c: Any, values: Values) -> Values:
+    layers = len(c.heads)
+    keys = _grouped(c) | _sigmoid_experts(c.experts, c.is_sparse.index(True) if True in c.is_sparse else layers)
+    keys |= {
+        "block_count": layers,
+        "attention.head_count": list(c.heads),
+        "feed_forward_length": c.ffn,
+        "expert_shared_feed_forward_length": c.experts.shared_ffn,
+        "rope.dimension_count": 2 * len(c.rope.frequencies),
+    }
+    if (factor := _laguna_rope(values)["rope_parameters"].get("attention_factor")) is not None:
+        keys["rope.scaling.yarn_attn_factor"] = float(factor)
+    if not any(c.is_sliding):
+        return keys
+    keys |= {
+        "attention.sliding_window": c.window,
+        "rope.freq_base_swa": float(values["rope_parameters"]["sliding_attention"].get("rope_theta", 10000.0)),
+        "rope.dimension_count_swa": 2 * len(c.sliding_rope.frequencies),
+    }
+    period = next((p for p in range(1, layers) if c.is_sliding == tuple(i % p > 0 for i in range(layers))), None)
+    if period != 4:  # which readers assume, so that converters write nothing
+        keys["attention.sliding_window_pattern"] = period or list(c.is_sliding)
+    return keys
+
+
+def _laguna_rope(values: Values) -> Values:
+    return values | {"rope_parameters": values["rope_parameters"]["full_attention"]}
+
+
+def _glm(c: Any, values: Values) -> Values:
+    """Keys of the form that attends to latents, as one KV head."""
+    return _sigmoid_experts(c.experts, c.dense_layers) | {
+        "block_count": c.layers,
+        "attention.head_count": c.heads,
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": c.q_latent,
+        "attention.kv_lora_rank": c.latent,
+        "attention.key_length": c.latent + c.rope_dim,
+        "attention.value_length": c.latent,
+        "attention.key_length_mla": c.nope_dim + c.rope_dim,
+        "attention.value_length_mla": c.value_dim,
+        "feed_forward_length": c.ffn,
+        "expert_shared_count": c.experts.shared_ffn // c.experts.ffn,
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+        "rope.dimension_count": c.rope_dim,
+    }
+
+
+FAMILIES = {  # by config.json's model_type
+    "llama": Family("llama", _llama),
+    "qwen3": Family("qwen3", _llama),
+    "wedlm": Family("wedlm", _llama),
+    "qwen3_5": Family("qwen35", _qwen35),
+    "qwen3_5_text": Family("qwen35", _qwen35),
+    "qwen3_5_moe": Family("qwen35moe", _qwen35),
+    "qwen3_5_moe_text": Family("qwen35moe", _qwen35),
+    "laguna": Family("laguna", _laguna, rope=_laguna_rope),
+    "glm4_moe_lite": Family("deepseek2", _glm, theta=1e6, pre="glm4"),
+}
