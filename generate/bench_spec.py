@@ -221,6 +221,8 @@ def _windows(of: dict[str, WedlmStats]) -> None:
 
 
 def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt: float) -> dict[str, Any]:
+    w = r.wedlm
+    counts = f"; {w.rows_per_token:.2f} rows per token, p_cache {w.cache_share:.2f}" if w.forwards else ""
     return environment(name) | {
         "model": path.name,
         "decoder": way,
@@ -233,5 +235,5 @@ def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt:
         "accept_len": f"{r.length:.3f}" if r.steps else "1",
         "parity": f"{r.different} of {len(r.rates)} texts differ from plain, {r.near_ties} at near-ties",
         "verdict": options.verdict,
-        "note": f"{Path(options.spec).name}; {note(options)}",
+        "note": f"{Path(options.spec).name}{counts}; {note(options)}",
     }

@@ -59,6 +59,7 @@ def test_windows(files, tmp_path, capsys):
     rows = {row["decoder"]: row for row in csv.DictReader(log.open(), delimiter="\t")}
     assert {f"wedlm {name}" for name in ("quality", "balanced", "fast", "verify")} < rows.keys()
     assert float(rows["wedlm verify"]["accept_len"]) >= 1
+    assert "rows per token, p_cache" in rows["wedlm fast"]["note"]
 
 
 def test_without_a_draft(files, capsys):

@@ -1,5 +1,6 @@
 """WeDLM decoding for users: options, sessions, stops, statistics, and refusals."""
 
+import json
 import threading
 
 import numpy as np
@@ -13,6 +14,8 @@ from common.engine import Engine
 from common.errors import UsageError
 from common.options import GenerationOptions
 from generate.__main__ import main
+from generate.server.events import Usage
+from generate.server.wire import dumps, timings
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 LOOSE = {"wedlm_tau": 3.9, "wedlm_lambda": 0.02, "wedlm_window": 6}  # fills several masks of a random model at once
@@ -180,10 +183,16 @@ def test_a_seed_gives_the_same_text(llm):
 
 
 def test_statistics(llm):
-    stats = llm.generate("hello", max_tokens=40, **LOOSE).stats.wedlm
+    reply = llm.generate("hello", max_tokens=40, **LOOSE)
+    stats = reply.stats.wedlm
     assert 1 < stats.tokens_per_forward <= 40
     assert stats.cache_share == pytest.approx(1 / stats.rows_per_token)
     assert all(seconds > 0 for seconds in stats.seconds.values())
+    answered = json.loads(dumps(timings(reply.stats, Usage(5))))["wedlm"]
+    assert {"forwards", "tokens_per_forward", "rows_per_token", "p_cache", "forward_ms", "host_ms"} < answered.keys()
+    assert answered["tokens_per_forward"] == pytest.approx(stats.tokens_per_forward, abs=1e-4)
+    plain = llm.generate("hello", max_tokens=4, spec="off").stats
+    assert "wedlm" not in timings(plain, Usage(5))
 
 
 def test_the_command_line(folder, capsys):

@@ -88,6 +88,20 @@ class WedlmStats:
         """Tokens of the reply over rows computed (p_cache in the paper); 1 for plain decoding."""
         return self.tokens / max(self.rows, 1)
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """The counts, what they give, and milliseconds per forward by phase, under the names that JSON has."""
+        times = {f"{phase}_ms": round(1e3 * s / max(self.forwards, 1), 4) for phase, s in self.seconds.items()}
+        return {
+            "forwards": self.forwards,
+            "fills": self.fills,
+            "rows": self.rows,
+            "tokens_per_forward": round(self.tokens_per_forward, 4),
+            "rows_per_token": round(self.rows_per_token, 4),
+            "p_cache": round(self.cache_share, 4),
+            **times,
+        }
+
     def add(self, other: "WedlmStats") -> None:
         """Count another reply too."""
         for name in ("forwards", "fills", "rows", "committed", "tokens"):

@@ -111,7 +111,7 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
 
 
 def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
-    """Return the times of a reply, under llama.cpp's names."""
+    """Return the times of a reply, under llama.cpp's names; with a WeDLM model its windows' too."""
     read = stats.prompt_tokens - stats.cached_tokens
     found: dict[str, Any] = {
         "cache_n": stats.cached_tokens,
@@ -124,6 +124,8 @@ def timings(stats: Stats, usage: Usage) -> dict[str, Any]:
     }
     if stats.accepted is not None:
         found |= {"draft_n": usage.accepted + usage.rejected, "draft_n_accepted": usage.accepted}
+    if stats.wedlm is not None:
+        found["wedlm"] = stats.wedlm.figures
     return found
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tiny
+from test_wedlm_schedules import replies_at_once
 from wedlm_simulator import simulate, simulate_checked
 
 from common.decode.alone import run_alone
@@ -208,6 +209,11 @@ def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
     assert [reply(count)[0] for count in (1, 5)] == [whole[:1], whole[:5]]
     for end in (whole[2], whole[-1]):
         assert reply(14, end) == (whole[: whole.index(end)], "stop")
+
+
+def test_several_replies_at_once(model):
+    """Windows of other sizes, verified, checked or not, beside plain decoding in one pool: the tokens of each alone."""
+    assert replies_at_once(model, 5) == replies_at_once(model, 1)
 
 
 def test_draws_by_seed(model):

@@ -87,6 +87,8 @@ def test_rows_may_be_reordered(model, network):
         plain_order = Step.chain(tokens.astype(np.int32), 7)  # control: the natural order with a causal mask
         if not filled[: filled.sum()].all():
             assert np.abs(model.ops.read(model.forward(state, plain_order)) - natural).max() > 0.05
+            by_place = Step.chain(tokens[order].astype(np.int32), 7)  # control: positions by place in the step
+            assert np.abs(model.ops.read(model.forward(state, by_place)) - natural[order]).max() > 0.05
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)

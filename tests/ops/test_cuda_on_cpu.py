@@ -310,7 +310,7 @@ def test_sequences_on_several_gpus(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param("reordered or no_row or not_committed", marks=pytest.mark.compile),
+        pytest.param("reordered or no_row or not_committed or at_once", marks=pytest.mark.compile),
         pytest.param("test_", marks=pytest.mark.slow),
     ],
 )

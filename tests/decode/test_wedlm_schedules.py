@@ -1,0 +1,164 @@
+"""WeDLM's windows: other schedules with the same tokens, counts of forwards and rows, ends, several replies at once."""
+# ruff: noqa: F811  tests take the fixtures of test_wedlm_decoder.py by their names
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_wedlm_decoder import MASK, PROMPT, decoded, folder, model, read  # noqa: F401  fixtures
+
+from common.decode.wedlm import choose
+from common.decoders import WedlmOptions
+from common.engine import Engine
+from common.options import GenerationOptions
+from common.sampling import Sampling
+from common.sequence import Call
+from common.step import Step
+
+EVERYTHING = 1e9  # tau that fills every mask
+SETTINGS = [(16, 0.4, 0.02), (6, 4.3, 0.05), (8, 4.4, 0.0), (4, 0.0, 0.02), (5, EVERYTHING, 0.0)]
+
+
+def chosen_rows(model, step, state, masks):
+    """The likeliest tokens and the entropies of the last `masks` rows; nothing is committed."""
+    logits = model.forward(state, step)[len(step) - masks :]
+    return [model.ops.read(x) for x in model.ops.argmax_entropy(logits, MASK)]
+
+
+def in_two_forwards(model, prompt, count, options):
+    """`count` tokens and the forwards of a schedule that reads what it filled by a forward of its own."""
+    state, _ = read(model, prompt)
+    tokens, filled, forwards, out = [MASK] * options.window, [False] * options.window, 0, []
+    while len(out) < count:
+        order = sorted(range(options.window), key=lambda slot: not filled[slot])
+        rows, parents = np.array([tokens[slot] for slot in order], np.int32), np.arange(-1, options.window - 1)
+        step = Step(rows, state.length + np.array(order, np.int32), parents.astype(np.int32), np.zeros_like(rows))
+        masks = np.array([slot for slot in order if not filled[slot]])
+        best, entropies = chosen_rows(model, step, state, len(masks))
+        for j in choose(entropies, masks - masks[0], options):
+            tokens[masks[j]], filled[masks[j]] = int(best[j]), True
+        run = filled.index(False) if False in filled else options.window
+        forwards += 1 + bool(run)
+        if run:
+            model.forward(state, Step.chain(np.array(tokens[:run], np.int32), state.length))
+            state.commit(np.arange(run))
+            out += tokens[:run]
+        tokens, filled = tokens[run:] + [MASK] * run, filled[run:] + [False] * run
+    return out, forwards
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+def test_one_forward_gives_the_tokens_of_two(window, tau, penalty, model):
+    """Committing in the forward that fills gives the tokens of committing in a forward of its own."""
+    options = WedlmOptions(window, tau, penalty)
+    expected, forwards = in_two_forwards(model, PROMPT, 20, options)
+    for unread in (0, 1, 5):
+        out, stats, _ = decoded(model, PROMPT, 20, options, unread=unread)
+        assert out == expected[:20]
+        assert stats.forwards == stats.fills < forwards
+
+
+@pytest.mark.parametrize(("window", "steps"), [(16, 3), (6, 7)])
+def test_counts_where_every_mask_is_filled(window, steps, model):
+    """40 tokens: forwards and rows by their closed forms, each less the last forward, which would only commit."""
+    options = WedlmOptions(window, EVERYTHING, 0.0)
+    assert in_two_forwards(model, PROMPT, 40, options)[1] == 2 * steps
+    for unread in (0, 5):
+        _, stats, _ = decoded(model, PROMPT, 40, options, unread=unread)
+        assert (stats.forwards, stats.rows) == (steps, window + 2 * window * (steps - 1))
+    _, stats, _ = decoded(model, PROMPT, 40, WedlmOptions(window, EVERYTHING, 0.0, order="paper"), unread=0)
+    assert (stats.forwards, stats.fills, stats.rows) == (2 * steps - 1, steps, (2 * steps - 1) * window)
+
+
+@pytest.mark.parametrize("tau", [0.0, 4.2, EVERYTHING])
+def test_a_window_of_one_is_a_loop(tau, model):
+    """One mask after the text, its likeliest token in its place, and so on, whatever the threshold."""
+    out, stats, _ = decoded(model, PROMPT, 12, WedlmOptions(1, tau, 0.02))
+    for i, token in enumerate(out):
+        text = [*PROMPT, *out[:i]]
+        state, _ = read(model, text)
+        (best,), _ = chosen_rows(model, Step.chain(np.array([MASK], np.int32), len(text)), state, 1)
+        assert token == best
+    assert (stats.forwards, stats.fills) == (12, 12)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 5.0])
+def test_what_is_filled_does_not_depend_on_sampling(temperature, model):
+    """Entropies are of the model's own distribution: before the temperature, top-k and top-p."""
+    options = WedlmOptions(6, 4.3, 0.05)
+    greedy, counts, _ = decoded(model, PROMPT, 20, options)
+    narrow = Sampling(temperature=temperature, top_k=1, top_p=0.5, seed=3)
+    drawn, stats, _ = decoded(model, PROMPT, 20, options, narrow)
+    assert (drawn, stats.fills, stats.rows) == (greedy, counts.fills, counts.rows)
+
+
+@pytest.mark.parametrize("options", [(6, 4.3, 0.05), (1, 4.2, 0.0), (5, EVERYTHING, 0.0)])
+def test_forwards_and_rows_are_counted(options, model, monkeypatch):
+    forward, sizes = type(model).forward, []
+
+    def counted(self, state, step, *rest):
+        sizes.append(len(step))
+        return forward(self, state, step, *rest)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    out, stats, _ = decoded(model, PROMPT, 20, WedlmOptions(*options), unread=3)
+    sizes = sizes[1:]  # without the prompt's own
+    assert (stats.forwards, stats.rows, stats.tokens) == (len(sizes), sum(sizes) - 3, len(out))
+    assert stats.cache_share == len(out) / stats.rows
+    assert stats.cache_share == pytest.approx(stats.tokens_per_forward / (stats.rows / stats.fills))
+
+
+class Ids:
+    """A tokenizer of tokens without text, of which `end_ids` end a reply."""
+
+    vocab_size = 0
+
+    def __init__(self, *end_ids):
+        self.end_ids = frozenset(end_ids)
+
+    def decoder(self):
+        return SimpleNamespace(push=lambda token: "", flush=lambda: "")
+
+
+def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
+    """A filled end token ends nothing before its turn; the limit of new tokens holds inside a run."""
+
+    def reply(count, *ends):
+        options = GenerationOptions(max_tokens=count, spec="wedlm", wedlm_window=6, wedlm_tau=4.4)
+        pieces = list(Engine(model, Ids(*ends), 64).stream(PROMPT, options))
+        return [token for piece in pieces for token in piece.tokens], pieces[-1].finish_reason
+
+    whole, reason = reply(14)
+    assert (len(whole), reason) == (14, "length")
+    assert [reply(count)[0] for count in (1, 5)] == [whole[:1], whole[:5]]
+    for end in (whole[2], whole[-1]):
+        assert reply(14, end) == (whole[: whole.index(end)], "stop")
+
+
+CALLS = [
+    (PROMPT, {"wedlm_window": 6, "wedlm_tau": 4.3, "max_tokens": 17}),
+    ([1], {"wedlm_window": 16, "wedlm_tau": 4.4, "wedlm_verify": True, "max_tokens": 12}),
+    (PROMPT[::-1] * 5, {"wedlm_window": 40, "wedlm_tau": 3.0, "wedlm_order": "paper", "max_tokens": 9}),
+    ([8, 9], {"wedlm_window": 8, "wedlm_tau": 4.4, "wedlm_sure": 4.2, "max_tokens": 14}),
+    ([4, 4, 4], {"spec": "off", "max_tokens": 11}),
+]
+
+
+def replies_at_once(model, parallel):
+    """The tokens of each call, of an engine that runs `parallel` of them at a time."""
+    engine, out = Engine(model, Ids(), 128, parallel), []
+    for prompt, options in CALLS:
+        tokens = []
+        out.append(tokens)
+        put = lambda piece, tokens=tokens: tokens.extend(piece.tokens)  # noqa: E731
+        end = lambda error: error and pytest.fail(str(error))  # noqa: E731
+        engine.submit(Call(prompt, GenerationOptions(**options), put, end, threading.Event()))
+    engine.drain()
+    assert [len(tokens) for tokens in out] == [options["max_tokens"] for _, options in CALLS]
+    return out
+
+
+def test_several_replies_at_once(model):
+    """Windows of other sizes and lengths, verified, checked or not, beside plain decoding: the tokens of each alone."""
+    assert replies_at_once(model, 5) == replies_at_once(model, 1)
