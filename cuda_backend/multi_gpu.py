@@ -6,23 +6,24 @@ waits on the host, so that a step of other sequences runs on the first GPU while
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import cupy
 import numpy as np
 
 from common.errors import BimetalError, UsageError
-from common.ops import LayerSize, Ops
+from common.ops import Ops
 from common.step import Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import rows
 from cuda_backend.arrays import Array
-from cuda_backend.multi_gpu_states import MultiGpuPool, MultiGpuState
+from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
 from cuda_backend.relay import Gpu, Held, Input, MultiGpuStep, Relay, Value
+from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each, free, leaves
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
@@ -39,51 +40,23 @@ def forwarded(name: str) -> Any:
     return op
 
 
-def leaves(x: Any) -> Iterator[Any]:
-    """Iterate over the leaves of `x`, which may be a tuple of tuples."""
-    if isinstance(x, tuple):
-        for part in x:
-            yield from leaves(part)
-    else:
-        yield x
-
-
-def each(x: Any, change: Callable[[Any], Any]) -> Any:
-    """`x` with all of its leaves changed; a named tuple stays one of its kind."""
-    if not isinstance(x, tuple):
-        return change(x)
-    parts = [each(part, change) for part in x]
-    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-
-
 def gpu_of(args: Sequence[Any]) -> Gpu:
     """Find the GPU of the first weight or state, else of the first array."""
     return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
 
 
-class MultiGpuOps(Ops):
+class MultiGpuOps(SeveralGpus):
     """The op contract on several GPUs.
 
     layers  the GPU of each layer of the model, as `gpus` counts them
     draft   that of the layers after those, a draft's
     """
 
-    name = CudaOps.name
-    item_bytes = CudaOps.item_bytes
-    runs_ahead = CudaOps.runs_ahead
-    replays = CudaOps.replays
-    draws = CudaOps.draws
-    tree_rows = CudaOps.tree_rows
-    cache_pairs = CudaOps.cache_pairs
-    checks_scales = CudaOps.checks_scales
-    reserves = CudaOps.reserves
-    joins = CudaOps.joins
-
     def __init__(self, gpus: Sequence[Gpu], layers: Sequence[int], draft: Gpu):
-        self.gpus, self.layers, self.draft = gpus, [gpus[i] for i in layers], draft
+        super().__init__(gpus)
+        self.layers, self.draft = [gpus[i] for i in layers], draft
         self.micro_batches = len({*self.layers})
         self.relay = Relay(gpus)
-        self.prefill_rows = min(gpu.ops.prefill_rows for gpu in gpus)
         self.loads_on = gpus[0]
         for a in gpus:
             for b in gpus:
@@ -113,31 +86,11 @@ class MultiGpuOps(Ops):
         with self.loads_on.device:
             return Held(self.loads_on.ops.vector(tensor), self.loads_on)
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for gpu in self.gpus:
-                stack.enter_context(gpu.device)  # left after `loading`, which checks on it
-                stack.enter_context(gpu.ops.loading())
-            yield
-
     def weight_bytes(self, weight: Held) -> int:
         return weight.gpu.ops.weight_bytes(weight.value)
 
-    def holds(self, stored_type: str) -> str:
-        return self.gpus[0].ops.holds(stored_type)
-
-    def held_bytes(self, *gpus: Tensor) -> int:
-        return self.gpus[0].ops.held_bytes(*gpus)
-
-    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
-        return self.gpus[0].ops.held_state_bytes(spec, tokens, rows)
-
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
         return self.gpus[0].ops.held_pool_bytes(spec, slots, capacity, tokens, rows, self._batches(slots))
-
-    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-        return self.gpus[0].ops.work_bytes(layers, tokens, rows)
 
     def free_bytes(self) -> tuple[int, str]:
         return sum(map(free, self.gpus)), f"free memory of GPUs {', '.join(str(gpu.index) for gpu in self.gpus)}"
@@ -146,15 +99,16 @@ class MultiGpuOps(Ops):
         held = [(gpu, [i for i in range(layers) if self._place(i) is gpu]) for gpu in self.gpus]
         return [(free(gpu), own) for gpu, own in held if own]
 
-    def held_expert_bytes(self, *parts: Tensor) -> int:
-        return self.gpus[0].ops.held_expert_bytes(*parts)
-
     def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> MultiGpuPool:
-        places = [self._place(i) for i in range(len(spec))]
-        return MultiGpuPool(spec, slots, capacity, places, self.gpus, tokens, self._batches(slots))
-
-    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> MultiGpuState:
-        return self.new_pool(spec, 1, capacity).new_state()
+        pools, layers = {}, [SimpleNamespace() for _ in spec]
+        for gpu in self.gpus:
+            own = [i for i in range(len(spec)) if self._place(i) is gpu]
+            with gpu.device:
+                part = gpu.ops.new_pool([spec[i] for i in own], slots, capacity, tokens, self._batches(slots))
+            for n, i in enumerate(own):
+                layers[i] = SimpleNamespace(**{name: Held(handle, gpu) for name, handle in vars(part[n]).items()})
+            pools[gpu] = part
+        return MultiGpuPool(pools, layers)
 
     def _batches(self, slots: int) -> int:
         """Micro-batches that so many sequences may be divided among."""
@@ -186,16 +140,9 @@ class MultiGpuOps(Ops):
         with xs[0].gpu.device:
             return xs[0].gpu.ops.read_all(*(x.array for x in xs))
 
-    def peak_bytes(self) -> int:
-        return sum(self._each(lambda ops: ops.peak_bytes()))
-
-    @property
-    def launches(self) -> int:
-        return sum(gpu.ops.launches for gpu in self.gpus)
-
     def copy_bandwidth(self) -> float:
         """Return the bandwidth of the slowest GPU."""
-        return min(self._each(lambda ops: ops.copy_bandwidth()))
+        return min(self.each_gpu(lambda gpu: gpu.ops.copy_bandwidth()))
 
     embed = forwarded("embed")
     linear = forwarded("linear")
@@ -245,13 +192,6 @@ class MultiGpuOps(Ops):
         with x.gpu.device:
             return Value(rows.kept(x.gpu.context, x.array, count), x.gpu, self.relay)
 
-    def _each(self, fn: Callable[[CudaOps], Any]) -> list[Any]:
-        out = []
-        for gpu in self.gpus:
-            with gpu.device:
-                out.append(fn(gpu.ops))
-        return out
-
 
 # -- which GPU has what ------------------------------------------------------------------------------------------------
 
@@ -284,17 +224,6 @@ def open_gpus(
     return MultiGpuOps(list(gpus.values()), layers, gpus[devices[-1] if draft is None else draft])
 
 
-def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
-    """Refuse GPUs among `chosen` that this machine has not, and one that `devices` name twice."""
-    count = cupy.cuda.runtime.getDeviceCount()
-    for index in chosen:
-        if not 0 <= index < count:
-            has = f"GPUs 0 to {count - 1}" if count > 1 else "GPU 0 alone"
-            raise UsageError(f"GPU {index} does not exist; this machine has {has}")
-    if len(set(devices)) < len(devices):
-        raise UsageError(f"devices {','.join(map(str, devices))} name a GPU twice")
-
-
 def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:
     """For each layer, of so many bytes, which share is its: contiguous ranges, close to the proportions, none empty."""
     if len(split) > len(sizes):
@@ -307,21 +236,3 @@ def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:
         cuts.append(min(max(nearest, cuts[-1] + 1), len(sizes) - len(split) + number))
     cuts.append(len(sizes))
     return [number for number in range(len(split)) for _ in range(cuts[number], cuts[number + 1])]
-
-
-def free(gpu: Gpu) -> int:
-    with gpu.device:
-        return gpu.ops.free_bytes()[0]
-
-
-@cache
-def connect(reader: int, owner: int) -> None:
-    """Let a GPU reach another's memory; where the hardware cannot, the driver copies by way of the host."""
-    runtime = cupy.cuda.runtime
-    if runtime.deviceCanAccessPeer(reader, owner):
-        with cupy.cuda.Device(reader):
-            try:
-                runtime.deviceEnablePeerAccess(owner)
-            except runtime.CUDARuntimeError as error:
-                if "PeerAccessAlreadyEnabled" not in str(error):
-                    raise

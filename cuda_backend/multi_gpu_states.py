@@ -1,6 +1,6 @@
-"""What sequences store on several GPUs: on each a pool of the layers that it holds, with the same slots on all."""
+"""What sequences store on several GPUs: a pool on each, of its layers or its part of every layer, with equal slots."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from common.step import Shape, State, Step
-from common.storage import LayerSpec
-from cuda_backend.relay import Gpu, Held
+from cuda_backend.relay import Gpu
 from cuda_backend.replay import graphs
 from cuda_backend.runs import Run
 from cuda_backend.states import CudaPool, CudaState
@@ -60,36 +59,19 @@ class Share:
 class MultiGpuPool:
     """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
 
-    `pool[i].kv`, ... are held by the GPU of layer i. The pools of all GPUs have as many pages and take and free them
-    alike, so that the first one finds out whether memory is short.
+    The pools of all GPUs have as many slots and pages, and take and free them alike, so that the first one finds out
+    whether memory is short.
 
-    pools    what each GPU has, none of the layers for some perhaps
-    tokens   as CudaPool
-    batches  micro-batches, whose steps alternate
+    pools   what each GPU has, none of the layers for some perhaps
+    layers  `pool[i].kv`, ... of all layers, as the ops of these GPUs receive them
     """
 
     length = 0  # of no one sequence
 
-    def __init__(
-        self,
-        spec: Sequence[LayerSpec],
-        slots: int,
-        capacity: int,
-        places: Sequence[Gpu],
-        gpus: Sequence[Gpu],
-        tokens: int | None = None,
-        batches: int = 1,
-    ):
-        self.slots, self.capacity = slots, capacity
-        self.layers = [SimpleNamespace() for _ in spec]
-        self.pools: dict[Gpu, CudaPool] = {}
-        for gpu in gpus:
-            own = [i for i, place in enumerate(places) if place is gpu]
-            with gpu.device:
-                self.pools[gpu] = gpu.ops.new_pool([spec[i] for i in own], slots, capacity, tokens, batches)
-            for n, i in enumerate(own):
-                held = {name: Held(handle, gpu) for name, handle in vars(self.pools[gpu][n]).items()}
-                self.layers[i] = SimpleNamespace(**held)
+    def __init__(self, pools: Mapping[Gpu, CudaPool], layers: Sequence[SimpleNamespace]):
+        self.pools, self.layers = pools, layers
+        self.first = next(iter(pools.values()))
+        self.slots, self.capacity = self.first.slots, self.first.capacity
         self.graphs = graphs()
 
     def __getitem__(self, layer: int) -> SimpleNamespace:
@@ -106,7 +88,7 @@ class MultiGpuPool:
     @property
     def lengths(self) -> list[int]:
         """Committed tokens of each slot."""
-        return next(iter(self.pools.values())).lengths
+        return self.first.lengths
 
     @property
     def free_tokens(self) -> int | None:
@@ -116,7 +98,7 @@ class MultiGpuPool:
 
     def runs(self, step: Step) -> list[Run]:
         """The rows of each sequence of a step, whose `slots` are the pool's."""
-        return next(iter(self.pools.values())).runs(step)
+        return self.first.runs(step)
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
         """Note a step that is about to be launched, and its runs; NoRoomError where pages for its rows are short."""

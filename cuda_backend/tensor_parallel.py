@@ -16,22 +16,23 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.ops import LayerSize, Ops
+from common.ops import Ops
 from common.sampling import Sampler, Samplers
 from common.shards import Ranks
-from common.step import State, Step
+from common.step import Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import rows, sampling
 from cuda_backend.arrays import Array
 from cuda_backend.card import card_of
 from cuda_backend.exchange import MOST_RANKS, Exchange
-from cuda_backend.multi_gpu import check_devices, connect, each, free
+from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
 from cuda_backend.relay import Gpu, Input, MultiGpuStep
 from cuda_backend.replay import DeviceStep, check, table_of
 from cuda_backend.segments import Program, run_step
-from cuda_backend.wide import Wide, WideGraph, WidePool, widened
+from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each, free
+from cuda_backend.wide import Wide, WideGraph, widened
 
 
 def on_all(name: str) -> Any:
@@ -60,29 +61,17 @@ class Drawn(Sampler):
         return self.drawn
 
 
-class TensorParallelOps(Ops):
+class TensorParallelOps(SeveralGpus):
     """The op contract on GPUs that share every layer. A weight made here lies whole on each; `load` divides a model.
 
     loaded  the ranks' models, each on one GPU's ops, that the first `load` made
     """
 
-    name = CudaOps.name
-    item_bytes = CudaOps.item_bytes
-    runs_ahead = CudaOps.runs_ahead
-    replays = CudaOps.replays
-    draws = CudaOps.draws
-    tree_rows = CudaOps.tree_rows
-    cache_pairs = CudaOps.cache_pairs
-    checks_scales = CudaOps.checks_scales
-    reserves = CudaOps.reserves
-    joins = CudaOps.joins
-
     def __init__(self, gpus: Sequence[Gpu]):
-        self.gpus = gpus
+        super().__init__(gpus)
         self.ranks = Ranks(0, len(gpus))  # by which parts are predicted, which are alike
         for rank, gpu in enumerate(gpus):
             gpu.ops.ranks = Ranks(rank, len(gpus))
-        self.prefill_rows = min(gpu.ops.prefill_rows for gpu in gpus)
         self.exchange = Exchange(gpus)
         self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
         self.loaded: list[Any] = []
@@ -90,7 +79,7 @@ class TensorParallelOps(Ops):
     # -- weights and states --------------------------------------------------------------------------------------------
 
     def load(self, make: Callable[[Ops], Any]) -> Any:
-        self.loaded = self._each(lambda rank: make(self.gpus[rank].ops))
+        self.loaded = self.each_gpu(lambda gpu: make(gpu.ops))
         return self._joined(self.loaded)
 
     def load_beside(self, model: Any, make: Callable[[Any], Any]) -> Any:
@@ -103,42 +92,17 @@ class TensorParallelOps(Ops):
         return replace(models[0], ops=self, **trees)
 
     def weight(self, *parts: Tensor) -> Wide:
-        return Wide(self.gpus, self._each(lambda rank: self.gpus[rank].ops.weight(*parts)))
+        return Wide(self.gpus, self.each_gpu(lambda gpu: gpu.ops.weight(*parts)))
 
     def vector(self, tensor: Tensor) -> Wide:
-        return Wide(self.gpus, self._each(lambda rank: self.gpus[rank].ops.vector(tensor)))
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for gpu in self.gpus:
-                stack.enter_context(gpu.device)  # left after `loading`, which checks on it
-                stack.enter_context(gpu.ops.loading())
-            yield
+        return Wide(self.gpus, self.each_gpu(lambda gpu: gpu.ops.vector(tensor)))
 
     def weight_bytes(self, weight: Wide) -> int:
         """Count the bytes on all GPUs, which read them at once."""
         return sum(gpu.ops.weight_bytes(part) for gpu, part in zip(self.gpus, weight.parts, strict=True))
 
-    def holds(self, stored_type: str) -> str:
-        return self.gpus[0].ops.holds(stored_type)
-
-    # predictions are of one rank, whose part a layout and a state specification describe
-
-    def held_bytes(self, *parts: Tensor) -> int:
-        return self.gpus[0].ops.held_bytes(*parts)
-
-    def held_expert_bytes(self, *parts: Tensor) -> int:
-        return self.gpus[0].ops.held_expert_bytes(*parts)
-
-    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
-        return self.gpus[0].ops.held_state_bytes(spec, tokens, rows)
-
     def held_pool_bytes(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int, rows: int) -> int:
         return self.gpus[0].ops.held_pool_bytes(spec, slots, capacity, tokens, rows)
-
-    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-        return self.gpus[0].ops.work_bytes(layers, tokens, rows)
 
     def free_bytes(self) -> tuple[int, str]:
         least = min(self.gpus, key=free)
@@ -147,23 +111,20 @@ class TensorParallelOps(Ops):
     def room(self, layers: int) -> list[tuple[int, Sequence[int]]]:
         return [(free(gpu), range(layers)) for gpu in self.gpus]
 
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> WidePool:
-        pools = self._each(lambda rank: self.gpus[rank].ops.new_pool(spec, slots, capacity, tokens))
-        return WidePool(self.gpus, pools)
-
-    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
-        return self.new_pool(spec, 1, capacity).new_state()
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> MultiGpuPool:
+        parts = self.each_gpu(lambda gpu: gpu.ops.new_pool(spec, slots, capacity, tokens))
+        layers = widened(self.gpus, [part.layers for part in parts])
+        return MultiGpuPool(dict(zip(self.gpus, parts, strict=True)), layers)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
-        parts, count = state.parts, len(step)
-        runs = parts[0].runs(step)
-        check(step, runs, parts[0].pool.lengths, state.capacity)
-        self._each(lambda rank: parts[rank].pool.note_runs(step, runs))
+        runs, count = state.runs(step), len(step)
+        check(step, runs, state.pool.lengths, state.capacity)
+        state.pool.note_runs(step, runs)
         self.exchange.begin()
         try:
-            self.steps = self._each(lambda rank: self._uploaded(rank, parts[rank].pool, step, runs))
+            self.steps = self._each(lambda rank: self._uploaded(rank, state.pool, step, runs))
             call, captured = partial(self._call, fn, state), partial(self._captured, fn, state)
             out = run_step(table_of(state, fn), len(self.steps[0]), call, captured)
         except BaseException:
@@ -175,10 +136,11 @@ class TensorParallelOps(Ops):
             return tuple(self._kept(x, count) for x in out)
         return self._kept(out if kept is None else out[kept], count)
 
-    def _uploaded(self, rank: int, pool: Any, step: Step, runs: Any) -> DeviceStep:
+    def _uploaded(self, rank: int, pool: MultiGpuPool, step: Step, runs: Any) -> DeviceStep:
         if isinstance(step.tokens, Wide):
             step = replace(step, tokens=step.tokens.parts[rank])
-        return self.gpus[rank].context.replay.upload(pool, step, runs)
+        gpu = self.gpus[rank]
+        return gpu.context.replay.upload(pool.pools[gpu], step, runs)
 
     def _call(self, fn: Callable[[Any, Any], Any], state: Any) -> Any:
         for gpu, step in zip(self.gpus, self.steps, strict=True):
@@ -193,7 +155,7 @@ class TensorParallelOps(Ops):
 
     def _captured(self, fn: Callable[[Any, Any], Any], state: Any) -> Program:
         with ExitStack() as stack:
-            captures = self._each(lambda rank: stack.enter_context(self._capture(self.gpus[rank])))
+            captures = self.each_gpu(lambda gpu: stack.enter_context(self._capture(gpu)))
             out = self._call(fn, state)
         return Program([WideGraph(self.gpus, captures, self.exchange, self.exchange.index)], out)
 
@@ -244,16 +206,9 @@ class TensorParallelOps(Ops):
         with self._first() as ops:
             return (ops.read(xs[0].parts[0]),) if len(xs) == 1 else ops.read_all(*(x.parts[0] for x in xs))
 
-    def peak_bytes(self) -> int:
-        return sum(self._each(lambda rank: self.gpus[rank].ops.peak_bytes()))
-
-    @property
-    def launches(self) -> int:
-        return sum(gpu.ops.launches for gpu in self.gpus)
-
     def copy_bandwidth(self) -> float:
         """Return the bandwidth of all GPUs together."""
-        return sum(self._each(lambda rank: self.gpus[rank].ops.copy_bandwidth()))
+        return sum(self.each_gpu(lambda gpu: gpu.ops.copy_bandwidth()))
 
     embed = on_all("embed")
     linear = on_all("linear")

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from common.step import State
 from cuda_backend.exchange import Exchange
 from cuda_backend.launch import Graph
-from cuda_backend.multi_gpu_states import Share
 from cuda_backend.relay import Gpu
-from cuda_backend.replay import graphs
 
 
 class Wide:
@@ -54,60 +51,6 @@ def widened(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [widened(gpus, parts) for parts in zip(*trees, strict=True)]
     return None if first is None else Wide(gpus, trees)
-
-
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
-class WidePool:
-    """A CudaPool of each rank, over whose slots and pages one thing happens alike."""
-
-    length = 0
-
-    def __init__(self, gpus: Sequence[Gpu], parts: Sequence[Any]):
-        self.gpus, self.parts, self.graphs = gpus, tuple(parts), graphs()
-        self.slots, self.capacity = parts[0].slots, parts[0].capacity
-        layers = zip(*(part.layers for part in parts), strict=True)
-        self.layers = [widened(gpus, layer) for layer in layers]
-
-    def __getitem__(self, layer: int) -> Any:
-        return self.layers[layer]
-
-    def new_state(self) -> "WideState":
-        return WideState(self)
-
-    @property
-    def free_tokens(self) -> int | None:
-        tokens: int | None = self.parts[0].free_tokens
-        return tokens
-
-    @property
-    def calibrates(self) -> bool:
-        return any(part.calibrates for part in self.parts)
-
-
-class WideState(State):
-    """One sequence's slot of each rank's pool."""
-
-    def __init__(self, pool: WidePool):
-        self.parts: list[Any] = []
-        for gpu, part in zip(pool.gpus, pool.parts, strict=True):
-            with gpu.device:
-                self.parts.append(part.new_state())
-        self.slot = self.parts[0].slot
-        super().__init__([vars(layer) for layer in pool.layers], pool.capacity)
-        self.pool: Any = pool
-
-    @property
-    def graphs(self) -> Any:
-        return self.pool.graphs
-
-    @property
-    def calibrates(self) -> bool:
-        return bool(self.pool.calibrates)
-
-    def _all(self) -> list[Any]:
-        return [Share(gpu, part) for gpu, part in zip(self.pool.gpus, self.parts, strict=True)]
 
 
 # -- captured steps ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from cuda_backend import exchange as exchanging  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.exchange import Exchange  # noqa: E402
 from cuda_backend.memory import copy_in, upload  # noqa: E402
-from cuda_backend.multi_gpu import connect  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.relay import Gpu  # noqa: E402
+from cuda_backend.several_gpus import connect  # noqa: E402
 
 COUNT = cupy.cuda.runtime.getDeviceCount()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")]

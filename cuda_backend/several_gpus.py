@@ -1,0 +1,135 @@
+"""What several GPUs have alike, whether each holds some layers of a model or a part of every layer."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import cupy
+
+from common.errors import UsageError
+from common.ops import LayerSize, Ops
+from common.storage import LayerSpec
+from common.tensors import Tensor
+from cuda_backend.multi_gpu_states import MultiGpuPool, MultiGpuState
+from cuda_backend.ops import CudaOps
+from cuda_backend.relay import Gpu
+
+
+class SeveralGpus(Ops):
+    """The part of the op contract that concerns all of `gpus`, or the first one in place of any."""
+
+    name = CudaOps.name
+    item_bytes = CudaOps.item_bytes
+    runs_ahead = CudaOps.runs_ahead
+    replays = CudaOps.replays
+    draws = CudaOps.draws
+    tree_rows = CudaOps.tree_rows
+    cache_pairs = CudaOps.cache_pairs
+    checks_scales = CudaOps.checks_scales
+    reserves = CudaOps.reserves
+    joins = CudaOps.joins
+
+    def __init__(self, gpus: Sequence[Gpu]):
+        self.gpus = gpus
+        self.prefill_rows = min(gpu.ops.prefill_rows for gpu in gpus)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for gpu in self.gpus:
+                stack.enter_context(gpu.device)  # left after `loading`, which checks on it
+                stack.enter_context(gpu.ops.loading())
+            yield
+
+    def holds(self, stored_type: str) -> str:
+        return self.gpus[0].ops.holds(stored_type)
+
+    def held_bytes(self, *parts: Tensor) -> int:
+        return self.gpus[0].ops.held_bytes(*parts)
+
+    def held_expert_bytes(self, *parts: Tensor) -> int:
+        return self.gpus[0].ops.held_expert_bytes(*parts)
+
+    def held_state_bytes(self, spec: Sequence[LayerSpec], tokens: int, rows: int) -> int:
+        return self.gpus[0].ops.held_state_bytes(spec, tokens, rows)
+
+    def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
+        return self.gpus[0].ops.work_bytes(layers, tokens, rows)
+
+    @abstractmethod
+    def new_pool(
+        self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None
+    ) -> MultiGpuPool: ...
+
+    def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> MultiGpuState:
+        return self.new_pool(spec, 1, capacity).new_state()
+
+    def peak_bytes(self) -> int:
+        return sum(self.each_gpu(lambda gpu: gpu.ops.peak_bytes()))
+
+    @property
+    def launches(self) -> int:
+        return sum(gpu.ops.launches for gpu in self.gpus)
+
+    def each_gpu(self, fn: Callable[[Gpu], Any]) -> list[Any]:
+        """Call `fn` with each GPU, which is the current one meanwhile, and return its results."""
+        out = []
+        for gpu in self.gpus:
+            with gpu.device:
+                out.append(fn(gpu))
+        return out
+
+
+# -- arguments of an op ------------------------------------------------------------------------------------------------
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """Iterate over the leaves of `x`, which may be a tuple of tuples."""
+    if isinstance(x, tuple):
+        for part in x:
+            yield from leaves(part)
+    else:
+        yield x
+
+
+def each(x: Any, change: Callable[[Any], Any]) -> Any:
+    """`x` with all of its leaves changed; a named tuple stays one of its kind."""
+    if not isinstance(x, tuple):
+        return change(x)
+    parts = [each(part, change) for part in x]
+    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+
+
+# -- the GPUs of this machine ------------------------------------------------------------------------------------------
+
+
+def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
+    """Refuse GPUs among `chosen` that this machine has not, and one that `devices` name twice."""
+    count = cupy.cuda.runtime.getDeviceCount()
+    for index in chosen:
+        if not 0 <= index < count:
+            has = f"GPUs 0 to {count - 1}" if count > 1 else "GPU 0 alone"
+            raise UsageError(f"GPU {index} does not exist; this machine has {has}")
+    if len(set(devices)) < len(devices):
+        raise UsageError(f"devices {','.join(map(str, devices))} name a GPU twice")
+
+
+def free(gpu: Gpu) -> int:
+    """Bytes of its memory that are free."""
+    with gpu.device:
+        return gpu.ops.free_bytes()[0]
+
+
+@cache
+def connect(reader: int, owner: int) -> None:
+    """Let a GPU reach another's memory; where the hardware cannot, the driver copies by way of the host."""
+    runtime = cupy.cuda.runtime
+    if runtime.deviceCanAccessPeer(reader, owner):
+        with cupy.cuda.Device(reader):
+            try:
+                runtime.deviceEnablePeerAccess(owner)
+            except runtime.CUDARuntimeError as error:
+                if "PeerAccessAlreadyEnabled" not in str(error):
+                    raise
