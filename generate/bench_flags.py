@@ -105,6 +105,8 @@ def _speculation(p: Any) -> None:
         "--tree-topk", type=values.positive, metavar="N", help="tokens considered at each place (default: 8)"
     )
     p.add_argument("--budgets", type=values.budgets, metavar="N,N", help="also trees of exactly N draft tokens")
+    p.add_argument("--temperature", type=values.number, metavar="X", help="with --spec: 0 is greedy (default)")
+    p.add_argument("--top-p", type=values.number, metavar="X", help="with --spec: probability kept (default: 1)")
 
 
 def _server(group: Any) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from common.errors import UsageError
-from common.options import CacheChoice
+from common.options import CacheChoice, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,10 @@ class ModelBench(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SpecBench(DraftOptions):
-    """Speculative modes on the prompts of the file `spec`."""
+    """Speculative modes on the prompts of the file `spec`.
+
+    temperature, top_p  sampling of every mode, plain decoding included; the seed of a prompt is its number
+    """
 
     job = "--spec"
     spec: str
@@ -69,10 +72,18 @@ class SpecBench(DraftOptions):
     new_tokens: int = 64
     tree_budget: int | None = None
     budgets: Sequence[int] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options of generation that draw tokens."""
+        return {"temperature": self.temperature, "top_p": self.top_p}
 
     def __post_init__(self) -> None:
         _refuse_all(self)
         _at_least("--new-tokens", self.new_tokens, 2)
+        Sampling(**self.sampling)
         if self.budgets and self.draft is None:
             raise UsageError("--budgets needs --draft: it sweeps the tree of a draft")
 

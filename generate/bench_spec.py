@@ -2,6 +2,8 @@
 
 import json
 import statistics
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from common.engine import Engine
 from common.errors import UsageError
 from common.hub import resolve_model
 from common.models.drafts import load_pair
-from common.options import GenerationOptions
+from common.models.pair import Pair
+from common.options import GenerationOptions, Sampling
 from common.scores import logits_of
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.bench_log import environment, log, machine, note
 from generate.bench_options import SpecBench
+from generate.bench_overlap import Overlap, add_text
 from generate.caches import with_cache
 from generate.llm import resolve_draft
 
@@ -72,7 +76,12 @@ def run(options: SpecBench) -> int:
     sessions = {"off": Engine(target, tokenizer, context)}
     ways = {"plain": PLAIN, "lookup": Speculation("lookup", options.tree_budget)}
     if default_spec(target) == "wedlm":
-        ways |= WINDOWS
+        greedy = [
+            way for way, each in WINDOWS.items() if options.temperature > 0 and (each.wedlm.checks or each.wedlm.verify)
+        ]
+        for way in greedy:
+            print(f"left out: {way}, which needs greedy decoding", file=sys.stderr)
+        ways |= {way: each for way, each in WINDOWS.items() if way not in greedy}
     if options.draft is not None:
         drafted = Engine(load_pair(resolve_draft(options.draft, path, True), target, True), tokenizer, context)
         for kind in (row.name for row in DECODERS.values() if row.needs_draft):
@@ -80,12 +89,15 @@ def run(options: SpecBench) -> int:
             ways[kind] = Speculation(kind, options.tree_budget, options.tree_topk)
         ways["tree, chain first"] = Speculation("tree", options.tree_budget, options.tree_topk, seed_chain=True)
         ways |= {f"tree {n}": Speculation("tree", n, options.tree_topk) for n in options.budgets or ()}
-    results = measure(sessions, ways, prompts, options.new_tokens)
+    results = measure(sessions, ways, prompts, options.new_tokens, **options.sampling)
     name = target.ops.name
     mean = statistics.mean(map(len, prompts))
     print(f"{path.name} on {name}, {machine(name)}")
-    print(f"{len(prompts)} prompts of {mean:.0f} tokens, {options.new_tokens} new tokens each, greedy")
+    print(f"{len(prompts)} prompts of {mean:.0f} tokens, {options.new_tokens} new tokens each, {_words(options)}")
     table(results)
+    if options.draft is not None and options.temperature > 0:
+        shares = overlap(drafted, prompts, options.new_tokens, **options.sampling).shares()
+        print("first draft token: " + ", ".join(f"{what} {share:.3f}" for what, share in shares.items()))
     if options.log:
         log(Path(options.log), [_row(name, path, way, r, options, mean) for way, r in results.items()])
     return 0
@@ -173,6 +185,22 @@ def measure(
     return results
 
 
+def overlap(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, **sampling: Any) -> Overlap:
+    """Count how often the first draft token of a pair's engine is the sampled one, on texts of plain decoding."""
+    total, pair = Overlap(), engine.model
+    assert isinstance(pair, Pair)
+    for seed, prompt in enumerate(prompts, 1):
+        pieces = list(engine.stream(list(prompt), generation_options(PLAIN, new_tokens, seed=seed, **sampling)))
+        engine.reset()
+        text = [token for piece in pieces for token in piece.tokens]
+        add_text(total, pair, prompt, text, Sampling(seed=seed, **sampling))
+    return total
+
+
+def _words(options: SpecBench, greedy: str = "greedy") -> str:
+    return greedy if options.temperature == 0 else f"temperature {options.temperature:g}, top-p {options.top_p:g}"
+
+
 def _add(total: DecodeStats, one: DecodeStats) -> None:
     total.lengths += one.lengths
     total.budgets += one.budgets
@@ -235,5 +263,7 @@ def _row(name: str, path: Path, way: str, r: Result, options: SpecBench, prompt:
         "accept_len": f"{r.length:.3f}" if r.steps else "1",
         "parity": f"{r.different} of {len(r.rates)} texts differ from plain, {r.near_ties} at near-ties",
         "verdict": options.verdict,
-        "note": f"{Path(options.spec).name}{counts}; {note(options)}",
+        "note": "; ".join(
+            filter(None, (f"{Path(options.spec).name}{counts}", _words(options, greedy=""), note(options)))
+        ),
     }

@@ -49,6 +49,19 @@ def test_table_and_log(files, tmp_path, capsys):
     assert rows[0]["note"] == "prompts.jsonl; why"
 
 
+def test_sampled(files, tmp_path, capsys):
+    """Sampled texts are those of plain decoding; draft tokens are compared with what the distributions allow."""
+    log = tmp_path / "log.tsv"
+    flags = ("--temperature", "0.8", "--top-p", "0.95", "--prompts", "1", "--draft", str(files[1]), "--log", str(log))
+    assert bench(files, *flags) == 0
+    out = capsys.readouterr().out
+    assert "12 new tokens each, temperature 0.8, top-p 0.95" in out
+    assert "differ" not in out
+    assert re.search(r"first draft token: overlap [01]\.\d+, coupled [01]\.\d+, likeliest [01]\.\d+\n", out)
+    rows = list(csv.DictReader(log.open(), delimiter="\t"))
+    assert rows[0]["note"] == "prompts.jsonl; temperature 0.8, top-p 0.95"
+
+
 def test_windows(files, tmp_path, capsys):
     """A WeDLM model is also measured at each preset, and verified, whose texts are the plain ones."""
     log, target = tmp_path / "log.tsv", tiny_chat.write(tmp_path / "wedlm", masked=True)
@@ -60,6 +73,10 @@ def test_windows(files, tmp_path, capsys):
     assert {f"wedlm {name}" for name in ("quality", "balanced", "fast", "verify")} < rows.keys()
     assert float(rows["wedlm verify"]["accept_len"]) >= 1
     assert "rows per token, p_cache" in rows["wedlm fast"]["note"]
+    assert bench((target, *files[1:]), "--prompts", "1", "--temperature", "0.8") == 0
+    out, err = capsys.readouterr()
+    assert "left out: wedlm verify, which needs greedy decoding" in err
+    assert re.search(r"\nwedlm fast ", out)
 
 
 def test_without_a_draft(files, capsys):
@@ -73,6 +90,8 @@ def test_without_a_draft(files, capsys):
     ("flags", "message"),
     [
         (["--draft", "demo", "--budgets", "3,136"], "--budgets: '136' is not a whole number from 1 to 135"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be a finite number of at least 0"),
+        (["--top-p", "2"], "top_p is 2.0; it must be"),
         (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic with a draft or"),
     ],
 )

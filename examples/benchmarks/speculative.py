@@ -30,13 +30,10 @@ from common.errors import BimetalError, UsageError
 from common.files import rewrite
 from common.hub import resolve_model
 from common.models.drafts import load_pair
-from common.models.pair import Pair
-from common.options import Sampling
 from common.tokenizer import load_tokenizer
 from generate.backends import open_model
 from generate.bench_log import machine
-from generate.bench_overlap import Overlap, add_text
-from generate.bench_spec import Result, generation_options, measure
+from generate.bench_spec import Result, measure, overlap
 from generate.line_plot import Line, draw
 from generate.llm import resolve_draft
 
@@ -135,19 +132,6 @@ def row(name: str, way: str, result: Result, plain: Result) -> dict[str, Any]:
     }
 
 
-def overlap(
-    model: Pair, engine: Engine, prompts: Sequence[Sequence[int]], new: int, sampling: Mapping[str, Any]
-) -> Overlap:
-    """How often the draft's first token is the sampled one, on texts of plain decoding."""
-    total = Overlap()
-    for seed, prompt in enumerate(prompts, 1):
-        pieces = list(engine.stream(list(prompt), generation_options(Speculation(), new, seed=seed, **sampling)))
-        engine.reset()
-        text = [token for piece in pieces for token in piece.tokens]
-        add_text(total, model, prompt, text, Sampling(seed=seed, **sampling))
-    return total
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all sets; the content of results.json."""
     ways = {"plain": Speculation()} | {text: mode(text, args.tree_topk) for text in args.modes.split(",")}
@@ -167,7 +151,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results = measure(engines, ways, prompts, args.new_tokens, **sampling)
         rows += [row(name, way, result, results["plain"]) for way, result in results.items()]
         if args.temperature > 0:
-            allowed[name] = overlap(pair, plain, prompts, args.new_tokens, sampling).shares()
+            allowed[name] = overlap(drafted, prompts, args.new_tokens, **sampling).shares()
     return {
         "model": args.model,
         "draft": args.draft,
