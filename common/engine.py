@@ -212,7 +212,7 @@ class Engine:
             self._end(sequence, error)
         return True
 
-    def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
+    def _end(self, sequence: Sequence, error: BaseException | None = None) -> None:
         """End a sequence: with its last piece, or with an error."""
         error = self._leave(sequence) or error
         if error is None:
@@ -276,7 +276,7 @@ class Engine:
         try:
             if not sequence.has_read(step, logits, self.prefixes):
                 self._decode(sequence, logits)
-        except Exception as error:
+        except BaseException as error:  # of the caller's own function, sys.exit included
             self._end(sequence, error)
 
     def _decode(self, sequence: Sequence, logits: Array) -> None:

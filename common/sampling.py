@@ -7,7 +7,8 @@ whole numbers: sums of whole numbers do not depend on their order, and devices a
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -86,6 +87,17 @@ def draw_weights(row: np.ndarray, s: Sampling) -> np.ndarray:
     return out
 
 
+@contextmanager
+def _guiding() -> Iterator[None]:
+    """Make what a caller's guide raises, sys.exit included, an error of its reply alone."""
+    try:
+        yield
+    except BimetalError:
+        raise
+    except BaseException as error:
+        raise BimetalError(f"the guide of the reply failed: {type(error).__name__}: {error}") from error
+
+
 class Sampler:
     """One reply's sampling: its random numbers and the tokens that penalties count.
 
@@ -123,7 +135,8 @@ class Sampler:
         """Count a token of the reply."""
         self.reply[token] += 1
         if self.guide is not None:
-            self.guide.accept(token)
+            with _guiding():
+                self.guide.accept(token)
         if self.sampling.repetition_penalty != 1:
             self.seen.add(token)
 
@@ -155,12 +168,15 @@ class Sampler:
                 row[ids] += np.fromiter(s.logit_bias.values(), np.float32)
         largest = np.finfo(np.float32).max
         row = row.clip(-largest, largest)
-        allowed = None if self.guide is None else self.guide.allowed()
-        if allowed is None:
+        if self.guide is None:
             return row
-        if not allowed.any():
-            raise BimetalError("the grammar of the reply allows no further token")
-        return np.where(allowed, row, -np.inf)
+        with _guiding():
+            allowed = self.guide.allowed()
+            if allowed is None:
+                return row
+            if not allowed.any():
+                raise BimetalError("the grammar of the reply allows no further token")
+            return np.where(allowed, row, -np.inf)
 
 
 class Ahead(Sampler):

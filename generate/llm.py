@@ -204,6 +204,7 @@ class LLM:
     @property
     def activity(self) -> Activity:
         """Counts and rates of the model's current work."""
+        self._check_open()
         return activity_of(self._engine)
 
     @property
@@ -439,6 +440,8 @@ class LLM:
 
             def ended(error: BaseException | None) -> None:
                 prefill.close()
+                if isinstance(error, StopIteration | StopAsyncIteration):  # which would end the caller's loop
+                    error = RuntimeError(f"a function of the call raised {type(error).__name__}")
                 put(DONE if error is None else error)
 
             on_prefill = options.on_prefill or (prefill.update if self._progress and bar else None)

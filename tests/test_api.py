@@ -372,6 +372,38 @@ def test_a_callback_that_calls_its_model_is_refused_instead_of_waiting(llm, entr
     assert llm.generate("hello", max_tokens=2).finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("raised", "reaches"),
+    [(SystemExit(3), SystemExit), (KeyboardInterrupt(), KeyboardInterrupt), (StopIteration(), RuntimeError)],
+)
+def test_what_a_callback_raises_reaches_its_caller(llm, raised, reaches):
+    def refuse(*_):
+        raise raised
+
+    with pytest.raises(reaches):
+        list(llm.stream(f"raise {raised!r}", max_tokens=2, on_prefill=refuse))
+    assert llm.generate("hello", max_tokens=2).finish_reason == "length"
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), ValueError("lost")])
+def test_a_guide_that_fails_ends_its_reply_alone(llm, raised):
+    class Guide:
+        left = 4
+
+        def allowed(self):
+            self.left -= 1
+            if not self.left:
+                raise raised
+
+        def accept(self, token):
+            pass
+
+    others = [llm.stream(f"beside {i}", max_tokens=60) for i in range(2)]
+    with pytest.raises(BimetalError, match=r"^the guide of the reply failed: (SystemExit: 3|ValueError: lost)"):
+        llm.generate("guided", max_tokens=20, guide=Guide)
+    assert [other.reply().finish_reason for other in others] == ["length"] * 2
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(llm, duplicate):
     with pytest.raises(TypeError, match="cannot be copied or pickled, because one thread of this process owns"):
@@ -442,6 +474,8 @@ def test_a_closed_model_refuses_and_its_stream_ends(folder):
     assert stream.reply().finish_reason == "cancelled"
     with pytest.raises(BimetalError, match="is closed; load it again"):
         llm.generate("hello")
+    with pytest.raises(BimetalError, match="is closed; load it again"):
+        _ = llm.activity
     llm.close()  # twice is once
 
 
