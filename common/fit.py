@@ -1,25 +1,17 @@
-"""What a model takes in memory, from its headers alone: a local checkpoint's, or those of a repository's files."""
+"""What a model takes in memory, from its headers alone."""
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
-from common import hub
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
-from common.gguf import read_gguf
 from common.ops import VECTOR_ITEM, LayerSize, Ops
 from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
 from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account, own_part
 
-FIRST_CHECK = 1 << 16  # bytes of a file after which its header may be whole; doubled each time it is not
 SPARE = 0.05  # of free memory, for what is not predicted: a draft's states, graphs, libraries
 SPARE_OF_ROWS = 0.15  # of what weights leave, where the rows of a prefill step are chosen: fewer rows cost little speed
 LEAST_ROWS = 256
@@ -246,90 +238,3 @@ def _columns(table: Table, name: str) -> int:
     entry = table[name]
     assert entry is not None
     return entry.parts[0].shape[-1]
-
-
-# -- headers of files that are not here --------------------------------------------------------------------------------
-
-
-def fetch_headers(repo: str, listing: hub.Listing, paths: Sequence[str], folder: Path, progress: bool = False) -> None:
-    """Make `folder` look like the repository to `open_checkpoint`: headers are fetched, the rest of a file is a hole.
-
-    Small files (config.json, an index of safetensors files) come whole. Raises BimetalError.
-    """
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-    chosen = [p for p in paths if p.endswith((".gguf", ".safetensors", "config.json", ".safetensors.index.json"))]
-
-    def fetch(path: str) -> None:
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            _fetch_header(repo, path, listing, target)
-        except HfHubHTTPError as error:
-            raise BimetalError(hub.hub_refusal(error, repo)) from None
-        except (HTTPError, OSError) as error:
-            raise BimetalError(f"the headers of {repo} could not be fetched: {hub.short_reason(error)}") from None
-
-    with ThreadPoolExecutor(hub.WORKERS) as pool:
-        jobs = pool.map(fetch, chosen)
-        for _ in tqdm(jobs, "headers", len(chosen), leave=False, disable=None if progress else True):
-            pass
-
-
-def _fetch_header(repo: str, path: str, listing: hub.Listing, target: Path) -> None:
-    from huggingface_hub import constants, get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-
-    size = listing.sizes[path]
-    url = hf_hub_url(repo, path, revision=listing.commit)
-    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-    have, check, complaint = 0, FIRST_CHECK, ""
-    with (
-        get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response,
-        target.open("wb", buffering=0) as file,
-    ):
-        hf_raise_for_status(response)
-        for chunk in response.iter_bytes():
-            have += file.write(chunk)
-            if check <= have < size:
-                file.truncate(have)  # without the hole of the last check
-                previous, complaint = complaint, _complaint(target)
-                file.truncate(size)
-                if _is_whole(target, have):
-                    return
-                if complaint and complaint == previous:  # one about a missing end names the size, which has grown
-                    return  # whoever opens it will hear it
-                check *= 2
-    if have < size:
-        raise BimetalError(f"{path} of {repo} ends before its {size} bytes")
-
-
-def _complaint(file: Path) -> str:
-    """Describe what is wrong with a GGUF file of which only the beginning is present; "" for other files."""
-    try:
-        if file.suffix == ".gguf":
-            read_gguf(file)
-    except BimetalError as error:
-        return str(error)
-    return ""
-
-
-def _is_whole(file: Path, have: int) -> bool:
-    """Test whether the first `have` bytes of `file`, followed by a hole, hold its header."""
-    if file.suffix == ".safetensors":
-        with file.open("rb") as head:
-            return have >= 8 + int.from_bytes(head.read(8), "little")
-    try:
-        tensors = read_gguf(file)[1] if file.suffix == ".gguf" else {}
-    except BimetalError:
-        return False
-    # the hole reads as zeros, which could pass for a last key or tensor, but not for one that ends before it
-    return bool(tensors) and min(_offset(tensor.data) for tensor in tensors.values()) <= have
-
-
-def _offset(view: np.ndarray) -> int:
-    """Return the offset of `view` in its mapped file."""
-    whole = view
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    return view.ctypes.data - whole.ctypes.data

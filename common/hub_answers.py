@@ -1,4 +1,7 @@
-"""What a hub's answers may hold: every value that becomes a path, a size or a wait is checked here."""
+"""What a hub's answers may hold, and the sentences for its refusals.
+
+Every value that becomes a path, a size or a wait is checked here.
+"""
 
 import os
 import re
@@ -12,6 +15,7 @@ from urllib.parse import urlsplit
 from common.errors import BimetalError
 
 RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
+WAITS = (1, 2, 4, 8)  # seconds before each new attempt, or longer where the server says Retry-After
 LONGEST_WAIT = 60  # seconds that a Retry-After may ask for; a longer one ends the attempts
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -88,3 +92,28 @@ def retry_after(response: Any) -> float:
     with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     return 0.0
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def hub_refusal(error: Any, repo: str) -> str:
+    """The sentence for an HTTP error answer (an HfHubHTTPError)."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    page, status = f"{constants.ENDPOINT}/{repo}", error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return f"{repo} is gated: accept its licence on {page} and set HF_TOKEN to a token of that account"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{repo} is neither an existing path nor a model of {constants.ENDPOINT} (a private one needs HF_TOKEN)"
+    if status == 401:
+        return f"{constants.ENDPOINT} refuses the token in HF_TOKEN (or the one `hf auth login` stored)"
+    seconds = retry_after(error.response)
+    later = f"; try again {f'in {seconds:.0f} seconds' if seconds else 'later'}" if status in RETRIED else ""
+    return f"{constants.ENDPOINT} answers {status} {error.response.reason_phrase} for {repo}{later}"
+
+
+def short_reason(error: BaseException) -> str:
+    """The first line of an exception, or its class where it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

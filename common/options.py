@@ -1,17 +1,13 @@
 """The options of loading and of generating: frozen dataclasses whose fields carry type, default, range and meaning.
 
-`takes_options` turns the fields into the keyword arguments of a function, so that `help` and completion list them.
-Imports nothing heavy: the command line's `--help` and `import generate` read this module.
+`takes_options` of common/keywords.py makes keyword arguments of the fields. This module imports nothing heavy: the
+command line's `--help` and `import generate` read it.
 """
 
-import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from common import rules
 from common.decoders import DECODERS, MOST_WINDOW, ORDERS, PRESETS
@@ -336,107 +332,3 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
         "CUDA 4, which share memory for one context, on several GPUs and for models that mlx-lm runs 1",
     )
     queue: int = option(256, rules.whole(1), "replies that may wait; further ones are refused")
-
-
-# -- functions whose keyword arguments are options ---------------------------------------------------------------------
-
-P = ParamSpec("P")
-Self = TypeVar("Self")
-Subject = TypeVar("Subject")
-Made = TypeVar("Made")
-Result = TypeVar("Result")
-
-OTHER_NAMES = {  # of other programs
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "top_logprobs": "logprobs",
-    "stop_strings": "stop",
-    "stop_sequences": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "random_seed": "seed",
-    "enable_thinking": "think",
-    "chat_template_kwargs": "template",
-    "n_ctx": "ctx",
-    "num_ctx": "ctx",
-    "context": "ctx",
-    "context_length": "ctx",
-    "max_model_len": "ctx",
-    "draft_model": "draft",
-    "tensor_split": "split",
-    "device": "devices",
-}
-
-
-RECOMMENDED = (
-    "An option that is not given, or None, is as the model's files recommend (`recommended_options`), else its default."
-)
-
-
-def takes_options(
-    options: Callable[P, Made],
-) -> Callable[[Callable[[Self, Subject, Made], Result]], Callable[Concatenate[Self, Subject, P], Result]]:
-    """Decorate a method whose last parameter is an `options` object to take the options as keyword arguments."""
-    return functools.partial(with_keywords, options)  # type: ignore[arg-type]
-
-
-def with_keywords(options: type[Options], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function like `function`, with the fields of `options` as keyword arguments in its last parameter's place.
-
-    An unknown name is a TypeError that names the nearest option. An option that is not given, or None, takes the value
-    in `recommended_options` of the object that the function is a method of, where there is one.
-    """
-    own = inspect.signature(function)
-    leading = list(own.parameters.values())[:-1]
-    signature = own.replace(parameters=[*leading, *inspect.signature(options).parameters.values()])
-
-    def arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
-        unknown = next((name for name in given if name not in signature.parameters), None)
-        if unknown is not None:
-            raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options)}")
-        bound = signature.bind(*args, **given).arguments
-        first = [bound.pop(parameter.name, parameter.default) for parameter in leading]
-        chosen = {name: value for name, value in bound.items() if value is not None}
-        return (*first, options(**{**getattr(first[0], "recommended_options", {}), **chosen}))
-
-    wrapper: Any
-    if inspect.iscoroutinefunction(function):
-
-        async def wrapper(*args: Any, **given: Any) -> Any:
-            return await function(*arguments(args, given))
-
-    else:
-
-        def wrapper(*args: Any, **given: Any) -> Any:
-            return function(*arguments(args, given))
-
-    functools.update_wrapper(wrapper, function)
-    wrapper.__signature__ = signature
-    wrapper.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    recommended = f"\n\n{RECOMMENDED}" if issubclass(options, Sampling) else ""
-    wrapper.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}{recommended}\n\n{describe(options)}"
-    made: Callable[..., Any] = wrapper
-    return made
-
-
-def describe(options: type[Options]) -> str:
-    """The options with their meanings, a paragraph each, for a docstring."""
-    width = max(len(f.name) for f in fields(options)) + 2
-    return "\n".join(
-        textwrap.fill(f"{f.name:{width}}{f.metadata['meaning']}", 110, subsequent_indent=" " * width)
-        for f in fields(options)
-    )
-
-
-def _hint(unknown: str, options: type[Options]) -> str:
-    places: dict[str, str] = {}
-    for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
-        places |= {f.name: place for f in fields(kind)}
-    own = [f.name for f in fields(options)]
-    found = OTHER_NAMES.get(unknown) or next(
-        (close[0] for names in (own, list(places)) if (close := get_close_matches(unknown, names, 1, 0.7))), None
-    )
-    if found is None:
-        return f"its options are {', '.join(own)}"
-    return f"did you mean {found}?" if found in own else f"{found} is an option of {places[found]}"

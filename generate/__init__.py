@@ -18,7 +18,8 @@ if not (_found / "reference.py").exists():
     )
 
 from common.errors import BimetalError, UsageError  # noqa: E402  what the check above makes sure of
-from common.options import LoadOptions, P, with_keywords  # noqa: E402
+from common.keywords import P, with_keywords  # noqa: E402
+from common.options import LoadOptions  # noqa: E402
 
 if typing.TYPE_CHECKING:
     from generate.llm import LLM

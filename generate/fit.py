@@ -16,8 +16,10 @@ from common.checkpoint import INDEX, Checkpoint, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.expert_budget import expert_budget
 from common.expert_files import expert_matrices
-from common.fit import Need, fetch_headers, most_tokens, predict_need, predict_weights
+from common.fit import Need, most_tokens, predict_need, predict_weights
+from common.hub_answers import Listing
 from common.hub_files import choose_files, quant_label
+from common.hub_headers import fetch_headers
 from common.kv_cache import options_of
 from common.models import architecture
 from common.models.drafts import predict_draft
@@ -109,7 +111,7 @@ def _checkpoints(name: str) -> Iterator[tuple[dict[str, Path], str]]:
         yield {label: Path(folder, entry) for label, entry in _labelled(entries).items()}, folder
 
 
-def _choose(listing: hub.Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
+def _choose(listing: Listing, repo: str, file: str | None, quant: str | None) -> tuple[list[str], list[str]]:
     """The models of a repository, by the path to open ("" for its safetensors), and all files that they need."""
     if file or quant:
         files, entry = choose_files(listing.sizes, repo, file, quant)

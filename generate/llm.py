@@ -25,10 +25,11 @@ from common.errors import BimetalError
 from common.expert_stats import ExpertStats
 from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
 from common.hub import resolve_model
+from common.keywords import takes_options
 from common.models import Model
 from common.models.drafts import check_file, load_pair
 from common.models.window import bounded
-from common.options import ChatOptions, GenerationOptions, LoadOptions, takes_options
+from common.options import ChatOptions, GenerationOptions, LoadOptions
 from common.pieces import Logprob, Piece, PieceParser
 from common.prefix_cache import PrefixCache
 from common.reading import Turns

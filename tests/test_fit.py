@@ -538,7 +538,7 @@ def test_a_connection_that_breaks_is_one_sentence(run, server):
 
 def test_headers_cut_anywhere_are_never_taken_for_whole(tmp_path):
     """A hole reads as zeros, which could pass for a last key or tensor."""
-    from common.fit import _is_whole
+    from common.hub_headers import _is_whole
 
     whole = gguf("Q4_0", heading=3)
     header = whole.index(bytes(64))  # the data begins within these zeros

@@ -16,7 +16,7 @@ import pytest
 from hub_models import BODY, SAFETENSORS, cache, files, partials, refusal, running, server  # noqa: F401  fixtures
 from hub_server import Fault, HubServer, Repo
 
-from common import hub
+from common import hub_download
 from common.hub import resolve_model
 from common.hub_answers import retry_after
 
@@ -113,7 +113,7 @@ def test_a_disk_that_fills_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def append(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hub, "_append", append)
+    monkeypatch.setattr(hub_download, "_append", append)
     assert "is full; make room, or set HF_HOME" in refusal("org/one")
 
 

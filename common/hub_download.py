@@ -1,0 +1,177 @@
+"""From a repository of the Hub into huggingface_hub's cache: what is missing of a model, whole and checked.
+
+Large files are fetched here, by plain HTTP ranges, to where huggingface_hub then finds them: since its 1.18 it throws
+an interrupted download away (huggingface_hub#4228), and 19 of 20 GB is too much to fetch twice.
+"""
+
+import errno
+import glob
+import hashlib
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from common.errors import BimetalError
+from common.hub_answers import LONGEST_WAIT, RETRIED, WAITS, Listing, hub_refusal, retry_after, short_reason
+
+WORKERS = 4  # files at a time
+MAX_HTTP = 50_000_000_000  # bytes: the Hub serves no larger file over plain HTTP
+
+
+def fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progress: bool) -> None:
+    """Bring `paths` into the cache, whole and checked; after an error or Ctrl-C, resumable partials stay."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import WeakFileLock
+    from tqdm.asyncio import tqdm_asyncio
+    from tqdm.auto import tqdm
+
+    class NoBar(tqdm_asyncio):  # the small files that are left to huggingface_hub
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    large = list({listing.sha256[path]: path for path in paths if path in listing.sha256}.values())
+    total = sum(listing.sizes[path] for path in large)
+    hidden = None if large and progress else True  # None: shown on a terminal and in a notebook
+    lock = storage.parent / ".locks" / storage.name / "bimetal.lock"  # two runs must not append to one partial
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock), tqdm(total=total, desc=repo, unit="B", unit_scale=True, disable=hidden) as bar:
+            _drop_damaged(storage, listing, paths)
+            _require_space(storage, listing, paths)
+            _fetch_blobs(repo, storage, listing, large, bar)
+        only = [glob.escape(path) for path in paths]
+        snapshot_download(repo, revision=listing.commit, allow_patterns=only, tqdm_class=NoBar)
+    except (HTTPError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+        if isinstance(cause, HfHubHTTPError):
+            raise BimetalError(hub_refusal(cause, repo)) from None
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise BimetalError(f"the disk of {storage} is full; make room, or set HF_HOME to a larger disk") from None
+        if isinstance(cause, OSError) and cause.filename:
+            raise BimetalError(f"cannot write to the cache: {short_reason(cause)}") from None
+        raise BimetalError(
+            f"the download of {repo} from {constants.ENDPOINT} broke off ({short_reason(cause)}); "
+            "run again to continue it"
+        ) from None
+    for path in paths:
+        arrived = disk_size(storage / "snapshots" / listing.commit / path)
+        if arrived != listing.sizes[path]:
+            raise BimetalError(f"{path} of {repo} has {arrived} bytes on disk, but {listing.sizes[path]} on the hub")
+
+
+def _drop_damaged(storage: Path, listing: Listing, paths: list[str]) -> None:
+    """Take out of the cache what has another size than on the hub; the start of a large file is continued."""
+    for path in paths:
+        file, sha256 = storage / "snapshots" / listing.commit / path, listing.sha256.get(path)
+        blob = storage / "blobs" / sha256 if sha256 else file.resolve()
+        if blob.is_file() and disk_size(blob) != listing.sizes[path]:
+            if sha256 and disk_size(_partial(storage, sha256)) < disk_size(blob) < listing.sizes[path]:
+                blob.replace(_partial(storage, sha256))
+            else:
+                blob.unlink()
+        if not file.exists() or disk_size(file) != listing.sizes[path]:
+            file.unlink(missing_ok=True)
+
+
+def _require_space(storage: Path, listing: Listing, paths: list[str]) -> None:
+    hashes = [listing.sha256[path] for path in paths if path in listing.sha256]
+    there = sum(disk_size(storage / "blobs" / sha256) or disk_size(_partial(storage, sha256)) for sha256 in hashes)
+    need = sum(listing.sizes[path] for path in paths) - there
+    folder = next(parent for parent in (storage, *storage.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise BimetalError(
+            f"the download needs {need / 1e9:.2f} GB, {(need - free) / 1e6:.1f} MB more than the disk of {folder} "
+            "has free; make room, or set HF_HOME to a larger disk"
+        )
+
+
+def _fetch_blobs(repo: str, storage: Path, listing: Listing, paths: list[str], bar: Any) -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        jobs = [pool.submit(_fetch_blob, repo, storage, listing, path, bar, stop) for path in paths]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:  # Ctrl-C included: every worker ends and keeps its partial
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any, stop: threading.Event) -> None:
+    """Download one large file to the cache's blob of its SHA-256; nothing with another hash gets that name."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    size, sha256 = listing.sizes[path], listing.sha256[path]
+    url = hf_hub_url(repo, path, revision=listing.commit)
+    blob, partial = storage / "blobs" / sha256, _partial(storage, sha256)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    if blob.exists():
+        bar.update(size)
+        return
+    if size > MAX_HTTP:
+        raise BimetalError(f"{path} has {size / 1e9:.0f} GB, too many for HTTP; run `hf download {repo} {path}`")
+    failures = 0
+    with open(partial, "ab") as file:
+        bar.update(file.tell())
+        while (have := file.tell()) < size:
+            reason: Exception = BimetalError(f"{path} of {repo} ends before its {size} bytes")
+            asked = 0.0
+            try:
+                _append(url, file, size, bar, stop)
+            except HTTPError as error:
+                if isinstance(error, HfHubHTTPError):
+                    if error.response.status_code not in RETRIED or retry_after(error.response) > LONGEST_WAIT:
+                        raise
+                    asked = retry_after(error.response)
+                reason = error
+            if stop.is_set():
+                return
+            failures = 0 if file.tell() > have else failures + 1
+            if failures > len(WAITS):
+                raise reason
+            if file.tell() < size:
+                stop.wait(max(WAITS[max(failures - 1, 0)], asked))
+    with open(partial, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        partial.unlink()
+        raise BimetalError(f"{path} of {repo} arrived damaged: its SHA-256 is {digest}, not {sha256}; run again")
+    partial.replace(blob)
+
+
+def _append(url: str, file: Any, size: int, bar: Any, stop: threading.Event) -> None:
+    """Append to `file` what `url` has beyond its present end, until the connection ends."""
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    have = file.tell()
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}  # a compressed body has no byte ranges
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+        hf_raise_for_status(response)
+        if have and response.status_code != 206:  # the server sends the whole file instead
+            file.seek(0)
+            file.truncate()
+            bar.update(-have)
+        for chunk in response.iter_bytes():
+            file.write(chunk)
+            bar.update(len(chunk))
+            if stop.is_set() or file.tell() > size:
+                return
+
+
+def _partial(storage: Path, sha256: str) -> Path:
+    # Not `<sha256>.incomplete`, into which older huggingface_hub versions write sparse files.
+    return storage / "blobs" / f"{sha256}.bimetal.incomplete"
+
+
+def disk_size(path: Path) -> int:
+    """Bytes of a file, 0 where it is missing."""
+    return path.stat().st_size if path.exists() else 0
