@@ -18,6 +18,7 @@ from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
 from common.decoders import Speculation
 from common.errors import BimetalError, NoRoomError
+from common.histogram import Histogram
 from common.joined import RowRunner
 from common.models import Model
 from common.models.window import windowed
@@ -32,6 +33,7 @@ from common.suspended import Ended, Suspended
 from common.tokenizer import Tokenizer
 
 DEFAULTS = GenerationOptions()
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram
 Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and the answer or the error that is its own
 
 
@@ -42,6 +44,8 @@ class Engine:
     fa_window  most positions that decoding attends to; None: all. Changes the text
     prefixes   a store of states beside the slots
     tokens     that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
+
+    step_tokens  steps so far by their tokens: those of a prompt, or the new ones of replies
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine:
         self._suspended = Suspended(self.schedule, self.memory)
         self.suspended = self._suspended.sequences
         self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
+        self.step_tokens = Histogram(STEP_TOKENS)
         self._rows = RowRunner(decoding)
         self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are handed out later
         self._inbox: deque[Sequence] = deque()
@@ -278,6 +283,7 @@ class Engine:
                 self._decode(sequence, logits)
         except BaseException as error:  # of the caller's own function, sys.exit included
             self._end(sequence, error)
+        self.step_tokens.observe(len(step) + sequence.new)
 
     def _decode(self, sequence: Sequence, logits: Array) -> None:
         """Begin to decode after the prompt."""
@@ -348,13 +354,18 @@ class Engine:
 
     def _hand_out(self, launched: list[Launched]) -> None:
         """Let sequences go on with their answers."""
+        new = 0
         for sequence, request, answer in launched:
             if sequence.request is not request:  # it has ended
                 continue
+            new -= sequence.new
             if isinstance(answer, Exception):
                 self._end(sequence, answer)
             else:
                 self._advance(sequence, answer)
+            new += sequence.new
+        if new:
+            self.step_tokens.observe(new)
 
     def _make_room(self, error: NoRoomError) -> None:
         """Go on without memory for a step: later, with what launched steps leave, or by suspending a sequence."""

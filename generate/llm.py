@@ -24,6 +24,7 @@ from common.engine import Engine
 from common.errors import BimetalError
 from common.expert_stats import ExpertStats
 from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
+from common.histogram import Histogram
 from common.hub import resolve_model
 from common.keywords import takes_options
 from common.models import Model
@@ -207,6 +208,11 @@ class LLM:
         """Counts and rates of the model's current work."""
         self._check_open()
         return activity_of(self._engine)
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """The steps of prompts and of decoding so far, by their tokens; it grows while the model works."""
+        return self._engine.step_tokens
 
     @property
     def recommended_options(self) -> Mapping[str, Any]:

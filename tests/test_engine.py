@@ -241,6 +241,10 @@ def test_steps_are_joined():
     assert all(len(reply.tokens) == 20 for reply in replies)
     assert rows.count(4) >= 10
     assert len(rows) < 40
+    steps = engine.step_tokens
+    assert steps.sum == 4 * (3 + 20)  # of prompts, and new ones
+    assert steps.counts[1] >= rows.count(4)
+    assert sum(steps.counts) == len(rows)
 
 
 def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -13,25 +13,14 @@ from starlette.responses import Response
 
 from generate.llm import LLM
 from generate.server.body import read_json
-from generate.server.errors import ApiError
-from generate.server.events import Event, Finish, Usage, total
+from generate.server.errors import ApiError, refusal
+from generate.server.events import Event, Failed, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
+from generate.server.sending import ClientGoneError, Message, Receive, Send, in_time, sending
 from generate.server.service import Service
 from generate.server.task import Ready, Task, events, prepare, whole
 from generate.server.wire import Parsed, dumps
-
-HEARTBEAT = 5.0  # seconds after which a silent stream gets a sign of life
-STALLED = 60.0  # seconds after which a client that reads nothing counts as gone
-STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
-class ClientGoneError(Exception):
-    """The client left before its reply was whole."""
 
 
 class Generate:
@@ -50,19 +39,32 @@ class Generate:
         parsed = await run_in_threadpool(self.parse, fields, facts)
         task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
-            llm = self.service.llm
-            prompts = await run_in_threadpool(prepare, llm, facts, await self._compressed(task))
-            async with (
-                aclosing(events(llm, prompts, task)) as found,
-                aclosing(self.service.metrics.watched(found, task, began)) as watched,
-            ):
-                if task.stream:
-                    await self._stream(parsed, prompts, watched, scope, send)
-                    return
-                replies = await whole(watched, len(prompts) * task.n)
+            preparing = asyncio.ensure_future(self._prepared(task, facts))
+            if task.stream:
+                await self._stream(parsed, preparing, began, scope, send)
+                return
+            prompts = await preparing
+            async with self._events(prompts, task, began) as found:
+                replies = await whole(found, len(prompts) * task.n)
             note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             response = Response(dumps(parsed.whole(replies)), media_type="application/json")
             await response(scope, _no_receive, send)
+
+    async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
+        """The prompts, compressed where the server does that, rendered and encoded."""
+        shorter = await self._compressed(task)
+        return await run_in_threadpool(prepare, self.service.llm, facts, shorter)
+
+    @asynccontextmanager
+    async def _events(
+        self, prompts: list[Ready], task: Task, began: float
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
+        """The events of all replies, which are counted, and end when the context is left."""
+        async with (
+            aclosing(events(self.service.llm, prompts, task)) as found,
+            aclosing(self.service.metrics.watched(found, task, began)) as watched,
+        ):
+            yield watched
 
     async def _compressed(self, task: Task) -> Task:
         """The task with its long prompts shortened, where the server does that."""
@@ -77,52 +79,32 @@ class Generate:
         return shorter
 
     async def _stream(
-        self,
-        parsed: Parsed,
-        prompts: list[Ready],
-        found: AsyncIterator[tuple[int, Event]],
-        scope: Message,
-        send: Send,
+        self, parsed: Parsed, preparing: asyncio.Future[list[Ready]], began: float, scope: Message, send: Send
     ) -> None:
-        writer, sent, is_sending, is_stalled = parsed.writer(), time.monotonic(), False, False
-        task = asyncio.current_task()
-
-        async def write(data: bytes) -> None:
-            nonlocal sent, is_sending
-            sent, is_sending = time.monotonic(), True
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            is_sending = False
-
-        async def beat() -> None:
-            nonlocal is_stalled
-            while True:
-                await asyncio.sleep(HEARTBEAT)
-                silent = time.monotonic() - sent
-                if is_sending and silent >= STALLED and task is not None:
-                    is_stalled = True
-                    task.cancel()
-                elif not is_sending and silent >= HEARTBEAT and writer.ping:
-                    await write(writer.ping)
-
-        headers = [(b"content-type", f"{parsed.media}; charset=utf-8".encode()), *STREAM_HEADERS]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        usages: dict[int, Usage] = {}
-        beating = asyncio.ensure_future(beat())
+        """Send the events as they come; a request that is refused before a sign of life is due raises ApiError."""
+        writer, usages = parsed.writer(), dict[int, Usage]()
         try:
-            await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
-            async for index, event in found:
-                if isinstance(event, Finish):
-                    usages[index] = event.usage
-                if data := b"".join(writer.push(index, event)):
-                    await write(data)
-            await write(b"".join(writer.end()))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.CancelledError:
-            if is_stalled:
-                raise ClientGoneError from None
-            raise
+            if await in_time(preparing):
+                preparing.result()
+            async with sending(send, parsed.media, lambda: writer.ping) as write:
+                try:
+                    prompts = await preparing
+                except Exception as error:
+                    if (refused := refusal(error)) is None:
+                        raise
+                    failed = writer.push(0, Failed(refused))  # it is too late for a status
+                    await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
+                    return
+                await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
+                async with self._events(prompts, parsed.task, began) as found:
+                    async for index, event in found:
+                        if isinstance(event, Finish):
+                            usages[index] = event.usage
+                        if data := b"".join(writer.push(index, event)):
+                            await write(data)
+                await write(b"".join(writer.end()))
         finally:
-            beating.cancel()
+            preparing.cancel()
             if usages:
                 note(scope, total(usages, parsed.task.n))
 

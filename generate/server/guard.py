@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.errors import BimetalError
-from generate.server.answer import ClientGoneError, Message, Receive, Send
 from generate.server.errors import ApiError, dialect_of, envelope, refusal
 from generate.server.log import Log
 from generate.server.page import is_page
+from generate.server.sending import ClientGoneError, Message, Receive, Send
 from generate.server.wire import dumps, new_id
 
 OPEN = {"/health", "/v1/health", "/favicon.ico"}  # answered without a key, as the pages are

@@ -1,36 +1,27 @@
 """Figures for Prometheus: vLLM's names with our prefix, and figures of speculative decoding and memory."""
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
+from common.engine import STEP_TOKENS
+from common.histogram import Histogram
 from generate.server.events import CallBegin, Event, Failed, Finish, Reasoning, Text
 from generate.server.task import Task
 
 PREFIX = "bimetal:"
 MEDIA = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 480.0)
+SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+LONG_SECONDS = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 CHOICES = (1, 2, 5, 10, 20)
-
-
-@dataclass
-class Histogram:
-    """Counts of values by upper bound."""
-
-    bounds: Sequence[float]
-    counts: list[int] = field(default_factory=list)
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+ENDS = ("stop", "length", "abort", "error")
 
 
 HISTOGRAMS = {
@@ -44,15 +35,20 @@ HISTOGRAMS = {
     "request_inference_time_seconds": ("prefill and decode", LONG_SECONDS),
     "request_prompt_tokens": ("prompt tokens of a reply", TOKENS),
     "request_generation_tokens": ("tokens of a reply", TOKENS),
+    "request_max_num_generation_tokens": ("tokens of the longest reply to a request", TOKENS),
+    "request_prefill_kv_computed_tokens": ("prompt tokens of a reply that no cache had", TOKENS),
+    "iteration_tokens_total": ("tokens of a step: those of a prompt, or the new ones of replies", STEP_TOKENS),
     "request_params_n": ("replies asked for by a request", CHOICES),
     "request_params_max_tokens": ("max_tokens of requests that have one", TOKENS),
 }
 COUNTERS = {
     "prompt_tokens": "prompt tokens of finished replies",
+    "prompt_tokens_cached": "prompt tokens of finished replies that a cache had",
     "generation_tokens": "tokens of finished replies",
     "prefix_cache_queries": "prompt tokens that the prefix cache was asked for",
     "prefix_cache_hits": "prompt tokens that it had",
     "prefill_compression_dropped_tokens": "tokens that compression left out of prompts, as its drafter counts them",
+    "admission_rejections": "requests refused because too many ran or waited",
     "num_preemptions": "times that a reply left its slot for others, to go on later",
     "spec_decode_num_drafts": "steps that verified draft tokens",
     "spec_decode_num_draft_tokens": "draft tokens that were verified",
@@ -82,19 +78,26 @@ class Metrics:
         if "max_tokens" in task.options:
             self.observe("request_params_max_tokens", task.options["max_tokens"])
         latest: dict[int, float] = {}
-        async for index, event in found:
-            match event:
-                case Text() | Reasoning() | CallBegin():
-                    now = time.perf_counter()
-                    first = index not in latest
-                    name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
-                    self.observe(name, now - latest.get(index, began))
-                    latest[index] = now
-                case Finish():
-                    self._finish(event, time.perf_counter() - began)
-                case Failed():
-                    self.finished["error"] += 1
-            yield index, event
+        left, longest = len(task.prompts) * task.n, 0
+        try:
+            async for index, event in found:
+                match event:
+                    case Text() | Reasoning() | CallBegin():
+                        now = time.perf_counter()
+                        first = index not in latest
+                        name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
+                        self.observe(name, now - latest.get(index, began))
+                        latest[index] = now
+                    case Finish():
+                        left, longest = left - 1, max(longest, event.usage.completion)
+                        self._finish(event, time.perf_counter() - began)
+                    case Failed():
+                        left -= 1
+                        self.finished["error"] += 1
+                yield index, event
+        finally:
+            self.finished["abort"] += left  # the client left, or another reply to the request failed
+            self.observe("request_max_num_generation_tokens", longest)
 
     def observe(self, name: str, value: float) -> None:
         """Count a value in the histogram `name`."""
@@ -107,9 +110,11 @@ class Metrics:
         self.counters["generation_tokens"] += usage.completion
         self.counters["prefix_cache_queries"] += usage.prompt
         self.counters["prefix_cache_hits"] += usage.cached
+        self.counters["prompt_tokens_cached"] += usage.cached
         self.observe("e2e_request_latency_seconds", seconds)
         self.observe("request_prompt_tokens", usage.prompt)
         self.observe("request_generation_tokens", usage.completion)
+        self.observe("request_prefill_kv_computed_tokens", usage.prompt - usage.cached)
         if stats is None:
             return
         busy = stats.prefill_seconds + stats.decode_seconds
@@ -159,7 +164,13 @@ class Metrics:
         for name, meaning in COUNTERS.items():
             lines.append(f"{head(f'{name}_total', 'counter', meaning)}{{{label}}} {self.counters[name]}")
         full = head("request_success_total", "counter", "replies by how they ended")
-        lines += [f'{full}{{{label},finished_reason="{r}"}} {self.finished[r]}' for r in ("stop", "length", "error")]
+        lines += [f'{full}{{{label},finished_reason="{r}"}} {self.finished[r]}' for r in ENDS]
+        full, cached = (
+            head("prompt_tokens_by_source_total", "counter", "prompt tokens by source"),
+            self.counters["prompt_tokens_cached"],
+        )
+        sources = {"local_compute": self.counters["prompt_tokens"] - cached, "local_cache_hit": cached}
+        lines += [f'{full}{{{label},source="{source}"}} {count}' for source, count in sources.items()]
         full = head("spec_decode_num_accepted_tokens_per_pos_total", "counter", "accepted draft tokens by position")
         lines += [f'{full}{{{label},position="{at}"}} {count}' for at, count in sorted(self.by_position.items())]
         for name, (meaning, bounds) in HISTOGRAMS.items():

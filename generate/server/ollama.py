@@ -150,14 +150,16 @@ def figures(finish: Finish | None) -> dict[str, Any]:
 class Writer:
     """Writes a line per event; a tool call is one line."""
 
-    ping = b""
-
     def __init__(self, head: Head):
         self.head, self.failed = head, False
         self.finish: Finish | None = None
         self.call = CallBegin(0, "", "")
         self.arguments = ""
         self.frame = Frame(lambda created, text: self._line(False, created=created, **part(head, text)), 2)
+
+    @property
+    def ping(self) -> bytes:
+        return self.frame.of(moment(), "")  # lines of JSON have no comments
 
     def begin(self, tokens: int) -> Iterator[bytes]:
         return iter(())

@@ -14,14 +14,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
 from generate.server import page
-from generate.server.answer import STALLED, STREAM_HEADERS, ClientGoneError, Message, Receive, Send, while_connected
+from generate.server.answer import while_connected
 from generate.server.body import read_json
-from generate.server.errors import RETRY, ApiError, dialect_of, envelope
+from generate.server.errors import RETRY, ApiError, dialect_of, envelope, refusal
 from generate.server.guard import Guard, Policy
 from generate.server.log import Log
 from generate.server.metrics import MEDIA
+from generate.server.ollama import moment
+from generate.server.sending import Message, Receive, Send, Write, in_time, sending
 from generate.server.service import Service
-from generate.server.upstream import WHOLE, Upstream, kind_of, lines, whole
+from generate.server.upstream import STREAMS, WHOLE, Upstream, kind_of, lines, whole
 from generate.server.wire import dumps, named_sse, sse
 
 TEXTS = ("text", "input_text", "output_text")  # types of parts that hold text
@@ -88,20 +90,54 @@ class Forward:
     async def _answer(self, body: dict[str, Any] | None, passed: Mapping[str, str], send: Send) -> None:
         compressor_of(self.service)
         with self.service.admitted():
-            data = None if body is None else await self._prepared(body)
             began = time.perf_counter()
-            async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:
-                kind = kind_of(response)
-                if kind == WHOLE:
-                    found = await whole(response)
-                    await send({"type": "http.response.start", "status": 200, "headers": JSON})
-                    await send({"type": "http.response.body", "body": found, "more_body": False})
+            preparing = asyncio.ensure_future(self._prepared(body))
+            try:
+                if body is not None and self._streams(body) and not await in_time(preparing):
+                    await self._answer_late(preparing, body, passed, send)
                 else:
-                    await self._stream(kind, lines(response), send)
+                    await self._answer_now(await preparing, passed, send)
+            finally:
+                preparing.cancel()
             self.service.metrics.observe("e2e_request_latency_seconds", time.perf_counter() - began)
 
-    async def _prepared(self, body: dict[str, Any]) -> bytes:
+    def _streams(self, body: Mapping[str, Any]) -> bool:
+        return self.path in SHORTENED and body.get("stream", self.dialect == "ollama") is True
+
+    async def _answer_now(self, data: bytes | None, passed: Mapping[str, str], send: Send) -> None:
+        """Send on what the upstream server answers, with its status."""
+        async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:
+            kind = kind_of(response)
+            if kind == WHOLE:
+                found = await whole(response)
+                await send({"type": "http.response.start", "status": 200, "headers": JSON})
+                await send({"type": "http.response.body", "body": found, "more_body": False})
+                return
+            async with sending(send, kind, bytes) as write:
+                await self._pass_on(response, write)
+
+    async def _answer_late(
+        self, preparing: asyncio.Future[bytes | None], body: dict[str, Any], passed: Mapping[str, str], send: Send
+    ) -> None:
+        """Send signs of life while a prompt is compressed, and then the stream; a refusal becomes its last event."""
+        kind = STREAMS[self.dialect == "ollama"]
+        ping = ping_of(self.path, body)
+        async with sending(send, kind, lambda: b"" if preparing.done() else ping) as write:
+            try:
+                data = await preparing
+                async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:
+                    if (answered := kind_of(response)) != kind:
+                        raise ApiError(502, f"the upstream server answered with {answered!r}, and not with a stream")
+                    await self._pass_on(response, write)
+            except Exception as error:
+                if (refused := refusal(error)) is None:
+                    raise
+                await write(failure(self.path, self.dialect, refused))
+
+    async def _prepared(self, body: dict[str, Any] | None) -> bytes | None:
         """The request with its long texts shortened, and the model's name replaced where the settings say so."""
+        if body is None:
+            return None
         found = list(places(self.path, body)) if self.path in SHORTENED else []
         if found:
             cancel = threading.Event()
@@ -117,25 +153,15 @@ class Forward:
             body["model"] = self.upstream.model
         return await run_in_threadpool(dumps, body)
 
-    async def _stream(self, kind: str, found: Any, send: Send) -> None:
-        headers = [(b"content-type", f"{kind}; charset=utf-8".encode()), *STREAM_HEADERS]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-        async def write(data: bytes) -> None:
-            try:
-                await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": True}), STALLED)
-            except TimeoutError:
-                raise ClientGoneError from None
-
+    async def _pass_on(self, response: httpx2.Response, write: Write) -> None:
         try:
-            async for part in found:
+            async for part in lines(response):
                 await write(part)
         except ApiError as error:
             await write(failure(self.path, self.dialect, error))
         except httpx2.HTTPError as error:
             broken = ApiError(502, f"the upstream server's stream broke off: {type(error).__name__}")
             await write(failure(self.path, self.dialect, broken))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
@@ -155,6 +181,16 @@ def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
                 yield part, "text"
+
+
+def ping_of(path: str, body: Mapping[str, Any]) -> bytes:
+    """A sign of life, in the form of a stream that has not begun."""
+    if path == "/v1/messages":
+        return named_sse("ping", {"type": "ping"})
+    if not path.startswith("/api/"):
+        return b": waiting\n\n"
+    text = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
+    return dumps({"model": str(body.get("model")), "created_at": moment(), **text, "done": False}) + b"\n"
 
 
 def failure(path: str, dialect: str, error: ApiError) -> bytes:

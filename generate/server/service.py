@@ -57,6 +57,7 @@ class Service:
         """Take requests for a loaded model."""
         self._facts = facts_of(llm, name)
         self.slots = llm.parallel
+        self.metrics.histograms["iteration_tokens_total"] = llm.step_tokens
         self._llm = llm
 
     @property
@@ -83,6 +84,7 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server shuts down", retry=RETRY)
         if self.running >= self.most:
+            self.metrics.counters["admission_rejections"] += 1
             raise ApiError(503, f"{self.running} requests run or wait, which is the most allowed", retry=RETRY)
         self.running += 1
         try:

@@ -21,10 +21,11 @@ class StreamWriter(Protocol):
 
     `begin` is called with the tokens of all prompts, `push` with the index of the reply.
 
-    ping  what keeps the connection open while nothing else is sent; empty where the form has nothing for that
+    ping  what keeps the connection open while nothing else is sent, also before `begin`
     """
 
-    ping: bytes
+    @property
+    def ping(self) -> bytes: ...
 
     def begin(self, tokens: int) -> Iterable[bytes]: ...
 

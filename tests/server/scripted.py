@@ -11,6 +11,8 @@ from tiny_chat import END
 from tiny_chat import write as write_model
 
 from common.checks import check_fits, check_tokens
+from common.engine import STEP_TOKENS
+from common.histogram import Histogram
 from common.options import ChatOptions, GenerationOptions
 from common.pieces import Logprob, Piece, Stats, parse_pieces
 from common.reply import ReplyParser
@@ -81,7 +83,7 @@ class Scripted:
         self.write: Callable[[str], str] = lambda prompt: self.text
         self.pause, self.running, self.steps = 0.0, 0, 0
         self.error: Exception | None = None
-        self.cached = 0.0
+        self.cached, self.step_tokens = 0.0, Histogram(STEP_TOKENS)
         self.prompts: list[str] = []
         self.options: list[dict[str, Any]] = []
 

@@ -111,6 +111,20 @@ def test_tokens_and_templates(client, demo):
     assert (shown["bos_token"], shown["chat_template"]) == (None, demo.tokenizer.chat_template)
 
 
+VLLM = [  # what vLLM's own dashboards read, but for adapters, images, sleep, and caches of other machines
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "admission_rejections_total"),
+    *("prompt_tokens_total", "prompt_tokens_by_source_total", "prompt_tokens_cached_total", "generation_tokens_total"),
+    *("request_success_total", "request_prompt_tokens", "request_generation_tokens", "iteration_tokens_total"),
+    *("request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prefill_kv_computed_tokens"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
+    "spec_decode_num_accepted_tokens_per_pos_total",
+]
+
+
 def test_figures(scripted):
     for stream in (False, True):
         ask(scripted, max_tokens=9, stream=stream)
@@ -130,6 +144,11 @@ def test_figures(scripted):
     assert len(named) == len(set(named))
     assert values[f'bimetal:cache_config_info{label},num_slots="2",max_model_len="4096"}}'] == 1
     assert values[f"bimetal:num_preemptions_total{label}}}"] == 0
+    assert values[f'bimetal:prompt_tokens_by_source_total{label},source="local_compute"}}'] == 66
+    assert values[f'bimetal:prompt_tokens_by_source_total{label},source="local_cache_hit"}}'] == 9
+    assert values[f'bimetal:request_max_num_generation_tokens_bucket{label},le="5"}}'] == 3
+    assert values[f"bimetal:request_prefill_kv_computed_tokens_sum{label}}}"] == 66
+    assert [name for name in VLLM if f"bimetal:{name}" not in named] == []
     props = scripted.get("/props").json()
     assert props["total_slots"] == len(scripted.get("/slots").json()) == 2
     assert props["chat_template_caps"]["supports_tools"]

@@ -1,15 +1,18 @@
 """Prompt compression: what is kept, by which attention, and which requests are left alone."""
 
+import asyncio
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from asgi import call
 from conftest import client_of
 from scripted import Scripted
 from tiny import MODELS, load
@@ -193,6 +196,75 @@ def test_a_long_text_is_shortened(compressing):
     text = "é" * 600  # two bytes, and here two tokens, each
     usage = compressing.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()["usage"]
     assert 200 < usage["prompt_tokens"] < 340
+
+
+STREAMS = [
+    ("/v1/chat/completions", {"messages": "M"}, ": waiting"),
+    ("/v1/completions", {"prompt": "P"}, ": waiting"),
+    ("/v1/responses", {"input": "P"}, ": waiting"),
+    ("/v1/messages", {"messages": "M", "max_tokens": 9}, "event: ping"),
+    ("/api/chat", {"messages": "M"}, '"content":""'),
+    ("/api/generate", {"prompt": "P"}, '"response":""'),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "ping"), STREAMS)
+@pytest.mark.parametrize("fits", [True, False])
+def test_signs_of_life_while_a_prompt_is_compressed(compressing, monkeypatch, path, body, ping, fits):
+    """A prompt that turns out too long then is refused in the stream, and no longer by a status."""
+    monkeypatch.setattr("generate.server.sending.HEARTBEAT", 0.02)
+    shorten = compressing.service.compressor.shorten
+
+    def slow(*of):
+        time.sleep(0.15)
+        return shorten(*of)
+
+    monkeypatch.setattr(compressing.service.compressor, "shorten", slow)
+    text = words(80 if fits else 20)
+    values = {"M": [{"role": "user", "content": text}], "P": text}
+    given = {key: values.get(value, value) if isinstance(value, str) else value for key, value in body.items()}
+    if not fits:
+        compressing.llm.context = 60
+    answer = compressing.post(path, json={**given, "stream": True})
+    assert answer.status_code == 200
+    assert ping in answer.text.splitlines()[0]
+    assert ("context" in answer.text and "error" in answer.text) != fits
+    if fits:
+        assert "lo" in answer.text
+    monkeypatch.undo()
+    quick = compressing.post(path, json={**given, "stream": True})
+    assert quick.status_code == (200 if fits else 400)
+    assert ping not in quick.text.splitlines()[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_a_compression_within_a_step(compressing, drafter, monkeypatch, stream):
+    ops, steps, left = drafter._engine.model.ops, [], asyncio.Event()
+    monkeypatch.setattr(type(ops), "prefill_rows", 8)
+    monkeypatch.setattr("generate.server.sending.HEARTBEAT", 0.02)
+    run = type(ops).run
+
+    def counted(self, *of):
+        steps.append(of)
+        time.sleep(0.01)
+        return run(self, *of)
+
+    monkeypatch.setattr(type(ops), "run", counted)
+
+    async def leave():
+        body = json.dumps({"prompt": words(80), "stream": stream}).encode()
+        answer = await call(compressing.app, "POST", "/v1/completions", body, left=left)
+        while len(steps) < 5:
+            await asyncio.sleep(0.002)
+        left.set()
+        await answer.task
+        return len(steps)
+
+    at = asyncio.run(leave())
+    assert compressing.service.running == 0
+    drafter._owner.submit(lambda: None).result()
+    assert at <= len(steps) <= at + 1 < 30
+    assert "status=499" in compressing.log.getvalue()
 
 
 def test_what_is_left_alone(compressing):

@@ -147,6 +147,7 @@ def test_a_server_that_loads_is_full_or_ends_refuses_for_a_while(scripted):
     for response in (full, draining, health, *loading):
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) > 0
+    assert service.metrics.counters["admission_rejections"] == 1
     assert draining.json()["error"]["type"] == "overloaded_error"
     assert loading[0].json()["error"]["message"] == "Loading model"
 
@@ -184,6 +185,7 @@ def test_a_client_that_leaves_ends_its_reply_within_a_step(scripted, stream):
     assert (model.running, scripted.service.running) == (0, 0)
     assert model.steps == steps < 4000
     assert "status=499" in scripted.log.getvalue()
+    assert scripted.service.metrics.finished == {"abort": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -219,20 +221,24 @@ def test_a_client_that_leaves_ends_a_prefill(demo, stream):
 
 
 def test_a_silent_stream_gets_signs_of_life(scripted, monkeypatch):
-    from generate.server import answer
+    from generate.server import sending
 
-    monkeypatch.setattr(answer, "HEARTBEAT", 0.02)
-    scripted.llm.pause = 0.2
+    monkeypatch.setattr(sending, "HEARTBEAT", 0.02)
+    scripted.llm.pause = 0.06
     assert ": waiting\n\n" in scripted.post(CHAT, json={**USER, "stream": True}).text
     messages = scripted.post("/v1/messages", json={**USER, "max_tokens": 9, "stream": True}).text
     assert "event: ping\n" in messages
+    lines = scripted.post("/api/chat", json=USER).text.splitlines()
+    texts = [json.loads(line)["message"]["content"] for line in lines]
+    assert texts[0] == ""
+    assert [text for text in texts if text] == ["He", "ll", "o"]
 
 
 def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch):
-    from generate.server import answer
+    from generate.server import sending
 
-    monkeypatch.setattr(answer, "HEARTBEAT", 0.02)
-    monkeypatch.setattr(answer, "STALLED", 0.05)
+    monkeypatch.setattr(sending, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(sending, "STALLED", 0.05)
     model = scripted.llm
     model.text, model.cut = "x" * 4000, 1
     body = json.dumps(USER | {"stream": True}).encode()

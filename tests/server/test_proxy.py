@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import random
+import time
 
 import pytest
 from asgi import call
@@ -268,6 +269,29 @@ def test_a_client_that_leaves_ends_the_request(canned, drafter):
         ask.run(run(ask.app))
         assert ended
         assert ask.service.running == 0
+
+
+@pytest.mark.parametrize("path", SHORT)
+@pytest.mark.parametrize("status", [200, 400])
+def test_signs_of_life_while_a_prompt_is_compressed(between, canned, path, status, monkeypatch):
+    """A refusal of the other server then is an event of the stream, and no longer a status."""
+    monkeypatch.setattr("generate.server.sending.HEARTBEAT", 0.02)
+    shortened = between.service.compressor.shortened
+
+    def slow(*of):
+        time.sleep(0.1)
+        return shortened(*of)
+
+    monkeypatch.setattr(between.service.compressor, "shortened", slow)
+    canned.status = status
+    canned.kind = "application/x-ndjson" if path == OLLAMA else "text/event-stream"
+    canned.parts = [b'{"a": 1}\n' if path == OLLAMA else b'data: {"a": 1}\n\n']
+    first, *_, last = between(path, {**SHORT[path], "stream": True}).body.decode().strip().split("\n")
+    assert first in (": waiting", "event: ping") or json.loads(first)["message"]["content"] == ""
+    assert last.endswith('{"a": 1}') == (status == 200)
+    whole = between(path, {**SHORT[path], "stream": False})
+    assert whole.status == status
+    assert b"waiting" not in whole.body
 
 
 def test_flags(capsys, tmp_path):

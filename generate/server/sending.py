@@ -1,0 +1,75 @@
+"""A body that is sent while it is made, with signs of life to clients that wait."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+HEARTBEAT = 5.0  # seconds after which a silent stream gets a sign of life
+STALLED = 60.0  # seconds after which a client that reads nothing counts as gone
+HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Write = Callable[[bytes], Awaitable[None]]
+
+
+class ClientGoneError(Exception):
+    """The client left before its reply was whole."""
+
+
+@asynccontextmanager
+async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIterator[Write]:
+    """Begin a streamed body with status 200, yield what writes a part of it, and end it.
+
+    ping  makes what is sent after HEARTBEAT seconds without a part; b"": nothing
+
+    Raises ClientGoneError where the client has read nothing for STALLED seconds.
+    """
+    sent, is_sending, is_stalled = time.monotonic(), False, False
+    task = asyncio.current_task()
+
+    async def put(data: bytes, more: bool) -> None:
+        nonlocal sent, is_sending
+        sent, is_sending = time.monotonic(), True
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        is_sending = False
+
+    async def write(data: bytes) -> None:
+        await put(data, True)
+
+    async def beat() -> None:
+        nonlocal is_stalled
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            silent = time.monotonic() - sent
+            if is_sending and silent >= STALLED and task is not None:
+                is_stalled = True
+                task.cancel()
+            elif not is_sending and silent >= HEARTBEAT and (data := ping()):
+                await write(data)
+
+    headers = [(b"content-type", f"{media}; charset=utf-8".encode()), *HEADERS]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    beating = asyncio.ensure_future(beat())
+    try:
+        yield write
+        await put(b"", False)
+    except asyncio.CancelledError:
+        if is_stalled:
+            raise ClientGoneError from None
+        raise
+    finally:
+        beating.cancel()
+
+
+async def in_time(work: asyncio.Future[Any]) -> bool:
+    """Wait until `work` is done or a sign of life is due; whether it is done. Cancelling the wait cancels the work."""
+    try:
+        await asyncio.wait((work,), timeout=HEARTBEAT)
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
+    return work.done()
