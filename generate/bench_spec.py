@@ -65,6 +65,7 @@ class Result:
 def run(options: SpecBench) -> int:
     path = resolve_model(options.model)
     checkpoint = open_checkpoint(path)
+    draft = None if options.draft is None else resolve_draft(options.draft, checkpoint, True)
     target = open_model(checkpoint, options.backend, progress=True, placement=placement_of(options))
     target = with_cache(target, options.cache, options.ctx or target.config.context)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
@@ -82,8 +83,8 @@ def run(options: SpecBench) -> int:
         for way in greedy:
             print(f"left out: {way}, which needs greedy decoding", file=sys.stderr)
         ways |= {way: each for way, each in WINDOWS.items() if way not in greedy}
-    if options.draft is not None:
-        drafted = Engine(load_pair(resolve_draft(options.draft, path, True), target, True), tokenizer, context)
+    if draft is not None:
+        drafted = Engine(load_pair(draft, target, True), tokenizer, context)
         for kind in (row.name for row in DECODERS.values() if row.needs_draft):
             sessions[kind] = drafted
             ways[kind] = Speculation(kind, options.tree_budget, options.tree_topk)
@@ -95,7 +96,7 @@ def run(options: SpecBench) -> int:
     print(f"{path.name} on {name}, {machine(name)}")
     print(f"{len(prompts)} prompts of {mean:.0f} tokens, {options.new_tokens} new tokens each, {_words(options)}")
     table(results)
-    if options.draft is not None and options.temperature > 0:
+    if draft is not None and options.temperature > 0:
         shares = overlap(drafted, prompts, options.new_tokens, **options.sampling).shares()
         print("first draft token: " + ", ".join(f"{what} {share:.3f}" for what, share in shares.items()))
     if options.log:

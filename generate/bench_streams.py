@@ -133,11 +133,10 @@ def _model(options: StreamsBench, capacity: int) -> Model:
         return open_synthetic(shapes, capacity)
     path = resolve_model(options.model)
     checkpoint = open_checkpoint(path)
+    draft = None if options.draft is None else resolve_draft(options.draft, checkpoint, True)
     model = open_model(checkpoint, options.backend, progress=True, placement=placement_of(options))
     model = with_cache(model, options.cache, capacity)
-    if options.draft is None:
-        return model
-    return load_pair(resolve_draft(options.draft, path, True), model, True)
+    return model if draft is None else load_pair(draft, model, True)
 
 
 def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result:

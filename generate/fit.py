@@ -178,7 +178,7 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
     weights, drafting, parallel = predict_weights(checkpoint, layout, ops), 0, args.parallel
     draft_spec: list[LayerSpec] = []
     if args.draft is not None:
-        path = resolve_draft(args.draft, checkpoint.path, True)
+        path = resolve_draft(args.draft, checkpoint, True)
         drafting, draft_spec = predict_draft(path, checkpoint, ops, options_of(cache))
 
     def need(tokens: int, limit: int) -> Need:

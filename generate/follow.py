@@ -24,11 +24,12 @@ def follow(args: argparse.Namespace) -> int:
     limit: Any = options.memory  # the option's rule has made it bytes
     path = resolve_model(PATH.accept("model", args.model), progress=False)
     checkpoint = open_checkpoint(path)
+    draft = None if options.draft is None else resolve_draft(str(options.draft), checkpoint, False)
     placement = Placement(memory=limit, tokens=options.ctx, tensor_parallel=options.tensor_parallel)
     model: Any = open_model(checkpoint, options.backend, False, placement)
     model = with_cache(model, options, options.ctx or model.config.context)
-    if options.draft is not None:
-        model = load_pair(resolve_draft(str(options.draft), path, False), model)
+    if draft is not None:
+        model = load_pair(draft, model)
     model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
     return 0
 

@@ -69,11 +69,17 @@ def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
     owner.close()
 
 
-def resolve_draft(name: str, model: Path, progress: bool) -> Path:
-    """The local path of a draft: "demo", "mtp" for a block of the files of `model`, or as `resolve_model` takes it."""
+def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
+    """The local path of a draft for `target`, which its files fit: a failing download or check costs no loaded weights.
+
+    name  "demo", "mtp" for a block of the target's own files, or as `resolve_model` takes it
+    """
     if name == "mtp":
-        return model
-    return demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
+        path = target.path
+    else:
+        path = demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
+    check_file(path, target)
+    return path
 
 
 @dataclass(frozen=True)
@@ -134,9 +140,7 @@ class LLM:
         self.recommended = recommended_sampling(checkpoint)
         if check is not None:
             check(self.tokenizer)
-        self.draft_path = None if draft is None else resolve_draft(draft, self.path, self._progress)
-        if self.draft_path is not None:
-            check_file(self.draft_path, checkpoint)
+        self.draft_path = None if draft is None else resolve_draft(draft, checkpoint, self._progress)
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
@@ -198,7 +202,7 @@ class LLM:
             "memory": f"{self.peak_bytes / 2**30:.2f} GiB at most so far",
         }
         if self.draft_path is not None:
-            facts["draft"] = "mtp" if self.draft_path == self.path else self.draft_path.name
+            facts["draft"] = "mtp" if self._options.draft == "mtp" else self.draft_path.name
         if self.recommended_options:
             facts["sampling"] = ", ".join(f"{name} {value:g}" for name, value in self.recommended_options.items())
         return model_card(self.path.name, facts)

@@ -9,6 +9,7 @@ from common.models.dflash import DflashPair
 from common.models.dflash_config import read_config
 from common.models.dflash_load import load_draft
 from common.models.dflash_weights import layout
+from common.models.target import target_of
 from common.tensors import Tensor
 from common.weights import Matrix
 from generate.synthetic import constant_vector, random_matrix
@@ -38,7 +39,7 @@ def synthetic_pair(target: Model) -> DflashPair:
     tensors = {f"blk.{i}": constant_vector(f"blk.{i}", (1,)) for i in range(5)}
     tensors["fc.weight"] = random_matrix("fc.weight", (hidden, TAPS * hidden), "Q8_0")
     checkpoint = Checkpoint(Path("synthetic draft"), "gguf", metadata, tensors)
-    config = read_config(checkpoint, target)
+    config = read_config(checkpoint, target_of(target.definition, target.config))
     tensors = {}
     for entry in layout(config, checkpoint).entries():
         for part in entry.parts:

@@ -9,8 +9,8 @@ from typing import Any
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models import Model
 from common.models.blocks import check_sizes, gguf_rope, hf_rope
+from common.models.target import Target
 from common.ops import Rope
 
 NAME, LAGUNA = "DFlashDraftModel", "DFlashLagunaForCausalLM"
@@ -56,17 +56,17 @@ class Config:
         return self.block - self.first
 
 
-def read_config(checkpoint: Checkpoint, target: Model) -> Config:
+def read_config(checkpoint: Checkpoint, target: Target) -> Config:
     """The draft's configuration, checked against the target that it is to serve."""
     for name in checkpoint.tensors:
         if name.rpartition(".")[2] in ("d2t", "t2d"):
             raise BimetalError(f"{checkpoint.path} has a vocabulary of its own ({name}), which is not supported")
     c = (_gguf_config if checkpoint.format == "gguf" else _hf_config)(checkpoint, target)
     _check_belongs(c, checkpoint.path, target)
-    return replace(c, vocab=target.config.vocab)
+    return replace(c, vocab=target.vocab)
 
 
-def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
+def _hf_config(checkpoint: Checkpoint, target: Target) -> Config:
     keys = Keys(checkpoint.config, f"{checkpoint.path} config.json")
     names = keys.read("architectures", list)
     if len(names) != 1 or names[0] not in NAMES:
@@ -122,7 +122,7 @@ def _hf_config(checkpoint: Checkpoint, target: Model) -> Config:
     )
 
 
-def _gguf_config(checkpoint: Checkpoint, target: Model) -> Config:
+def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
     """Metadata as llama.cpp writes them (`dflash`), or as lucebox does (`dflash-draft`, `qwen35-dflash-draft`)."""
     architecture = str(checkpoint.config.get("general.architecture"))
     upstream = architecture == "dflash"
@@ -201,32 +201,32 @@ def _taps(where: str, listed: list[Any], first: int) -> tuple[int, ...]:
     return tuple(i - first for i in listed)
 
 
-def _default_taps(checkpoint: Checkpoint, target: Model) -> tuple[int, ...]:
+def _default_taps(checkpoint: Checkpoint, target: Target) -> tuple[int, ...]:
     """Choose as many layers as `fc` has room for, from the second to the third from the end."""
     fc = next((t for name, t in checkpoint.tensors.items() if name.endswith("fc.weight")), None)
-    layers, n = len(target.layout.layers), fc.shape[-1] // target.config.hidden if fc is not None else 0
+    layers, n = target.layers, fc.shape[-1] // target.hidden if fc is not None else 0
     return (layers // 2,) if n == 1 else tuple(round(1 + i * (layers - 4) / (n - 1)) for i in range(n))
 
 
-def _check_belongs(c: Config, path: Path, target: Model) -> None:
-    layers = len(target.layout.layers)
+def _check_belongs(c: Config, path: Path, target: Target) -> None:
+    layers = target.layers
     for what, drafts, targets in (
-        ("hidden size", c.hidden, target.config.hidden),
-        ("vocabulary", c.vocab or target.config.vocab, target.config.vocab),
+        ("hidden size", c.hidden, target.hidden),
+        ("vocabulary", c.vocab or target.vocab, target.vocab),
         ("number of target layers", c.target_layers or layers, layers),
     ):
         if drafts != targets:
             raise BimetalError(f"{path} is a draft for another model: its {what} is {drafts}, the model's {targets}")
     if not c.taps or max(c.taps) >= layers:
         raise BimetalError(f"{path} is a draft for another model: it reads layers {c.taps}, the model has {layers}")
-    if not 0 <= c.mask_token < target.config.vocab:
-        raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.config.vocab}")
+    if not 0 <= c.mask_token < target.vocab:
+        raise BimetalError(f"{path}: mask token {c.mask_token} is outside the vocabulary of {target.vocab}")
     if c.block < 2:
         raise BimetalError(f"{path}: block_size is {c.block}; a block has the known token and at least one more")
     if c.conv_taps and c.hidden % c.conv_group:
         raise BimetalError(f"{path}: conv_group_size is {c.conv_group}, which does not divide {c.hidden} channels")
-    if c.candidates > target.config.vocab:
-        raise BimetalError(f"{path}: selector_top_k is {c.candidates}, of a vocabulary of {target.config.vocab}")
+    if c.candidates > target.vocab:
+        raise BimetalError(f"{path}: selector_top_k is {c.candidates}, of a vocabulary of {target.vocab}")
     if c.markov_rank < 0:
         raise BimetalError(f"{path}: markov_rank is {c.markov_rank}; supported: 0 or more")
     for window, is_causal in zip(c.windows, c.is_causal, strict=True):

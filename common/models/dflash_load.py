@@ -9,12 +9,18 @@ from common.models.dflash2 import Dflash2Pair
 from common.models.dflash_config import Config, read_config
 from common.models.dflash_weights import layout
 from common.models.dspark import DsparkPair
-from common.weights import load_weights
+from common.models.target import Target, target_of
+from common.weights import account, load_weights
+
+
+def check_dflash(checkpoint: Checkpoint, target: Target) -> None:
+    """Refuse, by headers alone, a draft that does not fit `target`."""
+    account(checkpoint, layout(read_config(checkpoint, target), checkpoint))
 
 
 def load_dflash(checkpoint: Checkpoint, target: Model, progress: bool = False) -> DflashPair:
     """`target` with the draft of `checkpoint` on the same backend."""
-    config = read_config(checkpoint, target)
+    config = read_config(checkpoint, target_of(target.definition, target.config))
     weights = load_draft(checkpoint, config, target, progress)
     parts = (target.architecture, target.definition, target.config, target.layout, target.weights, target.ops)
     kind = Dflash2Pair if config.selector_rank else DsparkPair if config.markov_rank else DflashPair

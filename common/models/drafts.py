@@ -12,11 +12,12 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.kv_cache import CacheOptions
 from common.models import Model, architecture, is_defined
-from common.models.dflash_load import load_dflash
+from common.models.dflash_load import check_dflash, load_dflash
 from common.models.eagle3 import check_eagle3, load_eagle3
-from common.models.eagle3_config import Target, is_eagle3
-from common.models.mtp import layout, load_mtp
+from common.models.eagle3_config import is_eagle3
+from common.models.mtp import check_mtp, load_mtp
 from common.models.pair import Pair
+from common.models.target import target_of
 from common.ops import VECTOR_ITEM, Ops
 from common.storage import LayerSpec
 from common.tensors import Tensor
@@ -46,20 +47,22 @@ def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
 
 
 def check_file(path: Path, target: Checkpoint) -> None:
-    """Refuse, before weights are loaded, a draft of a kind that is not supported, and a model without a block.
+    """Refuse, by headers alone, a draft of a kind that is not supported, or that does not fit its target.
 
-    An EAGLE-3 draft is checked against its target too.
+    A target that mlx-lm would run is not known here; `load_pair` refuses it.
     """
     checkpoint = open_checkpoint(path)
     _refuse_others(checkpoint)
     if not is_defined(target):
         return
     name, definition = architecture(target)
+    config = definition.read_config(target)
     if _is_eagle3(checkpoint):
-        c = definition.read_config(target)
-        check_eagle3(checkpoint, Target(c.hidden, c.vocab, len(definition.state_spec(c))))
+        check_eagle3(checkpoint, target_of(definition, config))
     elif _is_model(checkpoint):
-        layout(checkpoint, name, definition.read_config(target))
+        check_mtp(checkpoint, name, config)
+    else:
+        check_dflash(checkpoint, target_of(definition, config))
 
 
 class Counter:

@@ -16,8 +16,9 @@ from common.models import Model
 from common.models.blocks import swiglu_ffn
 from common.models.chain import ChainPair
 from common.models.dflash import tapped
-from common.models.eagle3_config import Config, Target, read_config, target_ids
+from common.models.eagle3_config import Config, read_config, target_ids
 from common.models.eagle3_weights import layout
+from common.models.target import Target, target_of
 from common.ops import Array
 from common.step import State, Step
 from common.storage import ConvSpec, KVSpec, LayerSpec
@@ -33,8 +34,7 @@ def check_eagle3(checkpoint: Checkpoint, target: Target) -> None:
 
 def load_eagle3(checkpoint: Checkpoint, target: Model, progress: bool = False) -> "Eagle3Pair":
     """`target` with the draft of `checkpoint` on the same backend."""
-    first = len(target.layout.layers)
-    fits = Target(target.config.hidden, target.config.vocab, first)
+    first, fits = len(target.layout.layers), target_of(target.definition, target.config)
     config = read_config(checkpoint, fits)
     ids = target_ids(checkpoint, config, fits.vocab)
     tables = layout(checkpoint, config, fits)

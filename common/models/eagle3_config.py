@@ -13,6 +13,7 @@ from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.models.blocks import check_sizes, gguf_rope, hf_rope
+from common.models.target import Target
 from common.ops import Rope
 from common.quants import PLAIN
 from common.tensors import Tensor, same_axes
@@ -73,15 +74,6 @@ class Config:
     norms_fused: bool = False
     norms_residual: bool = False
     norms_output: bool = False
-
-
-@dataclass(frozen=True)
-class Target:
-    """Hidden size, vocabulary and number of layers of the target that a draft must fit."""
-
-    hidden: int
-    vocab: int
-    layers: int
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:

@@ -5,7 +5,8 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.models.blocks import ffn_weights
-from common.models.eagle3_config import Config, Target, is_map, layer_of, prefix_of
+from common.models.eagle3_config import Config, is_map, layer_of, prefix_of
+from common.models.target import Target
 from common.quants import dequantize
 from common.tensors import Tensor, same_axes
 from common.weights import Fix, Layout, Matrix, Names, Stored, Table, Vector, columns, dense, in_turn, rows

@@ -18,7 +18,7 @@ from common.models.chain import ChainPair
 from common.ops import Array
 from common.step import State, Step
 from common.storage import ConvSpec, LayerSpec
-from common.weights import Layout, Matrix, Names, Stored, Table, Vector, columns, load_weights
+from common.weights import Layout, Matrix, Names, Stored, Table, Vector, account, columns, load_weights
 
 MOST = 8  # blocks that are looked for
 GGUF_NAMES = MtpNames(
@@ -120,6 +120,11 @@ def _check_belongs(checkpoint: Checkpoint, target: str) -> None:
         raise BimetalError(
             f"{checkpoint.path} is of a {name} model; a multi-token-prediction block for a {target} model is needed"
         )
+
+
+def check_mtp(checkpoint: Checkpoint, target: str, c: Any) -> None:
+    """Refuse, by headers alone, a file without a block for a `target` of configuration `c`."""
+    account(checkpoint, layout(checkpoint, target, c))
 
 
 def _one_after_other(mixed: RowFn, ffn: RowFn, x: Array) -> Array:

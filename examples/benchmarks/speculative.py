@@ -138,8 +138,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     sets = dict(read_set(named, args.prompts, args.shuffle) for named in args.sets.split(","))
     path = resolve_model(args.model)
     checkpoint = open_checkpoint(path)
+    draft = resolve_draft(args.draft, checkpoint, True)
     target = open_model(checkpoint, args.backend, progress=True)
-    pair = load_pair(resolve_draft(args.draft, path, True), target, True)
+    pair = load_pair(draft, target, True)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     context = args.ctx or target.config.context
     plain, drafted = Engine(target, tokenizer, context), Engine(pair, tokenizer, context)

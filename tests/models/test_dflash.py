@@ -4,11 +4,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import tiny
 import tiny_draft
+from draft_files import (
+    LAYER_NAMES,
+    LOGIT,
+    add_tensor,
+    assert_drafts_leave_no_trace,
+    assert_refused,
+    finish,
+    gguf_writer,
+    states,
+)
 from folders import rewritten
 from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 
@@ -17,7 +26,8 @@ from common.errors import BimetalError
 from common.models import load_model
 from common.models.dflash import CONTEXT_ROWS, Tap
 from common.models.dflash_config import read_config
-from common.models.drafts import check_file, load_pair
+from common.models.drafts import load_pair
+from common.models.target import Target
 from common.quants import dequantize
 from common.step import Step
 from common.storage import KVSpec
@@ -25,25 +35,10 @@ from common.storage import KVSpec
 FOLDER = tiny.FOLDER / "dflash"
 GOLDEN = np.load(FOLDER / "golden.npz")
 TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
-LOGIT = (
-    1e-3  # of logits up to 10, between two float32 ways (tests/test_state.py); a wrong mask or layer moves them by 0.1
-)
-
-
-def read_text(pair, state, end):
-    """Commit the text up to `end`, in two steps."""
-    for at in (max(state.length, end - 3), end):
-        if at > state.length:
-            pair.forward(state, Step.chain(TEXT[state.length : at], state.length), slice(-1, None))
-            state.commit(range(at - state.length))
 
 
 def proposals(pair, anchors):
-    state, rows = pair.new_state(64), []
-    for anchor in anchors:
-        read_text(pair, state, anchor)
-        rows.append(pair.ops.read(pair.propose(state, int(TEXT[anchor]))))
-    return np.stack(rows)
+    return np.stack([pair.ops.read(pair.propose(state, token)) for state, token in states(pair, TEXT, anchors)])
 
 
 def test_logits_of_the_published_library(ops):
@@ -52,20 +47,8 @@ def test_logits_of_the_published_library(ops):
     assert np.abs(proposals(pair, GOLDEN["anchors"]) - GOLDEN["logits"]).max() < LOGIT
 
 
-def test_a_proposal_changes_nothing_and_a_tree_commits_like_a_chain(ops):
-    pair = load_pair(FOLDER, tiny.load("qwen35", ops))
-    state, alone = pair.new_state(64), pair.new_state(64)
-    for each in (state, alone):
-        read_text(pair, each, 12)
-    first = pair.ops.read(pair.propose(state, 5))
-    assert np.array_equal(first, pair.ops.read(pair.propose(state, 5)))
-    pair.forward(state, Step.tree(np.array([TEXT[12], 3, TEXT[13], TEXT[14], 4]), [-1, 0, 0, 2, 2], 12))
-    state.commit([0, 2, 3])
-    read_text(pair, alone, 15)
-    for a, b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).items(), strict=True):
-        assert np.abs(a[1] - b[1]).max() < 1e-4, a[0]
-    one, other = (pair.ops.read(pair.propose(each, 5)) for each in (state, alone))
-    assert np.abs(one - other).max() < LOGIT
+def test_a_draft_changes_nothing_and_a_tree_commits_like_a_chain(ops):
+    assert_drafts_leave_no_trace(load_pair(FOLDER, tiny.load("qwen35", ops)), TEXT)
 
 
 def test_it_computes_through_ops_only():
@@ -90,16 +73,7 @@ def write_gguf(path: Path, dialect: str, matrices: str = "F32") -> Path:
     upstream = dialect == "llama.cpp"
     architecture = "dflash" if upstream else "qwen35-dflash-draft"
     c = json.loads((FOLDER / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_value_length(c["head_dim"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    writer.add_rope_freq_base(c["rope_theta"])
+    writer = gguf_writer(path, architecture, c)
     writer.add_sliding_window(c["sliding_window"])
     writer.add_array(f"{architecture}.attention.sliding_window_pattern", [True, False])
     ids, mask = c["dflash_config"]["target_layer_ids"], c["dflash_config"]["mask_token_id"]
@@ -112,22 +86,14 @@ def write_gguf(path: Path, dialect: str, matrices: str = "F32") -> Path:
         writer.add_uint32(f"{architecture}.dflash.n_target_layers", len(ids))
         writer.add_array(f"{architecture}.dflash.target_layer_ids", ids)
         writer.add_uint32(f"{architecture}.dflash.mask_token_id", mask)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    names |= {"self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-    names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-    names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "norm": "output_norm"}
-    names |= {"fc": "fc" if upstream else "dflash.fc"}
+    names = LAYER_NAMES | {"norm": "output_norm", "fc": "fc" if upstream else "dflash.fc"}
     names |= {"hidden_norm": "enc.output_norm" if upstream else "dflash.hidden_norm"}
     for name, tensor in open_checkpoint(FOLDER).tensors.items():
-        values, parts = dequantize(tensor), name.removesuffix(".weight").split(".")
+        parts = name.removesuffix(".weight").split(".")
         prefix = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-        kind = gguf.GGMLQuantizationType[matrices if values.ndim == 2 and values.shape[1] % 32 == 0 else "F32"]
         name = prefix + names[".".join(parts[2:] if prefix else parts)] + ".weight"
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_tensor(writer, name, dequantize(tensor), matrices)
+    finish(writer)
     return path
 
 
@@ -227,10 +193,8 @@ def test_layers_keep_their_window_and_full_ones_a_ring(tmp_path):
 
 
 def test_causality_and_layers_come_from_the_file(tmp_path):
-    target = tiny.load("qwen35", OPEN)
-
     def config(name, **changes):
-        return read_config(open_checkpoint(rewritten(FOLDER, tmp_path / name, **changes)), target)
+        return read_config(open_checkpoint(rewritten(FOLDER, tmp_path / name, **changes)), Target(32, 96, 8))
 
     taps = {"mask_token_id": 1, "target_layer_ids": [1, 4, 6]}
     assert config("a", dflash_config=taps | {"causal": True}).is_causal == (True, True)
@@ -265,33 +229,18 @@ def test_causality_and_layers_come_from_the_file(tmp_path):
     ],
 )
 def test_refusals(changes, message, tmp_path):
-    with pytest.raises(BimetalError, match=message):
-        load_pair(rewritten(FOLDER, tmp_path / "draft", **changes), tiny.load("qwen35", OPEN))
+    assert_refused(rewritten(FOLDER, tmp_path / "draft", **changes), "qwen35", message)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("DominoDraftModel", "Domino"),
-    ],
-)
-def test_other_kinds(name, kind, tmp_path):
-    folder = rewritten(FOLDER, tmp_path / "draft", architectures=[name])
-    words = (
-        f"draft is a draft of the kind {kind}; supported: multi-token-prediction blocks, DFlash, DFlash2, DSpark and"
-    )
-    with pytest.raises(BimetalError, match=words):
-        load_pair(folder, tiny.load("qwen35", OPEN))
-    with pytest.raises(BimetalError, match=words):
-        check_file(folder, tiny.checkpoint("qwen35"))
+def test_other_kinds(tmp_path):
+    folder = rewritten(FOLDER, tmp_path / "draft", architectures=["DominoDraftModel"])
+    words = "draft is a draft of the kind Domino; supported: multi-token-prediction blocks, DFlash, DFlash2, DSpark and"
+    assert_refused(folder, "qwen35", words)
 
 
 def test_a_vocabulary_map_and_other_files_are_refused(tmp_path):
-    target = tiny.load("qwen35", OPEN)
     mapped = rewritten(FOLDER, tmp_path / "d2t", lambda tensors: tensors | {"d2t": np.zeros(4, np.float32)})
-    with pytest.raises(BimetalError, match=r"a vocabulary of its own \(d2t\)"):
-        load_pair(mapped, target)
-    with pytest.raises(BimetalError, match="qwen35 has no multi-token-prediction block"):
-        load_pair(tiny.FOLDER / "qwen35", target)
+    assert_refused(mapped, "qwen35", r"a vocabulary of its own \(d2t\)")
+    assert_refused(tiny.FOLDER / "qwen35", "qwen35", "qwen35 has no multi-token-prediction block")
     with pytest.raises(BimetalError, match="hidden states, which a model run by mlx-lm does not show"):
         load_pair(FOLDER, object())

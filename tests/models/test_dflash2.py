@@ -3,18 +3,16 @@
 import json
 from dataclasses import replace
 
-import gguf
 import numpy as np
 import pytest
 import tiny
+from draft_files import LAYER_NAMES, LOGIT, add_tensor, assert_refused, finish, gguf_writer, read_text, states
 from folders import rewritten
-from test_dflash import LOGIT, read_text
 from test_dspark import log_softmax
 from test_ops_only import OPEN
 
 from common.checkpoint import open_checkpoint
 from common.decode.ddtree import best_chain
-from common.errors import BimetalError
 from common.models.dflash2 import Dflash2Pair
 from common.models.drafts import check_file, load_pair
 from common.quants import dequantize
@@ -22,24 +20,20 @@ from common.step import Step
 
 FOLDER = tiny.FOLDER / "dflash2"
 GOLDEN = np.load(FOLDER / "golden.npz")
+ANCHORS = GOLDEN["anchors"]
 TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
 INNER = json.loads((FOLDER / "config.json").read_text())["dflash_config"]
 RANK, CANDIDATES = 8, 6
 
 
-def states(pair):
-    """A state at each of the golden anchors, and the token there: before, at and beyond the window of 8."""
-    state = pair.new_state(64)
-    for anchor in GOLDEN["anchors"]:
-        read_text(pair, state, anchor)
-        yield state, int(TEXT[anchor])
-
-
 def test_logits_and_drafts_of_the_published_library(ops):
+    """Before, at and beyond the window of 8."""
     pair = load_pair(FOLDER, tiny.load("qwen35", ops))
     assert isinstance(pair, Dflash2Pair)
     assert pair.draft.is_causal == (False, False)
-    for (state, token), logits, tokens in zip(states(pair), GOLDEN["logits"], GOLDEN["tokens"], strict=True):
+    for (state, token), logits, tokens in zip(
+        states(pair, TEXT, ANCHORS), GOLDEN["logits"], GOLDEN["tokens"], strict=True
+    ):
         assert np.abs(pair.ops.read(pair.propose(state, token)) - logits).max() < LOGIT
         for k, depth in ((1, 4), (3, 4), (1, 2)):
             ids, _, after = pair.drafted(state, token, k, depth)
@@ -65,7 +59,7 @@ def test_scores_by_their_formula():
     state = pair.new_state(64)
     w = {name: dequantize(t).astype(np.float64) for name, t in open_checkpoint(FOLDER).tensors.items()}
     w = {name.removeprefix("candidate_selector."): values for name, values in w.items()}
-    read_text(pair, state, 20)
+    read_text(pair, state, TEXT, 20)
     ids, logp, after = pair.drafted(state, int(TEXT[20]), CANDIDATES, 4)
     logits, (hidden,) = GOLDEN["logits"][4].astype(np.float64), seen
     before = [int(TEXT[20])] * CANDIDATES
@@ -84,7 +78,7 @@ def test_scores_by_their_formula():
 def test_it_proposes_again_what_it_proposed(ops):
     pair = load_pair(FOLDER, tiny.load("qwen35", ops))
     state = pair.new_state(64)
-    read_text(pair, state, 12)
+    read_text(pair, state, TEXT, 12)
     first = pair.drafted(state, 5, 4, 4)
     pair.forward(state, Step.tree(np.array([TEXT[12], 3, 4]), [-1, 0, 0], 12))
     assert all(np.array_equal(a, b) for a, b in zip(first, pair.drafted(state, 5, 4, 4), strict=True))
@@ -92,18 +86,8 @@ def test_it_proposes_again_what_it_proposed(ops):
 
 def write_gguf(path, matrices="F32", **metadata):
     """The draft as llama.cpp's converter writes it."""
-    c = json.loads((FOLDER / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, "dflash")
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_value_length(c["head_dim"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    writer.add_rope_freq_base(c["rope_theta"])
-    writer.add_sliding_window(c["sliding_window"])
+    writer = gguf_writer(path, "dflash", json.loads((FOLDER / "config.json").read_text()))
+    writer.add_sliding_window(8)
     writer.add_array("dflash.attention.sliding_window_pattern", [True, True])
     writer.add_array("dflash.target_layers", [i + 1 for i in INNER["target_layer_ids"]])
     writer.add_mask_token_id(INNER["mask_token_id"])
@@ -111,42 +95,31 @@ def write_gguf(path, matrices="F32", **metadata):
     for key, value in (sizes | metadata).items():
         if value is not None:
             writer.add_uint32(f"dflash.{key}", value)
-    names = {f"self_attn.{x}_proj.weight": f"attn_{x}.weight" for x in "qkv"}
-    names |= {f"self_attn.{x}_norm.weight": f"attn_{x}_norm.weight" for x in "qk"}
-    names |= {f"mlp.{x}_proj.weight": f"ffn_{x}.weight" for x in ("gate", "up", "down")}
-    names |= {"self_attn.o_proj.weight": "attn_output.weight", "input_layernorm.weight": "attn_norm.weight"}
-    names |= {"post_attention_layernorm.weight": "ffn_norm.weight", "attention_conv.base_kernel": "attn_conv_base"}
-    names |= {
-        "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
-        "mlp_conv.base_kernel": "ffn_conv_base",
-    }
-    names |= {"mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight"}
+    names = {f"{name}.weight": f"{ours}.weight" for name, ours in LAYER_NAMES.items()}
+    for hf, ours in (("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")):
+        names |= {f"{hf}.kernel_projection.weight": f"{ours}_proj.weight", f"{hf}.base_kernel": f"{ours}_base"}
     top = {"norm.weight": "output_norm.weight", "hidden_norm.weight": "enc.output_norm.weight"}
     top |= {"candidate_selector.predecessor_codebook": "selector_predecessor.weight"}
     top |= {"candidate_selector.successor_codebook": "selector_successor.weight"}
     top |= {"candidate_selector.hidden_projection.weight": "selector_hidden.weight", "fc.weight": "fc.weight"}
     for name, tensor in open_checkpoint(FOLDER).tensors.items():
-        parts, values = name.split(".", 2), dequantize(tensor)
+        parts = name.split(".", 2)
         to = f"blk.{parts[1]}.{names[parts[2]]}" if parts[0] == "layers" else top[name]
-        kind = gguf.GGMLQuantizationType[matrices if values.ndim == 2 and values.shape[1] % 32 == 0 else "F32"]
-        writer.add_tensor(to, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_tensor(writer, to, dequantize(tensor), matrices)
+    finish(writer)
     return path
 
 
 def test_gguf(tmp_path):
     pair = load_pair(write_gguf(tmp_path / "draft.gguf"), tiny.load("qwen35", OPEN))
-    for (state, token), tokens in zip(states(pair), GOLDEN["tokens"], strict=True):
+    for (state, token), tokens in zip(states(pair, TEXT, ANCHORS), GOLDEN["tokens"], strict=True):
         ids, _, after = pair.drafted(state, token, 1, 4)
         assert best_chain(ids, after) == tokens.tolist()
 
 
 def test_quantized_gguf(tmp_path, ops):
     pair = load_pair(write_gguf(tmp_path / "draft.gguf", "Q8_0"), tiny.load("qwen35", ops))
-    for (state, token), logits in zip(states(pair), GOLDEN["logits"], strict=True):
+    for (state, token), logits in zip(states(pair, TEXT, ANCHORS), GOLDEN["logits"], strict=True):
         assert np.corrcoef(pair.ops.read(pair.propose(state, token)).ravel(), logits.ravel())[0, 1] > 0.98
 
 
@@ -165,9 +138,7 @@ def test_quantized_gguf(tmp_path, ops):
     ],
 )
 def test_refusals(changes, message, tmp_path):
-    folder = rewritten(FOLDER, tmp_path / "draft", dflash_config=INNER | changes)
-    with pytest.raises(BimetalError, match=message):
-        load_pair(folder, tiny.load("qwen35", OPEN))
+    assert_refused(rewritten(FOLDER, tmp_path / "draft", dflash_config=INNER | changes), "qwen35", message)
 
 
 def test_neutral_scales_are_no_obstacle(tmp_path):
@@ -178,5 +149,5 @@ def test_neutral_scales_are_no_obstacle(tmp_path):
 
 
 def test_a_gguf_file_without_sizes_is_refused(tmp_path):
-    with pytest.raises(BimetalError, match=r"lacks the required key dflash.conv_group_size"):
-        load_pair(write_gguf(tmp_path / "a.gguf", conv_group_size=None), tiny.load("qwen35", OPEN))
+    path = write_gguf(tmp_path / "a.gguf", conv_group_size=None)
+    assert_refused(path, "qwen35", "lacks the required key dflash.conv_group_size")

@@ -1,34 +1,26 @@
 """DSpark drafts: against the published code, from both kinds of file, as chain and as tree, and refusals."""
 
-import gguf
+import json
+
 import numpy as np
 import pytest
 import tiny
+from draft_files import LAYER_NAMES, LOGIT, add_tensor, assert_refused, finish, gguf_writer, read_text, states
 from folders import rewritten
-from test_dflash import LOGIT, read_text
 from test_ops_only import OPEN
 
 from common.checkpoint import open_checkpoint
 from common.decode.ddtree import Tree, grow
-from common.errors import BimetalError
 from common.models.dflash import DflashPair
-from common.models.dflash_config import read_config
 from common.models.drafts import check_file, load_pair
 from common.models.dspark import DsparkPair
 from common.quants import dequantize
 
 FOLDER = tiny.FOLDER / "dspark"
 GOLDEN = np.load(FOLDER / "golden.npz")
+ANCHORS = GOLDEN["anchors"]
 TEXT = tiny.golden("qwen35")["ids"].astype(np.int32)
 RANK = 32
-
-
-def states(pair):
-    """A state at each of the golden anchors, and the token there."""
-    state = pair.new_state(64)
-    for anchor in GOLDEN["anchors"]:
-        read_text(pair, state, anchor)
-        yield state, int(TEXT[anchor])
 
 
 def log_softmax(x):
@@ -38,7 +30,9 @@ def log_softmax(x):
 def test_logits_and_drafts_of_the_published_code(ops):
     pair = load_pair(FOLDER, tiny.load("qwen35", ops))
     assert isinstance(pair, DsparkPair)
-    for (state, token), logits, tokens, biased in zip(states(pair), *map(GOLDEN.get, ARRAYS), strict=True):
+    for (state, token), logits, tokens, biased in zip(
+        states(pair, TEXT, ANCHORS), *map(GOLDEN.get, ARRAYS), strict=True
+    ):
         assert np.abs(pair.ops.read(pair.propose(state, token)) - logits).max() < LOGIT
         ids, logp, _ = pair.drafted(state, token, 1, 4)
         assert ids.ravel().tolist() == tokens.tolist()
@@ -63,7 +57,7 @@ def expected(logits, weights, token, k):
 
 def test_candidates_depend_on_the_token_before(ops):
     pair, weights = load_pair(FOLDER, tiny.load("qwen35", ops)), open_checkpoint(FOLDER).tensors
-    for (state, token), logits in zip(states(pair), GOLDEN["logits"], strict=True):
+    for (state, token), logits in zip(states(pair, TEXT, ANCHORS), GOLDEN["logits"], strict=True):
         ids, logp, after = pair.drafted(state, token, 5, 3)
         want_ids, want_logp = expected(logits[:3], weights, token, 5)
         assert np.abs(logp - want_logp).max() < LOGIT
@@ -78,7 +72,7 @@ def test_candidates_depend_on_the_token_before(ops):
 def test_the_tree_is_the_likeliest_prefixes(ops):
     pair = load_pair(FOLDER, tiny.load("qwen35", ops))
     state = pair.new_state(64)
-    read_text(pair, state, 9)
+    read_text(pair, state, TEXT, 9)
     ids, logp, after = pair.drafted(state, int(TEXT[9]), 4, 4)
     tree, every = Tree(7), {}
 
@@ -100,29 +94,15 @@ def test_the_tree_is_the_likeliest_prefixes(ops):
 
 def write_gguf(path, anchor=True, own=False, **metadata):
     """The draft as llama.cpp's converter writes it; `own`: with an embedding and a head."""
-    c = read_config(open_checkpoint(FOLDER), tiny.load("qwen35", OPEN))
-    writer = gguf.GGUFWriter(path, "dflash")
-    writer.add_block_count(2)
-    writer.add_embedding_length(c.hidden)
-    writer.add_feed_forward_length(c.ffn)
-    writer.add_head_count(c.heads)
-    writer.add_head_count_kv(c.kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_layer_norm_rms_eps(c.eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_uint32("dflash.block_size", c.block)
-    writer.add_array("dflash.target_layers", [i + 1 for i in c.taps])
-    writer.add_mask_token_id(c.mask_token)
+    c = json.loads((FOLDER / "config.json").read_text())
+    writer = gguf_writer(path, "dflash", c)
+    writer.add_uint32("dflash.block_size", c["block_size"])
+    writer.add_array("dflash.target_layers", [i + 1 for i in c["target_layer_ids"]])
+    writer.add_mask_token_id(c["mask_token_id"])
     if anchor is not None:
         writer.add_bool("dflash.sample_from_anchor", anchor)
     for key, value in metadata.items():
         writer.add_uint32(f"dflash.{key}", value)
-    names = {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"} | {
-        f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"
-    }
-    names |= {f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")} | {"self_attn.o_proj": "attn_output"}
-    names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     top = {"norm": "output_norm", "hidden_norm": "enc.output_norm", "fc": "fc"}
     top |= {"markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2"}
     top |= {"confidence_head.proj": "conf_proj"}
@@ -130,13 +110,10 @@ def write_gguf(path, anchor=True, own=False, **metadata):
     for name, tensor in open_checkpoint(FOLDER).tensors.items():
         stem, _, kind = name.rpartition(".")
         parts = stem.split(".", 2)
-        to = f"blk.{parts[1]}.{names[parts[2]]}" if parts[0] == "layers" else top.get(stem)
+        to = f"blk.{parts[1]}.{LAYER_NAMES[parts[2]]}" if parts[0] == "layers" else top.get(stem)
         if to:
-            writer.add_tensor(f"{to}.{kind}", dequantize(tensor))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            add_tensor(writer, f"{to}.{kind}", dequantize(tensor))
+    finish(writer)
     return path
 
 
@@ -146,7 +123,7 @@ def test_gguf(anchor, own, tmp_path):
     pair = load_pair(write_gguf(tmp_path / "draft.gguf", anchor, own), target)
     assert (pair.draft.markov_rank, pair.draft.first, pair.draft.tokens) == (RANK, 0, 4)
     assert (pair.draft_weights.head is None) != own
-    for (state, token), tokens in zip(states(pair), GOLDEN["tokens"], strict=True):
+    for (state, token), tokens in zip(states(pair, TEXT, ANCHORS), GOLDEN["tokens"], strict=True):
         assert pair.drafted(state, token, 1, 4)[0].ravel().tolist() == tokens.tolist()
 
 
@@ -160,10 +137,10 @@ def test_a_block_whose_first_row_is_not_drafted(tmp_path):
     pair, weights = load_pair(folder, target), open_checkpoint(FOLDER).tensors
     other = load_pair(write_gguf(tmp_path / "draft.gguf", False), target)
     assert pair.draft.tokens == other.draft.tokens == max(pair.budgets) == 3
-    for (state, token), logits in zip(states(pair), GOLDEN["logits"], strict=True):
+    for (state, token), logits in zip(states(pair, TEXT, ANCHORS), GOLDEN["logits"], strict=True):
         ids = pair.drafted(state, token, 1, 4)[0].ravel().tolist()
         assert ids == expected(logits[1:], weights, token, 1)[0].ravel().tolist()
-    drafts = [each.drafted(*next(states(each)), 1, 4)[0] for each in (pair, other)]
+    drafts = [each.drafted(*next(states(each, TEXT, ANCHORS)), 1, 4)[0] for each in (pair, other)]
     assert np.array_equal(*drafts)
 
 
@@ -176,7 +153,7 @@ def test_without_a_bias_it_is_a_dflash_draft(tmp_path):
     folder = rewritten(FOLDER, tmp_path / "draft", plain, markov_rank=0, markov_head_type=None)
     pair = load_pair(folder, tiny.load("qwen35", OPEN))
     assert type(pair) is DflashPair
-    for (state, token), logits in zip(states(pair), GOLDEN["logits"], strict=True):
+    for (state, token), logits in zip(states(pair, TEXT, ANCHORS), GOLDEN["logits"], strict=True):
         ids, _ = pair.drafted(state, token, 1, 4)
         assert ids.ravel().tolist() == logits.argmax(-1).tolist()
 
@@ -199,11 +176,10 @@ def test_without_a_bias_it_is_a_dflash_draft(tmp_path):
     ],
 )
 def test_refusals(changes, message, tmp_path):
-    with pytest.raises(BimetalError, match=message):
-        load_pair(rewritten(FOLDER, tmp_path / "draft", **changes), tiny.load("qwen35", OPEN))
+    assert_refused(rewritten(FOLDER, tmp_path / "draft", **changes), "qwen35", message)
 
 
 def test_refusals_of_gguf_files(tmp_path):
     check_file(FOLDER, tiny.checkpoint("qwen35"))
-    with pytest.raises(BimetalError, match=r"dflash.hyper_connection.count belongs to another kind of draft"):
-        load_pair(write_gguf(tmp_path / "a.gguf", **{"hyper_connection.count": 4}), tiny.load("qwen35", OPEN))
+    path = write_gguf(tmp_path / "a.gguf", **{"hyper_connection.count": 4})
+    assert_refused(path, "qwen35", r"dflash.hyper_connection.count belongs to another kind of draft")

@@ -8,21 +8,29 @@ import numpy as np
 import pytest
 import tiny
 import tiny_eagle
+from draft_files import (
+    LAYER_NAMES,
+    LOGIT,
+    add_tensor,
+    assert_drafts_leave_no_trace,
+    assert_refused,
+    finish,
+    gguf_writer,
+)
 from folders import rewritten
 from test_ops_only import OPEN, Opaque, OpaqueOps, shown
 
 from common.checkpoint import open_checkpoint
-from common.errors import BimetalError
 from common.fit import predict_run
 from common.models import load_model
 from common.models.dflash import Tap
-from common.models.drafts import check_file, load_pair
-from common.models.eagle3_config import Target, config_alone, read_config
+from common.models.drafts import load_pair
+from common.models.eagle3_config import config_alone, read_config
+from common.models.target import Target
 from common.quants import PLAIN, dequantize
 from common.reference import NumpyOps
 from common.step import Step
 
-LOGIT = 1e-3  # of logits up to 10, float32 against float64; a wrong norm, layer or position moves them by 0.1
 PAST, DRAFTS = 13, 3
 
 
@@ -118,18 +126,7 @@ def test_draft_tokens_are_of_the_target_s_vocabulary(ops, tmp_path):
 
 def test_a_draft_changes_nothing_and_a_tree_commits_like_a_chain(ops, tmp_path):
     pair = load_pair(tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1]), tiny.load("qwen3", ops))
-    state, alone, ids = pair.new_state(64), pair.new_state(64), text_of("qwen3")
-    for each in (state, alone):
-        pair.forward(each, Step.chain(ids[:12], 0), slice(-1, None))
-        each.commit(range(12))
-    first = pair.drafted(state, 5, 2, 4)
-    assert all(np.array_equal(a, b) for a, b in zip(first, pair.drafted(state, 5, 2, 4), strict=True))
-    pair.forward(state, Step.tree(np.array([ids[12], 3, ids[13], ids[14], 4]), [-1, 0, 0, 2, 2], 12))
-    state.commit([0, 2, 3])
-    pair.forward(alone, Step.chain(ids[12:15], 12))
-    alone.commit(range(3))
-    for a, b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).items(), strict=True):
-        assert np.abs(a[1] - b[1]).max() < 1e-4, a[0]
+    assert_drafts_leave_no_trace(pair, text_of("qwen3"))
 
 
 def test_it_computes_through_ops_only(tmp_path):
@@ -153,17 +150,8 @@ def test_its_memory_is_predicted(tmp_path):
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
+GGUF_NAMES = LAYER_NAMES | {
     "hidden_norm": "attn_norm_2",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "norm": "output_norm",
     "lm_head": "output",
     "fc": "fc",
@@ -173,16 +161,8 @@ GGUF_NAMES = {
 
 def write_gguf(folder: Path, path: Path, taps_key: str = "target_layers", matrices: str = "F32", **changes) -> Path:
     """The draft in `folder` as llama.cpp's converter writes it: rope pairs side by side, d2t as ids of the target."""
-    c, writer = json.loads((folder / "config.json").read_text()), gguf.GGUFWriter(path, "eagle3")
-    writer.add_block_count(1)
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_value_length(c["head_dim"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    writer.add_rope_freq_base(c["rope_theta"])
+    c = json.loads((folder / "config.json").read_text())
+    writer = gguf_writer(path, "eagle3", c)
     writer.add_rope_dimension_count(c["head_dim"])
     writer.add_vocab_size(c["vocab_size"])
     writer.add_array(f"eagle3.{taps_key}", [i + 1 for i in c["eagle_config"]["eagle_aux_hidden_state_layer_ids"]])
@@ -198,13 +178,9 @@ def write_gguf(folder: Path, path: Path, taps_key: str = "target_layers", matric
             if part in ("self_attn.q_proj", "self_attn.k_proj"):
                 halves = values.reshape(-1, 2, c["head_dim"] // 2, values.shape[-1])
                 values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-            kind = gguf.GGMLQuantizationType[matrices if values.ndim == 2 and values.shape[1] % 32 == 0 else "F32"]
             name = ("blk.0." if name.startswith("midlayer.") else "") + GGUF_NAMES[part] + ".weight"
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            add_tensor(writer, name, values, matrices)
+    finish(writer)
     return path
 
 
@@ -326,24 +302,19 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "rename", "words"), REFUSED)
 def test_refusals(changes, rename, words, tmp_path):
-    """Before weights are loaded, and by whoever loads the pair alone."""
     folder = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1])
     path = copied(folder, tmp_path / "other", rename or (lambda tensors: tensors), **changes)
-    with pytest.raises(BimetalError, match=words):
-        check_file(path, tiny.checkpoint("llama"))
-    with pytest.raises(BimetalError, match=words):
-        load_pair(path, tiny.load("llama", NumpyOps()))
+    assert_refused(path, "llama", words)
 
 
 def test_gguf_refusals(tmp_path):
-    folder, target = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1]), tiny.load("llama", NumpyOps())
+    folder = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1])
     for name, changes, words in (
         ("a", {"hidden": 64}, "its hidden size is 64, the model's 32"),
         ("b", {"ids": np.arange(60, 100)}, "d2t leads outside the model's vocabulary of 96"),
         ("c", {"ids": np.arange(40) // 2}, "d2t names a token of the model twice"),
     ):
-        with pytest.raises(BimetalError, match=words):
-            load_pair(write_gguf(folder, tmp_path / f"{name}.gguf", **changes), target)
+        assert_refused(write_gguf(folder, tmp_path / f"{name}.gguf", **changes), "llama", words)
 
 
 @pytest.mark.parametrize(
@@ -352,5 +323,5 @@ def test_gguf_refusals(tmp_path):
 def test_other_kinds_of_eagle(names, kind, tmp_path):
     folder = tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1])
     rename = (lambda tensors: tensors) if kind == "P-EAGLE" else without("hidden_norm.weight")
-    with pytest.raises(BimetalError, match=f"is a draft of the kind {kind}; supported: multi-token-prediction blocks"):
-        check_file(copied(folder, tmp_path / "other", rename, architectures=[names]), tiny.checkpoint("llama"))
+    path = copied(folder, tmp_path / "other", rename, architectures=[names])
+    assert_refused(path, "llama", f"is a draft of the kind {kind}; supported: multi-token-prediction blocks")

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from draft_files import LOGIT, assert_drafts_leave_no_trace, assert_refused, states
 from folders import rewritten, write_folder
 from gguf_files import write_gguf
 
 from common.checkpoint import open_checkpoint
-from common.errors import BimetalError
 from common.fit import predict_run
 from common.models import load_model
 from common.models.drafts import load_pair
@@ -20,9 +20,6 @@ from common.reference import NumpyOps
 from common.step import Step
 
 NAMES = ["qwen35", "qwen35moe", "glm"]
-LOGIT = (
-    1e-3  # of logits up to 8, between two float32 ways (tests/test_state.py); a row paired wrongly moves them by 0.1
-)
 
 
 def folder_of(name: str) -> Path:
@@ -38,15 +35,6 @@ def text(name: str) -> np.ndarray:
     return tiny.golden(name)["ids"].astype(np.int32)
 
 
-def read_text(pair, state, end):
-    """Commit the text up to `end`, in two steps."""
-    ids = text(pair_name(pair))
-    for at in (max(state.length, end - 3), end):
-        if at > state.length:
-            pair.forward(state, Step.chain(ids[state.length : at], state.length), slice(-1, None))
-            state.commit(range(at - state.length))
-
-
 def pair_name(pair) -> str:
     if pair.architecture in ("glm4_moe_lite", "deepseek2"):
         return "glm"
@@ -55,10 +43,10 @@ def pair_name(pair) -> str:
 
 def proposals(pair, anchors, depth):
     """Logits (anchors, depth, vocab) after one to `depth` tokens of the text from each anchor."""
-    state, rows, ids = pair.new_state(64), [], text(pair_name(pair)).tolist()
-    for anchor in anchors:
-        read_text(pair, state, anchor)
-        rows += [pair.ops.read(pair.propose(state, ids[anchor : anchor + n]))[0] for n in range(1, depth + 1)]
+    ids, rows = text(pair_name(pair)), []
+    for (state, _), anchor in zip(states(pair, ids, anchors), anchors, strict=True):
+        drafts = (ids[anchor : anchor + n].tolist() for n in range(1, depth + 1))
+        rows += [pair.ops.read(pair.propose(state, tokens))[0] for tokens in drafts]
     return np.stack(rows).reshape(len(anchors), depth, -1)
 
 
@@ -123,21 +111,7 @@ def test_its_own_embedding_and_head(ops, tmp_path):
 
 
 def test_a_draft_changes_nothing_and_a_tree_commits_like_a_chain(ops):
-    pair, ids = load_pair(folder_of("qwen35"), tiny.load("qwen35", ops)), text("qwen35")
-    state, alone = pair.new_state(64), pair.new_state(64)
-    for each in (state, alone):
-        read_text(pair, each, 12)
-    first = pair.drafted(state, 5, 2, 4)
-    assert [part.shape for part in first] == [(4, 2), (4, 2)]
-    assert all(np.array_equal(a, b) for a, b in zip(first, pair.drafted(state, 5, 2, 4), strict=True))
-    pair.forward(state, Step.tree(np.array([ids[12], 3, ids[13], ids[14], 4]), [-1, 0, 0, 2, 2], 12))
-    state.commit([0, 2, 3])
-    read_text(pair, alone, 15)
-    for a, b in zip(tiny.arrays_of(pair, state).items(), tiny.arrays_of(pair, alone).items(), strict=True):
-        assert np.abs(a[1] - b[1]).max() < 1e-4, a[0]
-    one, other = (pair.drafted(each, 5, 2, 3) for each in (state, alone))
-    assert np.array_equal(one[0], other[0])
-    assert np.abs(one[1] - other[1]).max() < LOGIT
+    assert_drafts_leave_no_trace(load_pair(folder_of("qwen35"), tiny.load("qwen35", ops)), text("qwen35"))
 
 
 def test_the_last_row_has_the_bits_of_the_target_alone():
@@ -162,12 +136,13 @@ REFUSED = [
     ("glm", "two blocks", "has 2 multi-token-prediction blocks; supported: 1"),
     ("qwen35", "MLX's layout", "has a multi-token-prediction block in MLX's layout; supported: GGUF, and safetensors"),
     ("qwen35", "a missing norm", "lacks tensor mtp.pre_fc_norm_hidden.weight"),
+    ("qwen35", "another width", r"mtp.fc.weight: shape \(32, 48\), the model's configuration says"),
 ]
 
 
 @pytest.mark.parametrize(("name", "what", "words"), REFUSED)
 def test_refusals(name, what, words, tmp_path):
-    target, path = tiny.load(name, NumpyOps()), tmp_path / "m"
+    path = tmp_path / "m"
     if what == "no block":
         path = tiny.FOLDER / name
     elif what == "another model":
@@ -178,7 +153,8 @@ def test_refusals(name, what, words, tmp_path):
         rewritten(folder_of(name), path, lambda t: t | fc)
     elif what == "MLX's layout":
         rewritten(folder_of(name), path, lambda t: t | {"conv1d.weight": np.zeros((4, 4, 1), np.float32)})
+    elif what == "another width":
+        rewritten(folder_of(name), path, lambda t: t | {"mtp.fc.weight": t["mtp.fc.weight"][:, :48]})
     else:
         rewritten(folder_of(name), path, lambda t: {n: a for n, a in t.items() if "pre_fc_norm_hidden" not in n})
-    with pytest.raises(BimetalError, match=words):
-        load_pair(path, target)
+    assert_refused(path, name, words)
