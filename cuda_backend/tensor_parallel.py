@@ -1,18 +1,16 @@
 """Several GPUs that share every layer: each holds some heads and channels, and computes all rows of a step with them.
 
-An op runs on every GPU, over what that one holds; `all_reduce` adds up what the ranks computed (exchange.py), so that
+An op runs on every GPU, over what that one holds; `all_reduce` adds up what the ranks computed (transports.py), so that
 rows are equal to the bit on all of them. A captured step is one graph per GPU. Logits are whole on every GPU, and each
 chooses the next tokens from its own; the host reads those of rank 0.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import cupy
 import numpy as np
 
 from common.errors import BimetalError
@@ -25,13 +23,14 @@ from common.tensors import Tensor
 from cuda_backend import rows, sampling
 from cuda_backend.arrays import Array
 from cuda_backend.card import card_of
-from cuda_backend.exchange import MOST_RANKS, Exchange
+from cuda_backend.exchange import MOST_RANKS
 from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
 from cuda_backend.relay import Gpu, Input, MultiGpuStep
 from cuda_backend.replay import DeviceStep, check, table_of
 from cuda_backend.segments import Program, run_step
-from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each, free
+from cuda_backend.several_gpus import SeveralGpus, check_devices, each, free
+from cuda_backend.transports import Transport, open_exchange
 from cuda_backend.wide import Wide, WideGraph, widened
 
 
@@ -67,12 +66,12 @@ class TensorParallelOps(SeveralGpus):
     loaded  the ranks' models, each on one GPU's ops, that the first `load` made
     """
 
-    def __init__(self, gpus: Sequence[Gpu]):
+    def __init__(self, gpus: Sequence[Gpu], exchange: Transport):
         super().__init__(gpus)
+        self.exchange = exchange
         self.ranks = Ranks(0, len(gpus))  # by which parts are predicted, which are alike
         for rank, gpu in enumerate(gpus):
             gpu.ops.ranks = Ranks(rank, len(gpus))
-        self.exchange = Exchange(gpus)
         self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
         self.loaded: list[Any] = []
 
@@ -289,15 +288,8 @@ def open_ranks(
                 f"GPU {devices[0]} is {first.name} with {first.sms} multiprocessors, GPU {index} {card.name} with "
                 f"{card.sms}; tensor_parallel needs GPUs of one kind, on which rows are equal to the bit"
             )
-    for a, b in itertools.permutations(devices, 2):
-        if not cupy.cuda.runtime.deviceCanAccessPeer(a, b):
-            raise BimetalError(
-                f"GPUs {a} and {b} cannot reach each other's memory, which tensor_parallel needs; "
-                "use split, by which each holds some of the layers"
-            )
-        connect(a, b)
     gpus = [Gpu(index, make) for index in devices]
-    ops = TensorParallelOps(gpus)
+    ops = TensorParallelOps(gpus, open_exchange(gpus))
     need = sum(sizes(ops))
     for gpu in gpus:
         if need > (room := free(gpu)):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from cuda_backend.exchange import Exchange
 from cuda_backend.launch import Graph
 from cuda_backend.relay import Gpu
+from cuda_backend.transports import Transport
 
 
 class Wide:
@@ -62,7 +62,7 @@ class WideGraph:
 
     gpus: Sequence[Gpu]
     graphs: Sequence[Graph]
-    exchange: Exchange
+    exchange: Transport
     exchanges: int
 
     def play(self) -> None:

@@ -29,7 +29,8 @@ from generate.synthetic import synthetic, synthetic_checkpoint
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import exchange, tensor_parallel  # noqa: E402
+from cuda_backend import exchange, tensor_parallel, transports  # noqa: E402
+from cuda_backend.nccl_exchange import NcclExchange  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.tensor_parallel import TensorParallelOps  # noqa: E402
 
@@ -258,8 +259,19 @@ def test_every_op_is_forwarded():
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "deviceCanAccessPeer", lambda a, b: False)
+    monkeypatch.setattr(transports, "find_nccl", lambda: None)
     with pytest.raises(BimetalError, match="GPUs 0 and 1 cannot reach each other's memory, which tensor_parallel"):
         two_ranks("llama")
+
+
+def test_logits_by_nccl(name, model, monkeypatch):
+    """NCCL, which is for GPUs that do not reach each other's memory, brings the bits that peers' memory brings."""
+    if transports.find_nccl() is None:
+        pytest.skip("NCCL is not installed")
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceCanAccessPeer", lambda a, b: False)
+    other, ids = two_ranks(name), tiny.golden(name)["ids"].astype(np.int32)
+    assert isinstance(other.ops.exchange, NcclExchange)
+    assert np.array_equal(story(other, ids), story(model, ids))
 
 
 def test_gpus_of_two_kinds(monkeypatch):

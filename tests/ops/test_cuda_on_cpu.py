@@ -274,16 +274,18 @@ def test_several_gpus(chosen):
 
 
 @pytest.mark.compile
-def test_sums_over_gpus():
-    on_cpu("ops/test_cuda_exchange.py", "test_", BIMETAL_GPUS="3")
+@pytest.mark.parametrize("file", ["exchange", "nccl"])
+def test_sums_over_gpus(file):
+    on_cpu(f"ops/test_cuda_{file}.py", "test_", BIMETAL_GPUS="3")
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "chosen",
     [
-        "test_logits and (llama or qwen35 and not moe) or lost or fails or forwarded or gpus or divide or part",
-        pytest.param("test_logits and (qwen3- or laguna or moe or glm)", marks=pytest.mark.slow),
+        "test_logits[ and (llama or qwen35 and not moe) or lost or fails or forwarded or gpus or divide or part",
+        "by_nccl and llama",
+        pytest.param("test_logits and not llama", marks=pytest.mark.slow),
         pytest.param("alone or draws or api or prefixes or memory or refused", marks=pytest.mark.slow),
         pytest.param("prefill", marks=pytest.mark.slow),
         pytest.param("drafts or widths", marks=pytest.mark.slow),

@@ -405,6 +405,10 @@ class Stream:
         self.time = max(self.time, clock.host) + kernels
         clock.busy[self.device] += kernels
 
+    @property
+    def done(self) -> bool:
+        return not queues[self.device]
+
     def synchronize(self) -> None:
         finish(self.device)
         clock.host = max(clock.host, self.time)
@@ -514,6 +518,83 @@ def fill(to: int, value: int, n: int, stream: int) -> None:
     submit(streams[stream].device, partial(ctypes.memset, int(to), value, int(n)))
 
 
+class AllGather:
+    """One ncclAllGather of several GPUs, which each run it as often as the others: `sent`, by run and GPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int, int]] = []  # (device, address of its part, of all parts, bytes)
+        self.runs: dict[int, int] = {}
+        self.sent: dict[int, dict[int, bytes]] = {}
+
+    def run(self, device: int, address: int, to: int, nbytes: int) -> None:
+        number = self.runs.get(device, 0)
+        sent = self.sent.setdefault(number, {})
+        sent[device] = ctypes.string_at(address, nbytes)
+        if len(sent) < len(self.calls):
+            if lost_peers[0]:
+                raise RuntimeError(f"GPU {device} waits for a part of another GPU for ever")
+            raise WaitsForPeer
+        for place, (other, *_) in enumerate(self.calls):
+            ctypes.memmove(to + place * nbytes, sent[other], nbytes)
+        self.runs[device] = number + 1
+
+
+grouped: list[tuple[AllGather, Stream, tuple[int, int, int, int]]] | None = None  # calls since groupStart
+
+
+class NcclCommunicator:
+    def __init__(self, device: int):
+        self.device = device
+
+    @staticmethod
+    def initAll(devices: list[int]) -> "list[NcclCommunicator]":  # noqa: N802
+        return [NcclCommunicator(device) for device in devices]
+
+    def allGather(self, address: int, to: int, count: int, kind: int, stream: int) -> None:  # noqa: N802
+        if grouped is None or kind != nccl.NCCL_FLOAT32:
+            raise nccl.NcclError("a call outside of a group, or of other numbers than float32")
+        on = {streams[stream].device, device_of(address), device_of(to)}
+        if on != {self.device}:
+            raise RuntimeError(f"a communicator of GPU {self.device} is handed a stream or memory of {on}")
+        together = grouped[0][0] if grouped else AllGather()
+        call = self.device, address, to, 4 * count
+        together.calls.append(call)
+        grouped.append((together, streams[stream], call))
+
+    def check_async_error(self) -> None:
+        pass
+
+
+def group_start() -> None:
+    global grouped
+    grouped = []
+
+
+def group_end() -> None:
+    """Let each GPU run its call of the group, at its place in its stream or graph."""
+    global grouped
+    assert grouped is not None
+    calls, grouped = grouped, None
+    for together, stream, call in calls:
+        work = partial(together.run, *call)
+        if stream.recording is None:
+            submit(call[0], work)
+        else:
+            stream.recording.append(work)
+
+
+nccl = ModuleType("cupy.cuda.nccl")
+nccl.__dict__.update(
+    available=True,
+    NCCL_FLOAT32=7,
+    NcclCommunicator=NcclCommunicator,
+    NcclError=type("NcclError", (RuntimeError,), {}),
+    groupStart=group_start,
+    groupEnd=group_end,
+)
+sys.modules["cupy.cuda.nccl"] = nccl
+
+
 pinned: dict[int, np.ndarray] = {}
 
 
@@ -560,6 +641,7 @@ cuda.__dict__.update(
     runtime=runtime,
     memory=SimpleNamespace(OutOfMemoryError=MemoryError),
     compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
+    nccl=nccl,
     nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
     device=SimpleNamespace(get_cublas_handle=lambda: 0),
     cublas=SimpleNamespace(gemmEx=gemm),

@@ -1,0 +1,142 @@
+"""Rows of which several GPUs hold parts, added up or joined by NCCL: for GPUs that do not reach each other's memory.
+
+NCCL only brings every part to every GPU. What reads a sum adds the parts as partial sums, in the order of the ranks, so
+that bits are those of exchange.py: NCCL's own sums depend on the size of the message where there are three or more.
+"""
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import cupy
+
+from common.errors import BimetalError
+from cuda_backend import rows
+from cuda_backend.arrays import Array
+from cuda_backend.exchange import SECONDS
+from cuda_backend.relay import Gpu
+
+
+def find_nccl() -> ModuleType | None:
+    """CuPy's bindings of NCCL; None where its library is missing."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return None
+    return nccl if nccl.available else None
+
+
+def package() -> str:
+    """The package that has NCCL for this CUDA."""
+    return f"nvidia-nccl-cu{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+
+
+class NcclExchange:
+    """Exchange by NCCL: a communicator for each of `gpus`, whose places are the ranks, in one process.
+
+    index, passed  as of Exchange
+    is_over        a GPU waits for another one that has ended its step
+    """
+
+    def __init__(self, gpus: Sequence[Gpu], nccl: ModuleType, seconds: float = SECONDS):
+        self.gpus, self.nccl, self.seconds = gpus, nccl, seconds
+        self.index = self.passed = 0
+        self.is_over = False
+        self.communicators = _communicators(nccl, tuple(gpu.index for gpu in gpus))
+
+    def begin(self) -> None:
+        """Before a step: refuse it where a GPU still waits in an earlier one."""
+        if self.is_over:
+            raise BimetalError(f"GPUs {self._names} have lost one another; start the program again")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The launches of a step, as they come or captured."""
+        self.index = 0
+        yield
+        self.passed += self.index
+
+    def sum(self, xs: Sequence[Array]) -> list[Array]:
+        """The sum of `xs`, (T, K) each, on every GPU, as one partial sum of each rank."""
+        T, K = xs[0].shape
+        if not T:
+            return list(xs)
+        parts = self._all_of(xs)
+        return [Array((T, K), part, partials=len(self.gpus), partial_stride=T * K) for part in parts]
+
+    def gather(self, xs: Sequence[Array]) -> list[Array]:
+        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        (T, K), n, outs = xs[0].shape, len(self.gpus), list[Array]()
+        for gpu, part in zip(self.gpus, self._all_of(xs) if T else [0] * n, strict=True):
+            with gpu.device:
+                joined = Array((T, n, K), part, strides=(K, T * K, 1))
+                outs.append(Array((T, n * K), rows.dense(gpu.context, joined).address if T > 1 else part))
+        return outs
+
+    def _all_of(self, xs: Sequence[Array]) -> list[int]:
+        """Bring the parts `xs`, (T, K) each, to every GPU; return where each has them: (ranks, T, K) float32."""
+        sent, received = list[Array](), list[int]()
+        for gpu, x in zip(self.gpus, xs, strict=True):
+            with gpu.device:
+                sent.append(x if x.is_dense else rows.dense(gpu.context, x))
+                received.append(gpu.context.arena.take(4 * len(xs) * x.size))
+        self.nccl.groupStart()
+        try:
+            for gpu, communicator, x, to in zip(self.gpus, self.communicators, sent, received, strict=True):
+                stream = gpu.context.stream
+                communicator.allGather(x.address, to, x.size, self.nccl.NCCL_FLOAT32, stream.ptr)
+                stream.joined = True  # NCCL may have let it wait for a stream of its own
+        finally:
+            self.nccl.groupEnd()
+        self.index += 1
+        return received
+
+    # -- what may go wrong ---------------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """After a step that did not end: wait for all GPUs; BimetalError where one still waits for another."""
+        self.index = self.passed = 0
+        until = time.monotonic() + self.seconds
+        for gpu in self.gpus:
+            with gpu.device:
+                while not gpu.context.stream.cuda.done:
+                    if time.monotonic() > until:
+                        self.is_over = True
+                        raise BimetalError(
+                            f"GPU {gpu.index} waited {self.seconds:g} s for a part of another one of GPUs "
+                            f"{self._names}; start the program again"
+                        )
+                    time.sleep(1e-3)
+
+    def check(self) -> None:
+        """Raises BimetalError where NCCL has met an error."""
+        try:
+            for communicator in self.communicators:
+                communicator.check_async_error()
+        except self.nccl.NcclError as error:
+            raise BimetalError(f"NCCL on GPUs {self._names}: {error}; what the step computed is lost") from error
+
+    @property
+    def _names(self) -> str:
+        return ",".join(str(gpu.index) for gpu in self.gpus)
+
+
+@cache
+def _communicators(nccl: ModuleType, devices: tuple[int, ...]) -> Sequence[Any]:
+    """A communicator of each GPU, which all models on these GPUs share and which last as long as the process.
+
+    CuPy destroys a communicator with its object, and NCCL's destruction waits until all graphs that contain its calls
+    are gone, which Python may free later: a deadlock.
+    """
+    try:
+        communicators = nccl.NcclCommunicator.initAll(list(devices))
+    except nccl.NcclError as error:
+        names = ",".join(map(str, devices))
+        raise BimetalError(f"NCCL does not join GPUs {names}: {error}; use split instead") from error
+    for each in communicators:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    return tuple(communicators)
