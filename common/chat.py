@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, UsageError, shown
 from common.rules import ITEMS
 from common.template import TemplateStoppedError, run
 from common.tools import lacks_tools, schemas, spelled_out
@@ -212,7 +212,7 @@ def _inputs(
 def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
     """A copy of a message in the form that templates expect; APIs and templates disagree on four points."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BimetalError(f"message {at} is {message!r:.80}, not an object with a role")
+        raise BimetalError(f"message {at} is {shown(message)}, not an object with a role")
     prepared = {**message, "content": _content(message.get("content"), at, template)}
     # Reasoning has had three names.
     names = ("reasoning_content", "thinking", "reasoning")
@@ -221,7 +221,7 @@ def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
         prepared = {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list | tuple):
-            raise BimetalError(f"message {at} has tool_calls {calls!r:.80}, not a list")
+            raise BimetalError(f"message {at} has tool_calls {shown(calls)}, not a list")
         prepared["tool_calls"] = [_parse_arguments(call, at) for call in calls]
     return prepared
 
@@ -244,7 +244,7 @@ def _content(content: Any, at: int, template: str) -> Any:
 def _parse_arguments(call: Any, at: int) -> Any:
     """APIs send a tool call's arguments as JSON text, templates walk through them as an object."""
     if not isinstance(call, Mapping):
-        raise BimetalError(f"message {at} has a tool call {call!r:.80}, not an object")
+        raise BimetalError(f"message {at} has a tool call {shown(call)}, not an object")
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from common.decoders import DECODERS, PRESETS, Speculation, WedlmOptions
-from common.errors import PromptTooLongError, UsageError
+from common.decoders import PRESETS, Speculation, WedlmOptions, check_taken
+from common.errors import PromptTooLongError, UsageError, shown
 from common.models.pair import Pair
 from common.options import GenerationOptions
 
@@ -21,14 +21,14 @@ def check_tokens(tokens: Any, vocab: int) -> list[int]:
     if hasattr(tokens, "tolist"):  # an array
         tokens = tokens.tolist()
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
-        raise UsageError(f"the prompt is {tokens!r:.80}; it must be text or a sequence of token ids")
+        raise UsageError(f"the prompt is {shown(tokens)}; it must be text or a sequence of token ids")
     if not tokens:
         raise UsageError("the prompt is empty; it must have at least one token")
     for token in tokens:
         if not isinstance(token, int | np.integer) or isinstance(token, bool):
-            raise UsageError(f"the prompt has a token id {token!r:.80}; it must be a whole number")
+            raise UsageError(f"the prompt has a token id {shown(token)}; it must be a whole number")
         if not 0 <= token < vocab:
-            raise UsageError(f"token id {token} is outside the vocabulary of {vocab}")
+            raise UsageError(f"token id {shown(int(token))} is outside the vocabulary of {vocab}")
     return [int(token) for token in tokens]
 
 
@@ -79,13 +79,7 @@ def speculation_of(options: GenerationOptions, default: str, window: WedlmOption
         "wedlm_order": options.wedlm_order is not None,
         "wedlm_sure": options.wedlm_sure is not None,
     }
-    for name in (name for name, asked in given.items() if asked):
-        if name in DECODERS[kind].takes:
-            continue
-        if kind == "off" and name not in DECODERS["wedlm"].takes:
-            raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
-        takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
-        raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
+    check_taken(kind, (name for name, asked in given.items() if asked))
     return Speculation(kind, options.tree_budget, options.tree_topk, options.chain_seed, _window_of(options, window))
 
 

@@ -4,6 +4,7 @@ A further decoder is a file in common/decode, its line in common/decode/registry
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.errors import UsageError
@@ -44,6 +45,23 @@ DECODERS = {
         Decoder("wedlm", "masked tokens of a window, filled in parallel; for WeDLM models", "wedlm", False, _WEDLM),
     )
 }
+
+
+def check_taken(kind: str, names: Iterable[str]) -> None:
+    """Refuse options, by name, of other decoders than `kind`; raises UsageError."""
+    for name in names:
+        if name in DECODERS[kind].takes:
+            continue
+        if kind == "off" and name not in DECODERS["wedlm"].takes:
+            raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
+        takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
+        raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
+
+
+def check_draft(kind: str, has_draft: bool) -> None:
+    """Refuse a decoder that lacks its draft model; raises UsageError."""
+    if DECODERS[kind].needs_draft and not has_draft:
+        raise UsageError(f"spec {kind} needs a draft model; give one, or choose lookup")
 
 
 @dataclass(frozen=True)

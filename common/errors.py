@@ -1,5 +1,7 @@
 """The errors that a user can act on: one sentence that names the thing, its value and what is supported."""
 
+from typing import Any
+
 
 class BimetalError(ValueError):
     """Bad input from outside: a file, a model, a prompt, a device. The command line prints it and exits with 1."""
@@ -30,3 +32,11 @@ class NotFiniteError(BimetalError):
 
     def __init__(self, what: str):
         super().__init__(f"{what}: the weights are damaged, or the activations pass the range of their type")
+
+
+def shown(value: Any) -> str:
+    """The first 80 characters of a value as Python writes it, for a message about any value at all."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # integers of thousands of digits, and objects that fail to write themselves
+        return f"<{type(value).__name__}>"

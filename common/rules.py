@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.amounts import parse_size
-from common.errors import UsageError
+from common.errors import UsageError, shown
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rule:
         try:
             return self.convert(value)
         except (TypeError, ValueError, OverflowError):
-            raise UsageError(f"{name} is {value!r:.80}; it must be {self.words}") from None
+            raise UsageError(f"{name} is {shown(value)}; it must be {self.words}") from None
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:

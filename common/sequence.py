@@ -15,7 +15,7 @@ from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.decode.tuner import Tuner
 from common.decode.wedlm import most_unread
-from common.errors import UsageError
+from common.errors import UsageError, shown
 from common.expert_stats import ExpertStats
 from common.joined import array_of, read
 from common.models import Model
@@ -91,9 +91,11 @@ class Sequence:
         self.prompt = check_tokens(call.prompt, model.config.vocab)
         if call.options.logprobs is not None and call.options.logprobs > model.config.vocab:
             vocab = model.config.vocab
-            raise UsageError(f"logprobs is {call.options.logprobs}; it must be at most the vocabulary of {vocab}")
+            raise UsageError(
+                f"logprobs is {shown(call.options.logprobs)}; it must be at most the vocabulary of {vocab}"
+            )
         if (most := max(call.options.logit_bias or (), default=0)) >= model.config.vocab:
-            raise UsageError(f"logit_bias has the token id {most}; the vocabulary has {model.config.vocab}")
+            raise UsageError(f"logit_bias has the token id {shown(most)}; the vocabulary has {model.config.vocab}")
         target.check_fits(len(self.prompt))
         self.sampler = Sampler(call.options, self.prompt)
         window = default_window(model, self.sampler.is_argmax)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from common.errors import UsageError
+from common.errors import UsageError, shown
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -112,16 +112,16 @@ def _signature(call: Mapping[str, Any]) -> dict[str, Any]:
 def schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     """The parameters of each tool, given as in OpenAI's API: {"type": "function", "function": {...}}."""
     if not isinstance(tools, list | tuple):
-        raise UsageError(f"tools is {tools!r:.80}, not a list")
+        raise UsageError(f"tools is {shown(tools)}, not a list")
     found = {}
     for at, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str):
-            raise UsageError(f"tool {at} is {tool!r:.80}, not an object whose function has a name")
+            raise UsageError(f"tool {at} is {shown(tool)}, not an object whose function has a name")
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, Mapping):
-            raise UsageError(f"the parameters of tool {name} are {parameters!r:.80}, not a JSON schema")
+            raise UsageError(f"the parameters of tool {name} are {shown(parameters)}, not a JSON schema")
         found[name] = parameters
     return found
 

@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
+from itertools import takewhile
 from typing import Any
 
-from common.decoders import DECODERS
+from common.decoders import DECODERS, check_draft, check_taken
 from common.errors import UsageError
 from common.options import (
     CacheChoice,
@@ -58,7 +59,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if empty := next((flag for flag in argv if flag.startswith("--") and flag.endswith("=--")), None):
         raise UsageError(f"{empty[:-3]} has the value '--', which ends the flags; give another")
     end = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)
-    args = _parser().parse_args(argv[:end])
+    parser = _parser()
+    if argv[:1] not in ([name] for name in COMMANDS):
+        parser.refuse_unknown(takewhile(lambda word: word not in COMMANDS, argv[:end]))
+    args = parser.parse_args(argv[:end])
     vars(args).pop("_given", None)
     if args.command is not None:
         if argv[0] != args.command:
@@ -82,9 +86,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of generation among the flags that were given; refuses values that no model takes."""
+    """The options of generation among the flags that were given; refuses what no model takes before one is loaded."""
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name, None) is not None}
     GenerationOptions(**given)
+    kind, has_draft = given.get("spec"), getattr(args, "draft", None) is not None
+    if kind is not None:
+        check_draft(kind, has_draft)
+    if kind is not None or not has_draft:  # else the draft decides
+        unknown = WINDOW if kind is None else ()  # a WeDLM model may take them
+        check_taken(kind or "off", [n for n in (*SPECULATION[1:], *WINDOW) if n in given and n not in unknown])
     return given
 
 
@@ -105,9 +115,9 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
         model_flags.check_quantize(args)
     if args.command in ("inspect", "perplexity", "calibrate", "fit", "pull", "rm"):
         if (args.model is None) == (args.named is None):
-            many = "is named twice" if args.model else "is not named"
+            many = "is not named" if args.model is None else "is named twice"
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
-        args.model = args.model or args.named
+        args.model = args.named if args.model is None else args.model
     if args.command in ("serve", "batch"):
         args.load = _load_options(args)
     if args.command == "batch":
@@ -210,7 +220,7 @@ def _text(p: Parser) -> None:
     flags.max_tokens(r)
     r.add_argument(
         "--think",
-        action=argparse.BooleanOptionalAction,
+        action=flags.Switch,
         help="reason before the answer, or not (default: as the model's template has it); a terminal shows the "
         "reasoning dimmed, a pipe gets the answer alone",
     )

@@ -1,6 +1,7 @@
 """Flags that several commands share. Imports nothing heavy: `--help` must answer at once."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from common.decoders import DECODERS, ORDERS, PRESETS
@@ -18,11 +19,22 @@ class Once(argparse.Action):
     """Stores a value, and refuses a second one."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        given = namespace.__dict__.setdefault("_given", set())
-        if self.dest in given:
-            raise argparse.ArgumentError(self, "is given more than once")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
+        _store_once(self, namespace, values)
+
+
+class Switch(argparse.BooleanOptionalAction):
+    """Stores True for --NAME and False for --no-NAME, and refuses a second one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        _store_once(self, namespace, not str(option_string).startswith("--no-"))
+
+
+def _store_once(action: argparse.Action, namespace: Any, value: Any) -> None:
+    given = namespace.__dict__.setdefault("_given", set())
+    if action.dest in given:
+        raise argparse.ArgumentError(action, "is given more than once")
+    given.add(action.dest)
+    setattr(namespace, action.dest, value)
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,6 +45,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def refuse_unknown(self, flags: Iterable[str]) -> None:
+        """Refuse a flag that is none of this parser's, whose value argparse would take for a command."""
+        for flag in (word.partition("=")[0] for word in flags if word.startswith("--") and word != "--"):
+            if flag not in self._option_string_actions:
+                self.error(f"unrecognized arguments: {flag}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"{value!r:.80} is neither a flag nor the value of one; a text with spaces goes in quotes")
+        super()._check_value(action, value)
 
 
 def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
@@ -47,9 +70,7 @@ def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
         "--kv", type=str.lower, choices=shorthands, help=f"both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
     )
     for axis, name in (("k", "keys"), ("v", "values")):
-        g.add_argument(
-            f"--kv-rotate-{axis}", action=argparse.BooleanOptionalAction, help=f"rotate {name} (default: by type)"
-        )
+        g.add_argument(f"--kv-rotate-{axis}", action=Switch, help=f"rotate {name} (default: by type)")
     g.add_argument(
         "--kv-sinks", type=values.count, metavar="N", help="first tokens that are read exactly (default: by type)"
     )

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from common.options import MOST_DRAFTED, MOST_TOKENS
 
+DIGITS = 30  # of a whole number; Python refuses to read thousands
+
 
 def number(text: str) -> float:
     try:
@@ -16,16 +18,22 @@ def number(text: str) -> float:
 
 
 def count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or (len(text) <= DIGITS and int(text) < least):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number of at least {least}")
+    if len(text) > DIGITS:
+        raise argparse.ArgumentTypeError(f"{text:.{DIGITS}}... has {len(text)} digits; at most {DIGITS} are supported")
     return int(text)
 
 
 def budget(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_DRAFTED:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number from 1 to {MOST_DRAFTED}")
+    if not text.isdecimal() or len(text) > DIGITS or not 1 <= int(text) <= MOST_DRAFTED:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is neither auto nor a whole number from 1 to {MOST_DRAFTED}")
     return int(text)
 
 
@@ -44,9 +52,7 @@ def stop(text: str) -> str:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return _whole(text, 1)
 
 
 def url(text: str) -> str:
@@ -106,9 +112,10 @@ def tokens(text: str) -> int:
 
 
 def budgets(text: str) -> list[int]:
-    if too_many := next((part for part in text.split(",") if part.isdecimal() and int(part) > MOST_DRAFTED), None):
-        raise argparse.ArgumentTypeError(f"{too_many!r} is not a whole number from 1 to {MOST_DRAFTED}")
-    return counts(text)
+    numbers = counts(text)
+    if too_many := next((number for number in numbers if number > MOST_DRAFTED), None):
+        raise argparse.ArgumentTypeError(f"'{too_many}' is not a whole number from 1 to {MOST_DRAFTED}")
+    return numbers
 
 
 def indices(text: str) -> list[int]:

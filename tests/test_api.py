@@ -308,6 +308,7 @@ def test_messages_are_a_list(llm, entry, messages):
     [
         ([10**9], "token id 1000000000 is outside the vocabulary of 258"),
         ([258], "token id 258 is outside"),
+        ([10**5000], "token id <int> is outside"),
         ([5, -1], "token id -1 is outside"),
         ([1.5], "the prompt has a token id 1.5; it must be a whole number"),
         ([True], "the prompt has a token id True"),

@@ -122,6 +122,14 @@ def test_seed_and_stop(run):
         (["--temperature=--"], "--temperature has the value '--'"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--tree-budget", "136"], "'136' is neither auto nor a whole number from 1 to 135"),
+        (["--tree-budget", "9" * 5000], f"'{'9' * 79} is neither auto nor a whole number from 1 to 135"),
+        (["--top-k", "9" * 5000], f"--top-k: {'9' * 30}... has 5000 digits; at most 30 are supported"),
+        (["--think", "--no-think"], "argument --think/--no-think: is given more than once"),
+        (["--temperatur", "1"], "unrecognized arguments: --temperatur; see"),
+        (["there"], "'there' is neither a flag nor the value of one; a text with spaces goes in quotes"),
+        (["--spec", "tree"], "spec tree needs a draft model; give one, or choose lookup"),
+        (["--tree-budget", "5"], "tree_budget is for speculative decoding, which is off"),
+        (["--spec", "off", "--wedlm-window", "5"], "wedlm_window is for spec wedlm, and spec is off"),
     ],
 )
 def test_bad_flags_exit_with_2_and_one_sentence(run, argv, message, monkeypatch):
@@ -154,6 +162,7 @@ def test_an_empty_prompt(run):
         (["fit", "demo", "-c", "999999999999"], 2, "999999999999 tokens are more than the 2147483647"),
         (["-p", "x", "--backend", "tpu"], 2, "invalid choice: 'tpu'"),
         (["inspect"], 2, "the model is not named; give it as MODEL or by --model"),
+        (["inspect", "--model", ""], 1, "model name '' is neither an existing path nor of a supported form"),
         (["inspect", "a", "-m", "b"], 2, "the model is named twice"),
         (["-p", "x", "bench"], 2, "the command bench comes first"),
         (["inspect", "/no/such.gguf"], 1, "/no/such.gguf"),

@@ -125,6 +125,15 @@ def test_a_wrong_value_of_loading_is_named(name, value):
         generate.load("demo", **{name: value})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"max_tokens": -(10**5000)}, {"temperature": 10**5000}, {"logprobs": 10**5000}, {"logit_bias": {10**5000: 1}}],
+)
+def test_a_number_of_thousands_of_digits_is_named_by_its_type(llm, options):
+    with pytest.raises(UsageError, match="<int>"):
+        llm.generate("hello", **options)
+
+
 @pytest.mark.parametrize("model", [5, None, b"demo", ""])
 def test_a_model_is_a_name_or_a_path(model):
     with pytest.raises(UsageError, match=r"^model is .*; it must be a name or a path"):

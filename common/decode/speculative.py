@@ -17,7 +17,7 @@ from common.decode.plain import plain
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
 from common.decode.tuner import STRETCH, Tuner
-from common.decoders import Speculation
+from common.decoders import Speculation, check_draft
 from common.errors import UsageError
 from common.models import Model
 from common.models.pair import Pair
@@ -35,8 +35,7 @@ def check(options: Speculation, model: Model) -> None:
     """Refuse a decoder that `model` cannot run."""
     if not isinstance(model, Model):
         raise UsageError(f"spec {options.kind}: a model run by mlx-lm decodes one token at a time")
-    if options.decoder.needs_draft and not isinstance(model, Pair):
-        raise UsageError(f"spec {options.kind} needs a draft model; give one, or choose lookup")
+    check_draft(options.kind, isinstance(model, Pair))
     ops, budget = model.ops, options.budget or 0
     if ops.tree_rows is not None and budget >= ops.tree_rows:
         most = ops.tree_rows - 1
