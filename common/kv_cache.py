@@ -11,7 +11,7 @@ from common.options import CacheChoice
 from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing
 
 WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
-CALIBRATION = 512  # tokens whose keys calibrate the later ones
+CALIBRATION = 512  # tokens whose keys and queries calibrate the later keys
 SINKS, RECENT = 4, 128  # tokens that are read exactly below 8 bits: docs/kv-cache.md measures them
 BOUNDARY = "q8_0"  # the format of boundary layers where the chosen one is narrower
 SHORTHANDS = {"q8": ("q8_0", "q8_0"), "q4": ("lm4", "lm4"), "tq3": ("tq3_0", "tq3_0")}
@@ -28,7 +28,8 @@ class CacheOptions:
     rotate_values  by default, values in Lloyd-Max formats are rotated
     sinks, recent  first and latest tokens that are read exactly; by default 4 and 128 beside keys or values below
                    8 bits, else none
-    calibration    first tokens whose keys give each channel's mean and scale; 0: none; by default 512 below 8 bits
+    calibration    first tokens whose keys and queries give each channel's mean and scale; 0: none; by default 512 where
+                   keys are below 8 bits
     boundary       first and last layers, counted among those with a cache, in at least 8 bits
     """
 

@@ -181,18 +181,18 @@ class CacheChoice(Options):
     kv_sinks: int | None = option(
         None,
         rules.whole(0),
-        "first tokens that are read exactly; None: 4 below 8 bits, else 0; on CUDA 0 with keys of 8 bits",
+        "first tokens that are read exactly; None: 4 where keys or values are below 8 bits, else 0",
     )
     kv_recent: int | None = option(
         None,
         rules.whole(0),
-        "latest tokens that are read exactly; None: 128 below 8 bits, else 0; on CUDA 0 with keys of 8 bits",
+        "latest tokens that are read exactly; None: 128 where keys or values are below 8 bits, else 0",
     )
     kv_calibration: int | None = option(
         None,
         rules.none_or(64),  # of fewer, a channel's scale would be a matter of chance
-        "first tokens whose keys, which stay exact, give each channel's mean and scale for those after them; 0: keys "
-        "are encoded as they are. None: 512 where keys are below 8 bits",
+        "first tokens whose keys and queries give each channel's mean and scale for the keys after them; the tokens "
+        "stay exact. 0: keys are encoded as they are. None: 512 where keys are below 8 bits",
     )
     kv_boundary: int = option(0, rules.whole(0), "first and last layers, counted among those with a cache, in q8_0")
 

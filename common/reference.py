@@ -143,7 +143,7 @@ class NumpyOps(Ops):
         causal: bool = False,
     ) -> Array:
         step.the_slot()
-        parts = kv.hold(step, k, v)
+        parts = kv.hold(step, k, v, q=q)
         seen = [_seen_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         return _attend(q, keys, values, seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1), scale)

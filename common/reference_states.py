@@ -7,7 +7,7 @@ import numpy as np
 from common.hadamard import rotate, unrotate
 from common.kv_formats import FORMATS
 from common.step import LayerState, Shape, Step
-from common.storage import NATIVE, ConvSpec, DeltaSpec, KVSpec, Plane, RowSpec, Spec
+from common.storage import LEAST_USE, NATIVE, ConvSpec, DeltaSpec, KVSpec, Plane, RowSpec, Spec
 
 
 class Held(NamedTuple):
@@ -58,8 +58,8 @@ class NumpyRows:
             held[self.past : end] = new
         return end
 
-    def hold(self, step: Step, *rows: np.ndarray) -> list[Held]:
-        """Append the step's rows to the past; what the step may attend to, in parts."""
+    def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
+        """Append the step's rows to the past; what the step may attend to with queries q, in parts."""
         return [Held(self.write(*rows), np.arange(self.past))]
 
     def commit(self, path: np.ndarray) -> None:
@@ -149,7 +149,7 @@ class NumpyWindow(NumpyRows):
         parts = zip(self.planes, self.rows, self.spec.planes, strict=True)
         return [decoded(np.concatenate([held, new]), plane) for held, new, plane in parts]
 
-    def hold(self, step: Step, *rows: np.ndarray) -> list[Held]:
+    def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
         first = min(self.keep, self.past)
         rest = np.arange(self.past - (len(self.planes[0]) - first), self.past)
         return [Held(self.write(*rows), np.concatenate([np.arange(first), rest]))]
@@ -189,16 +189,29 @@ class NumpyWindow(NumpyRows):
 
 
 class Calibration(NamedTuple):
-    """Mean and scale of each channel of the keys, float32 (K, D), or (T, K, D) where rows differ."""
+    """Mean and scale of each channel of the keys, float32 (K, D), or (T, K, D) where rows differ.
+
+    A code spreads its error over all channels of a vector alike. With a deviation of keys d and a root mean square of
+    queries r in a channel, the error of q·k is smallest where the scale is sqrt(d / r): the channel then is as large in
+    equalised keys as in the queries that meet them.
+    """
 
     mean: np.ndarray
     scale: np.ndarray
 
     @classmethod
-    def of(cls, keys: np.ndarray) -> "Calibration":
-        """Compute from keys (n, K, D); a constant channel has scale 1. Sums are float64, in the order of the keys."""
+    def of(cls, rows: np.ndarray) -> "Calibration":
+        """Compute from keys and as many queries (n, 2 K, D); a constant channel has scale 1.
+
+        Without queries, all zeros, the scale is the deviation. Sums are float64, in the order of the rows.
+        """
+        keys, queries = np.split(rows, 2, axis=1)
         mean = keys.mean(axis=0, dtype=np.float64)
-        scale = np.sqrt(np.square(keys - mean).mean(axis=0, dtype=np.float64)).astype(np.float32)
+        deviation = np.sqrt(np.square(keys - mean).mean(axis=0, dtype=np.float64))
+        use = np.sqrt(np.square(queries, dtype=np.float64).mean(axis=0))
+        most = use.max(axis=-1, keepdims=True)
+        use = np.where(most > 0, np.maximum(use, most * LEAST_USE), 1)
+        scale = np.where(most > 0, np.sqrt(deviation / use), deviation).astype(np.float32)
         return cls(mean.astype(np.float32), np.where(scale > 0, scale, np.float32(1)))
 
     @classmethod
@@ -231,9 +244,10 @@ class NumpyPacked:
     def past(self) -> int:
         return self.codes.past
 
-    def hold(self, step: Step, k: np.ndarray, v: np.ndarray) -> list[Held]:
-        past, packing, planes = self.past, self.spec.packing, self.spec.planes
-        calibration = self._calibration(step, k)
+    def hold(self, step: Step, *rows: np.ndarray, q: np.ndarray | None = None) -> list[Held]:
+        (k, v), past, packing, planes = rows, self.past, self.spec.packing, self.spec.planes
+        kept = _with_queries(step, k, q) if packing.calibration else k
+        calibration = self._calibration(step, kept)
         new = [encoded(calibration.apply(k), planes[0]), encoded(v, planes[1])]
         self.codes.put(new)
         first = min(packing.first, past)
@@ -241,21 +255,26 @@ class NumpyPacked:
         if self.calibration is not None:
             keys = self.calibration.undo(keys)
         own = [calibration.undo(decoded(new[0], planes[0])), decoded(new[1], planes[1])]
-        rows = [np.concatenate(pair) for pair in zip((keys, values), own, strict=True)]
-        (held,) = self.exact.hold(step, k, v)
-        return [Held(rows, np.arange(first, past), exact=False), held._replace(exact=True)]
+        coded = [np.concatenate(pair) for pair in zip((keys, values), own, strict=True)]
+        (held,) = self.exact.hold(step, kept, v)
+        exact = [held.rows[0][:, : k.shape[1]], held.rows[1]]
+        return [Held(coded, np.arange(first, past), exact=False), Held(exact, held.places, exact=True)]
 
-    def _calibration(self, step: Step, k: np.ndarray) -> Calibration:
-        """Return the calibration that encodes the step's keys; none for rows whose path is too short."""
+    def _calibration(self, step: Step, kept: np.ndarray) -> Calibration:
+        """Return the calibration that encodes the step's keys; none for rows whose path is too short.
+
+        kept  the step's keys, and queries beside them, (T, 2 K, D)
+        """
         n = self.spec.packing.calibration
         if self.calibration is not None:
             return self.calibration
-        none, known = Calibration.none(k.shape[1:]), self.exact.planes[0][:n]  # all committed rows
-        if not n or self.past + len(k) < n:
+        plane, known = self.spec.planes[0], self.exact.planes[0][:n]  # all committed rows
+        none = Calibration.none((plane.heads, plane.dim))
+        if not n or self.past + len(kept) < n:
             return none
         if step.is_chain:
-            return Calibration.of(np.concatenate([known, k])[:n])
-        paths = [np.concatenate([known, k[seen]])[:n] for seen in step.visible]
+            return Calibration.of(np.concatenate([known, kept])[:n])
+        paths = [np.concatenate([known, kept[seen]])[:n] for seen in step.visible]
         each = [Calibration.of(path) if len(path) == n else none for path in paths]
         return Calibration(*(np.stack(part) for part in zip(*each, strict=True)))
 
@@ -278,7 +297,7 @@ class NumpyPacked:
         return self.codes.row_shapes(tokens)
 
     def point_shapes(self, length: int) -> list[Shape]:
-        plane, n = self.spec.exact.planes[0], self.spec.packing.calibration
+        plane, n = self.spec.planes[0], self.spec.packing.calibration
         statistics: list[Shape] = [((plane.heads, plane.dim), np.dtype(np.float32))] * (2 if 0 < n <= length else 0)
         return [*self.exact.point_shapes(length), *statistics]
 
@@ -298,6 +317,15 @@ class NumpyPacked:
     def nbytes(self) -> int:
         calibration = sum(part.nbytes for part in self.calibration or ())
         return self.codes.nbytes + self.exact.nbytes + calibration
+
+
+def _with_queries(step: Step, k: np.ndarray, q: np.ndarray | None) -> np.ndarray:
+    """k (T, K, D), and beside each head one query of its group (`ExactSpec`): (T, 2 K, D)"""
+    T, K, D = k.shape
+    if q is None:
+        return np.concatenate([k, np.zeros_like(k)], axis=1)
+    groups = q.reshape(T, K, -1, D)
+    return np.concatenate([k, groups[np.arange(T), :, step.positions % groups.shape[2]]], axis=1)
 
 
 class NumpyConv:

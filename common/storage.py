@@ -5,12 +5,13 @@ Backends build their states from it, and predictions of memory ask it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from common.kv_formats import FORMATS
 
 NATIVE = "native"  # the format of a cache in the backend's own float type
+LEAST_USE = 1 / 64  # of a channel by the queries that calibrate, beside the channel that they use most
 
 
 class Kind(Enum):
@@ -83,8 +84,8 @@ class Packing:
     rotate_values  rotate values before they are encoded
     sinks          first tokens of a sequence that attention reads exactly, in the backend's own float type
     recent         latest tokens, a row's own among them, that attention reads exactly
-    calibration    first tokens whose keys give each channel's mean and scale, with which later keys are encoded; they
-                   are read exactly as well. 0: keys are encoded as they are
+    calibration    first tokens whose keys and queries give each channel's mean and scale, with which later keys are
+                   encoded; they are read exactly as well. 0: keys are encoded as they are
     """
 
     rotate_keys: bool = False
@@ -128,9 +129,10 @@ class KVSpec(RowSpec):
         )
 
     @property
-    def exact(self) -> "KVSpec":
+    def exact(self) -> "ExactSpec":
         """The rows that attention reads exactly, as a cache of their own."""
-        return KVSpec(self.kv_heads, self.key_dim, self.value_dim, self.packing.recent, self.packing.first)
+        recent, first, asks = self.packing.recent, self.packing.first, self.packing.calibration > 0
+        return ExactSpec(self.kv_heads, self.key_dim, self.value_dim, recent, first, holds_queries=asks)
 
     def exact_bytes(self, tokens: int, item_bytes: int) -> int:
         if not self.packing.keeps_exact:
@@ -138,6 +140,22 @@ class KVSpec(RowSpec):
         calibrated = 0 < self.packing.calibration <= tokens
         statistics = 2 * 4 * self.kv_heads * self.key_dim if calibrated else 0  # float32 mean and scale
         return self.exact.bytes(tokens, item_bytes) + statistics
+
+
+@dataclass(frozen=True)
+class ExactSpec(KVSpec):
+    """Rows beside a compressed cache: keys and values that attention reads exactly, and queries for calibration.
+
+    holds_queries  does the plane of the keys have twice the heads: the keys', then for each of them one query, that of
+                   query head `position % (query heads per KV head)` of its group; zeros where a row asks nothing
+    """
+
+    holds_queries: bool = False
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        keys, values = super().planes
+        return (replace(keys, heads=2 * keys.heads) if self.holds_queries else keys), values
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ def open_exact(context: Context, kv: KV, T: int, H: int, step: DeviceStep) -> Ex
         planes = of_slot(planes, step.slot)
     packing, width = kv.store.spec.packing, kv.keys.width
     q, shift = context.arena.take(T * H * width * 2), context.arena.take(T * H * 4)
+    addresses = q, shift, exact.mean, exact.scale, step.positions.address
     counts = 0, exact.slot // 4, packing.first, packing.recent
-    record = np.array((*(plane.record for plane in planes), q, shift, exact.mean, exact.scale, *counts), EXACT)
+    record = np.array((*(plane.record for plane in planes), *addresses, *counts), EXACT)
     return ExactStep(record, ("EXACT=1",), planes)
 
 
@@ -46,14 +47,15 @@ def calibrated(context: Context, kv: KV, step: DeviceStep, opened: ExactStep) ->
     store = kv.store
     if not isinstance(store, PackedStore) or not store.calibrates:
         return None
-    keys, rows = opened.planes[0], 1 if step.prefill else step.T
-    size = 4 * keys.heads * keys.width
+    heads, rows = kv.keys.heads, 1 if step.prefill else step.T
+    size = 4 * heads * kv.keys.width
     stats = context.arena.take(2 * rows * size)
     whole = 0 if step.prefill else step.address
-    calibrate(keys, store.calibration, stats, context.stream, rows, whole, (kv.exact.mean, kv.exact.slot // 4))
+    kept = kv.exact.mean, kv.exact.slot // 4
+    calibrate(opened.planes[0], heads, store.calibration, stats, context.stream, rows, whole, kept)
     record = opened.record.copy()
     record["mean"], record["scale"] = stats, stats + rows * size
-    record["own"], record["slots"] = 0 if step.prefill else keys.heads * keys.width, 0
+    record["own"], record["slots"] = 0 if step.prefill else heads * kv.keys.width, 0
     return opened._replace(record=record)
 
 

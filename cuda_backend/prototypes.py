@@ -40,7 +40,7 @@ PLANE = _struct(
 EXACT = _struct(
     ("keys", PLANE),
     ("values", PLANE),
-    *_named("u8", "q", "shift", "mean", "scale"),
+    *_named("u8", "q", "shift", "mean", "scale", "positions"),
     *_named("i4", "own", "slots", "first", "recent"),
 )
 DRAW = _struct(*_named("f8", "temperature", "top_p", "uniform"), ("least", "u8"), *_named("i4", "top_k", "cut"))

@@ -50,8 +50,8 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
             case KVSpec():
                 values += layer.heads * s.key_dim // 2 + layer.heads * s.value_dim
                 if s.window is None and keeps_exact(s):  # queries and rows in float16 once more, and the ring's
-                    values += layer.heads * (s.key_dim // 2 + 1) + s.numbers // 2
-                    beside += (s.packing.first + s.packing.recent + 2 * TILE) * s.numbers // 2
+                    values += layer.heads * (s.key_dim // 2 + 1) + s.exact.numbers // 2
+                    beside += (s.packing.first + s.packing.recent + 2 * TILE) * s.exact.numbers // 2
             case DeltaSpec():
                 values += 2 * s.key_heads * s.key_dim + 3 * s.heads * s.value_dim
             case LatentSpec():

@@ -64,7 +64,7 @@ def attention(
     kernels = window is None and not causal and attends(kv.spec.planes, step)
     if isinstance(kv, MlxPacked):
         if kernels and kv.is_uniform(step):
-            past, parts = kv.past, kv.parts(step, q.astype(mx.float32) * scale, k, v)
+            past, parts = kv.past, kv.parts(step, (q, k, v), scale)
             return attend(parts, step, past, kv.spec.packing, q.dtype)
         return _attend_exactly(q, k, v, kv, step, scale, window, causal)
     if kv.spec.is_packed and kv.window is None and kernels:
@@ -103,7 +103,7 @@ def _attend_exactly(
     causal: bool,
 ) -> mx.array:
     """Attend to codes and, as more keys of the same product, to the rows that are read exactly."""
-    parts, seen = kv.hold(step, k, v), []
+    parts, seen = kv.hold(step, k, v, q), []
     for part in parts:
         exact = exact_rows(step, part.places, kv.spec.packing)
         seen.append(seen_rows(step, part.places, window, kv.keep, causal) & (exact if part.exact else ~exact))

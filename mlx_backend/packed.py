@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from common.step import Shape, Step
-from common.storage import KVSpec
+from common.storage import LEAST_USE, KVSpec, Plane
 from mlx_backend.kv_formats import encoded, rotate
 from mlx_backend.kv_kernels import CODES, EXACT, CachePart, encode, encodes
 from mlx_backend.rows import MlxRows
@@ -22,22 +22,29 @@ class Held(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) where rows differ."""
+    """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) where rows differ.
+
+    `common.reference_states.Calibration` has the meaning.
+    """
 
     mean: mx.array
     scale: mx.array
 
     @classmethod
-    def of(cls, keys: mx.array) -> "Calibration":
-        """Compute from keys (1, K, n, D); a channel that never changes has scale 1."""
-        keys = keys.astype(mx.float32)
+    def of(cls, rows: mx.array) -> "Calibration":
+        """Compute from keys and as many queries (1, 2 K, n, D); a channel that never changes has scale 1."""
+        keys, queries = mx.split(rows.astype(mx.float32), 2, axis=1)
         mean = keys.mean(axis=2, keepdims=True)
-        scale = mx.sqrt(mx.square(keys - mean).mean(axis=2, keepdims=True))
+        deviation = mx.sqrt(mx.square(keys - mean).mean(axis=2, keepdims=True))
+        use = mx.sqrt(mx.square(queries).mean(axis=2, keepdims=True))
+        most = use.max(axis=-1, keepdims=True)
+        use = mx.where(most > 0, mx.maximum(use, most * LEAST_USE), 1)
+        scale = mx.where(most > 0, mx.sqrt(deviation / use), deviation)
         return cls(mean, mx.where(scale > 0, scale, 1))
 
     @classmethod
-    def none(cls, keys: mx.array) -> "Calibration":
-        shape = (1, keys.shape[1], 1, keys.shape[3])
+    def none(cls, keys: Plane) -> "Calibration":
+        shape = (1, keys.heads, 1, keys.dim)
         return cls(mx.zeros(shape), mx.ones(shape))
 
     def apply(self, keys: mx.array) -> mx.array:
@@ -61,10 +68,14 @@ class MlxPacked:
     def past(self) -> int:
         return self.codes.past
 
-    def hold(self, step: Step, k: mx.array, v: mx.array) -> list[Held]:
-        """Append the step's rows, (1, K, T, D), to the past; what the step may attend to, decoded."""
+    def hold(self, step: Step, k: mx.array, v: mx.array, q: mx.array | None = None) -> list[Held]:
+        """Append the step's rows, (1, K, T, D), to the past; what the step may attend to, decoded.
+
+        q  (T, H, D): the step's queries; None: its rows ask nothing
+        """
         past, T = self.past, len(step)
-        calibration = self._calibration(step, k)
+        kept = self._kept(step, k, q)
+        calibration = self._calibration(step, kept)
         keys, values = self.codes.write(calibration.apply(k), v.astype(mx.float32))
         first = min(self.spec.packing.first, past)
         if self.calibration is not None:
@@ -72,31 +83,47 @@ class MlxPacked:
         elif self.spec.packing.calibration:  # only the step's rows may have one
             keys = mx.concatenate([keys[:, :, :past], calibration.undo(keys[:, :, past:])], axis=2)
         codes = [rows[:, :, first:].astype(self.dtype) for rows in (keys, values)]
-        exact = self.exact.write(k, v)
+        exact = self.exact.write(kept, v)
         early = min(self.exact.keep, past)
         late = np.arange(past - (exact[0].shape[2] - T - early), past)
         places = np.concatenate([np.arange(early), late])
+        exact[0] = exact[0][:, : k.shape[1]]
         return [Held(codes, np.arange(first, past), False), Held(exact, places, True)]
 
-    def parts(self, step: Step, q: mx.array, k: mx.array, v: mx.array) -> list[CachePart]:
-        """Append the step's rows to the past; what kv_attention reads for queries q (T, H, D) float32, scaled.
+    def parts(self, step: Step, rows: tuple[mx.array, mx.array, mx.array], scale: float) -> list[CachePart]:
+        """Append the step's rows to the past; what kv_attention reads for them.
 
-        For steps that `is_uniform`.
+        rows   queries (T, H, D), keys and values (1, K, T, D); of steps that `is_uniform`
+        scale  of the queries
         """
-        past, planes, T = self.past, self.spec.planes, len(step)
+        (asked, k, v), past, planes, T = rows, self.past, self.spec.planes, len(step)
+        q = asked.astype(mx.float32) * scale
         repeats, bias = q.shape[1] // k.shape[1], mx.zeros(q.shape[:2])
         query = q
         if self.calibration is not None:
-            mean, scale = (mx.repeat(part.squeeze((0, 2)), repeats, axis=0) for part in self.calibration)  # (H, D)
-            query, bias = q * scale, (q * mean).sum(axis=-1)
+            mean, widths = (mx.repeat(part.squeeze((0, 2)), repeats, axis=0) for part in self.calibration)  # (H, D)
+            query, bias = q * widths, (q * mean).sum(axis=-1)
         self.codes.put(self._encoded(k, v))
-        exact = self.exact.write(k, v)
+        exact = self.exact.write(self._kept(step, k, asked), v)
+        exact[0] = exact[0][:, : k.shape[1]]
         native, early = self.spec.exact.planes, min(self.exact.keep, past)
         rotated = rotate(query) if planes[0].rotated else query
         return [
             CachePart(rotated, bias, self.codes.buffers, planes, past, past, CODES),
             CachePart(q, mx.zeros(q.shape[:2]), exact, native, exact[0].shape[2] - T, early, EXACT),
         ]
+
+    def _kept(self, step: Step, k: mx.array, q: mx.array | None) -> mx.array:
+        """k (1, K, T, D), and with a calibration one query beside each head (`common.storage.ExactSpec`)."""
+        if not self.spec.packing.calibration:
+            return k
+        if q is None:
+            return mx.concatenate([k, mx.zeros_like(k)], axis=1)
+        _, K, T, D = k.shape
+        groups = q.reshape(T, K, -1, D)
+        turns = mx.array(step.positions % groups.shape[2])
+        queries = mx.take_along_axis(groups, turns.reshape(T, 1, 1, 1), axis=2).squeeze(2)
+        return mx.concatenate([k, queries.swapaxes(0, 1)[None].astype(k.dtype)], axis=1)
 
     def _encoded(self, k: mx.array, v: mx.array) -> list[mx.array]:
         planes, calibration = self.spec.planes, self.calibration
@@ -110,20 +137,25 @@ class MlxPacked:
         n = self.spec.packing.calibration
         return not n or self.calibration is not None or self.past + len(step) < n
 
-    def _calibration(self, step: Step, k: mx.array) -> Calibration:
-        """Return the calibration that encodes the step's keys; none for rows whose path is too short."""
+    def _calibration(self, step: Step, kept: mx.array) -> Calibration:
+        """Return the calibration that encodes the step's keys; none for rows whose path is too short.
+
+        kept  the step's keys, and queries beside them, (1, 2 K, T, D)
+        """
         n, past = self.spec.packing.calibration, self.past
         if self.calibration is not None:
             return self.calibration
-        none = Calibration.none(k)
+        none = Calibration.none(self.spec.planes[0])
         if not n or past + len(step) < n:
             return none
         known = self.exact.committed()[0][:, :, :n]
         if step.is_chain:
-            return Calibration.of(mx.concatenate([known, k], axis=2)[:, :, :n])
+            return Calibration.of(mx.concatenate([known, kept], axis=2)[:, :, :n])
         paths = [np.flatnonzero(seen)[: n - past] for seen in step.visible]
         each = [
-            Calibration.of(mx.concatenate([known, k[:, :, mx.array(path)]], axis=2)) if past + len(path) == n else none
+            Calibration.of(mx.concatenate([known, kept[:, :, mx.array(path)]], axis=2))
+            if past + len(path) == n
+            else none
             for path in paths
         ]
         return Calibration(*(mx.concatenate(list(part), axis=2) for part in zip(*each, strict=True)))
@@ -147,7 +179,7 @@ class MlxPacked:
         return self.codes.row_shapes(tokens)
 
     def point_shapes(self, length: int) -> list[Shape]:
-        plane, n = self.spec.exact.planes[0], self.spec.packing.calibration
+        plane, n = self.spec.planes[0], self.spec.packing.calibration
         shape = (1, plane.heads, 1, plane.dim)
         statistics: list[Shape] = [(shape, np.dtype(np.float32))] * (2 if 0 < n <= length else 0)
         return [*self.exact.point_shapes(length), *statistics]

@@ -98,7 +98,7 @@ def test_fit_and_inspect_count_the_bytes(capsys):
     layers, vectors = 2, 2  # that attend; KV heads, of 64 numbers
     assert kv() == layers * vectors * 2 * 64 * 4 * 4096
     assert kv("--kv", "q8") == layers * vectors * 2 * 68 * 4096
-    exact, statistics = (512 + 128) * 2 * 64 * 4, 2 * 64 * 4
+    exact, statistics = (512 + 128) * 3 * 64 * 4, 2 * 64 * 4  # keys, queries and values
     assert kv("--kv", "q4") == layers * vectors * (2 * 34 * 4096 + exact + statistics)
     assert main(["inspect", "demo", "-ctk", "q8_0", "-ctv", "lm4"]) == 0
     out = capsys.readouterr().out

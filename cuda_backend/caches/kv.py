@@ -62,8 +62,12 @@ class KVStore(RowStore):
         return all_places(capacity)
 
     def layer(self, i: int) -> KV:
-        keys, values = (plane.part(i, self.spec.kv_heads) for plane in self.planes)
+        keys, values = self.parts_of(i, self.planes)
         return KV(keys, values, (), self)
+
+    def parts_of(self, i: int, planes: Planes) -> Planes:
+        """The rows of layer `i` in planes of all layers."""
+        return tuple(plane.part(i, of.heads) for plane, of in zip(planes, self.spec.planes, strict=True))
 
     def note_step(self, runs: Sequence[Run]) -> None:
         """Note a step that is about to be launched."""

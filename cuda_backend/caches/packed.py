@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.step import Shape
-from common.storage import NATIVE, KVSpec, Packing
+from common.storage import LEAST_USE, NATIVE, KVSpec, Packing
 from cuda_backend.caches.kv import KV, KVStore
 from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import HALF, Plane, copy
@@ -25,7 +25,7 @@ from cuda_backend.runs import Run
 class Exact:
     """The exact rows and statistics that one layer keeps beside its codes.
 
-    kv     keys and values of the tokens that are read exactly
+    kv     keys and values of the tokens that are read exactly; common.storage.ExactSpec
     mean   address of each channel's mean in slot 0, float32 (K, D); 0: keys are encoded as they are
     scale  of each channel's scale
     slot   bytes from a slot's to the next's
@@ -91,7 +91,8 @@ class PackedStore(KVStore):
         super().commit(slot, path)
         self.exact.commit(slot, path)
         if completes:
-            calibrate(self.exact.planes[0].of_slot(slot), self.calibration, self._stats(slot), self.stream)
+            keys = self.exact.planes[0].of_slot(slot)
+            calibrate(keys, self.spec.kv_heads, self.calibration, self._stats(slot), self.stream)
 
     def snapshot(self, slot: int) -> Any:
         held = None
@@ -133,20 +134,27 @@ class PackedStore(KVStore):
 
 
 def calibrate(
-    keys: Plane, count: int, to: int, stream: Stream, rows: int = 1, step: int = 0, kept: tuple[int, int] = (0, 0)
+    keys: Plane,
+    layer_heads: int,
+    count: int,
+    to: int,
+    stream: Stream,
+    rows: int = 1,
+    step: int = 0,
+    kept: tuple[int, int] = (0, 0),
 ) -> None:
-    """Mean, then scale, float32 (rows, heads, D) each, of the first `count` keys on the path of each row.
+    """Mean, then scale, float32 (rows, heads, D) each, of the first `count` keys and queries on the path of each row.
 
-    keys   float16 rows, the step's among them
+    keys   float16 rows, the step's among them: of each layer `layer_heads` heads of keys, then as many of queries
     step   address of the step whose rows these are; 0: one row, whose path is the first positions in order
     kept   address of the statistics of slot 0, which rows of a step after `count` committed keys take, and elements
            from a slot's to the next
     """
-    heads, width = keys.heads, keys.width
+    heads, width = keys.heads // 2, keys.width
     kernel("calibrate", "calibrate")(
         (heads, rows),
         (-(-width // 32) * 32,),
-        (keys.record, width, count, step, *kept, to, to + 4 * rows * heads * width),
+        (keys.record, width, layer_heads, count, step, *kept, LEAST_USE, to, to + 4 * rows * heads * width),
         stream=stream,
     )
 

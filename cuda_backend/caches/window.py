@@ -55,7 +55,7 @@ class WindowStore(KVStore):
         if not self.after:
             return kv
         after = planes_at(self.after.address, self.planes)
-        return KV(kv.keys, kv.values, tuple(plane.part(i, self.spec.kv_heads) for plane in after), self)
+        return KV(kv.keys, kv.values, self.parts_of(i, after), self)
 
     def note_step(self, runs: Sequence[Run]) -> None:
         if not self.is_ring:

@@ -1,17 +1,19 @@
-// calibrate: mean and scale of each channel over the first keys of a sequence
-// Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/exact.py
-// In        keys [head][place][D] float16 of each slot: the first positions in order, those of the step at past + row; kept:
+// calibrate: mean and scale of each channel over the first keys and queries of a sequence
+// Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/packed.py
+// In        keys [layer][2 K][place][D] float16 of each slot: of each layer K heads of keys, then their queries; the first
+//           positions in order, those of the step at past + row; kept:
 //           means of slot 0 that are complete, each / 2 elements after them scales, and `each` after them the next slot's
 // Out       mean and scale [row][head][D] float32
 // Assumes   without a step the cache has one sequence
 // Work      a CTA per head and row, a thread per channel. Without a step `n` positions in order make the one row's. Else row t
 //           of the step takes the committed ones, then the rows that it sees; where these are fewer than n, mean 0 and scale 1,
-//           and where n are committed those that are kept
+//           and where n are committed those that are kept. The scale is sqrt(deviation of keys / root mean square of queries),
+//           which counts as `least` of the largest at least; without queries the deviation itself
 // Numbers   sums in float64, in the order of the keys: those of a row are those of its path read alone, bit for bit
 // Bound     latency; it runs once in a sequence
 
-extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* step, const float* kept, int each, float* mean,
-                                     float* scale) {
+extern "C" __global__ void calibrate(Plane keys, int D, int K, int n, const StepState* step, const float* kept, int each,
+                                     float least, float* mean, float* scale) {
     begin();
     __shared__ int listed[MAX_DECODE_ROWS];  // rows of the step that this one sees
     const int head = blockIdx.x, t = blockIdx.y, d = threadIdx.x, heads = gridDim.x;
@@ -25,20 +27,32 @@ extern "C" __global__ void calibrate(Plane keys, int D, int n, const StepState* 
                 count++;
             }
     __syncthreads();
-    if (d >= D || (step && t >= step->rows)) return;
+    if (step && t >= step->rows) return;
     if (step && past >= n) {
+        if (d >= D) return;
         const float* from = kept + (s64)slot * each + head * D + d;
         mean[to] = from[0], scale[to] = from[each / 2];
         return;
     }
-    double sum = 0.0, squares = 0.0;
-    const u16* rows = (const u16*)row_at(keys, slot, head, 0, 2 * D) + d;
-    auto key = [&](int i) { return (double)from_half(rows[(s64)place_of(keys, i < past ? i : past + listed[i - past]) * D]); };
+    double sum = 0.0, squares = 0.0, asked = 0.0, most = 0.0;
+    const int keys_of = head / K * 2 * K + head % K, items = d < D && count >= n ? n : 0;
+    const u16* rows = (const u16*)row_at(keys, slot, keys_of, 0, 2 * D) + d;
+    const u16* queries = (const u16*)row_at(keys, slot, keys_of + K, 0, 2 * D) + d;
+    auto from = [&](const u16* head_rows, int i) {
+        return (double)from_half(head_rows[(s64)place_of(keys, i < past ? i : past + listed[i - past]) * D]);
+    };
 #pragma unroll 1
-    for (int i = 0; i < n && count >= n; i++) sum += key(i);
-    const double middle = sum / n;
+    for (int i = 0; i < items; i++) sum += from(rows, i), asked += from(queries, i) * from(queries, i);
+    const double middle = sum / n, use = sqrt(asked / n);
 #pragma unroll 1
-    for (int i = 0; i < n && count >= n; i++) squares += (key(i) - middle) * (key(i) - middle);
-    const float width = (float)sqrt(squares / n);
+    for (int i = 0; i < items; i++) squares += (from(rows, i) - middle) * (from(rows, i) - middle);
+    __shared__ double uses[256];
+    if (d < D) uses[d] = use;
+    __syncthreads();
+    if (d >= D) return;
+#pragma unroll 1
+    for (int i = 0; i < D; i++) most = fmax(most, uses[i]);
+    const double deviation = sqrt(squares / n);
+    const float width = (float)(most > 0.0 ? sqrt(deviation / fmax(use, most * least)) : deviation);
     mean[to] = (float)middle, scale[to] = width > 0.0f ? width : 1.0f;
 }

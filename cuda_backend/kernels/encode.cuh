@@ -159,12 +159,14 @@ __device__ __forceinline__ void store_row(bool is_q, bool is_k, u8* row, int chu
         write_row<VALUES, WIDE>(row, chunk, lane, v);
 }
 
-// The same beside float16 rows that attention reads exactly, of keys with `exact.mean` and `exact.scale` at `at`.
-// Returns what the lane's values of q add to exact.shift.
+// The same beside float16 rows that attention reads exactly, of keys with `exact.mean` and `exact.scale` at `at`, and beside
+// what exact.cuh kept_query gave. Returns what the lane's values of q add to exact.shift.
 template <int WIDE>
-__device__ __forceinline__ float store_both(const Exact& exact, s64 at, bool is_q, bool is_k, u8* row, u8* exact_row, int chunk, int lane, float4 v) {
+__device__ __forceinline__ float store_both(const Exact& exact, s64 at, bool is_q, bool is_k, u8* row, u8* exact_row, u8* query_row, int chunk, int lane,
+                                            float4 v) {
     const int d = chunk * 128 + lane * 4;
     float part = 0.0f;
+    if (query_row) write_row<F16, WIDE>(query_row, chunk, lane, is_q ? v : make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     if (is_q || is_k) {
         write_row<F16, WIDE>(exact_row, chunk, lane, v);
         if (exact.mean && d < WIDE) {

@@ -9,11 +9,21 @@
 
 // A row at position p reads a token before `first` or after p - `recent` from `keys` and `values`, others from codes.
 struct Exact {
-    Plane keys, values;        // float16; values rotated where the codes are
+    Plane keys, values;        // float16; values rotated where the codes are. With `mean` a query follows each head's key, K heads on
     u16* q;                    // [T][H][D] float16; products with codes take q times `scale`, rotated
     float* shift;              // [T][H] q times `mean`, which belongs to every product with a code
     const float *mean, *scale; // [K][D] of each channel of the keys; null: keys are encoded as they are
+    const int* positions;      // [T] of the rows of the step
     int own, slots, first, recent;  // elements from the statistics of a row, and of a slot, to the next; 0: they are shared
 };
 // Where the statistics of row t of a sequence begin.
 __device__ __forceinline__ s64 statistics_of(const Exact& exact, int t, int slot) { return (s64)t * exact.own + (s64)slot * exact.slots; }
+
+// Where the queries of a KV head are kept for calibration, of which row t keeps one: that of query head `of` of its group, where
+// it has the turn. Rows that ask nothing (H = 0) keep zeros in the place of head `of` of the keys. Null: nothing is kept.
+__device__ __forceinline__ u8* kept_query(const Exact& exact, int slot, int t, int place, bool is_q, bool is_k, int of, int H, int K,
+                                          int bytes) {
+    const int group = H / K;
+    if (!exact.mean || !(is_q ? of % group == exact.positions[t] % group : is_k && H == 0)) return 0;
+    return row_at(exact.keys, slot, K + (is_q ? of / group : of), place, bytes);
+}

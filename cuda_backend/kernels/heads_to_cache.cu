@@ -35,6 +35,7 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
     u8* exact_row = is_q   ? (u8*)(exact.q + ((s64)t * H + of) * WIDTH)
                     : is_k ? row_at(exact.keys, run.slot, of, exact_place, 2 * WIDTH)
                            : row_at(exact.values, run.slot, of, exact_place, 2 * WIDTH);
+    u8* query_row = kept_query(exact, run.slot, t, exact_place, is_q, is_k, of, H, K, 2 * WIDTH);
     const s64 at = statistics_of(exact, t, run.slot) + (is_q ? of / (H / K) : of) * WIDTH;
     float part = 0.0f;
 #endif
@@ -43,7 +44,7 @@ heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState*
         const int d = chunk * 128 + lane * 4;
         const float4 four = d < WIDTH ? *(const float4*)(e + d) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #if EXACT
-        part += store_both<WIDTH>(exact, at, is_q, is_k, row, exact_row, chunk, lane, four);
+        part += store_both<WIDTH>(exact, at, is_q, is_k, row, exact_row, query_row, chunk, lane, four);
 #else
         store_row<WIDTH>(is_q, is_k, row, chunk, lane, four);
 #endif

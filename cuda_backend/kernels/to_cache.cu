@@ -107,10 +107,12 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
         u8* exact_row = kind == 0   ? (u8*)(exact.q + ((s64)t * H + of) * D)
                         : kind == 1 ? row_at(exact.keys, slot, of, exact_place, 2 * D)
                                     : row_at(exact.values, slot, of, exact_place, 2 * D);
+        u8* query_row = kept_query(exact, slot, t, exact_place, kind == 0, kind == 1, of, H, K, 2 * D);
         const s64 at = statistics_of(exact, t, slot) + (kind ? of : of / (H / K)) * D;
         float part = 0.0f;
 #pragma unroll
-        for (int n = 0; n < PARTS; n++) part += store_both<D>(exact, at, kind == 0, kind == 1, row, exact_row, n, threadIdx.x % 32, e[n]);
+        for (int n = 0; n < PARTS; n++)
+            part += store_both<D>(exact, at, kind == 0, kind == 1, row, exact_row, query_row, n, threadIdx.x % 32, e[n]);
         if (kind) return;
         part = warp_sum(part);
         if (threadIdx.x % 32 == 0) exact.shift[t * H + of] = part;

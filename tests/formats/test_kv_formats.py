@@ -18,6 +18,7 @@ from hypothesis.extra.numpy import arrays
 from common.errors import BimetalError
 from common.hadamard import group_of, rotate, signs, unrotate
 from common.kv_formats import FORMATS, from_blocks, norms, to_blocks
+from common.reference_states import Calibration
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "kv_golden.json").read_text())
 CODED = [name for name in FORMATS if name not in ("f16", "bf16")]
@@ -229,14 +230,46 @@ def test_values_are_averaged():
         assert np.linalg.norm(out - p @ V) / np.linalg.norm(p @ V) == pytest.approx(expected, rel=0.03), name
 
 
+def equalised(name, keys, queries):
+    """Keys (n, D) decoded from codes that the first 512 of them, and 512 queries, calibrate."""
+    calibration = Calibration.of(np.stack([keys[:512], queries], axis=1).astype(np.float32))
+    return calibration.undo(coded(name, calibration.apply(keys.astype(np.float32)), True))
+
+
 @pytest.mark.parametrize("kind", ["O", "B"])
 def test_equalised_keys(kind):
-    """Bare codes fail where queries are small and keys are large; a mean and a scale per channel repair that."""
-    K, _ = scene(kind)
-    mean, deviation = K[:512].mean(axis=0), K[:512].std(axis=0)
+    """Bare codes fail where queries are small and keys are large; a mean and a scale per channel repair that.
+
+    With queries in the calibration and without them: scales are the keys' deviations then, which are as good here.
+    """
+    K, q = scene(kind)
     for name, bare, most in (("lm4", 0.2, 0.02), ("lm3", 0.9, 0.08), ("tq3_0", 0.9, 0.08)):
         assert divergence(kind, coded(name, K, True))[0] > bare
-        assert divergence(kind, coded(name, (K - mean) / deviation, True) * deviation + mean)[0] <= most
+        assert divergence(kind, equalised(name, K, q[np.arange(512) % len(q)]))[0] <= most
+    assert divergence(kind, equalised("lm4", K, np.zeros((512, 128))))[0] <= 0.02
+
+
+def test_scales_of_keys_that_queries_use_alike():
+    """Where queries use all channels alike, the root of the deviation loses less than the deviation."""
+    random = np.random.default_rng(77)
+    K, q = shaped(random.standard_normal((2048, 128)), "O"), random.standard_normal((256, 128))
+    q *= 2 / (q @ K.T).std(axis=-1, keepdims=True)
+    p, kl = softmax(q @ K.T), []
+    for queries in (q[np.arange(512) % len(q)], np.zeros((512, 128))):
+        other = softmax(q @ equalised("lm4", K, queries).T)
+        kl.append((p * np.log(p / other)).sum(axis=-1).mean())
+    assert kl[0] < kl[1] / 2, kl
+
+
+def test_scales_of_channels_that_queries_leave_out():
+    """A channel that no query used counts as used a little: later queries may; a constant one has scale 1."""
+    random = np.random.default_rng(78)
+    rows = random.standard_normal((64, 2, 32)).astype(np.float32)
+    rows[:, 1, 5], rows[:, 0, 7] = 0, 3
+    mean, scale = Calibration.of(rows)
+    assert np.isfinite(scale).all()
+    assert 5 < scale[0, 5] / np.median(scale) < 10
+    assert (mean[0, 7], scale[0, 7]) == (3, 1)
 
 
 # -- any vector --------------------------------------------------------------------------------------------------------

@@ -207,12 +207,12 @@ def test_keys_with_outliers(ops):
 
 
 def test_bytes_of_a_state(ops):
-    """Codes for the capacity, the ring of exact rows twice, and the statistics: as predicted."""
+    """Codes for the capacity, the ring of exact keys, queries and values twice, and the statistics: as predicted."""
     spec = spec_of(("lm4", "tq3_0"), D=128, calibration=512, sinks=4, recent=128) * 2
     state = ops.new_state(spec, 4000)
     rows, exact = 4160, 512 + 320
     codes = rows * 2 * sum(FORMATS[f].row_bytes(128) for f in ("lm4", "tq3_0"))
-    assert state.nbytes == 2 * (codes + 2 * exact * 2 * 2 * 256 + 2 * 4 * 2 * 128)
+    assert state.nbytes == 2 * (codes + 2 * exact * 3 * 2 * 256 + 2 * 4 * 2 * 128)
     assert state.nbytes == ops.held_state_bytes(spec, 4000, 64)
 
 
@@ -224,16 +224,18 @@ def test_float16_by_name_keeps_nothing_beside_it(ops):
     assert ops.new_state(spec, 100).nbytes == ops.new_state(plain, 100).nbytes
 
 
-def test_keys_and_values_are_written_alone(ops):
-    """`write_kv` leaves what attention does, of a chain and of a long step."""
-    spec = spec_of(("lm4", "lm4"))
+@pytest.mark.parametrize("calibration", [0, 6, 20])
+def test_keys_and_values_are_written_alone(calibration, ops):
+    """`write_kv` leaves what attention does to queries of zeros, of a chain and of a long step."""
+    spec = spec_of(("lm4", "lm4"), calibration=calibration)
     one, other = Read(ops, spec), Read(ops, spec)
     at = 0
     for count in (4, 9, 150):
         tokens = np.arange(at, at + count, dtype=np.int32)
-        other.chain(tokens)
-        _, k, v = rows_at(tokens, other.heads, 64)
+        q, k, v = rows_at(tokens, other.heads, 64)
         step = Step.chain(tokens, one.state.length)
+        attend(ops, other.state, [np.zeros_like(q), k, v], step)
+        other.state.commit(range(count))
         ops.context.arena.reset()
         ops.write_kv(array(ops, k), array(ops, v), one.state[0].kv, step)
         one.state.commit(range(count))

@@ -169,7 +169,8 @@ def test_what_a_row_reads(ops, pair):
     """First and recent tokens exactly, those between from their codes, of keys with the calibration undone."""
     spec = spec_of(pair, calibration=7)
     q, k, v = rows_at(range(25))
-    mean, scale = k[:7].mean(axis=0), k[:7].std(axis=0)
+    turns = q[:7].reshape(7, K, H // K, D)[np.arange(7), :, np.arange(7) % (H // K)]
+    mean, scale = k[:7].mean(axis=0), np.sqrt(k[:7].std(axis=0) / np.sqrt(np.square(turns).mean(axis=0)))
     keys = ops_coded((k - mean) / scale, spec.planes[0]) * scale + mean
     values = ops_coded(v, spec.planes[1])
     out = read(ops, new(ops, spec), np.arange(25), [10])
