@@ -432,6 +432,10 @@ class Ops(ABC):
         """The sum of the ranks' x (T, C), equal to the bit on all of them; of one rank x itself."""
         return x
 
+    def all_gather(self, x: Array, columns: int) -> Array:
+        """The columns of all ranks' x (T, n), in the order of the ranks, (T, columns); x itself where it has all."""
+        return x
+
     def concatenate(self, parts: Sequence[Array]) -> Array:
         """The rows of all parts, in their order; of backends that join steps."""
         raise BimetalError(f"the {self.name} backend serves one sequence per step")

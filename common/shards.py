@@ -26,10 +26,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """One of the ranks that share every layer: its number, and how many there are."""
+    """One of the ranks that share every layer: its number, and how many there are.
+
+    divides_head  each rank has rows of the head, and `Ops.all_gather` joins what they give; False: all have all rows
+    """
 
     rank: int = 0
     size: int = 1
+    divides_head: bool = False
 
     def divide(self, count: int, what: str) -> int:
         """Return this rank's share of `count` `what`; raises BimetalError where the ranks cannot share them equally."""
@@ -45,6 +49,11 @@ class Ranks:
             return Ranks(self.rank * count // self.size, count)
         self.divide(count, what)
         return self
+
+    def head_rows(self, vocab: int) -> int:
+        """Return how many of the head's `vocab` rows this rank has: all where ranks cannot share them by fours."""
+        is_divided = self.divides_head and vocab % (4 * self.size) == 0  # kernels read logits in fours
+        return vocab // self.size if is_divided else vocab
 
     def of(self, own: int) -> Segment:
         """Rows of which each rank takes `own` adjacent ones."""

@@ -1,4 +1,7 @@
-"""Sums over GPUs that hold parts of the same rows: one kernel on each, through peer memory. See kernels/exchange.cu."""
+"""Rows of which several GPUs hold parts, added up or joined: one kernel on each, through peer memory.
+
+See kernels/exchange.cu, and kernels/exchange_norm.cu for a sum that a norm takes.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,21 +13,24 @@ import numpy as np
 from common.errors import BimetalError
 from cuda_backend.arrays import Array
 from cuda_backend.host_memory import HostMemory
-from cuda_backend.launch import kernel
+from cuda_backend.launch import Kernel, kernel
+from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.memory import Memory
-from cuda_backend.prototypes import PEERS
+from cuda_backend.prototypes import MEETING, PEERS
 from cuda_backend.relay import Gpu
-from cuda_backend.views import view
+from cuda_backend.rows import dense, emit_copy
+from cuda_backend.views import float4_aligned, packed_only, view
 
 MOST_RANKS = len(PEERS.names or ())
-PAIRS = 1 << 19  # of neighbours that one exchange takes: 204 rows of 5,120 numbers; a longer step takes several
+NUMBERS = 1 << 20  # of a GPU's that one exchange takes: 204 rows of 5,120; a longer step takes several exchanges
 SECONDS = 10  # that a GPU waits for another one's part
 RENEWED = 1 << 31  # exchanges after which the numbers begin again, long before they would come again by themselves
+RESIDENT = 10  # CTAs of exchange_scale on a multiprocessor: kernels/exchange_norm.cu
 
 
 @dataclass(frozen=True)
 class End:
-    """One GPU's end of an exchange: the buffer that peers write, the kernel's `state`, and a word for the host.
+    """One GPU's end of an exchange: the buffer that peers write, the kernels' `state`, and a word for the host.
 
     failed  the word as the host reads it, which lies in `memory`
     """
@@ -36,34 +42,39 @@ class End:
     failed: np.ndarray
 
     def clear(self) -> None:
-        stream = self.gpu.context.stream
-        for memory in (self.buffer, self.state):
-            cupy.cuda.runtime.memsetAsync(memory.address, 0, memory.nbytes, stream.ptr)
+        stream, memset = self.gpu.context.stream, cupy.cuda.runtime.memsetAsync
+        memset(self.buffer.address, 0xFF, self.buffer.nbytes, stream.ptr)  # kernels/peers.cuh UNSENT
+        memset(self.state.address, 0, self.state.nbytes, stream.ptr)
         stream.synchronize()
         self.failed[:] = 0
 
 
 class Exchange:
-    """Adds up arrays of which each GPU has one, in the order of `gpus`, whose places are the ranks.
+    """Adds up or joins arrays of which each GPU has one, in the order of `gpus`, whose places are the ranks.
 
-    index   exchanges that the step which is being launched has so far
-    passed  exchanges since the numbers began
+    index    exchanges that the step which is being launched has so far
+    before   fours of four neighbours in the last of them
+    passed   exchanges since the numbers began
+    pending  the last sum, with its arrays, where consumers may launch it
     """
 
-    def __init__(self, gpus: Sequence[Gpu], pairs: int = PAIRS, seconds: float = SECONDS):
-        self.pairs, self.seconds = pairs, seconds
-        self.index = self.passed = 0
+    def __init__(self, gpus: Sequence[Gpu], numbers: int = NUMBERS, seconds: float = SECONDS):
+        self.numbers, self.seconds = numbers, seconds
+        self.index = self.before = self.passed = 0
+        self.pending: list[tuple[Sum, Array]] = []
         self.ends: list[End] = []
         for gpu in gpus:
             with gpu.device:
-                buffer, state = Memory(2 * len(gpus) * pairs * 16), Memory(8)
+                buffer, state = Memory(3 * len(gpus) * numbers * 4), Memory(12)
                 word = HostMemory(4, "words of an exchange")
                 self.ends.append(End(gpu, buffer, state, word, word.numbers()))
+        addresses = [end.buffer.address for end in self.ends]
+        self.peers = np.array(tuple(addresses + [0] * (MOST_RANKS - len(addresses))), PEERS)
         self.renew()
 
     def renew(self) -> None:
         """Begin again, once all GPUs are idle: after a step that did not end, and before numbers come again."""
-        self.index = self.passed = 0
+        self.passed = 0
         for end in self.ends:
             with end.gpu.device:
                 end.gpu.context.stream.synchronize()
@@ -81,49 +92,89 @@ class Exchange:
     @contextmanager
     def step(self) -> Iterator[None]:
         """The launches of a step, as they come or captured: after them every GPU counts its exchanges."""
-        self.index = 0
+        self.index, self.before, self.pending = 0, 0, []
         yield
+        self.settle()
         self.passed += self.index
         for end in self.ends if self.index else ():
             with end.gpu.device:
-                args = end.state.address, self.index
-                kernel("exchange", "count_exchanges", self._defines)((1,), (32,), args, stream=end.gpu.context.stream)
+                args = end.state.address, self.index, self.before
+                kernel("exchange", "count_exchanges", self.defines)((1,), (32,), args, stream=end.gpu.context.stream)
 
-    def sum(self, xs: Sequence[Array]) -> list[Array]:
+    def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
         """The sum of `xs`, (T, K) each, on every GPU.
+
+        fuses  it may be computed by its consumer, which launches on one GPU after another: of graphs, whose launches
+               wait for nobody
+        """
+        self.settle()
+        (T, K), card = xs[0].shape, self.ends[0].gpu.context.card
+        is_small = K % 4 == 0 and self.numbers >= T * K and RESIDENT * card.sms >= T * -(-K // 256)
+        if not (fuses and T and is_small):
+            return self._meet("exchange", xs, 1)
+        for rank, (end, x) in enumerate(zip(self.ends, xs, strict=True)):
+            with end.gpu.device:
+                part, own = Sum(self, rank, self.meeting(rank)), in_fours(end.gpu, x)
+                self.pending.append((part, Array((T, K), lazy=Lazy(end.gpu.context, SUM, T, K, (own,), part))))
+        self.index, self.before = self.index + 1, T * K // 4
+        return [x for _, x in self.pending]
+
+    def gather(self, xs: Sequence[Array]) -> list[Array]:
+        """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
+        self.settle()
+        return self._meet("gather", xs, len(self.ends))
+
+    def settle(self) -> None:
+        """Launch what is pending, before another exchange."""
+        pending, self.pending = self.pending, []
+        for end, (part, x) in zip(self.ends, pending, strict=False):
+            if not part.is_launched:
+                with end.gpu.device:
+                    x.compute()
+
+    def _meet(self, name: str, xs: Sequence[Array], wide: int) -> list[Array]:
+        """Launch the kernel `name`, which gives rows of `wide` * K numbers of xs (T, K), on every GPU.
 
         Between the first and the last launch the host does nothing but launch: a GPU that waits must not wait for it.
         """
         T, K = xs[0].shape
-        most = 2 * self.pairs
-        if K % 2 or most < K:
-            raise ValueError(f"rows of {K} numbers; an exchange takes rows of an even number of them up to {most}")
+        if K % 4 or self.numbers < K:
+            raise ValueError(f"rows of {K} numbers; an exchange takes rows of a multiple of 4 up to {self.numbers}")
         if not T:  # no row of a piece of a prompt is asked for
-            return list(xs)
-        outs, kernels = [], []
+            return [Array((0, wide * K)) for _ in xs]
+        outs, kernels, parts = [], [], []
         for end, x in zip(self.ends, xs, strict=True):
             with end.gpu.device:
-                kernels.append(kernel("exchange", "exchange", self._defines))
-                x.compute()
-                outs.append(Array((T, K), end.gpu.context.arena.take(4 * T * K)))
-        rows = most // K
-        peers = np.array(tuple(end.buffer.address for end in self.ends) + (0,) * (MOST_RANKS - len(self.ends)), PEERS)
+                kernels.append(kernel("exchange", name, self.defines))
+                parts.append(in_fours(end.gpu, x))
+                outs.append(Array((T, wide * K), end.gpu.context.arena.take(4 * T * wide * K)))
+        rows = self.numbers // K
         for first in range(0, T, rows):
             count = min(rows, T - first)
-            pairs = count * K // 2
-            parts = [view(x[first : first + count]) for x in xs]
-            for rank, (end, run, part, out) in enumerate(zip(self.ends, kernels, parts, outs, strict=True)):
-                card, stream = end.gpu.context.card, end.gpu.context.stream
-                own = rank, self.pairs, end.state.address, self.index, end.memory.address
-                to = int(1e9 * self.seconds), out.address + 4 * first * K
+            views = [view(part[first : first + count]) for part in parts]
+            for rank, (end, run, own, out) in enumerate(zip(self.ends, kernels, views, outs, strict=True)):
                 with end.gpu.device:
-                    grid = (min(-(-pairs // 256), 2 * card.sms),)
-                    run(grid, (256,), (part, K, pairs, peers, end.buffer.address, *own, *to), stream=stream)
-            self.index += 1
+                    to = out.address + 4 * first * wide * K
+                    self.launch(run, rank, own, (count, K), self.meeting(rank), to)
+            self.index, self.before = self.index + 1, count * K // 4
         return outs
 
+    def launch(
+        self, run: Kernel, rank: int, x: np.ndarray, shape: tuple[int, int], meeting: np.ndarray, out: int
+    ) -> None:
+        """Launch kernels/exchange.cu `run` for x (T, K) of one GPU."""
+        (T, K), context = shape, self.ends[rank].gpu.context
+        grid = (min(-(-T * K // 512), 4 * context.card.sms),)
+        run(grid, (128,), (x, K, T * K // 4, self.peers, meeting, out), stream=context.stream)
+
+    def meeting(self, rank: int) -> np.ndarray:
+        """Describe the next exchange to a kernel: kernels/peers.cuh Meeting."""
+        end = self.ends[rank]
+        places = end.buffer.address, end.state.address, end.memory.address
+        return np.array((*places, int(1e9 * self.seconds), rank, self.numbers, self.index, self.before), MEETING)
+
     @property
-    def _defines(self) -> tuple[str, ...]:
+    def defines(self) -> tuple[str, ...]:
         return (f"RANKS={len(self.ends)}",)
 
     # -- what may go wrong ---------------------------------------------------------------------------------------------
@@ -138,3 +189,55 @@ class Exchange:
                 f"GPU {lost[0]} waited {self.seconds:g} s for another one of GPUs {all_of}, "
                 "whose part of a sum did not come; what the step computed is lost"
             )
+
+
+def in_fours(gpu: Gpu, x: Array) -> Array:
+    """x computed, so that kernels can read four neighbours at a time."""
+    x.compute()
+    return x if float4_aligned(x) else dense(gpu.context, x)
+
+
+@dataclass
+class Sum:
+    """One GPU's part in a sum that its consumer may compute: the parameters of a Lazy of `SUM`."""
+
+    exchange: Exchange
+    rank: int
+    meeting: np.ndarray
+    is_launched: bool = False
+
+    def launch(self, x: Array, out: int) -> None:
+        """Write the sum, of which this GPU's part is x (T, K), to `out`."""
+        self._once()
+        run = kernel("exchange", "exchange", self.exchange.defines)
+        T, K = x.shape
+        self.exchange.launch(run, self.rank, view(x), (T, K), self.meeting, out)
+
+    def launch_norm(self, x: Array, part: Array, weight: int, total: int, squares: int, out: np.ndarray) -> None:
+        """Write x (T, K) plus the sum to `total`, and what kernels/exchange_norm.cu makes of it to `squares` and `out`.
+
+        part    this GPU's of the sum
+        weight  address of the norm's weight, 0 without one
+        """
+        self._once()
+        slots = f"SLOTS={x.partials}", f"OTHERS={part.partials}"
+        run = kernel("exchange_norm", "exchange_scale", (*self.exchange.defines, *slots, *packed_only(out)))
+        args = (view(x), view(part), weight, total, squares, out, self.exchange.peers, self.meeting)
+        stream = self.exchange.ends[self.rank].gpu.context.stream
+        run((-(-int(out["groups"]) // 8), x.shape[0]), (64,), args, stream=stream)
+
+    def _once(self) -> None:
+        if self.is_launched:
+            raise RuntimeError("a sum over GPUs is launched twice in one step")
+        self.is_launched = True
+
+
+def _emit_sum(lazy: Lazy, to: Target) -> None:
+    if not to.dense:
+        emit_copy(lazy, to)
+        return
+    (x,) = lazy.inputs
+    lazy.parameters.launch(x, to.dense)
+
+
+SUM = Op("sum over GPUs", _emit_sum)

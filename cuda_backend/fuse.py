@@ -40,6 +40,10 @@ def _experts_in_fours(experts: Lazy) -> bool:
     return float4_aligned(y, *other)
 
 
+def _part_in_fours(summed: Lazy) -> bool:
+    return float4_aligned(*summed.inputs)
+
+
 def _alone(experts: Lazy) -> bool:
     """Test whether nothing else is added to the sum of the experts yet."""
     return len(experts.inputs) == 2
@@ -60,6 +64,7 @@ def _rope_alone(heads: Lazy) -> bool:
 FUSIONS = (
     Fusion("norm", "add", "rows.cu add_norm, light.cu add_scale"),
     Fusion("norm of a sum", "experts", "moe.cu combine_scale", _experts_in_fours),
+    Fusion("norm of a sum", "sum over GPUs", "exchange_norm.cu exchange_scale", _part_in_fours),
     Fusion("add", "experts", "moe.cu combine", _alone),
     Fusion("gate", "attention", "pieces.cu combine", _of_128_channels),
     Fusion("cache", "heads", "to_cache.cu to_cache, heads_to_cache.cu heads_to_cache", _ungated, computed=True),

@@ -38,7 +38,7 @@ def package() -> str:
 class NcclExchange:
     """Exchange by NCCL: a communicator for each of `gpus`, whose places are the ranks, in one process.
 
-    index, passed  as of Exchange
+    index, passed  as of Exchange, as `fuses` of a sum
     is_over        a GPU waits for another one that has ended its step
     """
 
@@ -60,8 +60,8 @@ class NcclExchange:
         yield
         self.passed += self.index
 
-    def sum(self, xs: Sequence[Array]) -> list[Array]:
-        """The sum of `xs`, (T, K) each, on every GPU, as one partial sum of each rank."""
+    def sum(self, xs: Sequence[Array], fuses: bool = False) -> list[Array]:
+        """The sum of `xs`, (T, K) each, on every GPU, as one partial sum of each rank, which any consumer adds up."""
         T, K = xs[0].shape
         if not T:
             return list(xs)

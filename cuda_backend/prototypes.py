@@ -46,6 +46,11 @@ EXACT = _struct(
 DRAW = _struct(*_named("f8", "temperature", "top_p", "uniform"), ("least", "u8"), *_named("i4", "top_k", "cut"))
 
 PEERS = _struct(*_named("u8", *(f"peer{i}" for i in range(8))))
+MEETING = _struct(
+    *_named("u8", "received", "state", "failed"),
+    ("patience", "i8"),
+    *_named("i4", "rank", "capacity", "index", "before"),
+)
 
 TYPES: dict[str, np.dtype] = {
     "int": np.dtype(np.int32),
@@ -64,7 +69,8 @@ TYPES: dict[str, np.dtype] = {
     "Partials": PARTIALS,
     "Plane": PLANE,
     "Exact": EXACT,
-    "Peers": PEERS,  # kernels/exchange.cu
+    "Peers": PEERS,  # kernels/peers.cuh
+    "Meeting": MEETING,
 }
 ADDRESS = np.dtype(np.uint64)
 BOUNDS = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"

@@ -207,9 +207,14 @@ def _emit_deferred_norm(lazy: Lazy, to: Target, squares: int) -> None:
     out = out_of(to, lazy.K)
     grid = (-(-int(out["groups"]) // 8), lazy.T)
     added = fused("norm", x)
-    experts = fused("norm of a sum", added.inputs[1]) if added else None
-    if added and experts:
+    term = fused("norm of a sum", added.inputs[1]) if added else None
+    experts = term if term and term.op.name == "experts" else None
+    if added and term:
         added.forms.dense = context.arena.take(lazy.T * lazy.K * 4)
+    if added and term and not experts:  # a sum over GPUs
+        term.parameters.launch_norm(added.inputs[0], term.inputs[0], norm.address, added.forms.dense, squares, out)
+        return
+    if added and experts:
         y, chosen, *other = experts.inputs
         defines = (f"CHOSEN={chosen.shape[1]}", f"SLOTS={y.partials}", *packed_only(out))
         mixture = (view(y), chosen.address, view(other[0]) if other else NOTHING, len(other))

@@ -21,7 +21,9 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
     ("product.cuh", ("experts", "single")),
     ("packed.cuh", ("single",)),
     ("convolve.cuh", ("delta", "prepare")),
-    ("store.cuh", ("rows", "light", "pieces", "moe", "single", "delta")),
+    ("store.cuh", ("rows", "light", "pieces", "moe", "single", "delta", "exchange_norm")),
+    ("sums.cuh", ("light", "exchange_norm")),
+    ("peers.cuh", ("exchange", "exchange_norm")),
     ("choose.cuh", ("moe", "single")),
 )
 

@@ -69,9 +69,10 @@ class TensorParallelOps(SeveralGpus):
     def __init__(self, gpus: Sequence[Gpu], exchange: Transport):
         super().__init__(gpus)
         self.exchange = exchange
-        self.ranks = Ranks(0, len(gpus))  # by which parts are predicted, which are alike
-        for rank, gpu in enumerate(gpus):
-            gpu.ops.ranks = Ranks(rank, len(gpus))
+        ranks = [Ranks(rank, len(gpus), divides_head=True) for rank in range(len(gpus))]
+        self.ranks = ranks[0]  # by which parts are predicted, which are alike
+        for own, gpu in zip(ranks, gpus, strict=True):
+            gpu.ops.ranks = own
         self.steps: list[DeviceStep] = []  # of the ranks, while one is launched
         self.loaded: list[Any] = []
 
@@ -177,7 +178,11 @@ class TensorParallelOps(SeveralGpus):
         return out
 
     def all_reduce(self, x: Wide) -> Wide:
-        return Wide(self.gpus, self.exchange.sum(x.parts))
+        is_captured = self.gpus[0].context.arena.frozen
+        return Wide(self.gpus, self.exchange.sum(x.parts, fuses=is_captured))
+
+    def all_gather(self, x: Wide, columns: int) -> Wide:
+        return x if x.shape[1] == columns else Wide(self.gpus, self.exchange.gather(x.parts))
 
     def sample(self, logits: Wide, sampler: Sampler | Samplers) -> Any:
         drawn: Sampler | Samplers

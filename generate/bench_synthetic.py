@@ -185,7 +185,7 @@ def read_bytes(model: Model, rows: int, context: int) -> float:
         (model.layout.top, *model.layout.layers), (model.weights, *model.weights.layers), strict=True
     ):
         for name, entry in table.items():
-            if isinstance(entry, Matrix) and not (name == "embed" and not model.config.tied):
+            if isinstance(entry, Matrix) and not (name == "embed" and model.layout.top["head"] is not None):
                 share = 1.0
                 if name.startswith("experts_"):
                     share -= (1 - model.config.experts.top_k / model.config.experts.count) ** rows

@@ -54,7 +54,7 @@ class RankOps(NumpyOps):
     def __init__(self, ranks: Ranks, met: threading.Barrier, shown: list[Any]):
         self.ranks, self._met, self._shown = ranks, met, shown
         self.taken: dict[str, int] = {}
-        self.sums = 0
+        self.sums = self.gathers = 0
 
     def all_reduce(self, x: np.ndarray) -> np.ndarray:
         self._shown[self.ranks.rank] = x
@@ -66,20 +66,30 @@ class RankOps(NumpyOps):
         self.sums += 1
         return total
 
+    def all_gather(self, x: np.ndarray, columns: int) -> np.ndarray:
+        if x.shape[1] == columns:
+            return x
+        self._shown[self.ranks.rank] = x
+        self._met.wait(60)
+        whole = np.concatenate(self._shown, axis=1)
+        self._met.wait(60)
+        self.gathers += 1
+        return whole
+
     def weight(self, *parts: Tensor) -> np.ndarray:
         for part in parts:
             self.taken[part.name] = self.taken.get(part.name, 0) + part.nbytes
         return super().weight(*parts)
 
 
-def together(size: int, work: Callable[[RankOps], Any]) -> list[Any]:
+def together(size: int, work: Callable[[RankOps], Any], divides_head: bool = False) -> list[Any]:
     """What `work` returns on each of `size` ranks; raises what one of them raised."""
     met, shown = threading.Barrier(size), [None] * size
     found: list[Any] = [None] * size
 
     def one(rank: int) -> None:
         try:
-            found[rank] = work(RankOps(Ranks(rank, size), met, shown))
+            found[rank] = work(RankOps(Ranks(rank, size, divides_head), met, shown))
         except BaseException as error:
             met.abort()
             found[rank] = error

@@ -95,7 +95,7 @@ class Model:
             (self.layout.top, *self.layout.layers), (self.weights, *self.weights.layers), strict=True
         ):
             for name, entry in table.items():
-                if isinstance(entry, Matrix) and not (name == "embed" and not self.config.tied):
+                if isinstance(entry, Matrix) and not (name == "embed" and self.layout.top["head"] is not None):
                     share = self.config.experts.top_k / self.config.experts.count if name.startswith("experts_") else 1
                     total += share * self.ops.weight_bytes(getattr(handles, name))
         return int(total)

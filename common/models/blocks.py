@@ -135,9 +135,25 @@ def sigmoid_moe_weights(at: Names, hidden: int, e: Experts, ranks: Ranks = ONE) 
     }
 
 
-def head(ops: Ops, w: Any, x: Array, eps: float) -> Array:
-    """The logits (n, vocab) of the last layer's output x (n, hidden); a tied head is the embedding."""
-    return ops.linear(ops.rms_norm(x, w.norm, eps), w.embed if w.head is None else w.head)
+def head_weight(c: Any, embed: Stored, head: Stored) -> Matrix | None:
+    """Describe this rank's rows of the head of a model of configuration `c`; None: the whole embedding is the head.
+
+    embed, head  where the files have the embedding, and a head that is not tied
+    """
+    stored, rows = embed if c.tied else head, c.ranks.head_rows(c.vocab)
+    if rows < c.vocab:
+        return Matrix(replace(stored, shape=(rows, c.hidden), shard=by_rows(c.ranks.of(rows))))
+    return None if c.tied else Matrix(stored)
+
+
+def head(ops: Ops, c: Any, w: Any, x: Array) -> Array:
+    """The logits (n, vocab) of the last layer's output x (n, hidden)."""
+    return head_product(ops, c, w, ops.rms_norm(x, w.norm, c.eps))
+
+
+def head_product(ops: Ops, c: Any, w: Any, x: Array) -> Array:
+    """The logits (n, vocab) of normed x (n, hidden), whole on every rank; without a head the embedding is it."""
+    return ops.all_gather(ops.linear(x, w.embed if w.head is None else w.head), c.vocab)
 
 
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "factor"}

@@ -194,15 +194,10 @@ class DflashPair(Pair):
         """
         ops, own, target = self.ops, self.draft_weights, self.weights
         embed = target.embed if own.embed is None else own.embed
-        heads = own.head, target.head, target.embed
-        head = next(each for each in heads if each is not None)
         x = forward(ops, self.draft, own, embed, self._draft_states(state), step, len(target.layers))
         x = ops.rms_norm(x[first:], own.norm, self.draft.eps)
-        return (
-            (ops.linear(x, head), ops.linear(x, own.selector_hidden))
-            if self.draft.selector_rank
-            else ops.linear(x, head)
-        )
+        logits = self.head_logits(x) if own.head is None else ops.linear(x, own.head)
+        return (logits, ops.linear(x, own.selector_hidden)) if self.draft.selector_rank else logits
 
     def _draft_states(self, state: State) -> list[Any]:
         return [state[len(self.weights.layers) + i] for i in range(self.draft.layers)]

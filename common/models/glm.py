@@ -22,6 +22,7 @@ from common.models.blocks import (
     ffn_weights,
     gguf_rope,
     head,
+    head_weight,
     hf_rope,
     sigmoid_moe,
     sigmoid_moe_weights,
@@ -203,10 +204,11 @@ def _gguf_config(checkpoint: Checkpoint) -> Config:
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect = "gguf" if checkpoint.format == "gguf" else "hf"
     at = Names(dialect, "", checkpoint.tensors)
+    embed = at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
-        "embed": Matrix(at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "embed": Matrix(embed),
         "norm": Vector(at("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": None if c.tied else Matrix(at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "head": head_weight(c, embed, at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     prefix = "blk." if dialect == "gguf" else "model.layers."
     layers = []
@@ -319,7 +321,7 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
         x = ops.scope(i, partial(block, ops, c, layer, state, step, i, kept), x)
-    return head(ops, w, x, c.eps)
+    return head(ops, c, w, x)
 
 
 def block(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, kept: slice, x: Array) -> Array:

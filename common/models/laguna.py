@@ -17,6 +17,7 @@ from common.models.blocks import (
     ffn_weights,
     gguf_rope,
     head,
+    head_weight,
     hf_rope,
     sigmoid_moe,
     sigmoid_moe_weights,
@@ -231,10 +232,11 @@ def _gate_per_channel(checkpoint: Checkpoint, name: str, heads: int, head_dim: i
 def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = ("gguf", "") if checkpoint.format == "gguf" else ("hf", _prefix(checkpoint))
     at = Names(dialect, prefix, checkpoint.tensors)
+    embed = at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
-        "embed": Matrix(at("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "embed": Matrix(embed),
         "norm": Vector(at("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": None if c.tied else Matrix(at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "head": head_weight(c, embed, at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     layers = []
     for i, heads in enumerate(c.heads):
@@ -286,7 +288,7 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
         x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept, i), x)
-    return head(ops, w, x, c.eps)
+    return head(ops, c, w, x)
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, layer: int, x: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, ffn_weights, gguf_rope, head, hf_rope, swiglu_ffn
+from common.models.blocks import check_sizes, ffn_weights, gguf_rope, head, head_weight, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
@@ -144,10 +144,11 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
         return Names(dialect, prefix, checkpoint.tensors)
 
     name = at("")
+    embed = name("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
-        "embed": Matrix(name("model.embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "embed": Matrix(embed),
         "norm": Vector(name("model.norm.weight", "output_norm.weight", (c.hidden,))),
-        "head": None if c.tied else Matrix(name("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "head": head_weight(c, embed, name("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     prefix = "blk.{}." if dialect == "gguf" else "model.layers.{}."
     return Layout(top, [_layer_weights(c, at(prefix.format(i))) for i in range(c.layers)], _ignored)
@@ -198,7 +199,7 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
         x = ops.scope(i, partial(block, ops, c, layer, state[i], step, kept), x)
-    return head(ops, w, x, c.eps)
+    return head(ops, c, w, x)
 
 
 def block(ops: Ops, c: Config, w: Any, state: Any, step: Step, kept: slice, x: Array) -> Array:

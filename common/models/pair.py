@@ -13,6 +13,7 @@ from common.coupled import Coupling
 from common.errors import BimetalError, UsageError
 from common.kv_cache import check_pairs, packed
 from common.models import Model
+from common.models.blocks import head_product
 from common.ops import Array
 from common.step import State, Step
 from common.storage import LayerSpec
@@ -148,4 +149,4 @@ class Pair(Model):
 
     def head_logits(self, x: Any) -> Any:
         """The logits (n, vocab) of x (n, hidden), normed, by the target's head."""
-        return self.ops.linear(x, self.weights.embed if self.weights.head is None else self.weights.head)
+        return head_product(self.ops, self.config, self.weights, x)

@@ -16,6 +16,7 @@ from common.models.blocks import (
     RowFn,
     ffn_weights,
     head,
+    head_weight,
     swiglu_ffn,
 )
 from common.models.qwen35_config import Config
@@ -48,10 +49,11 @@ def layout(c: Config, checkpoint: Checkpoint) -> Layout:
     dialect, prefix = _dialect(checkpoint)
     top_at = Names(dialect, prefix, checkpoint.tensors)
     head_at = Names(dialect, "language_model." if prefix.startswith("language_model.") else "", checkpoint.tensors)
+    embed = top_at("embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))
     top: Table = {
-        "embed": Matrix(top_at("embed_tokens.weight", "token_embd.weight", (c.vocab, c.hidden))),
+        "embed": Matrix(embed),
         "norm": Vector(top_at("norm.weight", "output_norm.weight", (c.hidden,), NORM_FIX)),
-        "head": None if c.tied else Matrix(head_at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
+        "head": head_weight(c, embed, head_at("lm_head.weight", "output.weight", (c.vocab, c.hidden))),
     }
     layers = []
     for i, is_attention in enumerate(c.is_attention):
@@ -254,7 +256,7 @@ def forward(ops: Ops, c: Config, w: Any, state: State, step: Step, rows: slice =
     for i, layer in enumerate(w.layers):
         kept = rows if i + 1 == len(w.layers) else slice(None)  # nothing after the last mixer mixes rows
         x = ops.scope(i, partial(block, ops, c, layer, state, step, i, kept), x)
-    return head(ops, w, x, c.eps)
+    return head(ops, c, w, x)
 
 
 def halves(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int) -> tuple[RowFn, RowFn]:

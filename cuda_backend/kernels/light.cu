@@ -3,7 +3,7 @@
 // Launcher  cuda_backend/ops.py
 // In        activations (T, ...) float32 as partial sums (prelude.cuh In), all in fours at multiples of 16 bytes
 // Out       as rows.cu (store.cuh)
-// Build     SLOTS: partial sums of x; OTHERS: of y, 0 without y; the names of store.cuh
+// Build     the names of sums.cuh and of store.cuh
 // Work      a lane per four columns, so that many multiprocessors add partial sums. What no step writes is read before
 //           the wait for the kernel before. Code is short: a kernel that runs for 2 us waits most of it for its code
 // Bound     launches
@@ -15,34 +15,6 @@
 //           addition, norm and router in one launch -> GLM 2.130 ms against 2.131, Laguna 1.749 against 1.737: every CTA adds up the
 //             row
 //           shared-memory preference set for all kernels -> 7.06 ms a step against 6.88
-
-#ifndef SLOTS
-#define SLOTS 1
-#define OTHERS 1
-#endif
-#define AT_ONCE 32  // partial sums in registers: for more than one block at a time the compiler would read five
-
-// Four columns of x and of y from p and q on, their partial sums added in order.
-__device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const float* p, s64 x_slot, const float* q, s64 y_slot) {
-    x_sum = y_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int first = 0; first < SLOTS + OTHERS; first += AT_ONCE) {
-        if (first) asm volatile("" ::: "memory");  // else the compiler reads more, and spills
-        float4 e[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int s = first + i - SLOTS;
-            if (s < OTHERS) e[i] = *(const float4*)(s < 0 ? p + (s + SLOTS) * x_slot : q + s * y_slot);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            if (first + i < SLOTS)
-                x_sum = plus(x_sum, e[i]);
-            else if (first + i < SLOTS + OTHERS)
-                y_sum = plus(y_sum, e[i]);
-        }
-    }
-}
 
 // The sum x + y, and of it what a norm hands to a product but for the factor that depends on the whole row: linear.cu
 // takes that from `squares` [T][K / 128].

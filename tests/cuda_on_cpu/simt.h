@@ -116,21 +116,24 @@ T __ldcg(const T* at) {
     return *at;
 }
 
-// What kernels/exchange.cu does beside other GPUs. A kernel that misses another GPU's part runs to its end, and once more
+// What kernels/peers.cuh does beside other GPUs. A kernel that misses another GPU's part runs to its end, and once more
 // when that GPU has gone on, with what it wrote before of no account; or it is told that nobody will go on.
-static int waits_for_a_peer, peers_are_lost;
-extern "C" inline __attribute__((used)) int waited(int lost) {  // whether the last launch did, and how the next one ends
+static int waits_for_a_peer, peers_are_lost, part_is_stored;
+// whether the last launch did; how the next one ends, and whether it has run before and so stored its part, which peers may
+// have read and cleared since
+extern "C" inline __attribute__((used)) int waited(int lost, int again) {
     const int before = waits_for_a_peer;
-    waits_for_a_peer = 0, peers_are_lost = lost;
+    waits_for_a_peer = 0, peers_are_lost = lost, part_is_stored = again;
     return before;
 }
-inline void store_flagged(uint4* to, float a, float b, unsigned number) {
-    *to = {__float_as_uint(a), number, __float_as_uint(b), number};
+inline void store_part(float4* to, float4 v) {
+    if (!part_is_stored) *to = v;
 }
-inline uint4 load_flagged(const uint4* from) { return *from; }
+inline float4 load_part(const float4* from) { return *from; }
 inline bool is_late(unsigned, unsigned long long*, long long) { return waits_for_a_peer = 1; }
-inline void give_up(unsigned* state, unsigned* failed, unsigned number) {
-    if (peers_are_lost) state[1] = number, *failed = number;
+template <class M>
+inline void give_up(const M& m, unsigned number) {
+    if (peers_are_lost) m.state[1] = number, *m.failed = number;
 }
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {

@@ -29,7 +29,7 @@ TOKENS = 48
 ON_EVERY_RANK = {"embed", "head", "router", "shared_gate", "down_qkv"}  # matrices; the last one makes GLM's latents
 
 
-def compare(checkpoint, size):
+def compare(checkpoint, size, divides_head=False):
     """Assert that `size` ranks give one rank's logits; returns each rank's ops, and its model."""
     ids = np.arange(7, 7 + TOKENS, dtype=np.int32) * 31 % 96
     alone = tiny.logits_of(load_model(checkpoint, NumpyOps()), ids, [20, 1])
@@ -38,7 +38,7 @@ def compare(checkpoint, size):
         model = load_model(checkpoint, ops)
         return ops, model, tiny.logits_of(model, ids, [20, 1])
 
-    found = ranks.together(size, logits)
+    found = ranks.together(size, logits, divides_head)
     errors = tiny.errors(found[0][2], alone)
     has_delta = hasattr(found[0][1].config, "key_heads")
     assert errors.logit < (DELTA_LOGIT if has_delta else LOGIT)
@@ -58,6 +58,37 @@ def test_two_ranks(name):
 @pytest.mark.parametrize(("name", "size"), [("glm", 2), ("glm", 3), ("qwen35moe", 3)])
 def test_ranks_of_wide_models(name, size):
     compare(ranks.wide(name), size)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "size", "is_tied"),
+    [
+        (tiny.checkpoint("llama"), 2, True),
+        (tiny.checkpoint("llama-untied"), 2, False),
+        (tiny.checkpoint("qwen35"), 2, False),
+        (tiny.checkpoint("laguna"), 2, False),
+        (ranks.wide("glm"), 3, False),
+        (ranks.grouped("qwen3"), 2, False),
+    ],
+    ids=["tied", "llama", "qwen35", "laguna", "three", "quantized"],
+)
+def test_head_divided_by_rows(checkpoint, size, is_tied):
+    """Each rank multiplies its part of the vocabulary; a tied embedding stays whole beside it, for look-ups."""
+    whole = load_model(checkpoint, NumpyOps()).step_bytes
+    for ops, model in compare(checkpoint, size, divides_head=True):
+        (head,), (embed,) = model.layout.top["head"].parts, model.layout.top["embed"].parts
+        assert (model.config.tied, ops.gathers) == (is_tied, 3)
+        assert head.shape[0] == model.config.vocab // size
+        assert embed.shape[0] == model.config.vocab
+        assert (head.names == embed.names) == is_tied
+        assert size * ops.weight_bytes(model.weights.head) == ops.weight_bytes(model.weights.embed)
+        assert model.step_bytes < 0.75 * whole
+
+
+def test_a_vocabulary_that_ranks_do_not_divide():
+    """Three ranks cannot share 32 rows by fours, so that each multiplies all of them."""
+    assert [Ranks(0, n, True).head_rows(32) for n in (1, 2, 3, 4, 8, 16)] == [32, 16, 32, 8, 4, 32]
+    assert Ranks(0, 2).head_rows(32) == 32
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "qwen35moe", "laguna-m1", "glm"])
@@ -136,8 +167,8 @@ def test_glm_with_keys_and_values_fused():
     assert np.array_equal(part, whole[2:4, own.nope_dim :])
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
-def test_a_block_that_drafts_is_shared_as_a_layer(name):
+@pytest.mark.parametrize(("name", "divides_head"), [("qwen35", True), ("qwen35moe", False)])
+def test_a_block_that_drafts_is_shared_as_a_layer(name, divides_head):
     """The draft's logits after one token and after three, of ranks that have read the same text."""
     folder, ids = tiny.FOLDER / f"mtp-{name}", tiny.golden(name)["ids"].astype(np.int32)
 
@@ -149,7 +180,7 @@ def test_a_block_that_drafts_is_shared_as_a_layer(name):
         return np.concatenate([pair.propose(state, tokens[:n]) for n in (1, 3)]), pair
 
     alone, _ = drafted(NumpyOps())
-    (first, pair), (second, _) = ranks.together(2, drafted)
+    (first, pair), (second, _) = ranks.together(2, drafted, divides_head)
     assert np.array_equal(first, second)
     assert tiny.errors(first, alone).logit < DELTA_LOGIT
     assert tiny.errors(first, alone).top1 == 1

@@ -94,6 +94,8 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain = [(stem, ()) for stem in ("rows", "light", "conv", "moe", "sample", "draw", "random", "top_k", "entropy")]
     plain += [("calibrate", ()), ("block_conv", ()), ("conv", ("PARENTS=1",))]
     plain += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
+    terms = (2, 1, 8, ("ONLY=1",)), (2, 1, 9, ("ONLY=8",)), (8, 1, 40, ())
+    plain += [("exchange_norm", (f"RANKS={n}", f"SLOTS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
     plain += [("keep", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
     plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]

@@ -5,6 +5,8 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_rows import random_matrix  # noqa: E402
+
 from common.errors import BimetalError  # noqa: E402
 from cuda_backend import exchange as exchanging  # noqa: E402
 from cuda_backend.arrays import Array  # noqa: E402
@@ -66,11 +68,11 @@ def summed(exchange, gpus, x):
 
 
 @pytest.mark.parametrize(
-    ("slots", "T", "K"), [(1, 1, 6), (3, 1, 128), (2, 5, 512), (1, 40, 130)], ids=["few", "slots", "rows", "turns"]
+    ("slots", "T", "K"), [(1, 1, 8), (3, 1, 128), (2, 5, 512), (1, 40, 132)], ids=["few", "slots", "rows", "turns"]
 )
 def test_sum(gpus, slots, T, K):
     """Of more rows than fit, in several exchanges; an exchange after the others overwrites what they read."""
-    exchange = Exchange(gpus, pairs=max(1200, K))
+    exchange = Exchange(gpus, numbers=2400)
     for seed in range(3):
         x = parts(slots, T, K, seed)
         for out in summed(exchange, gpus, x):
@@ -87,7 +89,7 @@ def test_rows_do_not_depend_on_others(gpus):
 
 def test_captured(gpus):
     """A graph of each GPU with exchanges one after another: one GPU begins once all of another's are launched."""
-    exchange, T, K, depth = Exchange(gpus, pairs=600), 3, 512, 5  # two exchanges for each sum
+    exchange, T, K, depth = Exchange(gpus, numbers=1200), 3, 512, 5  # two exchanges for each sum
     arrays = [on(gpu, own) for gpu, own in zip(gpus, parts(1, T, K), strict=True)]
 
     def step():
@@ -125,6 +127,78 @@ def test_captured(gpus):
     exchange.check()
 
 
+@pytest.mark.parametrize("T", [1, 3, 16])
+def test_a_sum_that_a_norm_takes(gpus, T):
+    """In a graph one launch adds up what ranks hold and what a norm adds, with the bits of one launch for each."""
+    exchange, K, depth = Exchange(gpus), 384, 4
+    tensor, taken = random_matrix("Q8_0", 64, K), random_matrix("Q8_0", K, 64)
+    weights, x, arrays = [], np.random.default_rng(3).normal(size=(T, K)).astype(np.float32), []
+    for gpu, own in zip(gpus, parts(3, T, K), strict=True):
+        with gpu.device:
+            norm = upload(np.linspace(0.5, 2, K, dtype=np.float32), gpu.context.stream)
+            weights.append((gpu.ops.weight(tensor), gpu.ops.weight(taken), Array((K,), norm.address, owner=norm)))
+        arrays.append((on(gpu, own), on(gpu, x[None])))
+
+    def step(fuses):
+        """Layers of a sum, an addition, a norm and two products, the last one the part of the sum that follows."""
+        ops, parts, xs = [gpu.ops for gpu in gpus], [own for own, _ in arrays], [x for _, x in arrays]
+        with exchange.step():
+            for _ in range(depth):
+                sums, parts_of_next = exchange.sum(parts, fuses), []
+                for rank, gpu in enumerate(gpus):
+                    with gpu.device:
+                        xs[rank] = ops[rank].add(xs[rank], sums[rank])
+                        y = ops[rank].rms_norm(xs[rank], weights[rank][2], 1e-6)
+                        y = ops[rank].linear(y, weights[rank][0])
+                        parts_of_next.append(ops[rank].linear(y, weights[rank][1]))
+                parts = parts_of_next
+            sums = exchange.sum(parts, fuses)  # whose only consumer is not a norm
+            return [gpu.ops.add(own, y) for gpu, own, y in zip(gpus, xs, sums, strict=True)]
+
+    def reset():
+        for gpu in gpus:
+            gpu.context.arena.reset()
+
+    reset()
+    for gpu, out in zip(gpus, step(False), strict=True):
+        read(gpu, out)
+    outs, counts = [], []
+    for fuses in (False, True):
+        graphs = []
+        reset()
+        for gpu in gpus:
+            with gpu.device:
+                graphs.append(gpu.context.replay.graph())
+        found = step(fuses)
+        for gpu, graph, out in zip(gpus, graphs, found, strict=True):
+            with gpu.device:
+                out.compute()
+                graph.end()
+        counts.append([graph.kernels for graph in graphs])
+        for gpu, graph in zip(gpus, graphs, strict=True):
+            with gpu.device:
+                graph.play()
+        outs.append([read(gpu, out) for gpu, out in zip(gpus, found, strict=True)])
+    assert all(a == b + depth for a, b in zip(*counts, strict=True))
+    assert all(np.array_equal(out, outs[0][0]) for out in (*outs[0], *outs[1]))
+    assert np.isfinite(outs[0][0]).all()
+    exchange.check()
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_gather(gpus, T):
+    """Columns of all ranks beside one another, of partial sums too; a NaN of any bits stays a NaN."""
+    exchange, x = Exchange(gpus, numbers=256), parts(2, T, 64)
+    x[0, 1, 0, 5], x[-1, 0, 0, 63] = np.inf, np.array(0xFFFFFFFF, np.uint32).view(np.float32)
+    for _ in range(2):
+        with exchange.step():
+            outs = exchange.gather([on(gpu, own) for gpu, own in zip(gpus, x, strict=True)])
+        for gpu, out in zip(gpus, outs, strict=True):
+            whole = np.concatenate([own[0] + own[1] for own in x], axis=1)
+            assert np.array_equal(read(gpu, out), whole, equal_nan=True)
+    exchange.check()
+
+
 def test_a_gpu_that_does_not_come(gpus, monkeypatch):
     """The wait ends in a sentence, later exchanges of the step end at once, and the next step is right again."""
     exchange, x, kernel = Exchange(gpus, seconds=0.2), parts(1, 2, 64), exchanging.kernel
@@ -155,8 +229,8 @@ def test_numbers_begin_again(gpus, monkeypatch):
         assert exchange.passed == 1 + seed % 2
 
 
-@pytest.mark.parametrize("K", [7, 2050])
+@pytest.mark.parametrize("K", [6, 2052])
 def test_refused(gpus, K):
-    exchange = Exchange(gpus, pairs=1024)
+    exchange = Exchange(gpus, numbers=2048)
     with pytest.raises(ValueError, match=f"rows of {K} numbers; an exchange takes"):
         exchange.sum([Array((1, K))] * COUNT)

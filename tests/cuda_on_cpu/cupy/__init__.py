@@ -41,7 +41,7 @@ from cuda_backend.prototypes import prototypes, type_of  # noqa: E402
 CAPABILITY = int(os.environ.get("BIMETAL_CAPABILITY", "80"))  # that kernels are built for
 TURING = CAPABILITY < 80
 IN_SIMT = ["from_half", "to_half", "release_next", "depend", "shared_address", "prefetch"]
-IN_SIMT += ["store_flagged", "load_flagged", "is_late", "give_up"]
+IN_SIMT += ["store_part", "load_part", "is_late", "give_up"]
 IN_SIMT += ["mul_half2", "add_half2", "fma_half2", *(() if TURING else ("to_half2", "to_bf16x2"))]
 RING = r"""
 struct Barrier { unsigned short expected, arrived; unsigned phase; };
@@ -230,9 +230,11 @@ class Function:
         pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
         sizes = [(ctypes.c_uint * 3)(*(*d, 1, 1)[:3]) for d in (grid, block)]
 
+        again = [False]
+
         def launch(values: list[np.ndarray] = values) -> None:  # keeps what the pointers point to
             with running:
-                self.waited(lost_peers[0])
+                self.waited(lost_peers[0], again[0])
                 error = self.run(pointers, *sizes)
                 beyond = not error and "BIMETAL_RACES" not in os.environ and self.wrote_beyond(shared_mem)
             if error:
@@ -241,7 +243,8 @@ class Function:
                 raise RuntimeError(
                     f"{self.name} writes beyond the {shared_mem} bytes of shared memory that it was given"
                 )
-            if self.waited(0) and not lost_peers[0]:
+            again[0] = bool(self.waited(0, 0)) and not lost_peers[0]
+            if again[0]:
                 raise WaitsForPeer
 
         if stream.recording is None:

@@ -1,0 +1,45 @@
+// exchange_norm: what several GPUs hold parts of, added up as exchange.cu does, and to it what light.cu add_scale does
+// Meaning   Ops.all_reduce, add and rms_norm of common/reference.py, the norm without the factor of the whole row, which the product
+//           finishes         Launcher  cuda_backend/exchange.py Sum.launch_norm
+// In        x [T][K] float32, to which is added; y, this rank's part of what is: partial sums of both, in fours at multiples of 16
+//           bytes; weight [K]; `peers` and `m`: peers.cuh
+// Out       sum [T][K], squares [T][K / 128] and rows for a product as store.cuh packs them. Where a part does not come: NaN
+// Build     RANKS; SLOTS, OTHERS: partial sums of x and y; the names of store.cuh
+// Work      a lane per four columns
+// Assumes   all CTAs of a grid are resident at once
+// Numbers   bits of exchange.cu and light.cu one after the other
+// Bound     latency of one store to a peer: two launches and a copy of the rows fewer than by itself
+
+extern "C" __global__ void __launch_bounds__(64, 10)
+exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out out, Peers peers, Meeting m) {
+    release_next();
+    const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
+    const bool in = k < out.K;
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f), one = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    const float4 w = weight ? *(const float4*)(weight + at) : one;
+    float4 v = zero, own = zero;
+    // for its code, the first blocks go through it before the wait: light.cu add_scale
+#pragma unroll 1
+    for (int real = t >= 2; real < 2; real++) {
+        if (real) {
+            depend();
+            const u32 number = number_of(m), failed = m.state[1];
+            load_sums(v, own, row_of(x, t) + at, x.slot, row_of(y, t) + at, y.slot);
+            own = as_sent(own);
+            const int i = t * (out.K / 4) + k / 4;
+            if (in) send(peers, m, number, i, own);
+            clear(m, number, (t * gridDim.x + blockIdx.x) * 64 + threadIdx.x, gridDim.y * gridDim.x * 64);
+            float4 part[RANKS];
+            if (in && !receive(part, m, number, i, own, failed != 0)) {
+                if (!failed) give_up(m, number);
+#pragma unroll
+                for (int r = 0; r < RANKS; r++) part[r] = missing();
+            }
+            v = in ? plus(v, sum_of(part)) : zero;
+        }
+        if (sum && in && real) *(float4*)(sum + (s64)t * out.K + k) = v;
+        const float total = warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w));
+        if (threadIdx.x % 32 == 0 && in && real) squares[t * (out.K / 128) + k / 128] = total;
+        store_four(out, t, k, make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w), real);
+    }
+}

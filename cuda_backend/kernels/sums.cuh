@@ -1,0 +1,34 @@
+// sums: rows given as partial sums, of which kernels that follow a product have to add up many
+// Build     SLOTS: partial sums of x; OTHERS: of y, 0 without y
+
+#ifndef SLOTS
+#define SLOTS 1
+#define OTHERS 1
+#endif
+#ifdef RANKS
+#define AT_ONCE 10  // partial sums in registers: all CTAs of exchange_norm.cu must be resident
+#else
+#define AT_ONCE 32  // for more than one block at a time the compiler would read five
+#endif
+
+// Four columns of x and of y from p and q on, their partial sums added in order.
+__device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const float* p, s64 x_slot, const float* q, s64 y_slot) {
+    x_sum = y_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int first = 0; first < SLOTS + OTHERS; first += AT_ONCE) {
+        if (first) asm volatile("" ::: "memory");  // else the compiler reads more, and spills
+        float4 e[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int s = first + i - SLOTS;
+            if (s < OTHERS) e[i] = *(const float4*)(s < 0 ? p + (s + SLOTS) * x_slot : q + s * y_slot);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i < SLOTS)
+                x_sum = plus(x_sum, e[i]);
+            else if (first + i < SLOTS + OTHERS)
+                y_sum = plus(y_sum, e[i]);
+        }
+    }
+}
