@@ -7,8 +7,11 @@ import pytest
 import tiny
 
 from common.errors import UsageError
-from common.machines_plan import Host, Link, Work, busiest_share, ways
+from common.machines_plan import Host, Link, Work, busiest_share, exchange, ways
+from common.shards import Ranks
 from generate.__main__ import main
+from generate.plan_machines import work_of
+from generate.synthetic import synthetic_checkpoint
 
 NVLINK = Link(395e9, 2.28e-6)  # a copy of 256 MiB, and an exchange of 20 KB, captured in a graph
 GEMV = Host("H200", 141e9, (115e6 - 14.4e6) / (29.4e-6 - 7.15e-6), 2 * 3.97e-6, 1e15)  # one GPU: 7.15 us, 29.4 us
@@ -41,6 +44,33 @@ def test_layers_on_two_gpus_take_what_was_measured():
     by = found([host, host], NVLINK, work)
     assert by["replicas on 2"].token == pytest.approx(6.01e-3)
     assert by["pipeline"].token == pytest.approx(6.07e-3, rel=0.02)
+
+
+# us per sum over two H200 of (rows, 5,120) float32, captured in a graph, of 1, 4, 16 and 64 rows
+SUMS = {"peers, flag beside each value": (2.28, 2.62, 4.01, 10.1), "NCCL": (6.94, 6.71, 8.21, 14.9)}
+
+
+@pytest.mark.parametrize("transport", SUMS)
+def test_sums_over_two_gpus_take_what_was_measured(transport):
+    """The link as documented: the shortest sum, and the bytes of a long one over what it takes beyond that."""
+    first, *between, last = SUMS[transport]
+    row = 5120 * 4
+    link = Link(63 * row / ((last - first) * 1e-6), first * 1e-6)
+    for rows, microseconds in zip((4, 16), between, strict=True):
+        assert exchange(link, 2, rows * row) == pytest.approx(microseconds * 1e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(("shape", "milliseconds"), [("qwen3.6-27b", 3.266), ("wedlm-8b", 1.479)])
+def test_layers_that_two_gpus_share_take_what_was_measured(shape, milliseconds):
+    """One row at a context of 512, with all of the head on each GPU; the host as documented, of both models on one."""
+    works = {name: work_of(synthetic_checkpoint(f"{name}:q4_k_m")) for name in ("qwen3.6-27b", "wedlm-8b")}
+    large, small = (work.read for work in works.values())
+    alone = 4.590e-3, 1.661e-3  # seconds of a step on one H200
+    bandwidth = (large - small) / (alone[0] - alone[1])
+    host = Host("H200", 141e9, bandwidth, alone[1] - small / bandwidth, 1e15)
+    part = work_of(synthetic_checkpoint(f"{shape}:q4_k_m"), Ranks(0, 2))
+    token = next(way.token for way in ways([host, host], NVLINK, works[shape], part, 512) if "tensor" in way.name)
+    assert token == pytest.approx(milliseconds * 1e-3, rel=0.15)
 
 
 def mac(memory, bandwidth=800e9):
