@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import tiny
 
+from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.models import load_model
+from common.models.llama import read_config
 from common.reference import NumpyOps
 
 
@@ -30,3 +32,24 @@ def test_the_7b_model_is_refused(tmp_path, keys):
     """WeDLM-7B is Qwen2.5: biases, and no norms of q and k."""
     with pytest.raises(BimetalError, match=next(iter(keys))):
         load_model(renamed(tmp_path, **keys), NumpyOps())
+
+
+@pytest.mark.parametrize(
+    ("keys", "mask"),
+    [
+        ({"vocab_size": 151936, "mask_token_id": None}, 151665),
+        ({"vocab_size": 151936}, 151665),
+        ({"vocab_size": 151936, "mask_token_id": 7}, 7),
+        ({"vocab_size": 151665}, None),  # has no such row
+    ],
+)
+def test_the_mask_of_a_folder(keys, mask):
+    """Published checkpoints leave it null."""
+    config = tiny.checkpoint("qwen3").config | {"model_type": "wedlm"} | keys
+    assert read_config(Checkpoint(tiny.FOLDER, "safetensors", config, tiny.checkpoint("qwen3").tensors)).mask_id == mask
+
+
+@pytest.mark.parametrize("mask", [96, -1, "<mask>"])
+def test_a_mask_outside_of_the_vocabulary(tmp_path, mask):
+    with pytest.raises(BimetalError, match="mask_token_id is"):
+        load_model(renamed(tmp_path, mask_token_id=mask), NumpyOps())
