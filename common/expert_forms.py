@@ -80,7 +80,7 @@ class SlotMemory(Protocol):
     def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
         """Make the slot's expert of the tensors in filled buffers; called from reading threads. Raises BimetalError."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until everything has been computed that reads slots."""
 
     def matrices(self, layer: int) -> tuple[Any, Any]:

@@ -51,7 +51,7 @@ class ExpertStream:
         The slots of `ids` hold until the next call; an expert that is not in memory has -1. Raises BimetalError for a
         read that fails; what has been read stays.
         """
-        self.memory.settle()
+        self.memory.wait()
         self.residency.release()
         if layer <= self._layer or self._layer < 0:
             self.residency.next_step(len(ids))

@@ -105,9 +105,9 @@ def _hint(unknown: str, options: type[Options]) -> str:
     for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
         places |= {f.name: place for f in fields(kind)}
     own = [f.name for f in fields(options)]
-    found = OTHER_NAMES.get(unknown) or next(
-        (close[0] for names in (own, list(places)) if (close := get_close_matches(unknown, names, 1, 0.7))), None
-    )
+    lists = own, list(places), list(OTHER_NAMES)
+    near = next((close[0] for names in lists if (close := get_close_matches(unknown, names, 1, 0.7))), None)
+    found = OTHER_NAMES.get(unknown) or (OTHER_NAMES.get(near, near) if near else None)
     if found is None:
         return f"its options are {', '.join(own)}"
     return f"did you mean {found}?" if found in own else f"{found} is an option of {places[found]}"

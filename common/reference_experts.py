@@ -26,7 +26,7 @@ class NumpySlots:
     def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
         """Return at once: slots hold stored bytes."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return at once: NumPy has computed."""
 
     def matrices(self, layer: int) -> tuple[Any, Any]:

@@ -172,7 +172,7 @@ class ExpertStore:
         """Copy the ids (T, taken) int32 of a layer of a prefill step to the host, in the order of the stream."""
         nbytes, L, i = 4 * T * taken, len(self.layers), self.layers.index(layer)
         if self.prompt is None or self.prompt.nbytes < nbytes * L:
-            self._settle()
+            self._count_all()
             self.prompt = HostMemory(nbytes * L, "a log")
         runtime, at = cupy.cuda.runtime, self.prompt.address + nbytes * i
         runtime.memcpyAsync(at, ids, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
@@ -186,7 +186,7 @@ class ExpertStore:
         if not self.is_open:
             return run()
         if T > MAX_DECODE_ROWS:
-            self._settle()  # the log of the last one is in the same memory
+            self._count_all()  # the log of the last one is in the same memory
         self._advance()
         self.left, self.prompt_ids = False, None
         self.prompt_taken[:] = 0
@@ -202,7 +202,7 @@ class ExpertStore:
             self.logged.append(Logged(done, ids, rows, taken.copy(), self.resident.copy()))
         return out
 
-    def _settle(self) -> None:
+    def _count_all(self) -> None:
         """Count all steps until now."""
         while self.logged:
             self.logged[0].done.synchronize()
@@ -312,7 +312,7 @@ class ExpertStore:
 
     def stats(self, before: ExpertStats | None = None) -> ExpertStats:
         """Count what steps did with experts, or did since `before`."""
-        self._settle()
+        self._count_all()
         return self.residency.counters.stats(before)
 
     def link_rate(self) -> float:
@@ -330,5 +330,5 @@ class ExpertStore:
 
     def close(self) -> None:
         """Wait for copies."""
-        self._settle()
+        self._count_all()
         self.copies.synchronize()

@@ -35,12 +35,12 @@ def _of_128(norm: Lazy) -> bool:
     return float4_aligned(first) if fused("norm of a sum", second) else float4_aligned(first, second)
 
 
-def _experts_in_fours(experts: Lazy) -> bool:
+def _experts_aligned(experts: Lazy) -> bool:
     y, _, *other = experts.inputs
     return float4_aligned(y, *other)
 
 
-def _part_in_fours(summed: Lazy) -> bool:
+def _part_aligned(summed: Lazy) -> bool:
     return float4_aligned(*summed.inputs)
 
 
@@ -63,8 +63,8 @@ def _rope_alone(heads: Lazy) -> bool:
 
 FUSIONS = (
     Fusion("norm", "add", "rows.cu add_norm, light.cu add_scale"),
-    Fusion("norm of a sum", "experts", "moe.cu combine_scale", _experts_in_fours),
-    Fusion("norm of a sum", "sum over GPUs", "exchange_norm.cu exchange_scale", _part_in_fours),
+    Fusion("norm of a sum", "experts", "moe.cu combine_scale", _experts_aligned),
+    Fusion("norm of a sum", "sum over GPUs", "exchange_norm.cu exchange_scale", _part_aligned),
     Fusion("add", "experts", "moe.cu combine", _alone),
     Fusion("gate", "attention", "pieces.cu combine", _of_128_channels),
     Fusion("cache", "heads", "to_cache.cu to_cache, heads_to_cache.cu heads_to_cache", _ungated, computed=True),

@@ -83,7 +83,7 @@ def gated_delta(
     T, Hv, Dv = v.shape
     out = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
     step = context.step_of(step, delta.store, recurrent=True)
-    inputs = tuple(view(x) for x in (*(_in_fours(context, rows.summed(context, x)) for x in (q, k, v)), a, b))
+    inputs = tuple(view(x) for x in (*(_float4_rows(context, rows.summed(context, x)) for x in (q, k, v)), a, b))
     rule = Rule(delta, inputs, (decay.address, dt_bias.address), step.address, T, step.runs)
     _delta(context, rule, out_of(Target(dense=out.address), Hv * Dv))
     return out
@@ -108,7 +108,7 @@ def delta_mixer(
     """Convolution, delta rule and gated norm: from compute capability 9.0 on one launch for one row, two for more."""
     T, Hv, Dv = z.shape
     step = context.step_of(step, delta.store, recurrent=True)
-    inputs = view(_in_fours(context, qkv)), NOTHING, NOTHING, view(a), view(b)
+    inputs = view(_float4_rows(context, qkv)), NOTHING, NOTHING, view(a), view(b)
     taps = Taps(conv, w.taps.address)
     rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, step.runs, taps)
     if context.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not float4_aligned(z, flat=False):
@@ -135,7 +135,7 @@ def _emit_mixer(lazy: Lazy, to: Target) -> None:
 MIXER = Op("delta mixer", _emit_mixer)
 
 
-def _in_fours(context: Context, x: Array) -> Array:
+def _float4_rows(context: Context, x: Array) -> Array:
     return x if float4_aligned(x, flat=False) else rows.dense(context, x)
 
 

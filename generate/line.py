@@ -1,4 +1,7 @@
-"""Reading a line of a chat: on a terminal with history, completion and pasted lines, else as input() does."""
+"""Read a line of a chat: on a terminal with history, completion and pasted lines, else as input() does.
+
+A terminal is read through prompt_toolkit, since readline takes each line of a paste for a message.
+"""
 
 import os
 import sys

@@ -45,7 +45,7 @@ class MlxSlots:
     def landed(self, layer: int, slot: int, tensors: Sequence[Tensor]) -> None:
         self._kinds[self._kind_of[layer]].landed(tensors, slot)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if self.last is not None:
             mx.eval(self.last)
             self.last = None

@@ -55,11 +55,11 @@ def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
 @lru_cache(maxsize=1)  # all layers take the same
 def _walk(step: Step) -> tuple[mx.array, mx.array]:
     """The walk over a step's rows, and the index of each row's first visit."""
-    walk = visits(parents_of(step))
+    walk = walk_over(parents_of(step))
     return mx.array(walk), mx.array(np.unique(np.maximum(walk, ~walk), return_index=True)[1])
 
 
-def visits(parents: np.ndarray) -> np.ndarray:
+def walk_over(parents: np.ndarray) -> np.ndarray:
     """The walk of `gated_delta.metal` over a tree: the path to each leaf in turn, its first row as ~row."""
     walk: list[int] = []
     for leaf in np.setdiff1d(np.arange(len(parents)), parents).tolist():

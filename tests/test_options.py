@@ -164,6 +164,7 @@ def test_numbers_of_numpy_are_numbers():
         ("chat", "enable_thinking", "did you mean think?"),
         ("chat", "xyzzy", "its options are temperature, top_p"),
         ("load", "n_ctx", "did you mean ctx?"),
+        ("load", "contex", "did you mean ctx?"),  # nearest to another program's name
         ("load", "temperature", "temperature is an option of generate"),
     ],
 )

@@ -202,6 +202,7 @@ def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
         fast = keys.positive(f"{group}.beta_fast", 32.0)
         slow = keys.positive(f"{group}.beta_slow", 1.0)
         keys.expect(f"{group}.truncate", True)
+        # final where the file has one: llama.cpp multiplies that of a GGUF by the derived one (KL 0.94)
         magnitude = keys.positive(f"{group}.attention_factor", _yarn_magnitude(factor))
         return Rope(_yarn(theta, dim, factor, original, fast, slow), magnitude)
     raise BimetalError(f"{keys.where}: rope type {kind!r}; supported: default, linear, llama3, yarn")

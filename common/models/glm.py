@@ -145,7 +145,7 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
             ffn * keys.size("n_shared_experts"),
             keys.positive("routed_scaling_factor", 1.0),
         ),
-        eps=keys.positive("rms_norm_eps", 1e-5),
+        eps=keys.positive("rms_norm_eps", 1e-5),  # of latent norms too, but in transformers, whose code takes 1e-6
         context=keys.size("max_position_embeddings"),
         tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
     )

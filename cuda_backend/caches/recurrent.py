@@ -130,7 +130,7 @@ class Recurrent:
                 self._choose_store(runs)
             elif any(len(pair.path) and pair.at == self.newest for pair in self.pairs):
                 self.newest = 1 - self.newest
-            self.settle([i for i, pair in enumerate(self.pairs) if len(pair.path) and pair.at == self.newest])
+            self.apply([i for i, pair in enumerate(self.pairs) if len(pair.path) and pair.at == self.newest])
             for pair in self.pairs:
                 if not pair.whole and pair.left == self.newest:
                     pair.step = None
@@ -166,7 +166,7 @@ class Recurrent:
             if len(pair.path) and pair.at not in (self.newest, 1 - self.newest):
                 moved.setdefault(pair.at, []).append(slot)
         for slots in moved.values():
-            self.settle(slots)
+            self.apply(slots)
 
     def store_of_paths(self, step: Step, runs: Sequence[Run]) -> int:
         """The store that holds the rows of the paths that a noted step applies."""
@@ -189,7 +189,7 @@ class Recurrent:
         pair.path = NO_PATH if pair.whole else (pair.step.first + path).astype(np.int32)
         pair.current, pair.at, pair.step = pair.next, pair.left, None
 
-    def settle(self, slots: Sequence[int]) -> None:
+    def apply(self, slots: Sequence[int]) -> None:
         """Apply the paths of `slots`, whose rows lie in one store, as the next step would."""
         if not slots:
             return
@@ -202,7 +202,7 @@ class Recurrent:
     def snapshot(self, slot: int) -> Any:
         """A copy of the states with the path applied."""
         if len(self.pairs[slot].path):
-            self.settle([slot])
+            self.apply([slot])
         held = Memory(self.flip * 4, self.stream)
         copy(held.address, self._state(slot), held.nbytes, self.stream)
         return held

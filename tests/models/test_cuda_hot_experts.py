@@ -130,7 +130,7 @@ def test_counts(path, name, whole):
         model.forward(state, Step.chain(ids[:n], state.length))
         state.commit(range(n))
         rows += n
-    store._settle()
+    store._count_all()
     used = model.config.experts.top_k
     assert store.residency.counts[store.layers].sum(axis=1).tolist() == [rows * used] * len(store.layers)
     assert store.residency.counters.tokens == rows
@@ -147,7 +147,7 @@ def test_a_prompt_of_which_one_row_is_read(path, name, whole):
     model.ops.read(model.forward(state, Step.chain(ids[3:140], 3), slice(136, 137)))
     state.commit(range(137))
     model.ops.read(model.forward(state, Step.chain(ids[140:141], 140)))
-    store._settle()
+    store._count_all()
     counts, used = store.residency.counts[store.layers], model.config.experts.top_k
     assert counts[:-1].sum(axis=1).tolist() == [141 * used] * (len(store.layers) - 1)
     assert counts[-1].sum() == 4 * used

@@ -223,4 +223,4 @@ def test_all_gpus_work_at_once(spec):
     (turns, alone), (overlapped, halves) = taken
     assert turns > 0.9 * sum(alone)
     assert overlapped < 1.15 * max(halves)
-    assert 1.8 * sum(alone) < sum(halves) < 2.05 * sum(alone), "no state is settled for the other micro-batch"
+    assert 1.8 * sum(alone) < sum(halves) < 2.05 * sum(alone), "no path is applied for the other micro-batch"

@@ -97,9 +97,9 @@ def test_a_path_of_a_tree_has_the_bits_of_decoding_it():
 
 
 def test_the_walk_over_a_tree():
-    walk = recurrent.visits(np.array(PARENTS))
+    walk = recurrent.walk_over(np.array(PARENTS))
     assert walk.tolist() == [~0, 1, 4, ~0, 1, 3, 5, ~6, 7, ~0, 2, 8]
-    assert recurrent.visits(np.arange(-1, 3)).tolist() == [~0, 1, 2, 3]
+    assert recurrent.walk_over(np.arange(-1, 3)).tolist() == [~0, 1, 2, 3]
 
 
 def test_rows_without_an_order():
