@@ -174,6 +174,26 @@ def check_sizes(checkpoint: Checkpoint, layers: int, heads: int, kv_heads: int, 
         )
 
 
+SIZES = {  # hidden size, heads, KV heads and head size, by the format of the file
+    "safetensors": ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "gguf": ("embedding_length", "attention.head_count", "attention.head_count_kv", "attention.key_length"),
+}
+
+
+def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any]:
+    """Fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
+
+    KV heads are as many as heads, and heads share the hidden size, where the file does not state it.
+    """
+    hidden_key, heads_key, kv_key, dim_key = SIZES[checkpoint.format]
+    hidden, heads = keys.size(hidden_key), keys.size(heads_key)
+    kv_heads, head_dim = keys.size(kv_key, heads), keys.size(dim_key, max(hidden // heads, 1))
+    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    if checkpoint.format == "gguf":
+        keys.expect("attention.value_length", head_dim)
+    return {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
 def hf_rope(keys: Keys, dim: int, default_theta: float = 10000.0) -> Rope:
     """Rope of `dim` channels as config.json states it: rope_parameters, or the older rope_theta and rope_scaling."""
     theta = keys.positive("rope_parameters.rope_theta", keys.positive("rope_theta", default_theta))

@@ -9,7 +9,7 @@ from typing import Any
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, gguf_rope, hf_rope
+from common.models.blocks import gguf_rope, head_sizes, hf_rope
 from common.models.target import Target
 from common.ops import Rope
 
@@ -81,9 +81,8 @@ def _hf_config(checkpoint: Checkpoint, target: Target) -> Config:
     keys.expect("dflash_config.use_swa", False)
     keys.expect("dflash_config.causal_head", False)
     _refuse(keys, ("", "dflash_config."), () if is_dflash2 else SELECTOR, () if is_dspark else ("markov_rank",))
-    layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
-    head_dim, kv_heads = keys.size("head_dim"), keys.size("num_key_value_heads", heads)
-    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    layers = keys.size("num_hidden_layers")
+    sizes = head_sizes(checkpoint, keys, layers)
     kinds = keys.read("layer_types", list, ["full_attention"] * layers)
     if len(kinds) != layers or set(kinds) - set(LAYER_TYPES):
         raise BimetalError(f"{keys.where}: layer_types must name {' or '.join(LAYER_TYPES)} for {layers} layers")
@@ -101,13 +100,10 @@ def _hf_config(checkpoint: Checkpoint, target: Target) -> Config:
         keys.expect(either("dspark_bonus_anchor"), False)
         causal = bool(causal)
     return Config(
-        hidden=keys.size("hidden_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        **sizes,
         ffn=keys.size("intermediate_size"),
         eps=keys.positive("rms_norm_eps", 1e-6),
-        rope=hf_rope(keys, head_dim),
+        rope=hf_rope(keys, sizes["head_dim"]),
         windows=tuple(keys.size("sliding_window") if slide and has_window else None for slide in slides),
         is_causal=tuple(slides) if causal is None else (causal,) * layers,
         block=keys.size(either("block_size")),
@@ -134,10 +130,8 @@ def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
     markov = checkpoint.tensors.get("markov_w1.weight") if upstream else None  # and DSpark by this
     others = ("hyper_connection.count", "dspark.enabled", "dspark.markov_rank", "laguna")
     _refuse(keys, ("", "dflash."), () if is_dflash2 else SELECTOR, others)
-    layers, heads = keys.size("block_count"), keys.size("attention.head_count")
-    head_dim, kv_heads = keys.size("attention.key_length"), keys.size("attention.head_count_kv", heads)
-    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
-    keys.expect("attention.value_length", head_dim)
+    layers = keys.size("block_count")
+    sizes = head_sizes(checkpoint, keys, layers)
     window = keys.read("attention.sliding_window", int, 0)
     pattern = keys.read("attention.sliding_window_pattern", list, [window > 0] * layers)
     if len(pattern) < layers:
@@ -150,13 +144,10 @@ def _gguf_config(checkpoint: Checkpoint, target: Target) -> Config:
     mask = checkpoint.config.get("tokenizer.ggml.mask_token_id")
     tokens = checkpoint.config.get("tokenizer.ggml.tokens")
     return Config(
-        hidden=keys.size("embedding_length"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        **sizes,
         ffn=keys.size("feed_forward_length"),
         eps=keys.positive("attention.layer_norm_rms_epsilon", 1e-6),
-        rope=gguf_rope(keys, head_dim, None),
+        rope=gguf_rope(keys, sizes["head_dim"], None),
         windows=tuple(window if slide else None for slide in slides),
         is_causal=tuple(slides) if causal is None else (causal,) * layers,
         block=keys.size(f"{inner}block_size"),

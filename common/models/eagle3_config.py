@@ -12,7 +12,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, gguf_rope, hf_rope
+from common.models.blocks import gguf_rope, head_sizes, hf_rope
 from common.models.target import Target
 from common.ops import Rope
 from common.quants import PLAIN
@@ -161,20 +161,15 @@ def _hf_config(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
         and "lm_head.weight" not in checkpoint.tensors
     ):
         top.expect("tie_word_embeddings", False)
-    heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
-    head_dim, kv_heads = keys.size("head_dim", max(hidden // heads, 1)), keys.size("num_key_value_heads", heads)
-    check_sizes(checkpoint, 1, heads, kv_heads, heads * head_dim)
+    sizes = head_sizes(checkpoint, keys, 1)
     kinds = keys.read("layer_types", list, [])[:1]
     share = keys.positive("rope_parameters.partial_rotary_factor", keys.positive("partial_rotary_factor", 1.0))
     vocab = keys.size("vocab_size")
     config = Config(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        **sizes,
         ffn=keys.size("intermediate_size"),
         eps=keys.positive("rms_norm_eps", 1e-6),
-        rope=hf_rope(keys, int(head_dim * min(share, 1.0))),
+        rope=hf_rope(keys, int(sizes["head_dim"] * min(share, 1.0))),
         window=keys.size("sliding_window") if kinds == ["sliding_attention"] else None,
         taps=_hf_taps(top, layers),
         vocab=top.size("draft_vocab_size", vocab),
@@ -184,7 +179,7 @@ def _hf_config(checkpoint: Checkpoint, layers: int) -> tuple[Config, int, int]:
         norms_residual=top.read("norm_before_residual", bool, False),
         norms_output=top.read("norm_output", bool, False),
     )
-    return config, vocab, top.size("target_hidden_size", hidden)
+    return config, vocab, top.size("target_hidden_size", config.hidden)
 
 
 def _hf_taps(keys: Keys, layers: int) -> tuple[int, ...]:
@@ -207,31 +202,24 @@ def _gguf_config(checkpoint: Checkpoint) -> tuple[Config, int, int]:
     keys.expect("block_count", 1)
     for key in ("w1a1.version", "w8a8.version", "w1a1_head.version"):
         keys.expect(key, 0)
-    heads, hidden = keys.size("attention.head_count"), keys.size("embedding_length")
-    head_dim = keys.size("attention.key_length", max(hidden // heads, 1))
-    kv_heads = keys.size("attention.head_count_kv", heads)
-    check_sizes(checkpoint, 1, heads, kv_heads, heads * head_dim)
-    keys.expect("attention.value_length", head_dim)
+    sizes = head_sizes(checkpoint, keys, 1)
     keys.expect("attention.sliding_window", 0)
     listed = keys.read("target_layers", list, []) or keys.read("extract_layers", list)  # the older key
     known = checkpoint.config.get("tokenizer.ggml.tokens")
     vocab = len(known) if isinstance(known, list) else keys.size("vocab_size")
     d2t = checkpoint.tensors.get("d2t")
     config = Config(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        **sizes,
         ffn=keys.size("feed_forward_length"),
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
-        rope=gguf_rope(keys, head_dim, checkpoint.tensors.get("rope_freqs.weight")),
+        rope=gguf_rope(keys, sizes["head_dim"], checkpoint.tensors.get("rope_freqs.weight")),
         window=None,
         taps=_numbers(keys.where, listed, 1),  # llama.cpp names the layer whose input the draft reads
         vocab=vocab if d2t is None else max(d2t.shape, default=0),
         norms_fused=keys.read("norm_before_fc", bool, False),
         norms_residual=keys.read("norm_before_residual", bool, False),
     )
-    return config, vocab, keys.size("target_hidden_size", hidden)
+    return config, vocab, keys.size("target_hidden_size", config.hidden)
 
 
 # -- the vocabulary ----------------------------------------------------------------------------------------------------

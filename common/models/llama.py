@@ -12,7 +12,7 @@ import numpy as np
 from common.checkpoint import Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
-from common.models.blocks import check_sizes, ffn_weights, gguf_rope, head, head_weight, hf_rope, swiglu_ffn
+from common.models.blocks import ffn_weights, gguf_rope, head, head_sizes, head_weight, hf_rope, swiglu_ffn
 from common.ops import Array, Ops, Rope
 from common.shards import ONE, Ranks, by_columns, by_rows
 from common.step import State, Step
@@ -71,20 +71,16 @@ def _hf_config(checkpoint: Checkpoint) -> Config:
     keys.expect("qk_norm", True)  # WeDLM-7B, which is Qwen2.5, has none
     keys.expect("partial_rotary_factor", 1.0)
     keys.expect("rope_parameters.partial_rotary_factor", 1.0)
-    heads, hidden, layers = keys.size("num_attention_heads"), keys.size("hidden_size"), keys.size("num_hidden_layers")
-    head_dim, kv_heads = keys.size("head_dim", max(hidden // heads, 1)), keys.size("num_key_value_heads", heads)
-    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
+    layers = keys.size("num_hidden_layers")
+    sizes = head_sizes(checkpoint, keys, layers)
     return Config(
         architecture=keys.read("model_type", str),
         vocab=keys.size("vocab_size"),
-        hidden=hidden,
+        **sizes,
         layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         ffn=keys.size("intermediate_size"),
         eps=keys.positive("rms_norm_eps", 1e-6),
-        rope=hf_rope(keys, head_dim),
+        rope=hf_rope(keys, sizes["head_dim"]),
         context=keys.size("max_position_embeddings"),
         tied=keys.read("tie_word_embeddings", bool, False) and "lm_head.weight" not in checkpoint.tensors,
         mask_id=_mask_id(keys) if checkpoint.config["model_type"] == "wedlm" else None,
@@ -105,24 +101,18 @@ def _mask_id(keys: Keys) -> int | None:
 def _gguf_config(checkpoint: Checkpoint) -> Config:
     architecture = checkpoint.config["general.architecture"]
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=architecture + ".", nested=False)
-    heads, hidden, layers = keys.size("attention.head_count"), keys.size("embedding_length"), keys.size("block_count")
-    head_dim = keys.size("attention.key_length", max(hidden // heads, 1))
-    kv_heads = keys.size("attention.head_count_kv", heads)
-    check_sizes(checkpoint, layers, heads, kv_heads, heads * head_dim)
-    keys.expect("attention.value_length", head_dim)
+    layers = keys.size("block_count")
+    sizes = head_sizes(checkpoint, keys, layers)
     keys.expect("expert_count", 0)
     table = checkpoint.tensors.get("token_embd.weight")
     return Config(
         architecture=architecture,
         vocab=table.shape[0] if table and table.shape else keys.size("vocab_size"),
-        hidden=hidden,
+        **sizes,
         layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         ffn=keys.size("feed_forward_length"),
         eps=keys.positive("attention.layer_norm_rms_epsilon"),
-        rope=gguf_rope(keys, head_dim, checkpoint.tensors.get("rope_freqs.weight")),
+        rope=gguf_rope(keys, sizes["head_dim"], checkpoint.tensors.get("rope_freqs.weight")),
         context=keys.size("context_length"),
         tied="output.weight" not in checkpoint.tensors,
         mask_id=_gguf_mask_id(checkpoint, keys) if architecture == "wedlm" else None,
