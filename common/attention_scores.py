@@ -6,24 +6,27 @@ from typing import Any
 
 import numpy as np
 
+from common.block_sparse import BLOCK
 from common.checks import check_fits, check_tokens
 from common.errors import BimetalError, UsageError
 from common.models import Model
 from common.ops import Array, Ops
 from common.step import State, Step
 
+FULL = 2 * BLOCK  # last tokens, which attend to all: what they leave out would be missing from the scores
 ROWS = 1024  # most tokens of a step: the keys of all layers stay on the device until it ends
 
 
 class _Tap:
     """The ops of a backend, whose attention also keeps keys and queries of layers that attend to all positions.
 
+    sparse         those layers may leave out keys
     keys, queries  of each such layer, (rows, key heads, width) and (rows, heads, width), on the device
     scales         of their products
     """
 
-    def __init__(self, ops: Ops):
-        self._ops = ops
+    def __init__(self, ops: Ops, sparse: bool):
+        self._ops, self.sparse = ops, sparse
         self.keys: list[Array] = []
         self.queries: list[Array] = []
         self.scales: list[float] = []
@@ -38,6 +41,8 @@ class _Tap:
             self.queries.append(self._ops.keep(q))
             self.keys.append(self._ops.keep(k))
             self.scales.append(scale)
+            if self.sparse:
+                return self._ops.block_sparse_attention(q, k, v, kv, step, scale)
         return self._ops.attention(q, k, v, kv, step, scale, window, causal)
 
 
@@ -47,7 +52,8 @@ def attention_to(
     """The share of attention that the last `queries` of `tokens` give to each: (T,) float32.
 
     Of each query the largest share of any layer and head counts; the shares of the queries are averaged. The model
-    runs on its backend, and the shares are computed on the host, from keys in float16. Raises UsageError for a model
+    runs on its backend, where all rows but the last FULL may leave out keys, and the shares are computed on the host,
+    from keys in float16. Raises UsageError for a model
     without such layers, and BimetalError when `cancel` is set.
     """
     if not isinstance(model, Model):
@@ -55,13 +61,14 @@ def attention_to(
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
     state, at, rows = model.new_state(context), 0, min(model.ops.prefill_rows, ROWS)
-    first = max(len(ids) - queries, 0)
+    first, sparse = max(len(ids) - queries, 0), max(len(ids) - FULL, 0)
     parts: list[list[np.ndarray]] = []  # of each step, the keys of each layer
     while at < len(ids):
         if cancel is not None and cancel.is_set():
             raise BimetalError("the request was cancelled while its prompt was compressed")
-        end = len(ids) if at >= first else min(at + rows, first)
-        asked, keys, scales = _read(model, state, Step.chain(np.asarray(ids[at:end], np.int32), at), end == len(ids))
+        end = len(ids) if at >= first else min(at + rows, sparse if at < sparse else first)
+        step = Step.chain(np.asarray(ids[at:end], np.int32), at)
+        asked, keys, scales = _read(model, state, step, end <= sparse, end == len(ids))
         parts.append([key.astype(np.float16) for key in keys])
         at = end
     if not scales:
@@ -72,15 +79,18 @@ def attention_to(
     return best.mean(axis=0)
 
 
-def _read(model: Model, state: State, step: Step, asks: bool) -> tuple[list[np.ndarray], list[np.ndarray], list[float]]:
+def _read(
+    model: Model, state: State, step: Step, sparse: bool, asks: bool
+) -> tuple[list[np.ndarray], list[np.ndarray], list[float]]:
     """Run one step under the tap, without logits, and commit it: queries, keys and scales of each layer.
 
-    asks  the queries are read too; else there are none
+    sparse  its rows may leave out keys
+    asks    the queries are read too; else there are none
     """
     scales: list[float] = []
 
     def run(state: State, step: Step) -> tuple[Array, ...]:
-        tap: Any = _Tap(model.ops)
+        tap: Any = _Tap(model.ops, sparse)
         model.definition.forward(
             tap, model.config, model.weights, state, step, slice(0, 1)
         )  # one row of logits, which nothing reads

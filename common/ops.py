@@ -444,6 +444,13 @@ class Ops(ABC):
         """Leave k (T, K, D) and v (T, K, D) in `kv` as attention would, for rows that ask nothing."""
         self.attention(k, k, v, kv, step, 1.0)
 
+    def block_sparse_attention(self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float) -> Array:
+        """Attention of a chain that may leave out keys to which rows attend little, as common.block_sparse does.
+
+        Only to score a text, since what is left out depends on the backend and on the text after a row; here nothing.
+        """
+        return self.attention(q, k, v, kv, step, scale)
+
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
         """The k likeliest tokens of each row of logits (T, vocab), best first: ids and log-probabilities, (T, k)."""
         return top_k(self.read(logits), k)

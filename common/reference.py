@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from common.block_sparse import attend
 from common.errors import BimetalError, NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
@@ -147,6 +148,13 @@ class NumpyOps(Ops):
         seen = [_seen_of(part, step, kv, window, causal) for part in parts]
         keys, values = parts[0].rows if len(parts) == 1 else _joined(parts)
         return _attend(q, keys, values, seen[0] if len(parts) == 1 else np.concatenate(seen, axis=1), scale)
+
+    def block_sparse_attention(self, q: Array, k: Array, v: Array, kv: Any, step: Step, scale: float) -> Array:
+        parts = kv.hold(step, k, v)
+        if len(parts) > 1:  # some rows exact, and some from codes
+            return self.attention(q, k, v, kv, step, scale)
+        keys, values = parts[0].rows
+        return attend(q, keys, values, scale)
 
     def concatenate(self, parts: Sequence[Array]) -> Array:
         return np.concatenate(parts)

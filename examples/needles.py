@@ -21,7 +21,14 @@ from common.compression import CHUNK, QUERIES, kept_spans, scored
 NOUNS = ["river", "garden", "letter", "engine", "window", "market", "story", "bridge", "lamp", "forest", "clock"]
 VERBS = ["crossed", "found", "painted", "left", "opened", "kept", "watched", "moved", "built", "carried"]
 CITIES = ["Paris", "Oslo", "Lima", "Cairo", "Delhi", "Rome", "Tokyo", "Quito", "Accra", "Riga"]
-PIECE = 8192  # most tokens that are read at once, as in the server
+PIECE = 32768  # most tokens that are read at once, as in the server
+
+
+def line(kind: str, rng: random.Random) -> str:
+    """A definition or a sentence that answers no question."""
+    if kind == "code":
+        return f"def {rng.choice(VERBS)}_{rng.choice(NOUNS)}(y):\n    return y + {rng.randrange(1000, 9999)}\n"
+    return f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} the {rng.choice(NOUNS)} near the old {rng.choice(NOUNS)}. "
 
 
 def text(kind: str, encode, length: int, rng: random.Random) -> tuple[list[int], tuple[int, int]]:
@@ -30,16 +37,12 @@ def text(kind: str, encode, length: int, rng: random.Random) -> tuple[list[int],
         name = f"{rng.choice(NOUNS)}_{rng.randrange(100, 999)}"
         needle = f"def {name}(x):\n    return x * {rng.randrange(1000, 9999)}\n"
         question = f"\n# which factor?\nassert {name}(1) =="
-        line = lambda: f"def {rng.choice(VERBS)}_{rng.choice(NOUNS)}(y):\n    return y + {rng.randrange(1000, 9999)}\n"  # noqa: E731
     else:
         city = rng.choice(CITIES)
         needle = f"The secret number of {city} is {rng.randrange(1000, 9999)}. "
         question = f"\n\nQuestion: which number belongs to {city}?\nAnswer: the number is"
-        line = lambda: (  # noqa: E731
-            f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} the {rng.choice(NOUNS)} near the old {rng.choice(NOUNS)}. "
-        )
-    each = len(encode(line()))
-    lines = [line() for _ in range(length // each)]
+    each = len(encode(line(kind, rng)))
+    lines = [line(kind, rng) for _ in range(length // each)]
     at = rng.randrange(len(lines) // 8, 3 * len(lines) // 4)
     before, after = encode("".join(lines[:at])), encode("".join(lines[at:]) + question)
     fact = encode(needle)

@@ -77,6 +77,17 @@ def test_the_image_installs_extras_that_exist_and_asks_the_port_that_it_serves()
     assert int(re.search(r"^TimeoutStopSec=(\d+)$", unit, re.M)[1]) > args.grace
 
 
+def test_the_image_is_built_from_what_the_package_needs():
+    lines = (EXAMPLES / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())
+    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    about = {project["project"]["readme"], *project["project"]["license-files"]}
+    assert kept == packages | about | {"pyproject.toml"}
+    assert all((EXAMPLES.parent / name).exists() for name in kept)
+    assert "*" in lines
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_the_unit_is_systemds(tmp_path):
     unit = (EXAMPLES / "deploy" / "bimetal.service").read_text()

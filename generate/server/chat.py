@@ -142,8 +142,11 @@ class Writer:
     def _frame(self, index: int, *keys: str) -> Frame:
         """The chunks of choice `index` whose delta has texts under `keys`."""
         if (index, keys[0]) not in self.frames:
-            make = lambda *texts: self._chunk(index, dict(zip(keys, texts, strict=True)))  # noqa: E731
-            self.frames[index, keys[0]] = Frame(make, len(keys))
+
+            def chunk(*texts: str) -> bytes:
+                return self._chunk(index, dict(zip(keys, texts, strict=True)))
+
+            self.frames[index, keys[0]] = Frame(chunk, len(keys))
         return self.frames[index, keys[0]]
 
     def begin(self, tokens: int) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from generate.llm import LLM
 from generate.server.task import Chat, Task, rendered
 
 KEEP_RATIO = 0.05  # where nothing else is chosen
-PIECE = 8192  # most tokens that the drafter reads at once: its attention over more would cost more than it finds
+PIECE = 32_768  # most tokens that the drafter reads at once: it holds keys and values of them, and the host the keys
 GAP = " … "  # between parts of a text that did not follow one another
 
 

@@ -19,9 +19,11 @@ from tiny import MODELS, load
 from tiny_chat import write as write_model
 
 import generate
+from common import block_sparse
 from common.attention_scores import _shares, attention_to
 from common.compression import CHUNK, HEAD, QUERY, SINKS, TAIL, kept_spans, scored
 from common.errors import BimetalError, UsageError
+from common.ops import Ops
 from common.reference import NumpyOps
 from generate import values
 from generate.__main__ import main
@@ -94,6 +96,48 @@ def test_shares_are_softmax_over_what_each_query_sees():
         assert np.allclose(found[row], best, atol=1e-5)
 
 
+def dense(q, keys, values, scale):
+    """The definition, over all keys: (T, H, Dv)."""
+    (T, H, D), (n, K, _) = q.shape, keys.shape
+    scores = scale * np.einsum("tkgd,nkd->tkgn", q.reshape(T, K, H // K, D), keys)
+    hidden = np.arange(n) > np.arange(n - T, n)[:, None]
+    scores = np.where(hidden[:, None, None], -np.inf, scores)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("tkgn,nkv->tkgv", shares / shares.sum(axis=-1, keepdims=True), values).reshape(T, H, -1)
+
+
+@pytest.mark.parametrize(("n", "T"), [(5, 5), (128, 1), (900, 900), (1500, 300), (3001, 77)])
+def test_block_sparse_attention_of_all_blocks_is_attention(n, T, monkeypatch):
+    monkeypatch.setattr(block_sparse, "MASS", 2.0)
+    monkeypatch.setattr(block_sparse, "MOST", n)
+    rng = np.random.default_rng(n)
+    q, keys, values = (
+        rng.normal(size=(rows, heads, 16)).astype(np.float32) for rows, heads in ((T, 6), (n, 2), (n, 2))
+    )
+    assert np.allclose(block_sparse.attend(q, keys, values, 0.25), dense(q, keys, values, 0.25), atol=1e-5)
+
+
+def test_block_sparse_attention_finds_what_its_queries_attend_to(monkeypatch):
+    """Of 60 blocks one far back holds what all queries of the last one look for; the cost has a bound."""
+    rng, block = np.random.default_rng(7), block_sparse.BLOCK
+    n, seen = 60 * block, []
+    q, keys, values = (rng.normal(size=(rows, 2, 16)).astype(np.float32) for rows in (block, n, n))
+    q += 4
+    keys[20 * block : 21 * block] += 2
+    chosen = block_sparse._chosen
+    monkeypatch.setattr(block_sparse, "_chosen", lambda *of: seen.append(chosen(*of)) or seen[-1])
+    found, whole = block_sparse.attend(q, keys, values, 0.25), dense(q, keys, values, 0.25)
+    assert np.abs(found - whole).mean() < 0.02 < 0.5 * np.abs(whole).mean()
+    most = block_sparse.SINKS + block_sparse.LATEST + block_sparse.MOST
+    for blocks in seen:
+        assert {0, 1, 20, 56, 57, 58, 59} <= set(blocks.tolist())
+        assert len(blocks) <= most
+    keys[20 * block : 21 * block] = rng.normal(size=(block, 2, 16))  # and now all blocks are alike
+    seen.clear()
+    block_sparse.attend(q, keys, values, 0.25)
+    assert [len(blocks) for blocks in seen] == [most, most]
+
+
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("drafter") / "tiny")
@@ -111,6 +155,26 @@ def test_attention_does_not_depend_on_steps_or_backend(drafter, monkeypatch):
     assert np.allclose(drafter.attention_to(tokens, 8, threading.Event()), found, atol=1e-3)
     with generate.load(drafter.path, backend="mlx", parallel=1) as other:
         assert np.allclose(other.attention_to(tokens, 8, threading.Event()), found, atol=1e-2)
+
+
+def test_only_the_last_rows_attend_to_all(drafter, monkeypatch):
+    steps, ops = [], drafter._engine.model.ops
+    sparse = type(ops).block_sparse_attention
+
+    def noted(self, q, *of):
+        steps.append(len(q))
+        return sparse(self, q, *of)
+
+    monkeypatch.setattr(type(ops), "block_sparse_attention", noted)
+    monkeypatch.setattr("common.attention_scores.FULL", 64)
+    tokens = [random.Random(4).randrange(2, 258) for _ in range(214)]
+    found = drafter.attention_to(tokens, 8, threading.Event())
+    layers = len(drafter._engine.model.layout.layers)
+    assert sum(steps) == 150 * layers
+    monkeypatch.setattr(type(ops), "block_sparse_attention", Ops.block_sparse_attention)
+    assert np.allclose(
+        drafter.attention_to(tokens, 8, threading.Event()), found, atol=1e-3
+    )  # 3 blocks: none is left out
 
 
 @pytest.mark.parametrize("name", MODELS)
