@@ -27,7 +27,7 @@ from generate.bench_log import environment, log, machine, note
 from generate.bench_options import SpecBench
 from generate.bench_overlap import Overlap, add_text
 from generate.caches import with_cache
-from generate.llm import resolve_draft
+from generate.loading import resolve_draft
 
 PLAIN = Speculation()
 WINDOWS = {f"wedlm {name}": Speculation("wedlm", wedlm=preset) for name, preset in PRESETS.items()}

@@ -27,7 +27,7 @@ from generate.bench_options import StreamsBench, SyntheticBench
 from generate.bench_serve import percentile
 from generate.bench_synthetic import open_synthetic
 from generate.caches import with_cache
-from generate.llm import resolve_draft
+from generate.loading import resolve_draft
 from generate.timing import announced
 
 WARM_TOKENS = 8  # of the first run, in which a backend compiles and captures

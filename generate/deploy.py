@@ -10,7 +10,8 @@ from starlette.middleware import Middleware
 from common.errors import UsageError
 from generate.affinity import PromptAffinity
 from generate.cli import parse
-from generate.llm import LLM, PARALLEL
+from generate.llm import LLM
+from generate.loading import PARALLEL
 from generate.server.app import build
 from generate.server.errors import RETRY
 from generate.server.guard import Guard

@@ -28,7 +28,7 @@ from common.options import CacheChoice
 from common.storage import LayerSpec
 from generate.backends import open_backend
 from generate.caches import cache_of, cached_spec
-from generate.llm import resolve_draft
+from generate.loading import resolve_draft
 from generate.spark import hot_budget
 
 CONTEXTS = (4096, 32768)  # and what the model was trained for

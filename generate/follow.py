@@ -15,7 +15,7 @@ from common.rules import PATH
 from common.step import State, Step
 from generate.backends import Placement, open_model
 from generate.caches import with_cache
-from generate.llm import resolve_draft
+from generate.loading import resolve_draft
 
 
 def follow(args: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """The Python API: a loaded model."""
 
 import asyncio
-import sys
 import threading
 import weakref
 from collections import deque
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,17 +17,13 @@ from tqdm.auto import tqdm
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_tokens, default_spec, speculation_of
-from common.demo import demo_path
 from common.engine import Engine
 from common.errors import BimetalError
 from common.expert_stats import ExpertStats
-from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
 from common.histogram import Histogram
 from common.hub import resolve_model
 from common.keywords import takes_options
 from common.models import Model
-from common.models.drafts import check_file, load_pair
-from common.models.window import bounded
 from common.options import ChatOptions, GenerationOptions, LoadOptions
 from common.pieces import Logprob, Piece, PieceParser
 from common.prefix_cache import PrefixCache
@@ -37,26 +31,22 @@ from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
 from common.rules import PATH
-from common.schedule import SHARED_PREFILL_ROWS
 from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, turns_of
 from generate.activity import Activity, activity_of, tokens_held
-from generate.backends import Placement, check_draft, choose, leave_thread, open_model
-from generate.caches import with_cache
+from generate.backends import Placement, check_draft, choose, leave_thread
+from generate.loading import load_all, make_room, resolve_draft
 from generate.machines import check_load, is_follower
-from generate.notebook import model_card
+from generate.notebook import in_notebook, model_card
 from generate.owner import Owner
 from generate.prefixes import open_prefixes
 from generate.progress import PrefillBar
-from generate.spark import hot_experts
-from generate.streaming import opener, save_profile
+from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 AHEAD = 4  # times as many replies of a list are submitted as run at once: none waits for the oldest
-PARALLEL = 8  # replies at the same time, where a step may serve several
-RESERVED = 4  # where each of them reserves memory
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -67,19 +57,6 @@ def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
     for cancel in list(running):
         cancel.set()
     owner.close()
-
-
-def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
-    """The local path of a draft for `target`, which its files fit: a failing download or check costs no loaded weights.
-
-    name  "demo", "mtp" for a block of the target's own files, or as `resolve_model` takes it
-    """
-    if name == "mtp":
-        path = target.path
-    else:
-        path = demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
-    check_file(path, target)
-    return path
 
 
 @dataclass(frozen=True)
@@ -94,18 +71,6 @@ class Prepared:
     tokens: list[int]
     parser: Callable[[], ReplyParser] | None = None
     turns: Turns = field(default_factory=Turns)
-
-
-def _usual_parallel(model: Model, options: LoadOptions) -> int:
-    """Replies at the same time where their number is not given: one where several would leave too little memory."""
-    ops = model.ops
-    if not ops.reserves or not ops.joins:
-        return PARALLEL if ops.joins else 1
-    if options.max_kv_size is not None or ops.expert_vram:
-        return 1
-    tokens = options.ctx or min(LEAST_CONTEXT, model.config.context)
-    fits = what_fits(ops, model.config, model.layout, model.state_spec, RESERVED)
-    return RESERVED if fits(tokens, ops.prefill_rows) else 1
 
 
 class LLM:
@@ -147,41 +112,17 @@ class LLM:
         self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
 
     def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Engine:
-        experts = opener(options) or hot_experts(options, checkpoint, placement)
-        model = open_model(checkpoint, options.backend, self._progress, placement, experts)
-        model = with_cache(model, options, options.ctx or model.config.context)
-        if options.max_kv_size is not None:
-            model = bounded(model, options.max_kv_size)
-        if self.draft_path is not None:
-            model = load_pair(self.draft_path, model, self._progress)
+        model = load_all(checkpoint, self.draft_path, options, placement, self._progress)
         self.backend, self.architecture = model.ops.name, model.architecture
         self.default_spec = default_spec(model)
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab_size: int = model.config.vocab
-        ops = model.ops
-        self.parallel = options.parallel or _usual_parallel(model, options)
-        self.context = options.ctx or self.trained_context
-        pooled = self.parallel if ops.joins else 1
-        if pooled > 1:
-            ops.prefill_rows = min(ops.prefill_rows, SHARED_PREFILL_ROWS)
-        if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
-            sizes = model.config, *model.held
-            ops.prefill_rows = rows_that_fit(ops, *sizes, self.context, pooled)
-        if not options.ctx and options.max_kv_size is None and ops.reserves:
-            self.context = context_that_fits(ops, model.config, *model.held, pooled)
-            if self.context < self.trained_context:
-                kept = f"{self.context} of {self.trained_context} tokens"
-                print(f"the context is {kept}: no more fit into the {model.ops.free_bytes()[1]}", file=sys.stderr)
-        tokens = None  # of all replies together
-        if ops.reserves and pooled > 1 and options.parallel:
-            tokens = shared_that_fits(ops, model.config, model.layout, model.state_spec, self.context, pooled)
-        elif ops.reserves and pooled > 1:
-            tokens = self.context
+        room = make_room(model, options)
+        self.context, self.parallel = room.context, room.parallel
         prefixes = self._open_prefixes(model, checkpoint, options)
-        engine = Engine(
-            model, self.tokenizer, self.context, self.parallel, options.fa_window, options.queue, prefixes, tokens
-        )
+        how = options.fa_window, options.queue, prefixes, room.tokens
+        engine = Engine(model, self.tokenizer, self.context, self.parallel, *how)
         self._owner.turn = engine.turn
         return engine
 
@@ -470,9 +411,3 @@ class LLM:
 def is_many(value: Any, kinds: tuple[type, ...]) -> bool:
     """Whether `value` is a list of prompts or conversations, each of one of `kinds`, and not one alone."""
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, kinds) for each in value)
-
-
-def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return shell is not None and "IPKernelApp" in shell.config

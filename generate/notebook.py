@@ -7,6 +7,7 @@ escaped HTML. Pictures are not fetched, and links lead to http and https alone.
 import html
 import re
 import string
+import sys
 from collections.abc import Iterator, Sequence
 
 from common.pieces import Stats
@@ -14,6 +15,12 @@ from common.pieces import Stats
 FENCE = re.compile(r"^\s*(`{3,}(?=[^`]*$)|~{3,})")
 SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 ENTITIES = str.maketrans({char: f"&#{ord(char)};" for char in string.punctuation})
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reason: str, stats: Stats) -> str:

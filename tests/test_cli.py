@@ -420,7 +420,7 @@ THINKS = TEMPLATE + "{% if false %}<think>{% endif %}"
 def test_what_a_template_lacks_is_refused_before_weights_are_loaded(
     run, template, argv, code, message, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("generate.llm.open_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("generate.loading.open_model", lambda *_, **__: pytest.fail("weights were loaded"))
     model = str(write(tmp_path, template=template))
     got, out, err = run(*argv, "--model", model, "--backend", "numpy", stdin="", model=False)
     assert (got, out) == (code, "")

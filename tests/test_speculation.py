@@ -321,6 +321,6 @@ def block_shapes(c):
 
 def test_a_model_without_a_multi_token_prediction_block(monkeypatch):
     """It is refused before weights are loaded, in a sentence."""
-    monkeypatch.setattr("generate.llm.open_model", None)
+    monkeypatch.setattr("generate.loading.open_model", None)
     with pytest.raises(BimetalError, match=r"demo-qwen35-Q8_0.gguf has no multi-token-prediction block$"):
         generate.load("demo", backend="numpy", draft="mtp")

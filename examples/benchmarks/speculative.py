@@ -35,7 +35,7 @@ from generate.backends import open_model
 from generate.bench_log import machine
 from generate.bench_spec import Result, measure, overlap
 from generate.line_plot import Line, draw
-from generate.llm import resolve_draft
+from generate.loading import resolve_draft
 
 
 @dataclass(frozen=True)

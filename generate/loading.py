@@ -1,0 +1,97 @@
+"""Loading a model with its draft, and dividing the memory that is left among context and replies."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checkpoint import Checkpoint
+from common.demo import demo_path
+from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
+from common.hub import resolve_model
+from common.models import Model
+from common.models.drafts import check_file, load_pair
+from common.models.window import bounded
+from common.options import LoadOptions
+from common.schedule import SHARED_PREFILL_ROWS
+from generate.backends import Placement, open_model
+from generate.caches import with_cache
+from generate.spark import hot_experts
+from generate.streaming import opener
+
+PARALLEL = 8  # replies at the same time, where a step may serve several
+RESERVED = 4  # where each of them reserves memory
+
+
+def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
+    """The local path of a draft for `target`, which its files fit: a failing download or check costs no loaded weights.
+
+    name  "demo", "mtp" for a block of the target's own files, or as `resolve_model` takes it
+    """
+    if name == "mtp":
+        path = target.path
+    else:
+        path = demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
+    check_file(path, target)
+    return path
+
+
+def load_all(
+    checkpoint: Checkpoint, draft: Path | None, options: LoadOptions, placement: Placement, progress: bool
+) -> Model:
+    """Load the model of `checkpoint`, as `options` have its experts and its cache, and the draft beside it."""
+    experts = opener(options) or hot_experts(options, checkpoint, placement)
+    model = open_model(checkpoint, options.backend, progress, placement, experts)
+    model = with_cache(model, options, options.ctx or model.config.context)
+    if options.max_kv_size is not None:
+        model = bounded(model, options.max_kv_size)
+    return model if draft is None else load_pair(draft, model, progress)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for replies.
+
+    context   most tokens of one reply and its prompt
+    parallel  replies at the same time
+    tokens    of all replies together, where they share a pool; None: `parallel` contexts
+    """
+
+    context: int
+    parallel: int
+    tokens: int | None
+
+
+def make_room(model: Model, options: LoadOptions) -> Room:
+    """Divide the memory beside a loaded model, and choose the rows of its prefill steps; prints a shortened context."""
+    ops, trained = model.ops, model.config.context
+    parallel = options.parallel or _usual_parallel(model, options)
+    context = options.ctx or trained
+    pooled = parallel if ops.joins else 1
+    if pooled > 1:
+        ops.prefill_rows = min(ops.prefill_rows, SHARED_PREFILL_ROWS)
+    if ops.reserves and not ops.expert_vram:  # which was divided for the preferred rows
+        sizes = model.config, *model.held
+        ops.prefill_rows = rows_that_fit(ops, *sizes, context, pooled)
+    if not options.ctx and options.max_kv_size is None and ops.reserves:
+        context = context_that_fits(ops, model.config, *model.held, pooled)
+        if context < trained:
+            kept = f"{context} of {trained} tokens"
+            print(f"the context is {kept}: no more fit into the {ops.free_bytes()[1]}", file=sys.stderr)
+    tokens = None
+    if ops.reserves and pooled > 1 and options.parallel:
+        tokens = shared_that_fits(ops, model.config, model.layout, model.state_spec, context, pooled)
+    elif ops.reserves and pooled > 1:
+        tokens = context
+    return Room(context, parallel, tokens)
+
+
+def _usual_parallel(model: Model, options: LoadOptions) -> int:
+    """Replies at the same time where their number is not given: one where several would leave too little memory."""
+    ops = model.ops
+    if not ops.reserves or not ops.joins:
+        return PARALLEL if ops.joins else 1
+    if options.max_kv_size is not None or ops.expert_vram:
+        return 1
+    tokens = options.ctx or min(LEAST_CONTEXT, model.config.context)
+    fits = what_fits(ops, model.config, model.layout, model.state_spec, RESERVED)
+    return RESERVED if fits(tokens, ops.prefill_rows) else 1
