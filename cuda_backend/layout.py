@@ -267,16 +267,19 @@ def groups_of(columns: int) -> int:
 
 
 @functools.cache
-def delta_slots(card: Card, key_width: int, rows: int, norm: bool, runs: int = 1) -> tuple[int, int, int]:
+def delta_slots(
+    card: Card, key_width: int, rows: int, norm: bool, runs: int = 1, wide: int = 64
+) -> tuple[int, int, int]:
     """Slots of kernels/delta.cu in shared memory, those beyond, and shared memory, bytes.
 
     One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
     runs  sequences whose trees share the rows
+    wide  columns of a CTA
     """
     slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MAX_DECODE_ROWS else 0
-    shared = 4 * 2 * 16 * (2 * key_width + 3 * 64 + 4) + 2 * MAX_DECODE_ROWS
+    shared = 4 * 2 * 16 * (2 * key_width + 3 * wide + 4) + 2 * MAX_DECODE_ROWS
     shared += 4 * (2 * 16 * 64 + 16 * 128 + 8) if norm else 0
-    slot = delta_slot(key_width)
+    slot = delta_slot(key_width, wide)
     if shared > card.block_shared:
         raise BimetalError(f"{card.name} has too little shared memory for recurrent heads with keys {key_width} wide")
     shared_slots = int(slots > 0 and shared + slot <= card.block_shared)
@@ -286,9 +289,9 @@ def delta_slots(card: Card, key_width: int, rows: int, norm: bool, runs: int = 1
     return shared_slots, spilled, shared + shared_slots * slot
 
 
-def delta_slot(key_width: int) -> int:
+def delta_slot(key_width: int, wide: int = 64) -> int:
     """Bytes of a slot of kernels/delta.cu: the columns of a CTA."""
-    return -(-key_width // 64) * 64 * 64 * 4
+    return -(-key_width // 64) * 64 * wide * 4
 
 
 def padded(width: int) -> int:

@@ -217,7 +217,7 @@ class CudaOps(Ops):
     ) -> Array:
         if not recurrent.mixes(conv):
             return super().delta_mixer(qkv, z, a, b, w, key_heads, conv, delta, step)
-        return recurrent.delta_mixer(self.context, qkv, z, a, b, w, conv, delta, step)
+        return recurrent.delta_mixer(self.context, qkv, z, a, b, w, conv, delta, step, is_part=self.ranks.size > 1)
 
     def moe_ffn(self, x: Array, w: ExpertWeights, top_k: int, scale: float = 1.0) -> Array:
         if not x.shape[0]:  # a piece of a prompt whose logits nobody reads: `linear` launches nothing either

@@ -19,6 +19,8 @@ from cuda_backend.runs import Run
 from cuda_backend.tree_order import BEFORE
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, view
 
+NARROW_ROWS = 32  # from which on CTAs of 32 columns may pay
+
 
 class Taps(NamedTuple):
     """The convolution in front of the delta rule: its state, and the address of its taps."""
@@ -33,6 +35,7 @@ class Rule(NamedTuple):
     inputs  q, k, v, a and b as kernels read them; with `taps` the first is q, k and v in one, before the convolution
     decay   addresses of decay and dt_bias
     step    address of the StepState, for `runs` sequences at most
+    wide    columns of a CTA of kernels/delta.cu
     """
 
     delta: Delta
@@ -42,6 +45,7 @@ class Rule(NamedTuple):
     T: int
     runs: int = 1
     taps: Taps | None = None
+    wide: int = 64
 
 
 class GatedNorm(NamedTuple):
@@ -104,14 +108,21 @@ def delta_mixer(
     conv: Conv,
     delta: Delta,
     step: Any,
+    is_part: bool = False,
 ) -> Array:
-    """Convolution, delta rule and gated norm: from compute capability 9.0 on one launch for one row, two for more."""
+    """Convolution, delta rule and gated norm: from compute capability 9.0 on one launch for one row, two for more.
+
+    is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these: `_is_narrow`
+    """
     T, Hv, Dv = z.shape
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = view(_float4_rows(context, qkv)), NOTHING, NOTHING, view(a), view(b)
     taps = Taps(conv, w.taps.address)
-    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, step.runs, taps)
-    if context.card.capability < 90 or Dv != 128 or delta.spec.key_dim > 128 or not float4_aligned(z, flat=False):
+    narrow = is_part and _is_narrow(context, delta, T, step.runs)
+    wide = 32 if narrow else 64
+    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, step.runs, taps, wide)
+    joins = context.card.capability >= 90 and Dv == 128 and delta.spec.key_dim <= 128 and float4_aligned(z, flat=False)
+    if narrow or not joins:
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
         _delta(context, rule, out_of(Target(dense=o.address), Hv * Dv))
         return rows.gated_rms_norm(context, o, w.norm, z, w.eps)
@@ -120,6 +131,15 @@ def delta_mixer(
     if context.replay.active:
         return Array((T, Hv, Dv), lazy=lazy)
     return Array((T, Hv, Dv), lazy.as_dense())  # a commit may come before the result is read
+
+
+def _is_narrow(context: Context, delta: Delta, T: int, runs: int) -> bool:
+    """Test whether CTAs of 32 columns pay: rows enough for the recurrence to bound a launch, and one wave of CTAs.
+
+    The norm takes a launch of its own then, to the same bits.
+    """
+    ctas = delta.spec.heads * -(-delta.spec.value_dim // 32) * runs
+    return NARROW_ROWS <= T <= MAX_DECODE_ROWS and delta.spec.key_dim <= 128 and ctas <= context.card.sms
 
 
 class Mixer(NamedTuple):
@@ -163,19 +183,20 @@ def _conv(
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
     """kernels/prepare.cu and delta.cu; with `norm`, what follows the rule as well."""
-    delta, inputs, (decay, bias), step, T, runs, before = rule
+    delta, inputs, (decay, bias), step, T, runs, before, wide = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
     conv, taps = before or (None, 0)
     alone = T == 1 and conv is not None
-    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs)
-    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None)[2]
-    spill = arena.take(Hv * -(-Dv // 64) * spilled * delta_slot(Dk)) if spilled else 0
+    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs, wide)
+    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide)[2]
+    spill = arena.take(Hv * -(-Dv // wide) * spilled * delta_slot(Dk, wide)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"SLOTS": inputs[0], "A_SLOTS": inputs[3], "B_SLOTS": inputs[4]}
     partials = tuple(f"{name}={x['partials']}" for name, x in sums.items())
     ways = f"NORM={int(norm is not None)}", f"ALONE={int(alone)}"
-    defines = *widths, *ways, *(partials if alone else ()), *packed_only(out)
+    narrow = () if wide == 64 else (f"WIDE={wide}",)
+    defines = *widths, *ways, *narrow, *(partials if alone else ()), *packed_only(out)
     head = (*inputs, decay, bias, step, Hk, Hv, Dv)
     tail = (taps, conv.tail, conv.flip, conv.rows) if conv else (0, 0, 0, 0)
     prepared: tuple[int, ...] = (0, 0, 0, 0)
@@ -190,8 +211,8 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
         )
     kept = delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors
     kernel("delta", "delta", defines, most)(
-        (Hv, -(-Dv // 64), runs),
-        (448 if alone and Dk <= 128 else 384,),
+        (Hv, -(-Dv // wide), runs),
+        (4 * wide + (192 if alone and Dk <= 128 else 128),),
         (*head, *kept, *tail, *prepared, spill, shared_slots, spilled, *(norm or GatedNorm()), out),
         shared_mem=shared,
         stream=context.stream,

@@ -11,7 +11,9 @@
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: for a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed
 //           by each then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; the names of store.cuh
-// Work      a CTA per value head and 64 columns, two of them a cluster under NORM. Eight warps run the recurrence: 16 lanes share
+//           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
+//           multiprocessor
+// Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes share
 //           four columns of the matrix, in registers for all rows. The other warps read a chunk of rows meanwhile, and finish the
 //           last one; chunks have equal length, so that neither group waits for a short one.
 //           The committed path is applied first, and its result written beside the old matrix; this step's
@@ -39,8 +41,10 @@
 
 #define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
 #define CHUNK 16             // rows that are read together, at most
+#ifndef WIDE
 #define WIDE 64              // columns of a CTA
-#define TEAM 256                                    // threads of the recurrence
+#endif
+#define TEAM (4 * WIDE)                             // threads of the recurrence
 #define HELPERS (ALONE && DK <= 128 ? 6 : 4)                     // warps beside them
 #define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
@@ -318,7 +322,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                 for (int j = 0; j < SHARE; j++) {
                     const int place = half * CHUNK + j * HELPERS * 2 + thread / 16;
                     write_fours(key[j], ks + place * DK, part), write_fours(query[j], qs + place * DK, part);
-                    *(float4*)(vs + place * WIDE + part * 4) = value[j];
+                    if (WIDE == 64 || part * 4 < WIDE) *(float4*)(vs + place * WIDE + part * 4) = value[j];
                     both[j] = part_of_dot(key[j], query[j]);
                 }
 #pragma unroll
@@ -350,6 +354,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     read_matrix(s, from, part, max(left, 1));
     const int t = threadIdx.x;
     if (branches && t < rows) order[t] = step->line[base + t], moves[t] = step->moves[base + t];
+    if (TEAM < MAX_DECODE_ROWS && branches && t + TEAM < rows)
+        order[t + TEAM] = step->line[base + t + TEAM], moves[t + TEAM] = step->moves[base + t + TEAM];
 #pragma unroll 1
     for (int first = 0; first < path; first += APPLIED) {
         float4 k[APPLIED][NJ];

@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(64, 1) gated_norm(In x, int H, int 
     if (t >= T) return;
     const float4 v = slots_of(head_of(x, t, head, 128) + d, x), g = slots_of(head_of(z, t, head, 128) + d, z);
     const float scale = norm_factor(warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w)), 128, eps);
-    store_four(out, t, head * 128 + d, make_float4(v.x * scale * w.x * silu(g.x), v.y * scale * w.y * silu(g.y),
-                                                   v.z * scale * w.z * silu(g.z), v.w * scale * w.w * silu(g.w)));
+    const float4 gate = make_float4(w.x * silu(g.x), w.y * silu(g.y), w.z * silu(g.z), w.w * silu(g.w));  // as delta.cu
+    store_four(out, t, head * 128 + d, make_float4(v.x * scale * gate.x, v.y * scale * gate.y, v.z * scale * gate.z, v.w * scale * gate.w));
     if (head == 0)  // columns that pad a row to a whole unit
 #pragma unroll 1
         for (int k = H * 128; k < out.groups * 32; k += 128) store_four(out, t, k + d, make_float4(0.0f, 0.0f, 0.0f, 0.0f));

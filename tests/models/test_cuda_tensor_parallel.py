@@ -277,8 +277,17 @@ def test_logits_by_nccl(name, model, monkeypatch):
     assert np.array_equal(story(other, ids), story(model, ids))
 
 
+def test_a_tied_head_is_divided_by_rows():
+    """Each GPU multiplies half of the embedding's rows, has the whole embedding for look-ups, and has whole logits."""
+    model = two_ranks("llama")
+    vocab = model.config.vocab
+    assert [part.rows for part in model.weights.head.parts] == [vocab // 2] * 2
+    assert [part.rows for part in model.weights.embed.parts] == [vocab] * 2
+    assert model.forward(model.new_state(16), Step.chain(np.arange(3, dtype=np.int32), 0)).shape == (3, vocab)
+
+
 def test_gpus_of_two_kinds(monkeypatch):
-    """What every rank computes whole, such as routers and the head, must have the same bits on all."""
+    """What every rank computes whole, such as routers, must have the same bits on all."""
     card = tensor_parallel.card_of(0)
     monkeypatch.setattr(tensor_parallel, "card_of", lambda index: replace(card, sms=card.sms - index))
     with pytest.raises(BimetalError, match=f"GPU 1 .* with {card.sms - 1}; tensor_parallel needs GPUs of one kind"):
@@ -313,9 +322,12 @@ def test_heads_that_ranks_do_not_divide():
 def test_each_holds_its_part():
     """Half of each divided weight and of the state lies on each GPU, as predictions of one rank have it."""
     model, one = two_ranks("qwen3"), load_model(checkpoint("qwen3"), CudaOps())
-    qkv, whole = model.weights.layers[0].qkv, one.ops.weight_bytes(one.weights.layers[0].qkv)
-    for gpu, part in zip(model.ops.gpus, qkv.parts, strict=True):
-        assert gpu.ops.weight_bytes(part) == whole / 2
+    for held, alone in (
+        (model.weights.layers[0].qkv, one.weights.layers[0].qkv),
+        (model.weights.head, one.weights.head),
+    ):
+        for gpu, part in zip(model.ops.gpus, held.parts, strict=True):
+            assert gpu.ops.weight_bytes(part) == one.ops.weight_bytes(alone) / 2
     state, spec = model.new_state(64), model.state_spec
     assert [part.nbytes for part in state.shares.values()] == [model.ops.held_state_bytes(spec, 64, 8)] * 2
     assert state.nbytes == one.new_state(64).nbytes

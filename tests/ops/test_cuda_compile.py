@@ -147,6 +147,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     keys = (12, 64, 128, 256) if card.capability >= 80 else (12, 64, 128)  # test_too_little_shared_memory
     plain += [("delta", delta(d, *e)) for d in keys for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1))]
+    plain += [("delta", (*delta(128, 4, 0, 0), "WIDE=32"))]
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1)]
     plain += [("attention", defines) for defines in heads(card)]

@@ -5,6 +5,7 @@ import pytest
 
 from common.errors import BimetalError
 from common.ops import DeltaWeights
+from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, PAST, Step
 from common.storage import ConvSpec, DeltaSpec
 
@@ -12,6 +13,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_rows import f32, poisoned_ops, rows_on  # noqa: E402
 
+from cuda_backend import recurrent  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +85,25 @@ def test_mixer_rows_are_alone(ops):
     assert np.array_equal(run([12], Step.chain(np.zeros(1, np.int32), 12)), want)
     state.restore(snapshot)
     assert np.array_equal(run([2, 3], Step.chain(np.zeros(2, np.int32), 2)), alone[2:4])
+
+
+def test_ctas_of_fewer_columns(ops, monkeypatch):
+    """Where other GPUs have other heads, CTAs of half the columns give the same rows and leave the same state."""
+    found, rows = [], list(range(MAX_DECODE_ROWS))
+    monkeypatch.setattr(ops, "ranks", Ranks(0, 2))
+    for narrow in (False, True):
+        monkeypatch.setattr(recurrent, "_is_narrow", lambda *_, narrow=narrow: narrow)
+        state, run = mixer_on(ops, MAX_DECODE_ROWS + 6)
+        outs = [run([MAX_DECODE_ROWS + t for t in range(6)], Step.chain(np.zeros(6, np.int32), 0))]
+        state.commit([0, 1, 2])
+        for tree in ("near", "two children each"):
+            step = Step.tree(np.zeros(MAX_DECODE_ROWS, np.int32), TREES[tree], state.length)
+            outs.append(run(rows, step))
+            state.commit(np.flatnonzero(step.visible[MAX_DECODE_ROWS - 1]))
+        outs.append(run(rows[:64], Step.chain(np.zeros(64, np.int32), state.length)))
+        state.commit(range(40))
+        found.append((*outs, *state.save().values()))
+    assert all(np.array_equal(*both) for both in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("widths", [(10, 16), (16, 10), (260, 16)])
