@@ -36,6 +36,7 @@ class Context:
     groups  tables of `head_linear`, by rows and heads
     experts  where a mixture's experts lie, of which this GPU holds some; None: it holds all
     routing  of steps, where a benchmark replays it
+    fills  small products take every place of the card: what follows waits for other GPUs, begun early or not
     """
 
     card: Card
@@ -50,6 +51,7 @@ class Context:
     groups: dict[tuple[int, int], Any] = field(default_factory=dict)
     experts: ExpertStore | None = None
     routing: Routing | None = None
+    fills: bool = False
 
     def branch(self) -> "Context":
         """Return this context with the streams exchanged."""

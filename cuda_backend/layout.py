@@ -158,17 +158,19 @@ def packed_size(columns: int, rows: int, packing: Packing) -> int:
 
 
 @functools.cache
-def shares(card: Card, matrices: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+def shares(card: Card, matrices: tuple[tuple[str, int, int], ...], fills: bool = False) -> tuple[int, ...]:
     """Stripes of one or two matrices (type, row blocks, k blocks) of a launch.
 
     Of two: the longest as short as can be, then the other's longest, then the mean of either.
+
+    fills  a small matrix leaves no room for what follows either: Context.fills
     """
     per_sm = min(ring(card, type_, 1)[0] for type_, _, _ in matrices)
     most = per_sm * card.sms
     if len(matrices) == 1:
         units = matrices[0][1] * matrices[0][2]
         # what follows may begin beside it from 9.0 on, where one stripe leaves room, not two
-        if card.capability >= 90 and per_sm > 1 and most < units <= 2 * most:
+        if not fills and card.capability >= 90 and per_sm > 1 and most < units <= 2 * most:
             most = -(-units // (units // card.sms))
         return (most,)
 

@@ -25,7 +25,6 @@ from cuda_backend.layout import (
     tile_defines,
 )
 from cuda_backend.lazy import Lazy
-from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import MATRIX, PARTIALS, ROWS
 from cuda_backend.weights import Segment, Weight
 
@@ -71,7 +70,7 @@ def linear(context: Context, x: Lazy, w: Weight) -> Array:
     if T > MAX_DECODE_ROWS:
         return _product(context, x, w)
     launches = _launches(w.segments)
-    cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, context.card), strict=True)}
+    cuts = {s: cut for together in launches for s, cut in zip(together, _cut(together, context), strict=True)}
     partials = max((n for _, n in cuts.values()), default=1)
     counts = (cuts[s][1] if s in cuts else 1 for s in w.segments)
     needs = tuple(zip(itertools.accumulate(s.rows for s in w.segments), counts, strict=True))
@@ -103,9 +102,9 @@ def _launches(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
     return launches
 
 
-def _cut(together: tuple[Segment, ...], card: Card) -> list[tuple[int, int]]:
+def _cut(together: tuple[Segment, ...], context: Context) -> list[tuple[int, int]]:
     """Stripes and partial sums of the matrices of a launch."""
-    counts = shares(card, tuple((s.type, s.row_blocks, s.k_blocks) for s in together))
+    counts = shares(context.card, tuple((s.type, s.row_blocks, s.k_blocks) for s in together), context.fills)
     return [partition(n, s.row_blocks, s.k_blocks) for s, n in zip(together, counts, strict=True)]
 
 

@@ -293,7 +293,13 @@ def open_ranks(
                 f"GPU {devices[0]} is {first.name} with {first.sms} multiprocessors, GPU {index} {card.name} with "
                 f"{card.sms}; tensor_parallel needs GPUs of one kind, on which rows are equal to the bit"
             )
-    gpus = [Gpu(index, make) for index in devices]
+
+    def one() -> CudaOps:
+        ops = make()
+        ops.context = replace(ops.context, fills=True)
+        return ops
+
+    gpus = [Gpu(index, one) for index in devices]
     ops = TensorParallelOps(gpus, open_exchange(gpus))
     need = sum(sizes(ops))
     for gpu in gpus:

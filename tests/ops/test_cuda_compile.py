@@ -298,6 +298,8 @@ def test_shares():
     assert shares(card, (("Q4_K", 40, 24),)) == (264,)
     assert shares(card, (("Q4_K", 32, 16),)) == (171,)  # of 3 units
     assert shares(card, (("Q4_K", 16, 20),)) == (160,)  # of 2
+    assert shares(card, (("Q4_K", 40, 12),)) == (160,)  # of 3, so that some multiprocessors take 6
+    assert shares(card, (("Q4_K", 40, 12),), fills=True) == (264,)  # of 2, as `partition` finds
     assert shares(card, (("Q4_K", 16, 8),)) == (264,)  # of 1, as `partition` finds
     assert shares(card, (("Q4_K", 40, 16), ("Q6_K", 8, 16))) == (200, 64)  # of at most 4 units and 2
 
