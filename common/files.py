@@ -35,6 +35,10 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
         if target.exists():
             shutil.copymode(target, partial)
         partial.replace(target)
+    except OSError as error:
+        if error.filename == str(partial):
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

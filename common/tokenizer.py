@@ -8,7 +8,8 @@ is never shown by halves.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -113,7 +114,7 @@ class Tokenizer:
                             that a model calls plain text, such as <think>, are one id either way.
         """
         _check_text(text)
-        with self._lock:
+        with self._lock, _without_panic():
             self._backend.encode_special_tokens = not parse_special
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not add_special_tokens:
@@ -129,7 +130,7 @@ class Tokenizer:
     def find_control(self, text: str, parse_special: bool = True) -> list[tuple[int, int, int]]:
         """Start, end and id of each control token that `encode` finds in `text`."""
         _check_text(text)
-        with self._lock:
+        with self._lock, _without_panic():
             self._backend.encode_special_tokens = not parse_special
             found = self._backend.encode(text, add_special_tokens=False)
         return [(*span, id) for id, span in zip(found.ids, found.offsets, strict=True) if id in self._control]
@@ -180,7 +181,8 @@ class Tokenizer:
         if self._longest is None:
             return 0
         normalizer = self._backend.normalizer
-        data = (text if normalizer is None else normalizer.normalize_str(text)).encode(errors="replace")
+        with _without_panic():
+            data = (text if normalizer is None else normalizer.normalize_str(text)).encode(errors="replace")
         if self._byte_level:  # bytes that have no token are left out
             tokens = self._backend.get_vocab(with_added_tokens=False)
             data = data.translate(None, bytes(byte for char, byte in _BYTES.items() if char not in tokens))
@@ -231,6 +233,17 @@ def _check_text(text: str) -> None:
         raise BimetalError(f"the text has half a surrogate pair, {text[at]!r}, at position {at}") from None
     if len(text) >= _MAX_SPACES and re.search(rf"\s{{{_MAX_SPACES}}}", text):
         raise BimetalError(f"the text has {_MAX_SPACES} characters of white space in a row; fewer are supported")
+
+
+@contextmanager
+def _without_panic() -> Iterator[None]:
+    """Raise BimetalError where the package panics, as it does where a file's regular expression takes too long."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which derives from BaseException, and has no public name
+            raise
+        raise BimetalError(f"the model's tokenizer fails on this text: {error}") from None
 
 
 class Decoder:

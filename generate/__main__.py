@@ -37,7 +37,8 @@ def script() -> None:
 def prepare_streams() -> None:
     """Open the null device in place of standard streams that are closed, and take ASCII, the C locale's, for UTF-8.
 
-    What the encoding of another locale lacks is written as "?".
+    What the encoding of another locale lacks is written as "?". Bytes of stdin that are no text are read as half
+    surrogate pairs, which `check_utf8` refuses.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = getattr(sys, name)
@@ -49,7 +50,7 @@ def prepare_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
         elif isinstance(stream, io.TextIOWrapper):
             ascii = codecs.lookup(stream.encoding).name == "ascii"
-            errors = {"stdin": "strict", "stdout": "replace", "stderr": "backslashreplace"}[name]
+            errors = {"stdin": "surrogateescape", "stdout": "replace", "stderr": "backslashreplace"}[name]
             stream.reconfigure(encoding="utf-8" if ascii else None, errors=errors)
 
 

@@ -2,19 +2,20 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, UsageError, shown
 from common.files import rewrite
 from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
 from generate.llm import LLM
-from generate.prompt import check_template, system_message
+from generate.prompt import check_template, check_utf8, system_message
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 COMMANDS = {
@@ -52,6 +53,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {  # what /set changes, and how its 
 }
 
 
+KEPT = ("role", "content", "reasoning_content")  # of a message in a file
 KINDS = {float: "a number", int: "a whole number", _switch: "on or off"}
 
 
@@ -99,13 +101,13 @@ class Chat:
     def _read(self) -> str | None:
         """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
         try:
-            line = self.read_line("> ")
-            if line.strip() != '"""':
-                return line
-            lines = []
-            while (line := self.read_line("")).strip() != '"""':
-                lines.append(line)
-            return "\n".join(lines)
+            text = self.read_line("> ")
+            if text.strip() == '"""':
+                lines = []
+                while (line := self.read_line("")).strip() != '"""':
+                    lines.append(line)
+                text = "\n".join(lines)
+            return check_utf8(text, "the message")
         except EOFError:
             return None
 
@@ -171,7 +173,7 @@ class Chat:
             read = None if value == "default" else SETTINGS[key](value)
         except (ValueError, KeyError):
             kind = KINDS[SETTINGS[key]]
-            raise UsageError(f"/set {key} takes {kind} or default, not {value!r}") from None
+            raise UsageError(f"/set {key} takes {kind} or default, not {shown(value)}") from None
         options = {n: v for n, v in self.options.items() if n != key} | ({} if read is None else {key: read})
         ChatOptions(**options)  # refuses values that no model takes
         self.options = options
@@ -188,18 +190,27 @@ class Chat:
         print(f"saved {len(self.history)} messages to {path}")
 
     def _load(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise BimetalError(f"{path} is not a regular file")
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             system, messages = saved["system"], saved["messages"]
-            keys = ("role", "content", "reasoning_content")
-            history = [{key: str(m[key]) for key in keys if key in m or key != "reasoning_content"} for m in messages]
-        except (ValueError, KeyError, TypeError) as error:
+            history = [{key: _text(m[key]) for key in KEPT if key in m or key != "reasoning_content"} for m in messages]
+            system = None if system is None else _text(system)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BimetalError(f"{path} is not a conversation that /save wrote: {error}") from None
         self.system, self.history = system, history
         print(f"loaded {len(history)} messages from {path}")
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{shown(value)} is no text")
+    return value
+
+
 def _path(file: str, command: str) -> Path:
-    if not file:
-        raise UsageError(f"/{command} needs a file name")
-    return Path(file).expanduser()
+    """The path of a file name as typed: where the locale is not UTF-8, the system's own names are decoded otherwise."""
+    if not file or "\0" in file:
+        raise UsageError(f"/{command} needs a file name{' without the character NUL' if file else ''}")
+    return Path(os.path.expanduser(os.fsdecode(file.encode())))

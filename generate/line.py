@@ -74,6 +74,7 @@ def _history() -> Any:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(0o600)
+        file.open("ab").close()
     except OSError as error:
         print(f"earlier messages are not kept: {file}: {error.strerror}", file=sys.stderr)
         return InMemoryHistory()

@@ -11,6 +11,7 @@ from generate.llm import LLM
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+MOST_READ = 1 << 27  # characters of a prompt on stdin, which may never end
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,12 +55,19 @@ def system_message(text: str | None) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def _stdin() -> str:
+def check_utf8(text: str, what: str) -> str:
+    """`text` of stdin; raises UsageError where bytes of it, which come as half surrogate pairs, are not UTF-8."""
     try:
-        prompt = sys.stdin.read()
-        prompt.encode()  # some locales smuggle undecodable bytes through as half surrogate pairs
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UsageError(f"the prompt on stdin is not UTF-8: {error.reason} at position {error.start}") from None
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not UTF-8 at character {error.start + 1}") from None
+    return text
+
+
+def _stdin() -> str:
+    prompt = sys.stdin.read(MOST_READ + 1)
+    if len(prompt) > MOST_READ:
+        raise UsageError(f"the prompt on stdin has more than {MOST_READ} characters, which is the most supported")
     if not prompt:
         raise UsageError("the prompt on stdin is empty; it must have at least one character, or give --prompt TEXT")
-    return prompt
+    return check_utf8(prompt, "the prompt on stdin")

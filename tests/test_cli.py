@@ -74,7 +74,7 @@ def test_stdin_that_is_not_utf_8(folder):
     process = start("--model", folder, "--backend", "numpy", stdin=subprocess.PIPE)
     out, err = process.communicate(b"caf\xe9", timeout=30)
     assert (process.returncode, out) == (2, b"")
-    assert err.startswith(b"error: the prompt on stdin is not UTF-8")
+    assert err == b"error: the prompt on stdin is not UTF-8 at character 4\n"
     assert err.count(b"\n") == 1
 
 
@@ -399,6 +399,47 @@ def test_chat_errors_do_not_end_the_chat(run, tmp_path):
     assert "decode 3 tokens" in out
 
 
+def test_commands_of_a_chat_that_cannot_be(run, tmp_path):
+    broken = {
+        "system.json": '{"system": 5, "messages": []}',
+        "parts.json": '{"system": null, "messages": [{"role": "user", "content": ["x"]}]}',
+        "deep.json": "[" * 100_000,
+        "long.json": f'{{"system": null, "messages": {"1" * 5000}}}',
+    }
+    for name, text in broken.items():
+        (tmp_path / name).write_text(text)
+    commands = [f"/load {tmp_path / name}" for name in (*broken, "")]
+    commands += [
+        "/load /dev/zero",
+        "/save a\0b",
+        "/save ~nobody-of-this-name/a",
+        f"/set max_tokens {'9' * 5000}",
+        "h\udce9",
+    ]
+    code, out, err = run("--chat", "-n", "3", stdin="\n".join([*commands, "hello"]))
+    assert (code, len(out.splitlines())) == (0, 1)
+    lines = err.splitlines()
+    assert [line[:7] for line in lines] == ["error: "] * len(commands)
+    said = [
+        *["is not a conversation that /save wrote"] * 4,
+        *["is not a regular file"] * 2,
+        "without the character NUL",
+    ]
+    said += [
+        "nobody-of-this-name/a",
+        "takes a whole number or default, not '999",
+        "the message is not UTF-8 at character 2",
+    ]
+    assert [text for text, line in zip(said, lines, strict=True) if text not in line or len(line) > 400] == []
+
+
+def test_a_stdin_that_never_ends(run, monkeypatch):
+    monkeypatch.setattr("generate.prompt.MOST_READ", 1000)
+    code, out, err = run(stdin="hello " * 1000)
+    assert (code, out) == (2, "")
+    assert err == "error: the prompt on stdin has more than 1000 characters, which is the most supported\n"
+
+
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
 THINKS = TEMPLATE + "{% if false %}<think>{% endif %}"
 
@@ -511,7 +552,7 @@ def test_a_closed_stdin_is_no_prompt(folder):
     assert b"the prompt on stdin is empty" in done.stderr
 
 
-def test_a_locale_of_ascii(folder):
+def test_a_locale_of_ascii(folder, tmp_path):
     """The reply broke off at the first character that ASCII lacks, and prompts beyond it were refused."""
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     flags = f"-m {folder} --backend numpy -n 60 --raw --temperature 1.5 --seed 3"
@@ -520,6 +561,12 @@ def test_a_locale_of_ascii(folder):
     for command in (f"generate {flags} -p 'caffè'", f"printf 'caffè' | generate {flags}"):
         done = shell(command, **plain)
         assert (done.returncode, done.stdout, done.stderr) == (0, expected.stdout, b"")
+    talk = tmp_path / "caffè.json"
+    assert (
+        shell(f"printf 'ciao\\n/save {talk}\\n' | generate -m {folder} --backend numpy -n 4 --chat", **plain).returncode
+        == 0
+    )
+    assert talk.is_file()
     done = shell(f"generate {flags} -p $(printf 'caf\\351')", **plain)
     assert (done.returncode, b"-p/--prompt: is not UTF-8" in done.stderr) == (2, True)
 

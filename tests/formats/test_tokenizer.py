@@ -153,6 +153,22 @@ def test_white_space_beyond_what_the_package_can_split():
         assert TOKENIZERS[pre].least_tokens(text) > 100_000
 
 
+def test_a_regular_expression_of_a_file_that_gives_up(tmp_path):
+    """As above, a panic."""
+    from tiny_chat import write
+
+    file = write(tmp_path) / "tokenizer.json"
+    state = json.loads(file.read_text())
+    slow = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [slow, state["pre_tokenizer"]]}
+    file.write_text(json.dumps(state))
+    tokenizer = load_tokenizer(tmp_path, {})
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        with pytest.raises(BimetalError, match="the model's tokenizer fails on this text"):
+            encode("a" * 100 + "!")
+    assert tokenizer.encode("ab")
+
+
 def test_special_tokens():
     tokenizer, text = TOKENIZERS["qwen2"], "Hi<|im_end|>"
     assert tokenizer.encode(text)[-1] == IM_END
