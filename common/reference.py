@@ -18,10 +18,12 @@ from common.kv_cache import ALL_PAIRS
 from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight, decoded_bytes
 from common.quants import dequantize
 from common.reference_experts import NumpySlots
-from common.reference_states import Held, delta_rule, layer_state, rows_held
+from common.reference_packed import NumpyPacked
+from common.reference_recurrent import NumpyConv, NumpyDelta, delta_rule
+from common.reference_rows import Held, NumpyRows, NumpyWindow, rows_held
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, PAST, LayerState, State, Step
-from common.storage import Kind, LayerSpec, all_specs
+from common.storage import ConvSpec, DeltaSpec, Kind, KVSpec, LayerSpec, RowSpec, Spec, all_specs
 from common.tensors import Tensor
 from common.visible import exact_rows, seen_rows
 
@@ -326,3 +328,12 @@ def _parents(step: Step) -> np.ndarray:
 
 def _l2_normalized(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(L2_EPS))
+
+
+def layer_state(s: Spec) -> LayerState:
+    """The empty state that `s` describes."""
+    if isinstance(s, RowSpec):
+        if isinstance(s, KVSpec) and s.packing.keeps_exact:
+            return NumpyPacked(s)
+        return NumpyRows(s) if s.window is None else NumpyWindow(s)
+    return {ConvSpec: NumpyConv, DeltaSpec: NumpyDelta}[type(s)](s)

@@ -24,7 +24,7 @@ class Held(NamedTuple):
 class Calibration(NamedTuple):
     """Mean and scale of each channel of the keys, float32 (1, K, 1, D), or (1, K, T, D) where rows differ.
 
-    `common.reference_states.Calibration` has the meaning.
+    `common.reference_packed.Calibration` has the meaning.
     """
 
     mean: mx.array
@@ -55,7 +55,7 @@ class Calibration(NamedTuple):
 
 
 class MlxPacked:
-    """`common.reference_states.NumpyPacked`: what a row reads exactly, and what from codes."""
+    """`common.reference_packed.NumpyPacked`: what a row reads exactly, and what from codes."""
 
     keep = 0
 

@@ -1,6 +1,6 @@
 """A compressed cache: rows in their formats beside float16 copies of those that attention reads exactly.
 
-What a row reads exactly, and how keys are equalised: `common.reference_states.NumpyPacked`. Keys are kept as they are,
+What a row reads exactly, and how keys are equalised: `common.reference_packed.NumpyPacked`. Keys are kept as they are,
 values rotated where the codes are, so that what attention adds up of both is in one domain.
 """
 

@@ -1,5 +1,5 @@
 // calibrate: mean and scale of each channel over the first keys and queries of a sequence
-// Meaning   common/reference_states.py Calibration       Launcher  cuda_backend/caches/packed.py
+// Meaning   common/reference_packed.py Calibration       Launcher  cuda_backend/caches/packed.py
 // In        keys [layer][2 K][place][D] float16 of each slot: of each layer K heads of keys, then their queries; the first
 //           positions in order, those of the step at past + row; kept:
 //           means of slot 0 that are complete, each / 2 elements after them scales, and `each` after them the next slot's

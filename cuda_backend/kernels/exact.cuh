@@ -1,6 +1,6 @@
 // exact: the tokens of a compressed cache that attention reads as float16 beside the codes, and the statistics that
 // equalise keys before they are encoded
-// Meaning   common/reference_states.py NumpyPacked
+// Meaning   common/reference_packed.py NumpyPacked
 // Build     EXACT: the cache has such rows
 
 #ifndef EXACT

@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 from common.errors import BimetalError
 from common.hadamard import group_of, rotate, signs, unrotate
 from common.kv_formats import FORMATS, from_blocks, norms, to_blocks
-from common.reference_states import Calibration
+from common.reference_packed import Calibration
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "kv_golden.json").read_text())
 CODED = [name for name in FORMATS if name not in ("f16", "bf16")]

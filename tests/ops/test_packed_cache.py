@@ -150,7 +150,7 @@ def test_windows_over_three_wraps(ops, pair):
 
 
 def ops_coded(x, plane):
-    from common.reference_states import decoded, encoded
+    from common.reference_rows import decoded, encoded
 
     x = x.astype(np.float32)
     return decoded(encoded(x, plane), plane).astype(np.float64)
