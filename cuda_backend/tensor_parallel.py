@@ -30,7 +30,7 @@ from cuda_backend.relay import Gpu, Input, MultiGpuStep
 from cuda_backend.replay import DeviceStep, check, table_of
 from cuda_backend.segments import Program, run_step
 from cuda_backend.several_gpus import SeveralGpus, check_devices, each, free
-from cuda_backend.transports import Transport, open_exchange
+from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
 from cuda_backend.wide import Wide, WideGraph, widened
 
 
@@ -301,11 +301,13 @@ def open_ranks(
 
     gpus = [Gpu(index, one) for index in devices]
     ops = TensorParallelOps(gpus, open_exchange(gpus))
-    need = sum(sizes(ops))
+    layers = sizes(ops)
+    need = sum(layers)
     for gpu in gpus:
         if need > (room := free(gpu)):
             raise BimetalError(
                 f"GPU {gpu.index} ({gpu.context.card.name}) has {room / 1e9:.1f} GB free, and its part of every layer "
                 f"takes {need / 1e9:.1f} GB; choose more GPUs, or a smaller quantization"
             )
+    warn_of_slow_sums(gpus, ops.exchange, len(layers))
     return ops

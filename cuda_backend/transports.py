@@ -7,12 +7,17 @@ from collections.abc import Sequence
 import cupy
 
 from common.errors import BimetalError
+from cuda_backend.arrays import Array
 from cuda_backend.exchange import Exchange
+from cuda_backend.launch import Graph
 from cuda_backend.nccl_exchange import NcclExchange, find_nccl, package
 from cuda_backend.relay import Gpu
 from cuda_backend.several_gpus import connect
 
 Transport = Exchange | NcclExchange
+
+SLOW = 8e-6  # seconds of a sum, above which sharing layers may take a small model longer than it saves
+SUMS, COLUMNS, RUNS = 16, 256, 3  # what `sum_seconds` measures
 
 
 def open_exchange(gpus: Sequence[Gpu]) -> Transport:
@@ -31,3 +36,58 @@ def open_exchange(gpus: Sequence[Gpu]) -> Transport:
         )
     print(f"{cannot}: NCCL exchanges their rows, and split may be faster", file=sys.stderr)
     return NcclExchange(gpus, nccl)
+
+
+def warn_of_slow_sums(gpus: Sequence[Gpu], exchange: Transport, layers: int) -> None:
+    """Print what sums cost a token of a model of so many layers, if GPUs are joined by less than NVLink."""
+    seconds = sum_seconds(gpus, exchange)
+    if seconds > SLOW:
+        names = ",".join(str(gpu.index) for gpu in gpus)
+        print(
+            f"GPUs {names} take {1e6 * seconds:.0f} us to add up a row, and tensor_parallel does so {2 * layers} times "
+            f"per token ({2e3 * layers * seconds:.1f} ms): one GPU, or split, may be faster",
+            file=sys.stderr,
+        )
+
+
+def sum_seconds(gpus: Sequence[Gpu], exchange: Transport) -> float:
+    """Measure a sum of one row, one of many in a captured graph of each GPU."""
+    xs = list[Array]()
+    for gpu in gpus:
+        gpu.context.arena.reset()
+        with gpu.device:
+            xs.append(Array((1, COLUMNS), gpu.context.arena.take(4 * COLUMNS)))
+
+    def launch() -> None:
+        with exchange.step():
+            sums = xs
+            for _ in range(SUMS):
+                sums = exchange.sum(sums)
+
+    launch()  # kernels are loaded and memory is taken before anything is captured
+    graphs, best = list[Graph](), float("inf")
+    for gpu in gpus:
+        with gpu.device:
+            graphs.append(gpu.context.replay.graph())
+    launch()
+    for gpu, graph in zip(gpus, graphs, strict=True):
+        with gpu.device:
+            graph.end()
+    last = gpus[-1]  # which begins when the others wait for it
+    with last.device:
+        begun, done = cupy.cuda.Event(), cupy.cuda.Event()
+    for _ in range(RUNS):
+        for gpu, graph in zip(gpus, graphs, strict=True):
+            with gpu.device:
+                if gpu is last:
+                    gpu.context.stream.record(begun)
+                graph.play()
+        with last.device:
+            last.context.stream.record(done)
+        exchange.passed += exchange.index
+        for gpu in gpus:
+            with gpu.device:
+                gpu.context.stream.synchronize()
+        best = min(best, cupy.cuda.get_elapsed_time(begun, done) / 1e3)
+    exchange.check()
+    return best / SUMS

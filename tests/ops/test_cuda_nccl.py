@@ -157,3 +157,17 @@ def test_nccl_is_found_or_not(monkeypatch):
     assert find_nccl() is not None
     monkeypatch.setattr("cupy.cuda.nccl.available", False)
     assert find_nccl() is None
+
+
+def test_slow_sums_are_reported(exchange, gpus, monkeypatch, capsys):
+    """Sums of both transports are measured; a line reports slow ones, for they may cost more than they save."""
+    for each in (exchange, transports.open_exchange(gpus)):
+        assert 0 < transports.sum_seconds(gpus, each) < 60
+        x = parts(1, 2, 64)
+        assert np.array_equal(met(each, gpus, x)[0], expected(x))
+    capsys.readouterr()
+    for seconds, line in ((2e-6, ""), (20e-6, "take 20 us to add up a row, and tensor_parallel does so 128 times")):
+        monkeypatch.setattr(transports, "sum_seconds", lambda *_, seconds=seconds: seconds)
+        transports.warn_of_slow_sums(gpus, exchange, 64)
+        assert line in (said := capsys.readouterr().err)
+        assert bool(line) == bool(said)
