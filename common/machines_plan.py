@@ -4,8 +4,10 @@ One machine takes read / bandwidth + step for a token: what it reads, and what d
 attention, waits). An exchange of b bytes among n machines takes latency + 2 (n - 1) / n x b / bandwidth of the link.
 
 replicas  each machine has the whole model: the step of one machine, n replies at once
-pipeline  layers shared: the sum over machines of its share of a step, and n passes of a row; replies take turns
-tensor    every layer shared: what one rank reads, the whole of `step`, and two exchanges per layer
+pipeline  layers shared: the sum over machines of its share of a step, and n passes of a row; replies take turns, or on
+          GPUs of one machine are computed n at once
+tensor    every layer shared: what one rank reads, the whole of `step`, and two exchanges per layer; on GPUs of one
+          machine the head is divided too, and a token's logits are gathered
 experts   experts shared, all else on each: the busiest machine's experts, all else, and one exchange per layer
 """
 
@@ -45,10 +47,14 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """Between machines: bytes per second, and the seconds of the smallest exchange."""
+    """Between machines: bytes per second, and the seconds of the smallest exchange.
+
+    gpus  the machines are GPUs of one machine
+    """
 
     bandwidth: float
     latency: float
+    gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Work:
     experts  bytes of the experts that a token chooses; 0: the model has none
     chosen   experts of a token and layer
     flops    per token of a prompt
+    logits   bytes of a token's logits that ranks gather; 0: each has the whole head
     """
 
     held: Sequence[int]
@@ -68,6 +75,7 @@ class Work:
     experts: float
     chosen: int
     flops: float
+    logits: float = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Way:
 
 
 def read_hosts(path: Path) -> tuple[list[Host], Link]:
-    """Read {"machines": [{"name", "memory", "read_gbs", "step_ms", "tflops"}, ...], "link": {"gbs", "us"}}."""
+    """Read {"machines": [{"name", "memory", "read_gbs", "step_ms", "tflops"}, ...], "link": {"gbs", "us", "gpus"}}."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         hosts = [
@@ -98,7 +106,10 @@ def read_hosts(path: Path) -> tuple[list[Host], Link]:
             )
             for number, each in enumerate(values["machines"], 1)
         ]
-        link = Link(_positive(values["link"], "gbs") * 1e9, _positive(values["link"], "us") * 1e-6)
+        gpus = values["link"].get("gpus", False)
+        if not isinstance(gpus, bool):
+            raise ValueError(f"gpus is {gpus!r}; it must be true or false")
+        link = Link(_positive(values["link"], "gbs") * 1e9, _positive(values["link"], "us") * 1e-6, gpus)
     except KeyError as error:
         raise BimetalError(f"{path} lacks {error}; docs/machines.md shows such a file") from None
     except (ValueError, TypeError, AttributeError) as error:
@@ -170,7 +181,7 @@ def _pipeline(hosts: Sequence[Host], link: Link, work: Work, prompt: int) -> Way
     token = sum(step_time(host, work, part) for host, part in zip(hosts, parts, strict=True)) + passes(1)
     compute = sum(part * prompt * work.flops / host.flops for host, part in zip(hosts, parts, strict=True))
     first = compute + _chunks(prompt) * passes(min(prompt, CHUNK)) + token
-    return Way(f"pipeline over {n}", token, 1 / token, first, True)
+    return Way(f"pipeline over {n}", token, (n if link.gpus else 1) / token, first, True)
 
 
 def _tensor(hosts: Sequence[Host], link: Link, part: Work, prompt: int) -> Way | None:
@@ -181,7 +192,8 @@ def _tensor(hosts: Sequence[Host], link: Link, part: Work, prompt: int) -> Way |
     def exchanges(rows: int) -> float:
         return 2 * layers * exchange(link, n, rows * part.hidden * ITEM)
 
-    token = max(step_time(host, part) for host in hosts) + exchanges(1)
+    gather = link.latency + (n - 1) / n * part.logits / link.bandwidth if part.logits else 0
+    token = max(step_time(host, part) for host in hosts) + exchanges(1) + gather
     compute = max(prompt * part.flops / host.flops for host in hosts)
     first = compute + _chunks(prompt) * exchanges(min(prompt, CHUNK)) + token
     return Way(f"tensor parallel over {n}", token, 1 / token, first, True)

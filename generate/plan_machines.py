@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = PROMPT if args.prompt_tokens is None else args.prompt_tokens
     checkpoint = open_checkpoint(resolve_model(args.model))
     work = work_of(checkpoint)
-    found = ways(hosts, link, work, _part_of(checkpoint, len(hosts)), prompt)
+    found = ways(hosts, link, work, _part_of(checkpoint, Ranks(0, len(hosts), divides_head=link.gpus)), prompt)
     if args.json:
         rows = [asdict(way) | {"tokens_per_second": 1 / way.token} for way in found]
         print(json.dumps({"work": asdict(work), "ways": rows}))
@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _part_of(checkpoint: Checkpoint, size: int) -> Work | None:
-    """Return the work of each of `size` ranks that share every layer; None where they cannot share them equally."""
+def _part_of(checkpoint: Checkpoint, ranks: Ranks) -> Work | None:
+    """Return the work of each of `ranks`, which share every layer; None where they cannot share them equally."""
     try:
-        return work_of(checkpoint, Ranks(0, size))
+        return work_of(checkpoint, ranks)
     except BimetalError:
         return None
 
@@ -72,13 +72,14 @@ def work_of(checkpoint: Checkpoint, ranks: Ranks = ONE) -> Work:
         for name, entry in table.items():
             if entry is None:
                 continue
-            shards = {each: part.shard for part in entry.parts for each in part.names if each not in seen}
-            seen |= shards.keys()  # one tensor may hold two weights
+            names = [(each, part.shard) for part in entry.parts for each in part.names]
+            shards = {each: shard for each, shard in names if each not in seen or name == "head"}
+            seen |= shards.keys()  # one tensor may hold two weights; ranks hold rows of a tied head a second time
             size = sum(
                 checkpoint.tensors[each].nbytes // (shard.parts if shard else 1) for each, shard in shards.items()
             )
             held[max(at - 1, 0)] += size
-            if name == "embed" and not config.tied:
+            if name == "embed" and layout.top["head"] is not None:
                 continue
             numbers = sum(math.prod(part.shape) for part in entry.parts) if isinstance(entry, Matrix) else 0
             if isinstance(entry, ExpertMatrix):
@@ -89,4 +90,5 @@ def work_of(checkpoint: Checkpoint, ranks: Ranks = ONE) -> Work:
             else:
                 read += size
                 flops += 2 * numbers
-    return Work(held, config.hidden, read, experts, mixture.top_k if mixture else 0, flops)
+    logits = 4 * config.vocab if ranks.head_rows(config.vocab) < config.vocab else 0
+    return Work(held, config.hidden, read, experts, mixture.top_k if mixture else 0, flops, logits)

@@ -73,6 +73,28 @@ def test_layers_that_two_gpus_share_take_what_was_measured(shape, milliseconds):
     assert token == pytest.approx(milliseconds * 1e-3, rel=0.15)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_gpus_of_one_machine_divide_the_head(name):
+    """Half of it is read, by a tied head's second copy of rows, and a token's logits are gathered."""
+    checkpoint = tiny.checkpoint(name)
+    whole, divided_head = (work_of(checkpoint, Ranks(0, 2, divides)) for divides in (False, True))
+    head = checkpoint.tensors["model.embed_tokens.weight" if name == "llama" else "lm_head.weight"].nbytes
+    assert whole.read - divided_head.read == head / 2
+    assert whole.flops - divided_head.flops == 96 * 32  # two operations for each of half of its numbers
+    assert sum(divided_head.held) - sum(whole.held) == (head / 2 if name == "llama" else -head / 2)
+    assert (whole.logits, divided_head.logits) == (0, 4 * 96)
+
+
+def test_gpus_of_one_machine_compute_replies_at_once():
+    part = replace(divided(DENSE, 2), logits=6e6)
+    gpus, macs = (
+        {way.name: way for way in ways([mac(80e9)] * 2, replace(RDMA, gpus=are), DENSE, part, 512)} for are in (1, 0)
+    )
+    assert gpus["pipeline over 2"].all == 2 * macs["pipeline over 2"].all == 2 / macs["pipeline over 2"].token
+    gathers = found([mac(80e9)] * 2, RDMA, DENSE)["tensor parallel"].token + RDMA.latency + 3e6 / RDMA.bandwidth
+    assert gpus["tensor parallel over 2"].token == pytest.approx(gathers)
+
+
 def mac(memory, bandwidth=800e9):
     return Host("Mac", memory, bandwidth, 1e-3, 20e12)
 
@@ -146,6 +168,7 @@ def test_the_command(name, tmp_path, capsys):
     [
         ({"link": {"gbs": 4}}, "lacks 'us'"),
         ({"machines": []}, "describes 0 machines"),
+        ({"link": {"gbs": 4, "us": 1, "gpus": 2}}, "gpus is 2; it must be true or false"),
         ({"machines": [{"memory": "64GB", "read_gbs": 0, "tflops": 1}]}, "read_gbs is 0; it must be above 0"),
         ({"machines": 3}, "describes no machines"),
     ],
