@@ -48,7 +48,8 @@ class Grammars:
         except Exception as error:
             raise UsageError(f"the grammar is refused: {error}") from None
         if matcher.is_error():
-            raise UsageError(f"the grammar is not supported: {' '.join(matcher.get_error().split())[:300]}")
+            raise UsageError(f"the grammar is not supported: {_words(matcher.get_error())}")
+        _Matched(matcher.deep_copy(), self._vocab).allowed()  # a schema that is a reference to itself fails only here
         return lambda: _Matched(matcher.deep_copy(), self._vocab)
 
 
@@ -77,7 +78,7 @@ class _Words:
 
 
 class _Matched:
-    """A guide by a matcher of llguidance."""
+    """A guide by a matcher of llguidance; raises UsageError where the grammar leads to a place without a next token."""
 
     def __init__(self, matcher: Any, vocab: int):
         self._matcher, self._vocab = matcher, vocab
@@ -93,7 +94,13 @@ class _Matched:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise BimetalError(f"the grammar cannot be followed: {' '.join(self._matcher.get_error().split())[:300]}")
+            why = _words(self._matcher.get_error())
+            raise UsageError(f"the grammar cannot be followed, as no token may come next: {why}")
+
+
+def _words(error: str) -> str:
+    """Put an error of llguidance into one line, without the state that it shows."""
+    return " ".join(error.partition("<state>")[0].split())[:300]
 
 
 def json_rule(name: str, schema: Any, lenient: bool = False) -> str:

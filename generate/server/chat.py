@@ -97,7 +97,11 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
     found = {}
     for key in given.values:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < facts.vocab):
-            raise ApiError(400, f"logit_bias has the key {key!r:.80}; it must be a token id below {facts.vocab}")
+            raise ApiError(
+                400,
+                f"logit_bias has the key {key!r:.80}; it must be a token id below {facts.vocab}",
+                param="logit_bias",
+            )
         found[int(key)] = given.take(key, rule, 0.0)
     return {"logit_bias": found}
 
@@ -114,6 +118,11 @@ def _refuse_unsupported(fields: Fields) -> None:
     refuse_grammars(fields)
     if fields.has("audio") or (fields.has("modalities") and fields.values["modalities"] != ["text"]):
         raise fields.refuse("modalities", "only text is supported")
+    if fields.flag("continue_final_message") or fields.flag("add_generation_prompt") is False:
+        name = "continue_final_message" if fields.has("continue_final_message") else "add_generation_prompt"
+        raise fields.refuse(
+            name, "a reply is always a new message; /apply-template and Completions can go on from text"
+        )
 
 
 class Writer:

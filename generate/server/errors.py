@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import BimetalError, PromptTooLongError
+from common.errors import BimetalError, PromptTooLongError, UsageError
 from common.schedule import BusyError
 
 RETRY = 5  # seconds after which a client that was refused may try again
@@ -90,6 +90,6 @@ def failure(error: Exception) -> ApiError:
     """Return the error that ends a reply which has begun."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, PromptTooLongError | BusyError) and (refused := refusal(error)) is not None:
+    if isinstance(error, UsageError | PromptTooLongError | BusyError) and (refused := refusal(error)) is not None:
         return refused
     return ApiError(500, str(error) if isinstance(error, BimetalError) else "the server failed to write this reply")

@@ -151,6 +151,10 @@ def test_a_low_effort_ends_the_reasoning(nonsense, effort):
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "must be an object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "cannot be followed"),
+        ({"continue_final_message": True}, "a reply is always a new message"),
+        ({"add_generation_prompt": False}, "a reply is always a new message"),
+        ({"logit_bias": {"-1": 2}}, "must be a token id"),
         ({"tool_choice": "required"}, "tools are: none"),
         ({"tools": OPENAI, "tool_choice": {"type": "function", "function": {"name": "three"}}}, "one, two"),
         ({"tools": OPENAI, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
@@ -160,6 +164,26 @@ def test_what_cannot_be_kept_is_refused(nonsense, fields, words):
     response = nonsense.post("/v1/chat/completions", json={"messages": USER, **fields})
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+
+
+LOOP = {
+    "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}},
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/x"}},
+    "required": ["a"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_leads_to_nothing_is_the_clients_fault(nonsense, stream):
+    """References that refer to each other are found only where the reply has come to them."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOP}}
+    body = {"messages": USER, **SAMPLING, "response_format": form, "stream": stream}
+    response = nonsense.post("/v1/chat/completions", json=body)
+    assert response.status_code == (200 if stream else 400)
+    assert "the grammar cannot be followed" in response.text
+    assert "invalid_request_error" in response.text
+    assert "<state>" not in response.text
 
 
 def test_a_template_without_tools_calls_as_they_are_spelled_out(client):
