@@ -64,9 +64,10 @@ class RowRunner:
             *self._sampled(logits, asked[: kinds.count(SAMPLED)], runs),
             *self._picked(logits, asked[kinds.count(SAMPLED) :], runs[kinds.count(SAMPLED) :]),
         ]
+        filled = self._filled(logits, asked, runs)
         return [
-            _answer(self.ops, LogitRows(logits, at.start, at.stop), rows, each)
-            for at, rows, each in zip(runs, asked, chosen, strict=True)
+            _answer(self.ops, LogitRows(logits, at.start, at.stop), rows, each, masked)
+            for at, rows, each, masked in zip(runs, asked, chosen, filled, strict=True)
         ]
 
     def _sampled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part"]:
@@ -102,6 +103,25 @@ class RowRunner:
             except BimetalError as error:
                 chosen[i] = error
         return chosen
+
+    def _filled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list[tuple["Part", ...] | None]:
+        """Find what the masks of several windows predict in one call, over the rows from the first mask to the last.
+
+        None for a sequence without masks, and for all where there is one window, or where a row is not finite.
+        """
+        parts = [None if rows.mask is None else _rows_in(rows.masked, at) for rows, at in zip(asked, runs, strict=True)]
+        of = [(rows.mask, part) for rows, part in zip(asked, parts, strict=True) if part is not None]
+        if len(of) < 2:
+            return [None] * len(asked)
+        first, end = min(part.start for _, part in of), max(part.stop for _, part in of)
+        mask = of[0][0]  # the model's, which all of them have
+        assert mask is not None
+        try:
+            ids, entropies = (Whole(self.ops, each) for each in self.ops.argmax_entropy(logits[first:end], mask))
+        except NotFiniteError:  # in any row
+            return [None] * len(asked)
+        at = [None if part is None else slice(part.start - first, part.stop - first) for part in parts]
+        return [None if rows is None else (Part(ids, rows), Part(entropies, rows)) for rows in at]
 
     @property
     def shares_drafts(self) -> bool:
@@ -195,11 +215,18 @@ def _rows_in(sampled: slice, at: slice) -> slice:
     return slice(at.start + first, at.start + end)
 
 
-def _answer(ops: Ops, logits: "LogitRows", rows: Rows, chosen: "Part | Exception | None") -> Computed | Exception:
+def _answer(
+    ops: Ops,
+    logits: "LogitRows",
+    rows: Rows,
+    chosen: "Part | Exception | None",
+    filled: "tuple[Part, ...] | None",
+) -> Computed | Exception:
+    """The answer of one sequence; `filled`: what its masks predict, where that was found for several at once."""
     if isinstance(chosen, Exception):
         return chosen
-    if rows.mask is None:
-        return Computed(logits, chosen)
+    if rows.mask is None or filled is not None:
+        return Computed(logits, chosen, filled or ())
     try:
         return Computed(logits, chosen, ops.argmax_entropy(logits[rows.masked].cut(), rows.mask))
     except BimetalError as error:

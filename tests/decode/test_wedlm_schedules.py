@@ -11,7 +11,10 @@ from test_wedlm_decoder import MASK, PROMPT, decoded, folder, model, read  # noq
 from common.decode.wedlm import choose
 from common.decoders import WedlmOptions
 from common.engine import Engine
+from common.errors import NotFiniteError
+from common.models import load_model
 from common.options import GenerationOptions
+from common.reference import NumpyOps
 from common.sampling import Sampling
 from common.sequence import Call
 from common.step import Step
@@ -162,3 +165,20 @@ def replies_at_once(model, parallel):
 def test_several_replies_at_once(model):
     """Windows of other sizes and lengths, verified, checked or not, beside plain decoding: the tokens of each alone."""
     assert replies_at_once(model, 5) == replies_at_once(model, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_masks_of_several_windows_are_one_call(fails, folder, monkeypatch):
+    """Each step finds what the masks of all windows predict at once; where a row is not finite, of each by itself."""
+    model = load_model(folder, NumpyOps())
+    alone, exact, rows = replies_at_once(model, 1), NumpyOps.argmax_entropy, []
+
+    def counted(self, logits, excluded):
+        rows.append(len(logits))
+        if fails and len(logits) > 40:
+            raise NotFiniteError("another window's row")
+        return exact(self, logits, excluded)
+
+    monkeypatch.setattr(NumpyOps, "argmax_entropy", counted)
+    assert replies_at_once(model, 5) == alone
+    assert max(rows) > 40  # more than any window has
