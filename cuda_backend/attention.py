@@ -261,6 +261,44 @@ def whole(
     return out
 
 
+def part(
+    context: Context,
+    q16: int,
+    room: Planes,
+    out: Array,
+    step: DeviceStep,
+    scale: float,
+    stretch: tuple[int, int],
+    held: int,
+) -> None:
+    """Attention of a long step over positions first to last - 1 = `stretch`, which the planes hold from place 0 on.
+
+    One call for each stretch, in order. `out` (T, H, D) is whole after the last; `held` is memory for what rows carry
+    from one to the next, 32 bytes for each head.
+    """
+    (T, H, D), (keys, values) = out.shape, room
+    tiles, shared = whole_tiles(context.card, keys.width)
+    kernel("attention", "part", (*tiles, f"DIM={D}", "IN_PARTS=1"), shared)(
+        (-(-T // 64), H),
+        (128,),
+        (
+            q16,
+            keys.record,
+            values.record,
+            H,
+            step.address,
+            step.positions.address,
+            T,
+            scale * LOG2_E,
+            *stretch,
+            out.address,
+            held,
+        ),
+        shared_mem=shared,
+        stream=context.stream,
+    )
+
+
 class Combined(NamedTuple):
     """Sum by kernels/pieces.cu of heads `head` wide; `code`: a gate on them, as views.MUL_SIGMOID."""
 

@@ -60,11 +60,8 @@ def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: 
         )
 
 
-def expand_heads(w: Weight, transposed: bool, latents: Plane, n: int, out: Plane, arena: Arena, stream: Stream) -> None:
-    """Write the first n latents times the matrix of each head to the heads of `out`, float16.
-
-    w  (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
-    """
+def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:
+    """The address of the matrices of all heads in float16."""
     (s,) = w.segments
     size = s.rows * s.columns
     matrices = arena.take(s.experts * size * 2)
@@ -80,6 +77,19 @@ def expand_heads(w: Weight, transposed: bool, latents: Plane, n: int, out: Plane
         (dense, kind, stride, size, matrices),
         stream=stream,
     )
+    return matrices
+
+
+def expand_heads(
+    w: Weight, matrices: int, transposed: bool, latents: Plane, n: int, out: Plane, stream: Stream
+) -> None:
+    """Write the first n latents times the matrix of each head to the heads of `out`, float16.
+
+    w         (H, columns of a latent, channels), or where it is `transposed` (H, channels, columns of a latent)
+    matrices  address of `head_matrices` of it
+    """
+    (s,) = w.segments
+    size = s.rows * s.columns
     channels, inner = (s.rows, s.columns) if transposed else (s.columns, s.rows)
     for h in range(s.experts):
         with stream.cuda:

@@ -7,14 +7,23 @@ import cupy
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
 from cuda_backend.arrays import Array
-from cuda_backend.attention import LOG2_E, Pieces, combine, combined, whole, windowed
+from cuda_backend.attention import LOG2_E, Pieces, combine, combined, part, whole, windowed
 from cuda_backend.caches.formats import turn_back
 from cuda_backend.caches.latent import Latent
 from cuda_backend.caches.planes import TILE, Places, Plane, move, planes_at
 from cuda_backend.context import Context
 from cuda_backend.fuse import fused
 from cuda_backend.launch import kernel
-from cuda_backend.layout import LATENT_ROWS, latent_tiles, padded, piece_places, row_blocks, run_count, tail_places
+from cuda_backend.layout import (
+    EXPANDED,
+    LATENT_ROWS,
+    latent_tiles,
+    padded,
+    piece_places,
+    row_blocks,
+    run_count,
+    tail_places,
+)
 from cuda_backend.lazy import Target
 from cuda_backend.mixture import head_linear
 from cuda_backend.replay import DeviceStep
@@ -84,23 +93,32 @@ def expanded_attention(
         o = latent_attention(context, head_linear(context, q_nope, k_up), q_rope, latent, k_rope, kv, step, scale)
         return head_linear(context, o, v_up)
     P, V = q_rope.shape[2], v_up.rows
-    n, wide = step.past + T, padded(max(N + P, V))
-    q16 = context.arena.take(T * H * wide * 2)
+    n, wide, arena = step.past + T, padded(max(N + P, V)), context.arena
+    q16 = arena.take(T * H * wide * 2)
     _gather(context, (q_nope, q_rope), (latent, k_rope), kv, step, Queries(q16, N, wide))
-    heads = Plane(0, H, 2 * wide, wide, Places(-(-n // TILE) * TILE - TILE, TILE))
+    most = min(n, EXPANDED)
+    heads = Plane(0, H, 2 * wide, wide, Places(-(-most // TILE) * TILE - TILE, TILE))
     size = 2 * heads.nbytes
-    keys, values = planes_at(context.arena.take(size), (heads, heads))
+    keys, values = planes_at(arena.take(size), (heads, heads))
     cupy.cuda.runtime.memsetAsync(keys.address, 0, size, context.stream.ptr)
-    rows = _whole_rows(context, kv, step.slot, n)
-    gemm.expand_heads(k_up, False, rows, n, keys, context.arena, context.stream)
-    gemm.expand_heads(v_up, True, rows, n, values, context.arena, context.stream)
-    kernel("latent", "spread", _latent(context, kv))(
-        (-(-n * (wide - N) // 256), H),
-        (256,),
-        (rows.record, n, N, P, wide, keys.record),
-        stream=context.stream,
-    )
-    return whole(context, q16, (keys, values), (T, H, V), step, scale)
+    room = arena.take(2 * most * kv.width) if kv.apart or kv.rows.table else 0
+    ups = gemm.head_matrices(k_up, arena, context.stream), gemm.head_matrices(v_up, arena, context.stream)
+    out = Array((T, H, V), arena.take(T * H * V * 4))
+    held = arena.take(T * H * 32) if n > most else 0
+    for first in range(0, n, most):
+        count = min(most, n - first)
+        rows = _whole_rows(context, kv, step.slot, first, count, room)
+        gemm.expand_heads(k_up, ups[0], False, rows, count, keys, context.stream)
+        gemm.expand_heads(v_up, ups[1], True, rows, count, values, context.stream)
+        kernel("latent", "spread", _latent(context, kv))(
+            (-(-count * (wide - N) // 256), H),
+            (256,),
+            (rows.record, count, N, P, wide, keys.record),
+            stream=context.stream,
+        )
+        if n > most:
+            part(context, q16, (keys, values), out, step, scale, (first, first + count), held)
+    return out if n > most else whole(context, q16, (keys, values), (T, H, V), step, scale)
 
 
 class Queries(NamedTuple):
@@ -156,19 +174,22 @@ def _gather(
     )
 
 
-def _whole_rows(context: Context, kv: Latent, slot: int, n: int) -> Plane:
-    """The first n rows of a sequence's cache, float16 in one block and not rotated."""
+def _whole_rows(context: Context, kv: Latent, slot: int, first: int, n: int, room: int) -> Plane:
+    """n rows of a sequence's cache from position `first` on, float16 in one block and not rotated.
+
+    room  memory for them, where they do not lie in the cache like that
+    """
     if not kv.apart:
         own = kv.rows.of_slot(slot)
         if not own.table:
-            return own
-        dense = own.at(context.arena.take(2 * n * kv.width), Places(n - 1, 1))
-        move((own,), 0, (dense,), 0, n, context.stream)
+            return own.at(own.address + first * own.row_bytes)
+        dense = own.at(room, Places(n - 1, 1))
+        move((own,), first, (dense,), 0, n, context.stream)
         return dense
-    rows = Plane(context.arena.take(2 * n * kv.width), 1, 2 * kv.width, kv.width, kv.rows.places)
+    rows = Plane(room, 1, 2 * kv.width, kv.width, kv.rows.places)
     jobs = n * -(-kv.rows.width // 128)
     kernel("latent", "whole_rows", _latent(context, kv))(
-        (-(-jobs // 8),), (256,), (kv.rows.record, kv.roped.record, slot, n, rows.address), stream=context.stream
+        (-(-jobs // 8),), (256,), (kv.rows.record, kv.roped.record, slot, first, n, rows.address), stream=context.stream
     )
     return rows
 

@@ -35,6 +35,7 @@ TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # of neighbours that one `linear`
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
+EXPANDED = 8192  # latents of which prefill has the keys and values of all heads at a time; a multiple of a tile
 MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
 

@@ -12,7 +12,7 @@ from cuda_backend.caches.kv import kv_planes
 from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes
 from cuda_backend.caches.planes import TILE, planes_bytes
 from cuda_backend.caches.window import window_places
-from cuda_backend.layout import padded
+from cuda_backend.layout import EXPANDED, padded
 from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
@@ -44,7 +44,7 @@ def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
     """float32 that enters and leaves matrices, and what lies between."""
-    values, past, beside = layer.mixer + layer.ffn + 2 * layer.hidden, 0, 0
+    values, beside = layer.mixer + layer.ffn + 2 * layer.hidden, 0
     for s in layer.states.values():
         match s:
             case KVSpec():
@@ -55,6 +55,8 @@ def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:
             case DeltaSpec():
                 values += 2 * s.key_heads * s.key_dim + 3 * s.heads * s.value_dim
             case LatentSpec():
-                past += layer.expanded  # keys and values of all heads in float16, made of float16
-                past += (padded(s.latent_dim) + padded(s.rope_dim)) // 2  # rows of pages, or in a format, as float16
-    return 4 * (rows * values + tokens * past + beside)
+                # keys and values of all heads, and rows of pages or in a format, as float16
+                row = padded(s.latent_dim) + padded(s.rope_dim)
+                beside += min(tokens, EXPANDED) * (layer.expanded + row) // 2
+                values += 8 * layer.heads if tokens > EXPANDED else 0
+    return 4 * (rows * values + beside)

@@ -3,6 +3,7 @@
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros after it in q and cache
+//           IN_PARTS: for `part`, over positions that come a stretch at a time
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions, or POSITIONS, up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
@@ -272,4 +273,58 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
             for (int e = 0; e < 2; e++)
                 if (n * 8 + lane % 4 * 2 + e < DIM) to[n * 8 + lane % 4 * 2 + e] = o[n][2 * half + e] * inverse;
     }
+}
+
+// The same over positions [from, to), which lie at the planes' places from 0 on, a head of keys per head of q; launched for one
+// stretch after the other, from 0 on. Until a row has all of its positions, out holds its sums, and `held` [T][H][4] the largest
+// score and the sum of weights of each of the four lanes: the bits are those of one launch. `from` is a multiple of TILE.
+extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
+part(const u16* q, Plane keys, Plane values, int H, const StepState* step, const int* positions, int T, float scale, int from, int to,
+     float* out, float2* held) {
+#ifdef IN_PARTS
+    begin();
+    extern __shared__ __align__(16) u16 shared[];
+    u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
+    Run run = step->run[0];
+    run.first = 0;
+    const Mask mask(step, run, positions, 0, 0, 0);
+    const int head = blockIdx.y, lane = threadIdx.x % 32, first_row = (gridDim.x - 1 - blockIdx.x) * 64;
+    const int stop = mask.past + min(first_row + 63, T - 1) + 1;
+    if (from >= stop) return;
+    const bool ends = to >= stop;
+    float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
+    m[0] = m[1] = -__int_as_float(0x7f800000);
+    auto row_of_half = [&](int half) { return first_row + threadIdx.x / 32 * 16 + lane / 4 + half * 8; };
+    auto sums_of = [&](int r) { return out + ((s64)r * H + head) * DIM + lane % 4 * 2; };
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int r = row_of_half(half);
+        if (!from || r >= T) continue;
+        const float2 before = held[((s64)r * H + head) * 4 + lane % 4];
+        m[half] = before.x, l[half] = before.y;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (n * 8 + lane % 4 * 2 + e < DIM) o[n][2 * half + e] = sums_of(r)[n * 8 + e];
+    }
+    load_queries(qs, q, first_row, 1, H, head, T);
+    keys.fixed = values.fixed = 0x7fffffff;
+    keys.rows = head_at(keys, head, 2 * D) - (s64)from * 2 * D, values.rows = head_at(values, head, 2 * D) - (s64)from * 2 * D;
+    __syncthreads();
+    attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, from, min(to, stop), mask, first_row, 1, T, scale, Exact(), 0);
+    if (ends) add_lanes(l);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int r = row_of_half(half);
+        if (r >= T) continue;
+        if (!ends) held[((s64)r * H + head) * 4 + lane % 4] = make_float2(m[half], l[half]);
+        const float factor = ends ? 1.0f / l[half] : 1.0f;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (n * 8 + lane % 4 * 2 + e < DIM) sums_of(r)[n * 8 + e] = o[n][2 * half + e] * factor;
+    }
+#endif
 }

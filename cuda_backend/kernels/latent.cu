@@ -8,7 +8,8 @@
 //           q, which stays in registers, a warp adds a quarter of the channels for half of the positions; eight lanes then share
 //           a row's softmax, and a warp adds an eighth of the latent's columns for all rows. Tiles that hold rows of the step
 //           follow one by one, for the heads of each row where the step is a tree that branches
-//           expand: keys and values of every head, which prefill attends to as they are (attention.cu whole)
+//           whole_rows, spread: of a stretch of positions, which prefill expands to keys and values of every head and attends to
+//           before the next (attention.cu part)
 // Numbers   as split.cu: a row of a tree equals the row of plain decoding, bit for bit
 // Bound     bytes of the cache, from some eight rows on the tensor cores
 // Tried     variant against what was here then (GLM-4.7-Flash, one row, context of 32,768, one H200).
@@ -334,8 +335,8 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
     if (i < (is_row ? W : wide)) (is_row ? (u16*)row_at(cache, slot, 0, at_place, 2 * W) : q_out + ((s64)t * H + head) * wide)[i] = to_half(v);
 }
 
-// n rows of the cache as float16 [n][W], as they were before they were rotated; a warp per 128 channels.
-extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int slot, int n, u16* out) {
+// n rows of the cache from position `first` on as float16 [n][W], as they were before they were rotated; a warp per 128 channels.
+extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane roped, int slot, int first, int n, u16* out) {
 #if APART
     begin();
     __shared__ uint4 unpacked[8][16];
@@ -343,15 +344,15 @@ extern "C" __global__ void __launch_bounds__(256) whole_rows(Plane cache, Plane 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, job = blockIdx.x * 8 + warp, row = job / chunks, chunk = job % chunks;
     if (row >= n) return;
     if (lane < 4 && chunk * 128 + lane * 32 < R)
-        unpack_32<KEYS, R>((u16*)unpacked[warp] + lane * 32, row_at(cache, slot, 0, row, row_bytes(KEYS, R)), chunk * 4 + lane);
+        unpack_32<KEYS, R>((u16*)unpacked[warp] + lane * 32, row_at(cache, slot, 0, first + row, row_bytes(KEYS, R)), chunk * 4 + lane);
     __syncwarp();
     const int d = chunk * 128 + lane * 4;
-    const u32 first = ((const u32*)unpacked[warp])[lane * 2], second = ((const u32*)unpacked[warp])[lane * 2 + 1];
-    float4 v = make_float4(from_half((u16)first), from_half((u16)(first >> 16)), from_half((u16)second), from_half((u16)(second >> 16)));
+    const u32 low = ((const u32*)unpacked[warp])[lane * 2], high = ((const u32*)unpacked[warp])[lane * 2 + 1];
+    float4 v = make_float4(from_half((u16)low), from_half((u16)(low >> 16)), from_half((u16)high), from_half((u16)(high >> 16)));
     if (TURN_KEYS) v = rotated_back<wht_group(R)>(v, lane);
     u16* to = out + (s64)row * W;
     if (d < R) *(uint2*)(to + d) = make_uint2(to_half2(v.x, v.y), to_half2(v.z, v.w));
-    for (int i = lane; chunk == 0 && i < W - R; i += 32) to[R + i] = ((const u16*)row_at(roped, slot, 0, row, 2 * (W - R)))[i];
+    for (int i = lane; chunk == 0 && i < W - R; i += 32) to[R + i] = ((const u16*)row_at(roped, slot, 0, first + row, 2 * (W - R)))[i];
 #endif
 }
 

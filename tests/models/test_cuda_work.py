@@ -71,6 +71,20 @@ def test_work(name, rows, cache, ops):
     assert taken <= predicted <= 1.4 * taken
 
 
+@pytest.mark.parametrize("cache", ["", "lm4"])
+def test_a_past_of_latents_is_expanded_in_stretches(cache, ops):
+    """The end of 64K tokens takes no more than the end of 8K, but for what rows carry from stretch to stretch."""
+    model = synthetic("glm-4.7-flash:q4_k_m", ops)
+    model, rows, taken = replace(model, cache=CacheOptions(cache, cache)) if cache else model, 1024, []
+    for tokens in (8192, 65536):
+        state = model.new_state(tokens)
+        state.length = tokens - rows
+        model.forward(state, Step.chain(np.zeros(rows, np.int32), state.length), slice(rows - 1, rows))
+        taken.append(ops.context.arena.nbytes + UPLOAD)
+        assert taken[-1] <= work_bytes(layer_sizes(model), tokens, rows) <= 1.4 * taken[-1]
+    assert taken[1] <= 1.1 * taken[0]
+
+
 def test_256k_tokens_in_24_gb(ops):
     """Qwen3.6-27B: weights, a cache in tq3_0 and steps at the end of 256K tokens, as `fit` predicts them."""
     model = synthetic("qwen3.6-27b:q4_k_m", ops)

@@ -121,6 +121,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         plain += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
         tiles = splits(card, d, longest, exact=True)
         plain += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
+    plain += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]

@@ -206,6 +206,31 @@ def test_latents(format_, R, ops):
         assert np.abs(out - expected).max() <= tolerance * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("format_", ["f16", "lm4"])
+@pytest.mark.parametrize("expanded", [64, 192])
+def test_latents_of_a_prompt_in_stretches(expanded, format_, ops, monkeypatch):
+    """A long step that expands few positions at a time, of pages here, has the bits of one that expands all at once.
+
+    Matrices choose columns, so that their products have the same bits however many rows there are.
+    """
+    made = Latents(128, format_)
+    made.k_up, made.v_up = (np.zeros_like(up) for up in (made.k_up, made.v_up))
+    for h in range(made.H):
+        made.k_up[h, 5 * np.arange(made.N) + h, np.arange(made.N)] = 0.5
+        made.v_up[h, np.arange(made.V), 3 * np.arange(made.V) + h] = 1
+    pool = ops.new_pool(made.spec, 2, 500)
+    states = ops.new_state(made.spec, 500), pool.new_state()
+    for past, count in ((0, 150), (150, 210)):
+        rows, step = made.rows(count, made.N), Step.chain(np.zeros(count, np.int32), past)
+        whole = made.expanded(ops, states[0], rows, step)
+        with monkeypatch.context() as patched:
+            patched.setattr("cuda_backend.latent.EXPANDED", expanded)
+            parts = made.expanded(ops, states[1], rows, step)
+        assert np.array_equal(parts, whole)
+        for state in states:
+            state.commit(range(count))
+
+
 def test_latents_in_float16_by_name(ops):
     """A latent of 48, which no format but float16 stores, in one plane with its roped keys."""
     made = Latents(48, "f16")

@@ -133,7 +133,7 @@ def test_pages_of_a_pool(chosen):
     [
         "test_bytes and 64-3 or test_bytes and 128-3",
         pytest.param("neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals", marks=pytest.mark.compile),
-        "test_latents and lm4-128 or latents_do_not and lm4-50",
+        "test_latents and lm4-128 or latents_do_not and lm4-50 or stretches and 64-lm4",
         pytest.param("latents", marks=pytest.mark.slow),
         pytest.param("test_bytes or windows or norm_and or strided", marks=pytest.mark.slow),
         pytest.param("test_attention", marks=pytest.mark.slow),
