@@ -12,15 +12,19 @@ class Generator:
     """Greedy decoding of `batch` sequences of `length` tokens, one recurrent step per token: a replayed graph on a GPU.
 
     A prompt is consumed by the same step as the answer, so prompts of mixed length need no prefill.
+
+    hidden  with `keeps_hidden`, the normed outputs (batch, length, hidden) of the last run; at the last token zeros
     """
 
-    def __init__(self, model: Target, batch: int, length: int, dtype: torch.dtype):
+    def __init__(self, model: Target, batch: int, length: int, dtype: torch.dtype, keeps_hidden: bool = False):
         device = model.model.norm.weight.device
         self.model, self.dtype, self.length = model, dtype, length
         self.states = model.new_states(batch, length, dtype)
         self.tokens = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
         self.lengths = torch.ones(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        kept = (batch, length, model.c.hidden) if keeps_hidden else (0, length, model.c.hidden)
+        self.hidden = torch.zeros(kept, dtype=dtype, device=device)
         self.graph = None
         if device.type == "cuda":
             side = torch.cuda.Stream()
@@ -36,7 +40,10 @@ class Generator:
     @torch.no_grad()
     def step(self) -> None:
         newest = self.tokens.index_select(1, self.position)[:, 0]
-        logits = self.model.step(newest, self.position, self.states, self.dtype)
+        hidden = self.model.step(newest, self.position, self.states, self.dtype)
+        if len(self.hidden):
+            self.hidden.index_copy_(1, self.position, hidden[:, None])
+        logits = self.model.head(hidden)
         logits[:, :SPECIAL] = float("-inf")
         given = self.tokens.index_select(1, self.position + 1)[:, 0]
         chosen = torch.where(self.position + 1 < self.lengths, given, logits.argmax(-1))

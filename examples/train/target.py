@@ -281,11 +281,11 @@ class Target(nn.Module):
         return [layer.mixer.new_state(batch, length, like) for layer in self.model.layers]
 
     def step(self, tokens: Tensor, position: Tensor, states: list[list[Tensor]], dtype: torch.dtype) -> Tensor:
-        """Logits (B, vocab) after one token (B,) at `position` (int64, (1,)); advances `states` in place."""
+        """Normed output (B, hidden) after one token (B,) at `position` (int64, (1,)); advances `states` in place."""
         x = self.embed(tokens, dtype)
         for layer, state in zip(self.model.layers, states, strict=True):
             x = layer.step(x, position, *state)
-        return self.head(self.model.norm(x))
+        return self.model.norm(x)
 
     def compile(self) -> None:
         """Compiles each layer by itself: one graph per layer kind and shape."""

@@ -19,6 +19,7 @@ from common.quants import dequantize
 from common.reference import NumpyOps
 from common.step import Step
 
+ROOT = Path(__file__).parents[2]
 NAMES = ["qwen35", "qwen35moe", "glm"]
 
 
@@ -86,6 +87,17 @@ def test_in_the_model_s_own_folder(name, prefix, ops, tmp_path):
 def test_in_the_model_s_own_gguf(name, ops, tmp_path):
     path = write_gguf(tiny.FOLDER / name, tmp_path / "m.gguf", mtp=tensors_of(name))
     assert_golden(load_pair(path, load_model(path, ops)))
+
+
+def test_the_demo_s_export(ops, tmp_path, monkeypatch):
+    """Of the block alone, by the recipe in examples/train."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "train")
+    from export_mtp import export
+
+    target, out = write_gguf(tiny.FOLDER / "qwen35", tmp_path / "m.gguf"), tmp_path / "block.gguf"
+    export(folder_of("qwen35"), target, out, "F32")
+    assert_golden(load_pair(out, load_model(target, ops)))
+    assert open_checkpoint(out).config["qwen35.nextn_predict_layers"] == 1
 
 
 def test_a_quantized_gguf(ops, tmp_path):
