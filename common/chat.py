@@ -19,6 +19,7 @@ from common.tools import lacks_tools, schemas, spelled_out
 
 Message = Mapping[str, Any]
 
+ROLE = re.compile(r"\w[\w .-]*")
 # Tags that templates look for in messages, by role. No turn begins or ends with one.
 _READ = {"assistant": "</?think>", "user": "</?tool_response>", "tool": "</?tool_response>"}
 _STAND_INS = "~^*!;?="  # the first that no control token has replaces their punctuation
@@ -82,6 +83,8 @@ def chat_prompt(
         return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
     control = vocabulary.find_control(text)
     own = control and _templates_own(vocabulary, source, inputs, text, control)
+    # A tokenizer's normalizer can make a control token of other characters, which no template writes.
+    own = [(start, end, id) for start, end, id in own if vocabulary.decode([id]) in text[start:end]]
     if len(own) == len(control):
         return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
     tokens, at = list[int](), 0
@@ -213,6 +216,8 @@ def _prepare(message: Message, at: int, template: str) -> dict[str, Any]:
     """A copy of a message in the form that templates expect; APIs and templates disagree on four points."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BimetalError(f"message {at} is {shown(message)}, not an object with a role")
+    if not ROLE.fullmatch(message["role"]):  # templates print it among their control tokens
+        raise BimetalError(f"message {at} has the role {shown(message['role'])}, which is no word")
     prepared = {**message, "content": _content(message.get("content"), at, template)}
     # Reasoning has had three names.
     names = ("reasoning_content", "thinking", "reasoning")

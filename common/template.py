@@ -25,6 +25,7 @@ from common.errors import BimetalError
 from common.template_limits import SECONDS, LimitError, Run
 
 SOURCE = 1 << 16  # characters of a template; published ones have up to 25,000
+WORDS = 1000  # characters of a template's own message that are shown
 TOKENS = 1 << 14  # of Jinja in a template, which take about a second to compile; published ones have up to 6,000
 
 # What no chat template needs: filters for web pages, results that differ between runs, methods that can take long.
@@ -54,11 +55,12 @@ def run(template: str, inputs: Mapping[str, Any]) -> str:
         finally:
             _run.reset(token)
     except TemplateError as error:
-        raise BimetalError(f"the chat template refuses this conversation: {error}") from None
+        raise BimetalError(f"the chat template refuses this conversation: {error!s:.{WORDS}}") from None
     except LimitError as error:
         raise TemplateStoppedError(f"the chat template was stopped: it {error}") from None
     except Exception as error:
-        raise BimetalError(f"the chat template fails on this conversation: {type(error).__name__}: {error}") from None
+        words = f"{type(error).__name__}: {error}"
+        raise BimetalError(f"the chat template fails on this conversation: {words:.{WORDS}}") from None
 
 
 # -- the sandbox -------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ import codecs
 import io
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from common.errors import BimetalError, UsageError
-from common.terminal import printable
+from common.terminal import Printable, printable
 from generate import machines
 from generate.bench_options import (
     BenchOptions,
@@ -91,6 +92,15 @@ def run(args: argparse.Namespace) -> int:
             from generate import chat
 
             return chat.run(args)
+    if not sys.stdout.isatty():
+        return _report(args)
+    with redirect_stdout(Printable(sys.stdout)):  # names of tensors and files, texts of tokens
+        return _report(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Run a command that is no reply to a prompt; its exit code."""
+    match args.command:
         case "list" | "pull" | "rm":
             from generate import downloads
 

@@ -56,6 +56,12 @@ def test_a_refusal_says_what_the_template_says():
         render(TEMPLATES["Qwen3.5-4B"], [{"role": "system", "content": "Be terse."}])
 
 
+def test_a_templates_own_words_are_cut():
+    with pytest.raises(BimetalError, match=r"refuses this conversation: x+$") as refused:
+        render("{{ raise_exception('x' * 200000) }}", [USER])
+    assert len(str(refused.value)) < 1100
+
+
 @pytest.mark.parametrize(
     ("template", "error"),
     [

@@ -1,7 +1,9 @@
 import sys
 
+import numpy as np
 import pytest
 import tiny_chat
+from safetensors.numpy import load_file, save_file
 
 from common.terminal import printable
 from generate.__main__ import main
@@ -51,3 +53,18 @@ def test_replies_and_errors_on_a_terminal(tmp_path, capsys, monkeypatch):
     bad = tiny_chat.write(tmp_path / "bad", template="{{ raise_exception('\x1b]52;c;aGk=\x07') }}")
     assert main(["--model", str(bad), "--backend", "numpy", "--prompt", "hi"]) == 1
     assert "this conversation: \\x1b]52;c;aGk=\\x07\n" in capsys.readouterr().err
+
+
+def test_reports_on_a_terminal(tmp_path, capsys, monkeypatch):
+    """Names of tensors reached it as they are."""
+    folder = tiny_chat.write(tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"\x1b]52;c;aGk=\x07": np.zeros(4, np.float32)}, folder / "model.safetensors")
+    said = {}
+    for terminal in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+            assert main(["inspect", str(folder)]) == 0
+            said[terminal] = capsys.readouterr().out
+    assert "not understood: \x1b]52;c;aGk=\x07" in said[False]
+    assert said[True] == printable(said[False])
