@@ -40,10 +40,10 @@ Launched = tuple[Sequence, Any, Any]  # a sequence of a step, its request, and t
 class Engine:
     """A loaded model and the sequences that run on it.
 
-    parallel   sequences that may run at once, each in a slot of its own
-    fa_window  most positions that decoding attends to; None: all. Changes the text
-    prefixes   a store of states beside the slots
-    tokens     that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
+    parallel          sequences that may run at once, each in a slot of its own
+    attention_window  most positions that decoding attends to; None: all. Changes the text
+    prefixes          a store of states beside the slots
+    tokens            that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
 
     step_tokens  steps so far by their tokens: those of a prompt, or the new ones of replies
     """
@@ -54,12 +54,12 @@ class Engine:
         tokenizer: Tokenizer,
         context: int,
         parallel: int = 1,
-        fa_window: int | None = None,
+        attention_window: int | None = None,
         queue: int = QUEUE,
         prefixes: Prefixes | None = None,
         tokens: int | None = None,
     ):
-        decoding = model if fa_window is None else windowed(model, fa_window)
+        decoding = model if attention_window is None else windowed(model, attention_window)
         self.target = Target(model, decoding, tokenizer, context)
         self.model, self.parallel, self.prefixes = model, parallel, prefixes
         joins = model.ops.joins and isinstance(model, Model)

@@ -16,7 +16,7 @@ Subject = TypeVar("Subject")
 Made = TypeVar("Made")
 Result = TypeVar("Result")
 
-OTHER_NAMES = {  # of other programs
+OTHER_NAMES = {  # of other programs, and earlier ones of our own
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "n_predict": "max_tokens",
@@ -28,6 +28,7 @@ OTHER_NAMES = {  # of other programs
     "random_seed": "seed",
     "enable_thinking": "think",
     "chat_template_kwargs": "template",
+    "fa_window": "attention_window",
     "n_ctx": "ctx",
     "num_ctx": "ctx",
     "context": "ctx",

@@ -297,7 +297,7 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
         "what drafts for speculative decoding: mtp, the multi-token-prediction block in the model's own files; a "
         "DFlash, DSpark or EAGLE-3 draft, named as models are; or demo. The text stays the same",
     )
-    fa_window: int | None = option(
+    attention_window: int | None = option(
         None, rules.whole(1), "positions that decoding attends to; changes the text. None: all"
     )
     max_kv_size: int | None = option(

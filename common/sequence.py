@@ -34,7 +34,7 @@ from common.tokenizer import Tokenizer
 class Target:
     """The model, tokenizer and context length that sequences run on.
 
-    decoding  the model with attention as decoding has it; it is `model` itself without `fa_window`
+    decoding  the model with attention as decoding has it; it is `model` itself without `attention_window`
     context   tokens that a sequence may hold
     """
 
@@ -173,7 +173,7 @@ class Sequence:
         """Count the tokens among the `new` last ones of the prompt that prefill leaves to the decoder's first step.
 
         All of few, which saves a forward; of more the last one, as prefill then reads the others at its own speed. The
-        decoder must see what prefill does: none with `fa_window`.
+        decoder must see what prefill does: none with `attention_window`.
         """
         if self.speculation.kind != "wedlm" or self.target.decoding is not self.target.model:
             return 0

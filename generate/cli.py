@@ -43,7 +43,7 @@ CACHE = tuple(CacheChoice.__dataclass_fields__)
 EXPERTS = tuple(ExpertChoice.__dataclass_fields__)
 PREFIX = tuple(PrefixChoice.__dataclass_fields__)
 PLACES = ("devices", "split", "draft_device", "tensor_parallel")
-LOAD = ("backend", "ctx", "parallel", "draft", "fa_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
+LOAD = ("backend", "ctx", "parallel", "draft", "attention_window", "max_kv_size", *PLACES, *CACHE, *EXPERTS, *PREFIX)
 OPTIONS = (*SAMPLING, "seed", "max_tokens", "stop", *SPECULATION, *WINDOW)  # of LLM.stream
 
 
@@ -199,6 +199,7 @@ def _text(p: Parser) -> None:
     model = p.add_argument_group("model")
     flags.model(model)
     model.add_argument(
+        "--attention-window",
         "--fa-window",
         type=values.positive,
         metavar="N",

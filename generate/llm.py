@@ -121,7 +121,7 @@ class LLM:
         room = make_room(model, options)
         self.context, self.parallel = room.context, room.parallel
         prefixes = self._open_prefixes(model, checkpoint, options)
-        how = options.fa_window, options.queue, prefixes, room.tokens
+        how = options.attention_window, options.queue, prefixes, room.tokens
         engine = Engine(model, self.tokenizer, self.context, self.parallel, *how)
         self._owner.turn = engine.turn
         return engine
@@ -129,7 +129,7 @@ class LLM:
     def _open_prefixes(self, model: Model, checkpoint: Checkpoint, options: LoadOptions) -> PrefixCache | None:
         checkpoints = [checkpoint, *([] if self.draft_path is None else [open_checkpoint(self.draft_path)])]
         placed = options.devices, options.split, options.draft_device, options.tensor_parallel
-        facts = [choose(self.backend).what, *placed, options.fa_window, options.max_kv_size]
+        facts = [choose(self.backend).what, *placed, options.attention_window, options.max_kv_size]
         return open_prefixes(model, checkpoints, options, facts)
 
     def __repr__(self) -> str:

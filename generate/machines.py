@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.options import LoadOptions
 
 COMMANDS = ("prompt", "chat", "serve")
-ONE_MACHINE = ("devices", "spark", "stream_experts", "fa_window", "max_kv_size")
+ONE_MACHINE = ("devices", "spark", "stream_experts", "attention_window", "max_kv_size")
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:

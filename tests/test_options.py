@@ -75,7 +75,7 @@ WRONG_LOADING = {
     "ctx": (0, True, 1.5, "4096"),
     "progress": ("yes",),
     "draft": (5, b"demo", ""),
-    "fa_window": (0, 2.5),
+    "attention_window": (0, 2.5),
     "max_kv_size": (0, "8"),
     "devices": (0, "01", (0, True), (-1,)),
     "split": ("1,3", (1, 0), (1, "3")),
@@ -164,6 +164,7 @@ def test_numbers_of_numpy_are_numbers():
         ("chat", "enable_thinking", "did you mean think?"),
         ("chat", "xyzzy", "its options are temperature, top_p"),
         ("load", "n_ctx", "did you mean ctx?"),
+        ("load", "fa_window", "did you mean attention_window?"),
         ("load", "contex", "did you mean ctx?"),  # nearest to another program's name
         ("load", "temperature", "temperature is an option of generate"),
     ],

@@ -192,7 +192,7 @@ def test_the_command_line(folder, draft, capsys):
     assert "needs a draft model" in capsys.readouterr().err
     assert main([*base, "--tree-budget", "many"]) == 2
     assert "'many' is neither auto nor a whole number from 1 to 135" in capsys.readouterr().err
-    assert main([*base, "--fa-window", "0"]) == 2
+    assert main([*base, "--attention-window", "0"]) == main([*base, "--fa-window", "0"]) == 2
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
 
 
@@ -224,7 +224,7 @@ def test_the_lossy_window_hides_what_lies_before_it(name, ops):
 
 def test_the_window_reaches_the_decoder_and_not_the_prompt(folder):
     model, tokenizer = load_model(folder, NumpyOps()), load_tokenizer(folder, {})
-    session = Engine(model, tokenizer, 128, fa_window=4)
+    session = Engine(model, tokenizer, 128, attention_window=4)
     prompt = list(range(40, 70))
     options, other = GenerationOptions(max_tokens=20), Engine(model, tokenizer, 128)
     one = GenerationOptions(max_tokens=1, logprobs=3)
@@ -272,8 +272,8 @@ def test_options_of_trees_without_trees(folder, option):
 def test_windows_that_cannot_be(folder):
     with pytest.raises(UsageError, match="max_kv_size is 7; it must be a whole number of at least 8"):
         generate.load(str(folder), backend="numpy", max_kv_size=7)
-    with pytest.raises(UsageError, match="fa_window is 0"):
-        generate.load(str(folder), backend="numpy", fa_window=0)
+    with pytest.raises(UsageError, match="attention_window is 0"):
+        generate.load(str(folder), backend="numpy", attention_window=0)
     with pytest.raises(UsageError, match="latent attention of glm4_moe_lite has no window"):
         windowed(tiny.load("glm", NumpyOps()), 8)
 

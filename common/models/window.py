@@ -61,7 +61,7 @@ class Bounded(Windowed):
 
 def windowed(model: Model, window: int) -> Model:
     """`model` with its attention kept to `window` positions; weights and states are shared."""
-    return _with_ops(model, Windowed, "fa_window", window, 1, 0)
+    return _with_ops(model, Windowed, "attention_window", window, 1, 0)
 
 
 def bounded(model: Model, size: int) -> Model:

@@ -135,14 +135,14 @@ def test_checked_windows_fill_the_state(capacity, model):
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0)])
-@pytest.mark.parametrize("limit", ["fa_window", "max_kv_size"])
+@pytest.mark.parametrize("limit", ["attention_window", "max_kv_size"])
 def test_bounded_attention_is_the_simulators(limit, window, tau, penalty, model, network):
     """Each row sees the latest positions before its own, wherever its row stands, and the first ones if those are kept.
 
     Rows are evicted by committed tokens alone: masks hide none of them.
     """
-    made = windowed(model, 6) if limit == "fa_window" else bounded(model, 6 + KEEP)
-    keep = 0 if limit == "fa_window" else KEEP
+    made = windowed(model, 6) if limit == "attention_window" else bounded(model, 6 + KEEP)
+    keep = 0 if limit == "attention_window" else KEEP
 
     def limited(tokens, positions, visible):
         near = (positions > positions[:, None] - 6) | (positions < keep)
