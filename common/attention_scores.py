@@ -1,4 +1,4 @@
-"""How much the last tokens of a text attend to each of its tokens, as a model's full attention layers have it."""
+"""Attention of the last tokens of a text to each of its tokens, as a model's full attention layers have it."""
 
 import threading
 from collections.abc import Sequence

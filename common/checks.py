@@ -1,4 +1,4 @@
-"""What a call asks for, checked before anything runs: token ids, the speculative mode and its options."""
+"""Checks of a call before anything runs: token ids, the speculative mode and its options."""
 
 import math
 from collections.abc import Sequence

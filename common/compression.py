@@ -1,4 +1,4 @@
-"""Which parts of a long prompt are kept where it is compressed: chunks by score, with its beginning and its end.
+"""Choice of the parts of a long prompt that compression keeps: chunks by score, the beginning and the end.
 
 After PFlash: a small model's attention scores each token, chunks are kept by their mean score, and chunks that hold the
 words of the question are kept in any case. The text that comes out is another one: this is lossy.

@@ -1,4 +1,4 @@
-"""How many bytes of experts are held in memory: the one rule that loading, `inspect` and `fit` follow."""
+"""Bytes of experts that are held in memory: the one rule that loading, `inspect` and `fit` follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

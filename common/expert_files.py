@@ -1,4 +1,4 @@
-"""Where a checkpoint stores each expert, and reading one: straight from its files, or from a pack beside them.
+"""Places of experts in a checkpoint, and reading one: straight from its files, or from a pack beside them.
 
 In a GGUF file and in stacked safetensors an expert's gate, up and down matrices are each one run of bytes; in a pack
 (`common/expert_pack.py`) they are adjacent. Files are opened again for reading, so that no page of a memory map is

@@ -1,4 +1,4 @@
-"""How a mixture stores its experts, and what stands for their weights while they are read from files."""
+"""Forms in which a mixture stores its experts, and stand-ins for weights that are read from files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which experts a model's traffic has used: counts by layer, the file that keeps them, and the placement they suggest.
+"""Profile of a model's traffic: uses of each expert by layer, the file that keeps them, and a placement by them.
 
 The file is Spark's `<model>.spark.csv`: two comment lines, then one line of counts per layer. Counts place experts
 before the first request; which expert leaves for another is decided by recent use (`common/experts.py`).

@@ -1,4 +1,4 @@
-"""What streamed experts cost: counters that a residency and its reader fill, and their difference over a reply."""
+"""Costs of streamed experts: counters that a residency and its reader fill, and their difference over a reply."""
 
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which experts of a mixture are in memory: the policy that streaming from a disk and VRAM caches share.
+"""Residency of a mixture's experts in memory: the policy that streaming from a disk and VRAM caches share.
 
 A slot holds one expert of one layer, and layers whose experts are stored alike share their slots. Who leaves is
 decided by segmented LRU: an expert begins on probation, its second use protects it, and the protected are at most

@@ -1,4 +1,4 @@
-"""What a model takes in memory, from its headers alone."""
+"""Prediction of the memory that a model takes, from its headers alone."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a reply may go on with: a guide allows tokens before each choice, and hears of each token that was chosen.
+"""Guides: they allow tokens before each choice of a reply, and receive each token that was chosen.
 
 A decoder that drafts asks the same questions in the same order as plain decoding, because the sampler of a guided reply
 chooses on the host, row after row along the accepted path: the text is the same with every decoder.

@@ -1,4 +1,4 @@
-"""What the host's memory has left and has taken: for every backend that computes in it."""
+"""Free and taken memory of the host, for every backend that computes in it."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""From the name of a model to a path on this machine: a local path, the demo model, or a repository of the Hub.
+"""Names of models to paths on this machine: a local path, the demo model, or a repository of the Hub.
 
 The cache, its location (HF_HOME), the token (HF_TOKEN), the mirror (HF_ENDPOINT) and the offline switch
 (HF_HUB_OFFLINE) are huggingface_hub's own, so a model that another tool has fetched is found here and the reverse.

@@ -1,4 +1,4 @@
-"""What a hub's answers may hold, and the sentences for its refusals.
+"""Checked answers of a hub, and the sentences for its refusals.
 
 Every value that becomes a path, a size or a wait is checked here.
 """

@@ -1,4 +1,4 @@
-"""From a repository of the Hub into huggingface_hub's cache: what is missing of a model, whole and checked.
+"""Download of what huggingface_hub's cache lacks of a repository, whole and checked.
 
 Large files are fetched here, by plain HTTP ranges, to where huggingface_hub then finds them: since its 1.18 it throws
 an interrupted download away (huggingface_hub#4228), and 19 of 20 GB is too much to fetch twice.

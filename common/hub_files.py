@@ -1,4 +1,4 @@
-"""Which files of a repository a name stands for: its quantization, its parts, and what safetensors need beside them."""
+"""Choice among a repository's files: quantization, parts of split files, and what safetensors need beside them."""
 
 import re
 from collections.abc import Callable, Collection

@@ -1,4 +1,4 @@
-"""How a model's caches are compressed: the choice of a person, and the specs of storage that follow from it."""
+"""Compression of a model's caches: the choice of a person, and the specs of storage that follow from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How the layers of a model are divided among machines."""
+"""Division of a model's layers among machines."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What several machines give one model: tokens per second and the time to the first token, by how they share it.
+"""Prediction for several machines: tokens per second and the time to the first token, by how they share a model.
 
 One machine takes read / bandwidth + step for a token: what it reads, and what does not shrink with the bytes (launches,
 attention, waits). An exchange of b bytes among n machines takes latency + 2 (n - 1) / n x b / bandwidth of the link.

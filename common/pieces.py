@@ -1,4 +1,4 @@
-"""What an engine gives: pieces of a reply, log-probabilities and, at the end, statistics."""
+"""Pieces of a reply as an engine gives them, log-probabilities and, at the end, statistics."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

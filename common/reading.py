@@ -1,4 +1,4 @@
-"""How a prompt is divided into steps: by its tokens and its template alone, so that its bits depend on nothing else.
+"""Division of a prompt into steps: by its tokens and its template alone, so that its bits depend on nothing else.
 
 A row of a step of at most MAX_DECODE_ROWS rows has the same bits whatever the step's other rows are. Backends multiply
 longer steps in an order that depends on their number of rows. So a state is known to the bit by its tokens and its long

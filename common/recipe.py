@@ -1,4 +1,4 @@
-"""Which matrix of a model is stored how: recipes, which map a weight to a format, and the plan for one checkpoint.
+"""Recipes, which map a weight of a model to the format that stores it, and the plan for one checkpoint.
 
 A recipe is any function from a `Weight` to a `Format`, or to None for a weight that stays as it is. Kinds are the last
 part of a matrix's name (`q_proj`, `down_proj`, in GGUF files `attn_q`, `ffn_down`), with `experts.` before those of a

@@ -1,4 +1,4 @@
-"""What a value from a caller may be: `Rule.accept` brings it to a plain Python type or refuses it in one sentence."""
+"""Rules for values from a caller: `Rule.accept` makes a plain Python type or refuses the value in one sentence."""
 
 import math
 import numbers

@@ -1,4 +1,4 @@
-"""Which sequences begin, and which run next: the policy of an engine, without tensors.
+"""Schedule of an engine, without tensors: the sequences that begin, and those that run next.
 
 - A waiting sequence begins when a slot and memory are free for it: the highest priority first, of equal ones the
   oldest. One for which memory is not free may be passed by later ones, MOST_SKIPS times at most, after which nothing

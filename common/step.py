@@ -1,4 +1,4 @@
-"""What one pass over a model receives (Step) and what it leaves (State).
+"""Step, which one pass over a model receives, and State, which the pass leaves.
 
 A step carries the new rows only: their tokens, their rope positions and which of the new rows each may see. The
 committed past is always visible, minus a window where a layer has one. Until `State.commit`, a step changes nothing

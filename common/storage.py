@@ -1,4 +1,4 @@
-"""What a sequence stores in each layer, and what that takes: the one owner of both facts.
+"""Storage of a sequence in each layer: the one owner of what is stored and how many bytes it takes.
 
 A spec names its arrays of rows (`planes`), whether they append, wrap or recur (`kind`), and counts their bytes.
 Backends build their states from it, and predictions of memory ask it.

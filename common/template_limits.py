@@ -1,4 +1,4 @@
-"""What one run of a chat template may take: time, the length of every value, and the length of all together."""
+"""Limits of one run of a chat template: time, the length of every value, and the length of all together."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""What a chat template shows of a prompt: where the system prompt ends, what the next turn repeats, earlier replies.
+"""Parts of a prompt by its chat template: where the system prompt ends, what the next turn repeats, earlier replies.
 
 Found by rendering other conversations and comparing tokens, so that no template needs to be known.
 """

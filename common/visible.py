@@ -1,4 +1,4 @@
-"""Which rows of a cache each row of a step attends to."""
+"""Masks of attention: the rows of a cache that each row of a step attends to."""
 
 import numpy as np
 

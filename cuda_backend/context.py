@@ -1,4 +1,4 @@
-"""What every op needs: the card, the stream that it launches on, the memory of a step, and the step on the device."""
+"""Context of every op: the card, the stream that it launches on, the memory of a step, and the step on the device."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

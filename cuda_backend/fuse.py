@@ -1,4 +1,4 @@
-"""Which op a consumer computes in its own launch, instead of reading what the op would write: one row for each pair."""
+"""Table of fusions: the op that a consumer computes in its own launch, instead of reading what the op would write."""
 
 from collections.abc import Callable
 from typing import NamedTuple

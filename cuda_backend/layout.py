@@ -1,4 +1,4 @@
-"""How data lies on the device and how launches are cut, as plain arithmetic: what kernels and launchers must agree on.
+"""Layout of data on the device and of launches, as plain arithmetic: what kernels and launchers must agree on.
 
 Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budgets checked anywhere.
 """

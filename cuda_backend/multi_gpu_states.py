@@ -1,4 +1,4 @@
-"""What sequences store on several GPUs: a pool on each, of its layers or its part of every layer, with equal slots."""
+"""States of sequences on several GPUs: a pool on each, of its layers or its part of every layer, with equal slots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

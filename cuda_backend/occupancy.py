@@ -1,4 +1,4 @@
-"""What a card has for a kernel, as data: shared memory, L2, and what products of its capability keep in registers.
+"""Resources of a card for a kernel, as data: shared memory, L2, and what products of its capability keep in registers.
 
 Launchers read a `Card` from the device (card.py). CARDS are those that every kernel is compiled for and that
 docs/cuda.md predicts. Needs neither CuPy nor a GPU.

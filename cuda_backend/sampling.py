@@ -1,4 +1,4 @@
-"""What is read of logits: a token by argmax or by chance, or the best tokens of a row; logits stay on the device."""
+"""Choices from logits: a token by argmax or by chance, or the best tokens of a row; logits stay on the device."""
 
 import math
 

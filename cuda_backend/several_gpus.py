@@ -1,4 +1,4 @@
-"""What several GPUs have alike, whether each holds some layers of a model or a part of every layer."""
+"""Ops that are alike on several GPUs, whether each holds some layers of a model or a part of every layer."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence

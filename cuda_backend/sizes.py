@@ -1,4 +1,4 @@
-"""What a prompt takes on a GPU beside weights and state, from shapes alone.
+"""Workspace that a prompt takes on a GPU beside weights and state, from shapes alone.
 
 The terms are those of what launchers take from the arena (`launch.Arena`), in two halves that layers use in turn;
 tests/models/test_cuda_work.py compares them with it.

@@ -1,4 +1,4 @@
-"""What sequences store on the device: a pool of slots, each a sequence's states of all layers.
+"""States of sequences on the device: a pool of slots, each a sequence's states of all layers.
 
 All layers of a kind lie in one allocation, so that `commit`, `snapshot` and `restore` are a launch or two, not one per
 layer.

@@ -1,4 +1,4 @@
-"""How GPUs that share every layer exchange rows: through each other's memory, or by NCCL where they cannot reach it."""
+"""Transports of rows among GPUs that share every layer: each other's memory, or NCCL where they cannot reach it."""
 
 import itertools
 import sys

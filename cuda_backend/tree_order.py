@@ -1,4 +1,4 @@
-"""In which order kernels/delta.cu visits the rows of a tree, and where a matrix waits that several rows go on from.
+"""Order in which kernels/delta.cu visits the rows of a tree, and where a matrix waits that several rows continue.
 
 Needs neither CuPy nor a GPU.
 """

@@ -1,4 +1,4 @@
-"""How kernels read arrays and write results: the records of prelude.cuh and store.cuh, and what kernels require."""
+"""Records by which kernels read arrays and write results, as in prelude.cuh and store.cuh, and what kernels require."""
 
 import numpy as np
 

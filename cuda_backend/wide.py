@@ -1,4 +1,4 @@
-"""What tensor parallelism has once per GPU: arrays, weights, states and captured steps. Ranks are places in `gpus`."""
+"""Values of tensor parallelism once per GPU: arrays, weights, captured steps. Ranks are places in `gpus`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a loaded model works on at a moment."""
+"""Activity of a loaded model at a moment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

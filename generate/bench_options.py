@@ -1,4 +1,4 @@
-"""What each job of `bench` takes, with its defaults. Imports nothing heavy: `--help` must answer at once."""
+"""Options of each job of `bench`, with defaults. Imports nothing heavy: `--help` must answer at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How often a draft's first token is the one that a sampled text has, against what the two distributions allow."""
+"""Share of a draft's first tokens that a sampled text has, against what the two distributions allow."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

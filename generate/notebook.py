@@ -1,4 +1,4 @@
-"""What a notebook shows of replies and models. A model's text is untrusted: it may format, and no more.
+"""Replies and models in a notebook. A model's text is untrusted: it may format, and no more.
 
 Markdown passes HTML through, so every "<" of a model's text becomes an entity; code, where entities would show, becomes
 escaped HTML. Pictures are not fetched, and links lead to http and https alone.

@@ -1,4 +1,4 @@
-"""What a run of `generate quantize` is to do."""
+"""Job, which describes a run of `generate quantize`."""
 
 from dataclasses import dataclass
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What ops of a group of processes share: rank 0 orders each step, and the followers mirror its states.
+"""Parts that ops of a group of processes share: rank 0 orders each step, and the followers mirror its states.
 
 A follower has the parts of a state that lie with its part of the model: `commit`, `snapshot` and `restore` of a state
 on rank 0 are orders too.

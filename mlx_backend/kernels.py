@@ -1,4 +1,4 @@
-"""From the text of metal_kernels/*.metal to callable kernels of mx.fast.metal_kernel.
+"""Kernels of mx.fast.metal_kernel, made of the text of metal_kernels/*.metal.
 
 A file there holds a header comment, `#include "name.h"` lines (from metal_kernels/include), helper functions and, last,
 `[[kernel]] void name() { ... }`: MLX writes the arguments itself, from the arrays of a call. Launchers ask `on_metal()`

@@ -1,4 +1,4 @@
-"""From stored tensors to MLX's packed matrices: weights stay quantized, in MLX's own group formats where these fit.
+"""MLX's packed matrices of stored tensors: weights stay quantized, in MLX's own group formats where these fit.
 
 MLX multiplies affine groups (w = scale * code + bias; 2, 3, 4, 5, 6 or 8 bits; 32, 64 or 128 columns), mxfp4, mxfp8 and
 nvfp4. MLX checkpoints hold these formats already. `GGUF_MAPPING` gives the format of each GGUF type, except for types

@@ -58,16 +58,17 @@ def test_nothing_uses_them():
 
 
 def clauses(source: str) -> Iterator[tuple[int, str]]:
-    """The line of each class or function whose docstring begins with such a word, and the word."""
+    """The line of each module, class or function whose docstring begins with such a word, and the word."""
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if found := OPENING.match(ast.get_docstring(node) or ""):
-            yield node.lineno, found[0]
+            yield getattr(node, "lineno", 1), found[0]
 
 
 def test_docstrings_begin_with_a_verb_or_a_type():
     assert list(clauses('def f():\n    """What f does."""')) == [(1, "What")]
+    assert list(clauses('"""How a file begins."""')) == [(1, "How")]
     paths = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 200
     found = {path.relative_to(ROOT).as_posix(): list(clauses(path.read_text())) for path in paths}

@@ -1,4 +1,4 @@
-"""From a row of common.decoders to the function that decodes."""
+"""Table from a row of common.decoders to the function that decodes."""
 
 from collections.abc import Callable, Generator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a decoder asks for, and the answers. A decoder is a generator of requests: it never calls the model itself.
+"""Requests of a decoder, and their answers. A decoder is a generator of requests: it never calls the model itself.
 
     done = yield Rows(step, sampler)          compute rows after the state; the answer is a Computed
     handle = yield Choose(logits, sampler)    choose a token of each row of logits that exist already

@@ -1,4 +1,4 @@
-"""What a decoder is given: a model that has read a prompt, and how to go on."""
+"""Run, which a decoder receives: a model that has read a prompt, and how to go on."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the model files share: reading rope settings, the dense FFN, experts chosen by a sigmoid router, the head."""
+"""Parts that model files share: reading rope settings, the dense FFN, experts chosen by a sigmoid router, the head."""
 
 import math
 from collections.abc import Callable

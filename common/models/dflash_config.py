@@ -1,4 +1,4 @@
-"""What a DFlash draft states in config.json or in GGUF metadata of llama.cpp and of lucebox."""
+"""Configuration of a DFlash draft, from config.json or from GGUF metadata of llama.cpp and of lucebox."""
 
 import itertools
 from collections.abc import Mapping, Sequence

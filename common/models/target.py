@@ -1,4 +1,4 @@
-"""What a draft must fit of its target."""
+"""Checks that a draft fits its target."""
 
 from dataclasses import dataclass
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What every store of appended rows does, whatever its rows hold."""
+"""Base of every store of appended rows, whatever its rows hold."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a request demands of a reply's form: JSON of a schema, a tool call, or reasoning that ends in time."""
+"""Constraints on a reply's form: JSON of a schema, a tool call, or reasoning that ends in time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

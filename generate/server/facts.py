@@ -1,4 +1,4 @@
-"""What the server knows of the model that it serves; found once, when the model is loaded."""
+"""Facts of the model that the server serves; found once, when the model is loaded."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What stands before every route: the Host and Origin of a request, keys, CORS, request ids, errors and the log."""
+"""Middleware before every route: the Host and Origin of a request, keys, CORS, request ids, errors and the log."""
 
 import hashlib
 import hmac

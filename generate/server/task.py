@@ -1,4 +1,4 @@
-"""What a request asks for, whatever dialect it came in, and how it runs on a model."""
+"""Task, which is a request in whatever dialect it came, and how the task runs on a model."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence

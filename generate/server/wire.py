@@ -1,4 +1,4 @@
-"""How events become bytes: JSON, server-sent events, lines of JSON, and figures that several dialects send."""
+"""Events as bytes: JSON, server-sent events, lines of JSON, and figures that several dialects send."""
 
 import json
 import secrets
