@@ -47,15 +47,20 @@ DECODERS = {
 }
 
 
-def check_taken(kind: str, names: Iterable[str]) -> None:
-    """Refuse options, by name, of other decoders than `kind`; raises UsageError."""
+def check_taken(kind: str | None, names: Iterable[str]) -> None:
+    """Refuse options, by name, of other decoders than `kind`; raises UsageError.
+
+    kind  None: left to a model without a draft, which decodes plainly or in windows
+    """
+    taken = DECODERS["wedlm" if kind is None else kind].takes
     for name in names:
-        if name in DECODERS[kind].takes:
+        if name in taken:
             continue
         if kind == "off" and name not in DECODERS["wedlm"].takes:
             raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
         takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
-        raise UsageError(f"{name} is for spec {takers}, and spec is {kind}")
+        chosen = "none is chosen; give a draft or choose spec lookup" if kind is None else f"spec is {kind}"
+        raise UsageError(f"{name} is for spec {takers}, and {chosen}")
 
 
 def check_draft(kind: str, has_draft: bool) -> None:

@@ -93,8 +93,7 @@ def _given_options(args: argparse.Namespace) -> dict[str, Any]:
     if kind is not None:
         check_draft(kind, has_draft)
     if kind is not None or not has_draft:  # else the draft decides
-        unknown = WINDOW if kind is None else ()  # a WeDLM model may take them
-        check_taken(kind or "off", [n for n in (*SPECULATION[1:], *WINDOW) if n in given and n not in unknown])
+        check_taken(kind, [name for name in (*SPECULATION[1:], *WINDOW) if name in given])
     return given
 
 

@@ -128,7 +128,7 @@ def test_seed_and_stop(run):
         (["--temperatur", "1"], "unrecognized arguments: --temperatur; see"),
         (["there"], "'there' is neither a flag nor the value of one; a text with spaces goes in quotes"),
         (["--spec", "tree"], "spec tree needs a draft model; give one, or choose lookup"),
-        (["--tree-budget", "5"], "tree_budget is for speculative decoding, which is off"),
+        (["--tree-budget", "5"], "and none is chosen; give a draft or choose spec lookup"),
         (["--spec", "off", "--wedlm-window", "5"], "wedlm_window is for spec wedlm, and spec is off"),
     ],
 )
