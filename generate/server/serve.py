@@ -23,6 +23,7 @@ from generate.server.service import Service
 from generate.server.upstream import Upstream
 
 KEY, UPSTREAM_KEY = "BIMETAL_API_KEY", "BIMETAL_UPSTREAM_KEY"
+MOST_HEAD = 1 << 16  # bytes of a request's line and headers that are held until all have come
 CLOSING = 5  # seconds for connections after the grace time
 BACKLOG = 2048
 
@@ -32,16 +33,8 @@ def run(args: argparse.Namespace) -> int:
     policy, compression, upstream = policy_of(args), compression_of(args), upstream_of(args)
     log, service = Log(args.log_json), Service(args.max_queue)
     served = {"model": args.model} if upstream is None else {"upstream": upstream.base}
-    config = uvicorn.Config(
-        build(service, policy, log) if upstream is None else proxy.build(service, upstream, policy, log),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=args.grace + CLOSING,
-    )
-    server = Server(config, service, log, args.grace)
+    app = build(service, policy, log) if upstream is None else proxy.build(service, upstream, policy, log)
+    server = Server(config_of(app, timeout_graceful_shutdown=args.grace + CLOSING), service, log, args.grace)
     errors: list[BaseException] = []
 
     def ended(error: BaseException | None) -> None:
@@ -118,6 +111,21 @@ def load_compressor(service: Service, backend: str | None, compression: Compress
     """Load what compresses prompts, if anything does: before the model, which takes the memory that is left."""
     if compression is not None:
         service.compressor = compressor_for(backend, compression)
+
+
+def config_of(app: Any, **more: Any) -> uvicorn.Config:
+    """Settings of the HTTP server, the same whatever else is installed: httptools would put no bound on headers."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        h11_max_incomplete_event_size=MOST_HEAD,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        **more,
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

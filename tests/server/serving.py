@@ -12,7 +12,9 @@ def serving(app: Any) -> Iterator[str]:
     """Yield the address of `app` on a free port, and end the server when the block ends."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="off"))
+    from generate.server.serve import config_of
+
+    server = uvicorn.Server(config_of(app, port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

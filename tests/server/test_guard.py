@@ -1,11 +1,13 @@
 """Who may call, what is refused when, what the log says, and what happens when a client or the server leaves."""
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 from asgi import call
 from conftest import client_of
+from serving import serving
 from tiny_chat import write as write_model
 
 import generate
@@ -164,6 +167,20 @@ def test_a_long_body_is_refused_before_it_is_read(scripted):
     assert response.status_code == 413
     wide = json.dumps({"messages": [0] * (1 << 20)}).encode()
     assert scripted.post(CHAT, content=wide).status_code == 413
+
+
+@pytest.mark.parametrize("part", [b"a" * 1000, b": b\r\nc"])
+def test_headers_that_do_not_end_are_refused(scripted, part):
+    """One that is long, and many of them."""
+    with serving(scripted.app) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as asked:
+        asked.settimeout(20)
+        asked.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 1 << 22:
+                asked.sendall(part * (4096 // len(part)))
+                sent += 4096
+        assert sent < 1 << 22
 
 
 @pytest.mark.parametrize("stream", [False, True])
