@@ -28,7 +28,7 @@ from common.step import State, Step
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
 LOOKUPS = (0, 3, 7, 11, 15)
 LOOKUP_DEPTH = LOOKUPS[-1]
-TREE_SIZES = (0, 7, 15, 23, 31, 47, 63)  # with the root, rows for which CUDA kernels are built
+TREE_SIZES = (0, 7, 15, 23, 31, 47, 63, 95, 127)  # with the root, rows for which CUDA kernels are built
 
 
 def check(options: Speculation, model: Model) -> None:

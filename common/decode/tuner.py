@@ -63,7 +63,7 @@ class Tuner:
         self.settled = False
         if self.trial:
             return self.trial.popleft()
-        for size in (self.sizes[1], 0, self.sizes[len(self.sizes) // 3]):
+        for size in (self.sizes[1], 0, self.sizes[min(len(self.sizes) // 3, 2)]):
             if not self.seconds[size].count:
                 return size
             if size == 0 and self.rate(0) > self.rate(self.sizes[1]):

@@ -1,5 +1,7 @@
 """The tuner by a clock of its own: what it costs where drafts do not pay, and what it keeps where they do."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -98,3 +100,14 @@ def test_it_comes_back_within_a_long_reply():
     machine.plain_tokens = 0
     machine.reply(tuner, 4000, 0.8)
     assert machine.plain_tokens < 2000
+
+
+def test_it_goes_up_to_127_draft_tokens():
+    """Where further draft tokens cost next to nothing and each brings as much: a large model at a long context."""
+    tuner, chosen = Tuner(TREE_SIZES), []
+    for _ in range(120):
+        size = tuner.choose()
+        chosen.append(size)
+        tuner.record(size, [0, *range(5, size + 1, 8)], 1 + size / 1000)
+    assert max(TREE_SIZES) == 127
+    assert Counter(chosen[60:]).most_common(1)[0][0] == 127
