@@ -158,8 +158,8 @@ def gguf_model(tmp_path, change, ops=None):
     return load_model(write_gguf(FOLDER, tmp_path / "m.gguf", change=change), ops or NumpyOps())
 
 
-def test_released_gguf():
-    """The keys and the 844 tensors of GLM-4.7-Flash's files, which name no gating function."""
+def released():
+    """The keys and the shapes of GLM-4.7-Flash's GGUF files, which name no gating function."""
     keys = {
         **{"block_count": 47, "context_length": 202752, "embedding_length": 2048, "feed_forward_length": 10240},
         **{"attention.head_count": 20, "attention.head_count_kv": 1, "attention.q_lora_rank": 768},
@@ -185,6 +185,11 @@ def test_released_gguf():
             block |= {"ffn_down_exps": (64, 2048, 1536), "ffn_gate_shexp": (1536, 2048)}
             block |= {"ffn_up_shexp": (1536, 2048), "ffn_down_shexp": (2048, 1536)}
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
+    return keys, shapes
+
+
+def test_released_gguf():
+    keys, shapes = released()
     assert len(shapes) == 844
     checkpoint = shapes_only("deepseek2", keys, shapes)
     c = glm.read_config(checkpoint)

@@ -11,14 +11,20 @@ import test_laguna
 import tiny
 from folders import rewritten
 from gguf_files import write_gguf
+from gguf_laguna_glm import NAMES, TOP
 from test_quantized_models import IDS, divergence, quantize, source
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
+from common.gguf_file import converted
 from common.gguf_tokenizer import _LLAMA3, _NEWLINE_RUN, _QWEN2
-from common.models import load_model
+from common.models import architecture, load_model
+from common.quantize import Format
+from common.recipe import choose, find_weights, uniform
 from common.reference import NumpyOps
+from common.tensors import Tensor
 from common.tokenizer import load_tokenizer
+from common.weights import account
 from generate.__main__ import main
 
 MLX_NAMES = {"laguna": test_laguna.as_mlx_lm, "glm": test_glm.as_mlx_lm}
@@ -68,6 +74,74 @@ def test_from_an_mlx_folder(name, tmp_path):
     assert np.abs(logits(tmp_path / "out.gguf") - logits(tmp_path / "mlx")).max() < 1e-4
     quantize(tmp_path / "mlx", tmp_path / "again.gguf", "--requantize")
     assert {tensor.type for tensor in open_checkpoint(tmp_path / "again.gguf").tensors.values()} == {"F32", "Q8_0"}
+
+
+LAGUNA_XS_2 = {
+    **{"model_type": "laguna", "vocab_size": 100352, "hidden_size": 2048, "num_hidden_layers": 40, "head_dim": 128},
+    **{"num_attention_heads": 48, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "num_key_value_heads": 8},
+    **{"layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 10, "sliding_window": 512},
+    **{"mlp_layer_types": ["dense"] + ["sparse"] * 39, "intermediate_size": 8192, "num_experts": 256},
+    **{"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    **{"moe_routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "gating": True},
+    "rope_parameters": {
+        "full_attention": {
+            **{"rope_type": "yarn", "rope_theta": 500000.0, "partial_rotary_factor": 0.5, "factor": 32.0},
+            **{"original_max_position_embeddings": 4096, "beta_fast": 64.0, "beta_slow": 1.0, "attention_factor": 1.0},
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}
+GLM_4_7_FLASH = {
+    **{"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "num_hidden_layers": 47},
+    **{"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "intermediate_size": 10240},
+    **{"first_k_dense_replace": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536},
+    **{"n_shared_experts": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    **{"rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "rope_theta": 1e6},
+}
+
+
+def folder_of(config, shapes, path):
+    """A folder in bfloat16 without a single value, whose GGUF file has `shapes`."""
+    shared = "shared_expert." if config["model_type"] == "laguna" else "shared_experts."
+    names = {gguf: hf for hf, gguf in (NAMES | TOP).items() if "shared_expert" not in hf or shared in hf}
+    found = {}
+    for name, shape in shapes.items():
+        block, i, short = re.fullmatch(r"(blk\.(\d+)\.)?(.*)", name).groups()
+        prefix = f"model.layers.{i}." if block else ""
+        if experts := re.fullmatch(r"ffn_(\w+)_exps.weight", short):
+            stack = {f"{prefix}mlp.experts.{e}.{experts[1]}_proj.weight": shape[1:] for e in range(shape[0])}
+            found |= stack
+        elif short == "attn_k_b.weight":
+            heads, latent, keys = shape
+            rows = heads * (keys + shapes[f"{block}attn_v_b.weight"][1])
+            found[f"{prefix}self_attn.kv_b_proj.weight"] = (rows, latent)
+        elif short != "attn_v_b.weight":
+            found[prefix + names[short]] = shape
+    tensors = {name: Tensor(name, "BF16", shape, np.empty((*shape[:-1], 0), np.uint8)) for name, shape in found.items()}
+    return Checkpoint(path, "safetensors", config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("config", "released", "dense"),
+    [(LAGUNA_XS_2, test_laguna.released, 239), (GLM_4_7_FLASH, test_glm.released, 281)],
+    ids=["laguna-xs.2", "glm-4.7-flash"],
+)
+def test_keys_and_tensors_of_the_releases(config, released, dense, tmp_path):
+    """What the published files have: names, shapes, how many tensors are float32, and every key with its value."""
+    keys, shapes = released()
+    checkpoint = folder_of(config, shapes, tmp_path)
+    definition = architecture(checkpoint)[1]
+    layout = definition.layout(definition.read_config(checkpoint), checkpoint)
+    account(checkpoint, layout)
+    weights, recipe = find_weights(checkpoint, layout), uniform(Format("Q8_0"))
+    choices = {name: choose(weight, recipe, False, True) for name, weight in weights.items()}
+    written, outputs = converted(checkpoint, definition, layout, weights, choices)
+    assert {output.name: output.shape for output in outputs} == shapes
+    types = [output.format.type for output in outputs]
+    assert (types.count("F32"), types.count("Q8_0")) == (dense, len(shapes) - dense)
+    values = {key.name.partition(".")[2]: key.value for key in written}
+    assert {key: values[key] for key in keys} == keys
 
 
 def test_from_experts_in_one_tensor(tmp_path):
