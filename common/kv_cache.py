@@ -8,7 +8,7 @@ from common.errors import UsageError
 from common.hadamard import GROUPS, group_of
 from common.kv_formats import FORMATS
 from common.options import CacheChoice
-from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing
+from common.storage import NATIVE, Kind, KVSpec, LatentSpec, LayerSpec, Packing, Plane
 
 WHOLE = 8  # bits from which keys take no rotation, no calibration and no exact rows
 CALIBRATION = 512  # tokens whose keys and queries calibrate the later keys
@@ -165,16 +165,21 @@ def described(spec: Sequence[LayerSpec]) -> list[str]:
 
 def _described_spec(s: KVSpec | LatentSpec) -> str:
     names = ("keys", "values") if isinstance(s, KVSpec) else ("latent rows", "roped parts")
-    parts = [
-        f"{name} {plane.format}{' rotated' if plane.rotated else ''}"
-        for name, plane in zip(names, s.planes, strict=False)
-    ]
+    parts = [f"{name} {plane.format}{_turned(plane)}" for name, plane in zip(names, s.planes, strict=False)]
     if isinstance(s, KVSpec) and s.packing.keeps_exact:
         parts.append(f"first {s.packing.first} and latest {s.packing.recent} tokens exact")
         parts.append("keys equalised" if s.packing.calibration else "keys as they are")
     if s.window is not None:
         parts.append(f"the first {s.keep} and the last {s.window} tokens alone")
     return ", ".join(parts)
+
+
+def _turned(plane: Plane) -> str:
+    """Describe the rotation of a plane; its groups where they are smaller than a head and than the usual 128."""
+    group = group_of(plane.dim)
+    if not plane.rotated:
+        return ""
+    return f" rotated in groups of {group}" if group < min(plane.dim, GROUPS[0]) else " rotated"
 
 
 def check_pairs(spec: Sequence[LayerSpec], backend: str, pairs: frozenset[tuple[str, str]]) -> None:

@@ -196,6 +196,14 @@ class CacheChoice(Options):
     )
     kv_boundary: int = option(0, rules.whole(0), "first and last layers, counted among those with a cache, in q8_0")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv or self.cache_type_k or self.cache_type_v:
+            return
+        for of in fields(CacheChoice):
+            if getattr(self, of.name) != of.default:
+                raise UsageError(f"{of.name} goes with kv, cache_type_k or cache_type_v, none of which is given")
+
 
 EXPERT_SWITCHES = {  # by option, those of which one must be on
     **dict.fromkeys(("expert_cache", "expert_pack"), ("stream_experts",)),

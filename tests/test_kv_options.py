@@ -12,13 +12,13 @@ from common.checkpoint import open_checkpoint
 from common.demo import demo_path
 from common.engine import Engine
 from common.errors import UsageError
-from common.kv_cache import LADDER, SHORTHANDS, CacheOptions, options_of
+from common.kv_cache import LADDER, SHORTHANDS, CacheOptions, described, options_of, packed
 from common.kv_formats import FORMATS
 from common.models import load_model
 from common.models.drafts import load_pair
 from common.options import CACHE_SHORTHANDS, CACHE_TYPES, CacheChoice, GenerationOptions
 from common.reference import NumpyOps
-from common.storage import NATIVE, all_specs
+from common.storage import NATIVE, KVSpec, all_specs
 from common.tokenizer import load_tokenizer
 from generate.__main__ import main
 from generate.caches import named, with_cache
@@ -75,6 +75,18 @@ def test_refusals(demo, capsys):
     assert main(["fit", str(tiny.FOLDER / "qwen3"), "--kv", "q4", "--backend", "numpy"]) == 1
     assert "lm4 stores heads whose size is a multiple of 32, not 16" in capsys.readouterr().err
     assert main(["-p", "x", "-ctk", "q9"]) == 2
+    for name, value in (("kv_recent", 5), ("kv_boundary", 1), ("kv_rotate_k", False)):
+        with pytest.raises(UsageError, match=f"{name} goes with kv, cache_type_k or cache_type_v, none of which is"):
+            CacheChoice(**{name: value})
+    with pytest.raises(UsageError, match="kv_calibration is 10; it must be 0 or a whole number of at least 64"):
+        CacheChoice(kv="q4", kv_calibration=10)
+
+
+def test_small_groups_are_named():
+    """Heads of 96 are rotated in groups of 32; of 128 and 64 whole."""
+    lines = [described(packed([{"kv": KVSpec(1, D, D)}], CacheOptions("lm4", "q8_0"))) for D in (96, 128, 64)]
+    assert [" rotated in groups of 32" in line for (line,) in lines] == [True, False, False]
+    assert all(" rotated" in line for (line,) in lines)
 
 
 def test_a_backend_without_kernels_refuses(demo):

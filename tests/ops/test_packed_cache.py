@@ -22,6 +22,7 @@ H, K, D = 4, 2, 64
 SCALE = 0.125
 PAIRS = [(keys, values) for keys in (NATIVE, *FORMATS) for values in (NATIVE, *FORMATS)][1:]
 FEW_PAIRS = [("q8_0", "lm4"), ("lm4", "lm3"), ("tq3_0", "tq3_0"), ("q4_0", "q5_1"), ("turboquant", "turboquant")]
+OTHERS = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in FEW_PAIRS]
 quick = settings(max_examples=10, deadline=None, derandomize=True)
 parent_lists = st.integers(1, 7).flatmap(lambda n: st.tuples(*(st.integers(PAST, t - 1) for t in range(n))))
 
@@ -92,6 +93,15 @@ def test_every_pair_in_any_pieces(ops, pair):
 @given(parents=parent_lists, past=st.integers(0, 12), pair=st.sampled_from(FEW_PAIRS))
 def test_rows_of_a_tree_agree_with_their_paths(ops, parents, past, pair):
     """Also where the tree passes the tokens that calibrate, the sinks and the recent window."""
+    agree_with_their_paths(ops, parents, past, pair)
+
+
+@pytest.mark.parametrize("pair", OTHERS, ids="/".join)
+def test_rows_of_a_tree_of_every_pair(ops, pair):
+    agree_with_their_paths(ops, [PAST, 0, 0, 1, PAST, 3], 4, pair)
+
+
+def agree_with_their_paths(ops, parents, past, pair):
     tokens = 100 + np.arange(len(parents), dtype=np.int32)
     state = new(ops, spec_of(pair))
     if past:
@@ -115,7 +125,7 @@ def test_rows_of_a_tree_agree_with_their_paths(ops, parents, past, pair):
         state.restore(before)
 
 
-@pytest.mark.parametrize("pair", FEW_PAIRS, ids="/".join)
+@pytest.mark.parametrize("pair", [*FEW_PAIRS, *OTHERS], ids="/".join)
 @pytest.mark.parametrize("past", [3, 6, 40])
 def test_snapshots_and_what_was_not_committed(ops, pair, past):
     """A restore, and rows of NaN that were never committed, leave no trace."""
