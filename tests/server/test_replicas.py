@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -260,3 +261,30 @@ def test_a_deletion_lets_replies_finish(ray, url, demo) -> None:
     with streams(url, demo, tuple(sessions_by_replica(url).values())) as found:
         serve.delete("bimetal")
     assert {error for (_, error), _ in found} == {None}
+
+
+def test_another_replica_starts_while_one_is_busy(url, demo) -> None:
+    """One replica of four slots, with four clients that ask again and again: Ray waits 30 s, then starts another."""
+    from ray import serve
+
+    serve.delete("bimetal")  # an update keeps two replicas until they have been idle
+    deployed("replicas=1", "max_replicas=2")
+    body, is_over, errors = request_of("def add", 200, demo.tokenizer.end_ids), threading.Event(), list[object]()
+
+    def asks() -> None:
+        while not is_over.is_set():
+            errors.append(ask(url, body)[1])
+
+    def replicas() -> int:
+        return len({running(url, f"s{number}")[0] for number in range(8)})
+
+    assert replicas() == 1
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(asks)
+        try:
+            wait_for(lambda: replicas() == 2, 180)
+        finally:
+            is_over.set()
+    assert errors
+    assert set(errors) == {None}
