@@ -1,4 +1,8 @@
-"""The headers of a repository's files, without their weights, in a folder that a checkpoint opens."""
+"""The headers of a repository's files, without their weights, in a folder that a checkpoint opens.
+
+Readers map files, so the headers are written to files of the full size, whose rest is a hole. huggingface_hub's file
+system reads ranges as well, but in blocks of a size chosen beforehand, and the files would still have to be written.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

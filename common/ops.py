@@ -170,6 +170,15 @@ class Ops(ABC):
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         """An empty state for one sequence of at most `capacity` tokens."""
 
+    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
+        """States of up to `slots` sequences, over which one step runs at once; None where each has a state of its own.
+
+        tokens  that the sequences may hold together, at least a whole context; None: `capacity` each
+
+        A step over the pool says by `slots` whose rows it has.
+        """
+        return None
+
     # -- experts that are read while a model runs ---------------------------------------------------------------------
 
     def expert_bytes(self, form: ExpertForm) -> int:
@@ -179,15 +188,6 @@ class Ops(ABC):
     def expert_memory(self, forms: Mapping[int, ExpertForm], slots: Mapping[Hashable, int]) -> SlotMemory:
         """Memory for so many slots of each `ExpertForm.kind`, for layers whose experts have `forms`."""
         raise BimetalError(f"the {self.name} backend does not stream experts from files; mlx and numpy do")
-
-    def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> Pool | None:
-        """States of up to `slots` sequences, over which one step runs at once; None where each has a state of its own.
-
-        tokens  that the sequences may hold together, at least a whole context; None: `capacity` each
-
-        A step over the pool says by `slots` whose rows it has.
-        """
-        return None
 
     # -- what a model will take, from its types and shapes alone ----------------------------------------------------
 
