@@ -19,15 +19,24 @@ WAITS = (1, 2, 4, 8)  # seconds before each new attempt, or longer where the ser
 LONGEST_WAIT = 60  # seconds that a Retry-After may ask for; a longer one ends the attempts
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+GIT_HASH = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Content of a repository or its cached copy at one commit: by path, sizes (bytes) and large files' SHA-256."""
+    """Content of a repository, or of its cached copy, at one commit.
+
+    sizes   bytes by path
+    hashes  by path: a large file's SHA-256, any other file's hash in git; none of a cached copy
+    """
 
     commit: str
     sizes: dict[str, int]
-    sha256: dict[str, str]
+    hashes: dict[str, str]
+
+    def is_large(self, path: str) -> bool:
+        """Whether a file is stored outside of git."""
+        return bool(SHA256.fullmatch(self.hashes[path]))
 
 
 def checked_listing(info: Any, answers: str) -> Listing:
@@ -38,21 +47,20 @@ def checked_listing(info: Any, answers: str) -> Listing:
     if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise BimetalError(f"{answers} the commit {info.sha!r}, which is not a hexadecimal hash")
     sizes: dict[str, int] = {}
-    sha256: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for file in info.siblings or []:
         name, large = file.rfilename, file.lfs
         if not isinstance(name, str) or not is_relative(name):
             raise BimetalError(f"{answers} the file name {name!r}, which is not a path inside the repository")
         if type(file.size) is not int or file.size < 0:
             raise BimetalError(f"{answers} the size {file.size!r} of {name}, which is not a number of bytes")
-        if large is not None:
-            if not isinstance(large.sha256, str) or not SHA256.fullmatch(large.sha256):
-                raise BimetalError(
-                    f"{answers} the SHA-256 {large.sha256!r} of {name}, which has not 64 hexadecimal digits"
-                )
-            sha256[name] = large.sha256
+        what, found, form = ("hash", file.blob_id, GIT_HASH) if large is None else ("SHA-256", large.sha256, SHA256)
+        if not isinstance(found, str) or not form.fullmatch(found):
+            digits = 40 if form is GIT_HASH else 64
+            raise BimetalError(f"{answers} the {what} {found!r} of {name}, which has not {digits} hexadecimal digits")
+        hashes[name] = found
         sizes[name] = file.size
-    return Listing(info.sha, sizes, sha256)
+    return Listing(info.sha, sizes, hashes)
 
 
 def is_relative(path: str) -> bool:

@@ -1,12 +1,13 @@
 """Download of what huggingface_hub's cache lacks of a repository, whole and checked.
 
-Large files are fetched here, by plain HTTP ranges, to where huggingface_hub then finds them: since its 1.18 it throws
-an interrupted download away (huggingface_hub#4228), and 19 of 20 GB is too much to fetch twice.
+Files are fetched here, by plain HTTP ranges, to where huggingface_hub then finds them. Since its 1.18 that throws an
+interrupted download away (huggingface_hub#4228), and 19 of 20 GB is too much to fetch twice; and it takes a file's ETag
+for the name of the file to write, wherever that leads.
 """
 
 import errno
-import glob
 import hashlib
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -22,38 +23,36 @@ MAX_HTTP = 50_000_000_000  # bytes: the Hub serves no larger file over plain HTT
 
 def fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progress: bool) -> None:
     """Bring `paths` into the cache, whole and checked; after an error or Ctrl-C, resumable partials stay."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
     from huggingface_hub.utils import WeakFileLock
-    from tqdm.asyncio import tqdm_asyncio
     from tqdm.auto import tqdm
 
-    class NoBar(tqdm_asyncio):  # the small files that are left to huggingface_hub
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
-
-    large = list({listing.sha256[path]: path for path in paths if path in listing.sha256}.values())
+    unique = list({listing.hashes[path]: path for path in paths}.values())
+    large, small = ([path for path in unique if listing.is_large(path) == kind] for kind in (True, False))
     total = sum(listing.sizes[path] for path in large)
     hidden = None if large and progress else True  # None: shown on a terminal and in a notebook
     lock = storage.parent / ".locks" / storage.name / "bimetal.lock"  # two runs must not append to one partial
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock), tqdm(total=total, desc=repo, unit="B", unit_scale=True, disable=hidden) as bar:
+        with WeakFileLock(lock):
             _drop_damaged(storage, listing, paths)
             _require_space(storage, listing, paths)
-            _fetch_blobs(repo, storage, listing, large, bar)
-        only = [glob.escape(path) for path in paths]
-        snapshot_download(repo, revision=listing.commit, allow_patterns=only, tqdm_class=NoBar)
+            with tqdm(disable=True) as bar:
+                _fetch_blobs(repo, storage, listing, small, bar)
+            with tqdm(total=total, desc=repo, unit="B", unit_scale=True, disable=hidden) as bar:
+                _fetch_blobs(repo, storage, listing, large, bar)
+            for path in paths:
+                _enter(storage, listing, path)
+    except HfHubHTTPError as error:
+        raise BimetalError(hub_refusal(error, repo)) from None
     except (HTTPError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
-        if isinstance(cause, HfHubHTTPError):
-            raise BimetalError(hub_refusal(cause, repo)) from None
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BimetalError(f"the disk of {storage} is full; make room, or set HF_HOME to a larger disk") from None
-        if isinstance(cause, OSError) and cause.filename:
-            raise BimetalError(f"cannot write to the cache: {short_reason(cause)}") from None
+        if isinstance(error, OSError) and error.filename:
+            raise BimetalError(f"cannot write to the cache: {short_reason(error)}") from None
         raise BimetalError(
-            f"the download of {repo} from {constants.ENDPOINT} broke off ({short_reason(cause)}); "
+            f"the download of {repo} from {constants.ENDPOINT} broke off ({short_reason(error)}); "
             "run again to continue it"
         ) from None
     for path in paths:
@@ -65,11 +64,11 @@ def fetch(repo: str, storage: Path, listing: Listing, paths: list[str], progress
 def _drop_damaged(storage: Path, listing: Listing, paths: list[str]) -> None:
     """Take out of the cache what has another size than on the hub; the start of a large file is continued."""
     for path in paths:
-        file, sha256 = storage / "snapshots" / listing.commit / path, listing.sha256.get(path)
-        blob = storage / "blobs" / sha256 if sha256 else file.resolve()
+        file, blob = storage / "snapshots" / listing.commit / path, storage / "blobs" / listing.hashes[path]
+        partial = _partial(blob)
         if blob.is_file() and disk_size(blob) != listing.sizes[path]:
-            if sha256 and disk_size(_partial(storage, sha256)) < disk_size(blob) < listing.sizes[path]:
-                blob.replace(_partial(storage, sha256))
+            if disk_size(partial) < disk_size(blob) < listing.sizes[path]:
+                blob.replace(partial)
             else:
                 blob.unlink()
         if not file.exists() or disk_size(file) != listing.sizes[path]:
@@ -77,8 +76,8 @@ def _drop_damaged(storage: Path, listing: Listing, paths: list[str]) -> None:
 
 
 def _require_space(storage: Path, listing: Listing, paths: list[str]) -> None:
-    hashes = [listing.sha256[path] for path in paths if path in listing.sha256]
-    there = sum(disk_size(storage / "blobs" / sha256) or disk_size(_partial(storage, sha256)) for sha256 in hashes)
+    blobs = [storage / "blobs" / listing.hashes[path] for path in paths]
+    there = sum(disk_size(blob) or disk_size(_partial(blob)) for blob in blobs)
     need = sum(listing.sizes[path] for path in paths) - there
     folder = next(parent for parent in (storage, *storage.absolute().parents) if parent.exists())
     free = shutil.disk_usage(folder).free
@@ -102,13 +101,12 @@ def _fetch_blobs(repo: str, storage: Path, listing: Listing, paths: list[str], b
 
 
 def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any, stop: threading.Event) -> None:
-    """Download one large file to the cache's blob of its SHA-256; nothing with another hash gets that name."""
+    """Download one file to the cache's blob of its hash; nothing with another hash gets that name."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    size, sha256 = listing.sizes[path], listing.sha256[path]
-    url = hf_hub_url(repo, path, revision=listing.commit)
-    blob, partial = storage / "blobs" / sha256, _partial(storage, sha256)
+    size, blob = listing.sizes[path], storage / "blobs" / listing.hashes[path]
+    url, partial = hf_hub_url(repo, path, revision=listing.commit), _partial(blob)
     blob.parent.mkdir(parents=True, exist_ok=True)
     if blob.exists():
         bar.update(size)
@@ -137,11 +135,31 @@ def _fetch_blob(repo: str, storage: Path, listing: Listing, path: str, bar: Any,
             if file.tell() < size:
                 stop.wait(max(WAITS[max(failures - 1, 0)], asked))
     with open(partial, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sha256:
+        begun = hashlib.sha256() if listing.is_large(path) else hashlib.sha1(b"blob %d\0" % size)  # the latter is git's
+        digest = hashlib.file_digest(file, lambda: begun).hexdigest()
+    if digest != blob.name:
         partial.unlink()
-        raise BimetalError(f"{path} of {repo} arrived damaged: its SHA-256 is {digest}, not {sha256}; run again")
+        raise BimetalError(f"{path} of {repo} arrived damaged: its hash is {digest}, not {blob.name}; run again")
     partial.replace(blob)
+
+
+def _enter(storage: Path, listing: Listing, path: str) -> None:
+    """Make the entry of a commit's folder for a file: a link to its blob, or on a disk without links its bytes."""
+    entry, blob = storage / "snapshots" / listing.commit / path, storage / "blobs" / listing.hashes[path]
+    if not blob.exists():  # it has become an entry before
+        return
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    temporary = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
+    try:
+        temporary.symlink_to(os.path.relpath(blob, entry.parent))
+        temporary.replace(entry)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if listing.is_large(path):
+            blob.replace(entry)
+        else:
+            shutil.copyfile(blob, entry)
 
 
 def _append(url: str, file: Any, size: int, bar: Any, stop: threading.Event) -> None:
@@ -167,9 +185,9 @@ def _append(url: str, file: Any, size: int, bar: Any, stop: threading.Event) -> 
                 return
 
 
-def _partial(storage: Path, sha256: str) -> Path:
-    # Not `<sha256>.incomplete`, into which older huggingface_hub versions write sparse files.
-    return storage / "blobs" / f"{sha256}.bimetal.incomplete"
+def _partial(blob: Path) -> Path:
+    # Not `<hash>.incomplete`, into which older huggingface_hub versions write sparse files.
+    return blob.with_name(f"{blob.name}.bimetal.incomplete")
 
 
 def disk_size(path: Path) -> int:

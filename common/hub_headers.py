@@ -60,6 +60,8 @@ def _fetch_header(repo: str, path: str, listing: Listing, target: Path) -> None:
         hf_raise_for_status(response)
         for chunk in response.iter_bytes():
             have += file.write(chunk)
+            if have > size:
+                raise BimetalError(f"{path} of {repo} has more than its {size} bytes")
             if check <= have < size:
                 file.truncate(have)  # without the hole of the last check
                 previous, complaint = complaint, _complaint(target)

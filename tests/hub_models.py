@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer, Repo
 
-from common import hub
+from common import hub, hub_download
 from common.errors import BimetalError
 from common.hub import resolve_model
 
@@ -78,7 +78,8 @@ def cache(tmp_path: Path, server: HubServer, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "WAITS", (0, 0, 0, 0))
+    for module in (hub, hub_download):
+        monkeypatch.setattr(module, "WAITS", (0, 0, 0, 0))
     for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)

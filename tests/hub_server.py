@@ -208,7 +208,7 @@ def _handler(hub: HubServer, cdn: bool) -> type[BaseHTTPRequestHandler]:
             fault = self.fault or Fault("", "")
             body = body[: len(body) - fault.short]
             self.send_response(status)
-            for key, value in headers.items():
+            for key, value in (headers | fault.headers).items():
                 self.send_header(key, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -1,6 +1,7 @@
 """Downloads that break off, answers that a hub does not give, and refusals: a server stands in for the Hub."""
 # ruff: noqa: F811  tests take the fixtures of hub_models.py by their names
 
+import errno
 import os
 import re
 import shutil
@@ -64,7 +65,7 @@ def test_a_file_shorter_than_listed(cache: Path, server: HubServer) -> None:
 
 def test_a_small_file_shorter_than_listed(cache: Path, server: HubServer) -> None:
     server.faults.append(Fault("GET", "/config.json", times=99, short=1))
-    assert "broke off" in refusal("org/safe")
+    assert "config.json of org/safe ends before its 16 bytes" in refusal("org/safe")
     assert not any(cache.rglob("config.json"))
     server.faults.clear()
     assert files(resolve_model("org/safe")) == SAFETENSORS
@@ -82,7 +83,7 @@ def test_server_errors_are_retried(cache: Path, server: HubServer) -> None:
     server.faults += [
         Fault("GET", "/api/models/org/safe", times=2, status=500),
         Fault("GET", "model-00001-of-00002.safetensors", times=2, status=502),
-        Fault("HEAD", "config.json", status=503),
+        Fault("GET", "/config.json", status=503),
     ]
     assert files(resolve_model("org/safe")) == SAFETENSORS
     server.faults.append(Fault("GET", "/api/", times=99, status=503))
@@ -164,6 +165,33 @@ def test_odd_values_in_a_listing(cache: Path, server: HubServer, changes: dict[s
     server.faults.append(Fault("GET", "/api/", times=99, change=in_listing(**changes)))
     assert says in refusal("org/one")
     assert not any(path.is_file() for path in cache.parent.rglob("*"))
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("name", ["../../../outside", "/{}/outside"])
+def test_no_header_names_a_file(cache: Path, server: HubServer, header: str, name: str) -> None:
+    """huggingface_hub writes to the path that an ETag names."""
+    value = f'"{name.format(cache.parent)}"'
+    server.faults += [Fault(method, "", times=99, headers={header: value}) for method in ("HEAD", "GET")]
+    assert files(resolve_model("org/safe")) == SAFETENSORS
+    assert [path.name for path in cache.parent.rglob("*outside*")] == []
+
+
+def test_a_small_file_is_checked_by_its_hash_in_git(cache: Path, server: HubServer) -> None:
+    server.faults.append(Fault("GET", "/config.json", flip=True))
+    assert "config.json of org/safe arrived damaged: its hash is" in refusal("org/safe")
+    assert files(resolve_model("org/safe")) == SAFETENSORS
+
+
+def test_a_disk_without_links(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    for _ in range(2):
+        folder = resolve_model("org/safe")
+        assert files(folder) == SAFETENSORS
+        assert not any(path.is_symlink() for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("endpoint", ["http://[::", "ftp://127.0.0.1", "huggingface.co", "http://", "http://x:99999"])
