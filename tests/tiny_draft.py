@@ -77,12 +77,17 @@ def write(
 
 
 def packed_pair(folder: Path, target: Model, cache: CacheOptions) -> Pair:
-    """Pair of `target` and a draft, whose caches are in the formats of `cache`; the target's stay as they are.
+    """Pair of `target` and a draft with heads of 64, whose caches are in the formats of `cache`."""
+    c, layers = target.config, len(target.layout.layers)
+    return packed(load_pair(write(folder, c.hidden, c.vocab, layers, [0, layers - 1], head_dim=64), target), cache)
+
+
+def packed(pair: Pair, cache: CacheOptions) -> Pair:
+    """`pair` with the draft's caches in the formats of `cache`; the target's stay as they are.
 
     The heads of a tiny target are too small for those formats.
     """
-    c, layers = target.config, len(target.layout.layers)
-    pair = load_pair(write(folder, c.hidden, c.vocab, layers, [0, layers - 1], head_dim=64), target)
+    states = pair.state_spec
     pair = replace(pair, cache=cache)
-    vars(pair)["state_spec"] = target.state_spec
+    vars(pair)["state_spec"] = states
     return pair

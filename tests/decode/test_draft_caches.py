@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_draft
+import tiny_eagle
 from test_plain import prefilled
 from test_speculative import PROMPT, assert_same, decode
 
@@ -45,6 +46,19 @@ def test_text_with_compressed_caches_of_a_draft(formats, sampling, ops, tmp_path
     expected, margins, _ = decode(target, prompt, 7, **sampling)
     kind = "tree" if sampling else "chain"
     assert_same(decode(pair, prompt, 7, Speculation(kind, 7), **sampling)[0], expected, margins, ops)
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+def test_text_with_a_compressed_cache_of_an_eagle_draft(sampling, ops, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_eagle, "HEAD_DIM", 64)
+    target, prompt = tiny.load("llama", ops), tiny.golden("llama")["ids"][:PROMPT].tolist()
+    plain = load_pair(tiny_eagle.write(tmp_path / "draft", 32, 96, [0, 1, 1]), target)
+    pair = tiny_draft.packed(plain, CacheOptions("q8_0", "lm4", recent=4))
+    assert [layer["kv"].value_format for layer in pair.sequence_spec[-1:]] == ["lm4"]
+    proposed = [each.ops.read(each.propose(prefilled(each, prompt, 64)[0], [5, 6])) for each in (pair, plain)]
+    assert 0 < np.abs(proposed[0] - proposed[1]).mean() < 0.2
+    expected, margins, _ = decode(target, prompt, 7, **sampling)
+    assert_same(decode(pair, prompt, 7, Speculation("chain", 3), **sampling)[0], expected, margins, ops)
 
 
 @pytest.mark.slow
