@@ -54,11 +54,15 @@ def losses() -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t"))
 
 
-LOSSES = {"demo": ("demo", "code"), "smollm2": ("smollm2", "WikiText-2"), "smollm2-code": ("smollm2", "code")}
+LOSSES = {  # by name of a table: model, text, tokens of a window
+    "demo": ("demo", "code", "2048"),
+    "smollm2": ("smollm2", "WikiText-2", "2048"),
+    "smollm2-code": ("smollm2", "code", "2048"),
+}
 
 
-def loss_table(model: str, text: str) -> str:
-    """The losses of one model on one text, widest formats first."""
+def loss_table(model: str, text: str, window: str) -> str:
+    """The losses of one model on windows of one text, widest formats first."""
     out = [
         _row(
             "keys, values",
@@ -72,7 +76,7 @@ def loss_table(model: str, text: str) -> str:
         _row("---", *["---:"] * 2, "---", *["---:"] * 3),
     ]
     for r in losses():
-        if (r["model"], r["text"]) == (model, text):
+        if (r["model"], r["text"], r["window"]) == (model, text, window):
             apart = f" ({r['apart']})" if r["apart"] else ""
             first, _, latest = r["exact"].partition("+")
             exact = f"first {first}, latest {latest}" if latest else "none"

@@ -44,7 +44,8 @@ def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
     if automatic:
         options = _fitting(model, choice, tokens)
         free, what = model.ops.free_bytes()
-        print(f"kv auto: {options}, for {tokens} tokens in {free / 1e9:.1f} GB ({what})", file=sys.stderr)
+        rule = f"the first that fits, else the last, of {', '.join(map('/'.join, LADDER))}"
+        print(f"kv auto: {options}, for {tokens} tokens in {free / 1e9:.1f} GB ({what}); {rule}", file=sys.stderr)
     chosen = replace(model, cache=options)
     _ = chosen.state_spec  # refuses what the backend has not
     return chosen

@@ -61,7 +61,9 @@ def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
     assert pairs[0] == (NATIVE, NATIVE)
     assert pairs[-1] == LADDER[-1]
     assert [pair for pair in LADDER if pair in pairs] == pairs
-    assert "kv auto: keys tq3_0, values tq3_0, for 4096 tokens in 0.0 GB (given here)" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "kv auto: keys tq3_0, values tq3_0, for 4096 tokens in 0.0 GB (given here); the first that fits" in err
+    assert ", else the last, of native/native, q8_0/q8_0, q8_0/lm4, lm4/lm4, tq3_0/tq3_0\n" in err
 
 
 def test_refusals(demo, capsys):
