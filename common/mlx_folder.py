@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,72 @@ from common.checkpoint import INDEX, UNFINISHED, Checkpoint
 from common.errors import BimetalError
 from common.files import rewrite
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
-from common.quantize import FLOAT_TYPES, Format, scale_type
+from common.quantize import FLOAT_TYPES, Format, float_type, scale_type
 from common.recipe import Choice, Weight
 from common.safetensors import MODES
 from common.tensors import Tensor
+from common.weights import Layout, Stored, canonical
 
+SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names
 KEPT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # tokenizers, templates, settings, code
 Advance = Callable[[int], object]
 Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, bytes
 
 
-def folder_outputs(checkpoint: Checkpoint, weights: dict[str, Weight], choices: dict[str, Choice]) -> list[Output]:
+def folder_outputs(
+    checkpoint: Checkpoint, layout: Layout, weights: dict[str, Weight], choices: dict[str, Choice]
+) -> list[Output]:
     """Every tensor of a safetensors checkpoint as the folder will have it, in the order of the files."""
-    outputs = []
+    outputs, split = [], _split(layout)
     for name, tensor in checkpoint.tensors.items():
+        new_name = _mlx_name(checkpoint, name)
         if name not in weights:
-            outputs.append(output_of(_mlx_name(checkpoint, name), tensor))
+            outputs.append(output_of(new_name, tensor))
             continue
-        kind, choice = weights[name].kind, choices[name]
-        for new_name, part in _as_modules(_mlx_name(checkpoint, name), tensor, choice.format):
-            outputs.append(output_of(new_name, part, kind, choice.format, choice.why))
+        weight, choice = weights[name], choices[name]
+        if len(weight.stored.names) > 1:
+            if name == weight.stored.names[0]:
+                outputs.append(_stacked(checkpoint, new_name, weight, choices))
+        elif name in split and choice.format is not None:
+            outputs += [_part(checkpoint, new_name, weight, choice.format, *part) for part in split[name]]
+        else:
+            for module, part in _as_modules(new_name, tensor, choice.format):
+                outputs.append(output_of(module, part, weight.kind, choice.format, choice.why))
     return outputs
+
+
+def _split(layout: Layout) -> dict[str, list[tuple[str, Stored]]]:
+    """The tensors that are two modules of mlx-lm's, with the module and the part of each."""
+    found: dict[str, list[tuple[str, Stored]]] = {}
+    for table in layout.layers:
+        for entry, module in SPLIT.items():
+            stored = table[entry].parts[0] if table.get(entry) is not None else None  # type: ignore[union-attr]
+            if stored is not None and stored.part_of is not None:
+                found.setdefault(stored.names[0], []).append((module, stored))
+    return found
+
+
+def _part(checkpoint: Checkpoint, name: str, weight: Weight, format: Format, module: str, stored: Stored) -> Output:
+    """One module of a tensor that is split; in float where its rows are no multiple of the group."""
+    type_, width = float_type(weight.tensor), stored.shape[-1]
+    why = f"rows of {width} are no multiple of {format.unit}" if width % format.unit else ""
+    plain = Format(type_ if type_ in FLOAT_TYPES else "F32")
+    new_name = f"{name.rpartition('.kv_b_proj')[0]}.{module}.weight"
+    load = partial(canonical, checkpoint, stored, unseen=True)
+    return Output(new_name, weight.kind, stored.shape, type_, plain if why else format, load, why)
+
+
+def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choices: dict[str, Choice]) -> Output:
+    """The experts of a layer, one tensor each, as the one module that mlx-lm has."""
+    names = weight.stored.names
+    tensors, choice = tuple(checkpoint.tensors[each] for each in names), choices[names[0]]
+    for each, tensor in zip(names, tensors, strict=True):
+        if choices[each] != choice or (tensor.type, tensor.shape) != (tensors[0].type, tensors[0].shape):
+            raise BimetalError(f"{names[0]} and {each} are to be stored unlike; the experts of a layer are one matrix")
+    module = name.replace(".experts.0.", ".switch_mlp.")
+    type_ = float_type(tensors[0]) if choice.format else tensors[0].type
+    shape = (len(names), *tensors[0].shape)
+    return Output(module, weight.kind, shape, type_, choice.format, lambda: tensors[0], choice.why, tensors)
 
 
 def _mlx_name(checkpoint: Checkpoint, name: str) -> str:
@@ -134,7 +180,7 @@ def _entries(output: Output) -> list[Entry]:
     if output.format is None:
         tensor = output.load()
         if tensor.scales is None:
-            return [(output.name, tensor.type, tensor.shape, sizes[0])]
+            return [(output.name, tensor.type, output.shape, sizes[0])]
         format, scales = Format(tensor.type, tensor.bits, tensor.group_size), tensor.scales.type
     else:
         format = output.format

@@ -31,6 +31,7 @@ class Output:
     format  what they are encoded in, or None for a copy
     why     a matrix is a copy
     load    returns the tensor; only then is it read
+    stack   the tensors that follow one another in it, where it is a stack; `load` returns the first
     """
 
     name: str
@@ -40,6 +41,7 @@ class Output:
     format: Format | None
     load: Callable[[], Tensor]
     why: str = ""
+    stack: tuple[Tensor, ...] = ()
 
 
 def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None = None, why: str = "") -> Output:
@@ -50,23 +52,23 @@ def output_of(name: str, tensor: Tensor, kind: str = "", format: Format | None =
 
 def encoded_chunks(output: Output) -> Iterator[Encoded]:
     """The output's rows as they are written, in order."""
-    tensor = output.load()
-    if output.format is None:
-        parts = [part and part.data.reshape(-1) for part in (tensor, tensor.scales, tensor.biases)]
-        yield Encoded(*parts)  # type: ignore[arg-type]
-    else:
-        for rows, type_ in float_chunks(tensor):
-            yield encode_rows(rows, type_, output.format, output.name)
-    release(tensor)
+    for tensor in output.stack or (output.load(),):
+        if output.format is None:
+            parts = [part and part.data.reshape(-1) for part in (tensor, tensor.scales, tensor.biases)]
+            yield Encoded(*parts)  # type: ignore[arg-type]
+        else:
+            for rows, type_ in float_chunks(tensor):
+                yield encode_rows(rows, type_, output.format, output.name)
+        release(tensor)
 
 
 def parts_of(output: Output) -> tuple[int, int, int]:
     """Bytes of the output's data, scales and biases."""
     if output.format is not None:
         return encoded_bytes(output.shape, output.type, output.format)
-    tensor = output.load()
+    tensor, count = output.load(), len(output.stack) or 1
     data, scales, biases = (0 if part is None else part.data.nbytes for part in (tensor, tensor.scales, tensor.biases))
-    return data, scales, biases
+    return count * data, count * scales, count * biases
 
 
 # -- the working folder ------------------------------------------------------------------------------------------------

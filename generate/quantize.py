@@ -74,7 +74,7 @@ def _write_folder(job: Job, out: Path, shard_bytes: int) -> None:
         made = as_folder(checkpoint, job.family, job.definition, job.layout, job.weights, job.choices())
         config, outputs = made.config, made.outputs
     else:
-        config, outputs = checkpoint.config, folder_outputs(checkpoint, job.weights, job.choices())
+        config, outputs = checkpoint.config, folder_outputs(checkpoint, job.layout, job.weights, job.choices())
     part = begin(out, checkpoint, outputs, {"shard": shard_bytes, "format": str(job.format)})
     with _bar(outputs) as bar:
         write_shards(part, outputs, shard_bytes, bar.update)

@@ -144,6 +144,23 @@ def test_keys_and_tensors_of_the_releases(config, released, dense, tmp_path):
     assert {key: values[key] for key in keys} == keys
 
 
+def test_modules_of_mlx_lm(tmp_path, capsys):
+    """The experts of a layer are one module, and both halves of kv_b_proj are modules of their own."""
+    quantize(source("glm"), tmp_path / "out", "--group-size", 32, "--layers", "experts.up_proj=8:32")
+    names = open_checkpoint(tmp_path / "out").tensors
+    assert not any(".experts." in name or "kv_b_proj" in name for name in names)
+    up = names["model.layers.1.mlp.switch_mlp.up_proj.weight"]
+    assert (up.shape, up.bits) == ((8, 16, 32), 8)
+    assert names["model.layers.1.mlp.switch_mlp.down_proj.weight"].shape == (8, 32, 16)  # in float, and stacked
+    assert names["model.layers.0.self_attn.unembed_out.weight"].shape == (3, 24, 32)
+    quantize(source("glm"), tmp_path / "same", "--layers", "*=keep")
+    assert np.abs(logits(tmp_path / "same") - logits(tiny.FOLDER / "glm")).max() < 1e-5
+    capsys.readouterr()
+    flags = ["--group-size", "32", "--layers", "*.experts.3.up_proj=8:32"]
+    assert main(["quantize", source("glm"), str(tmp_path / "other"), *flags]) == 1
+    assert "are to be stored unlike; the experts of a layer are one matrix" in capsys.readouterr().err
+
+
 def test_from_experts_in_one_tensor(tmp_path):
     folder = rewritten(tiny.FOLDER / "laguna", tmp_path / "in", test_laguna.as_in_memory)
     for made, out in ((folder, "one.gguf"), (tiny.FOLDER / "laguna", "other.gguf")):
