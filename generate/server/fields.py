@@ -36,6 +36,7 @@ TEXT, OBJECT, LIST = Rule("text", _text), Rule("an object", _object), Rule("a li
 WHOLE = rules.whole(-(2**63), 2**64 - 1)
 
 
+LIKELIEST = {"top_p": 0, "min_p": 1}  # the ends of the APIs' ranges, by which the likeliest token alone is kept
 # What other servers know and this one does not do, and the values by which nothing is asked for.
 NOT_SAMPLED: dict[str, tuple[float, ...]] = {
     "xtc_probability": (0,),
@@ -129,11 +130,16 @@ def sampling(fields: Fields) -> dict[str, Any]:
         if fields.has(key) and fields.values[key] not in neutral:
             raise fields.refuse(key, "it is not supported; leave it out")
     found: dict[str, Any] = {}
+    given = fields.values
+    likeliest = [key for key, edge in LIKELIEST.items() if type(given.get(key)) in (int, float) and given[key] == edge]
     for option in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"):
-        fields.option(found, option)
+        if option not in likeliest:
+            fields.option(found, option)
     fields.option(found, "repetition_penalty", "repetition_penalty", "repeat_penalty")
     if (top_k := fields.take("top_k", rules.whole(-1))) is not None:
         found["top_k"] = max(top_k, 0)  # -1 keeps all, as in vLLM
+    if likeliest:
+        found["top_k"] = 1
     if (seed := fields.take("seed", WHOLE)) is not None:
         found["seed"] = seed % 2**64
     return found

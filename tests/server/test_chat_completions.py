@@ -71,6 +71,15 @@ def test_choices_of_one_seed_differ_and_repeat(client):
         assert [c["finish_reason"] for c in mine].count("length") == 1
 
 
+@pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 0.0, "top_k": 40}, {"min_p": 1}])
+def test_the_ends_of_ranges_keep_the_likeliest_token(client, fields):
+    texts = [
+        ask(client, max_tokens=8, seed=3, **how).json()["choices"][0]["message"]["content"]
+        for how in ({"temperature": 0}, {"temperature": 1.5, **fields})
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_logit_bias_forbids_and_forces(client, demo):
     plain = ask(client, max_tokens=1).json()["choices"][0]["message"]["content"]
     [token] = demo.tokenizer.encode(plain, add_special_tokens=False)
@@ -169,7 +178,8 @@ def test_messages_of_every_kind_are_rendered(scripted):
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.5}, "top_p"),
+        ({"top_p": False}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"n": 0}, "n"),

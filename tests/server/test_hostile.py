@@ -230,12 +230,13 @@ def clear(client):
     gc.collect()
 
 
-def test_a_thousand(scripted):
+@pytest.mark.parametrize("seed", [1, 5, 7])
+def test_a_thousand(scripted, seed):
     scripted.llm.text = "Hm.</think>Yes."
-    attack(scripted, 1, 300)
+    attack(scripted, seed, 300)
     clear(scripted)
     files, size = held()
-    attack(scripted, 2, 700)
+    attack(scripted, seed + 1, 700)
     clear(scripted)
     later, grown = held()
     assert later <= files
