@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from common.block_sparse import attend
-from common.errors import BimetalError, NotFiniteError
+from common.errors import NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
@@ -196,7 +196,7 @@ class NumpyOps(Ops):
     def short_conv(self, x: Array, taps: Array, conv: Any, step: Step) -> Array:
         step.the_slot()
         conv.rows = np.array(x)
-        n, parents = len(conv.tail), _parents(step)
+        n, parents = len(conv.tail), step.order()
         stream = np.concatenate([conv.tail, x])  # row t of the step at n + t, committed rows before n
         out = np.zeros_like(x)
         at = n + np.arange(len(x))
@@ -208,7 +208,7 @@ class NumpyOps(Ops):
     def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
         step.the_slot()
         last.rows = np.array(x)
-        return np.concatenate([last.tail, x])[1 + _parents(step)]  # PAST lands on the tail
+        return np.concatenate([last.tail, x])[1 + step.order()]  # PAST lands on the tail
 
     def block_conv(self, x: Array, own: Array, base: Array) -> Array:
         (T, C), n = x.shape, len(base)
@@ -228,7 +228,7 @@ class NumpyOps(Ops):
         delta.rows = k, np.array(v), np.exp(decay * softplus(a + dt_bias)), sigmoid(b)
         out = np.empty_like(v)
         after: dict[int, np.ndarray] = {PAST: delta.matrix}
-        for t, parent in enumerate(_parents(step).tolist()):
+        for t, parent in enumerate(step.order().tolist()):
             after[t] = delta_rule(after[parent], *(x[t] for x in delta.rows))
             out[t] = np.einsum("hkv,hk->hv", after[t], q[t])  # read after the update
             if step.is_chain:
@@ -318,12 +318,6 @@ def _attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarra
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     return np.einsum("kgtn,nkv->tkgv", scores, values).reshape(T, H, -1)
-
-
-def _parents(step: Step) -> np.ndarray:
-    if step.parents is None:
-        raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
-    return step.parents
 
 
 def _l2_normalized(x: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from common.errors import BimetalError
 PAST = -1  # the parent of a row that continues the committed past
 _CONTINUES, _FIRST_SLOT = np.array([PAST], np.int32), np.zeros(1, np.int32)
 _CONTINUES.flags.writeable = _FIRST_SLOT.flags.writeable = False
+NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
 MAX_DECODE_ROWS = 136  # of a step that decodes or verifies a draft; how a row is computed does not depend on how many
 
 
@@ -85,6 +86,12 @@ class Step:
             if parent != PAST:
                 visible[t] |= visible[parent]
         return visible
+
+    def order(self) -> np.ndarray:
+        """`parents`, for layers that take rows one after another; refuses a block, whose rows have no order."""
+        if self.parents is None:
+            raise BimetalError(NO_ORDER)
+        return self.parents
 
     def the_slot(self) -> int:
         """The one sequence of this step, for kernels that serve one; refuses a step that mixes sequences."""

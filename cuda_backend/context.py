@@ -9,10 +9,11 @@ import numpy as np
 from common.errors import BimetalError
 from common.hot_experts import HotExperts
 from common.ops import Rope
+from common.step import NO_ORDER
 from cuda_backend.arrays import Array
 from cuda_backend.caches.kv import KVStore
 from cuda_backend.caches.latent import LatentStore
-from cuda_backend.caches.recurrent import NO_ORDER, Recurrent
+from cuda_backend.caches.recurrent import Recurrent
 from cuda_backend.experts import ExpertStore
 from cuda_backend.launch import Stream
 from cuda_backend.memory import Arena, Memory, upload

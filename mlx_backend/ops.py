@@ -215,7 +215,7 @@ class MlxOps(Ops):
     def parent_rows(self, x: Array, last: Any, step: Step) -> Array:
         step.the_slot()
         last.stream = mx.concatenate([last.tail, x.astype(last.tail.dtype)], axis=0)
-        return last.stream[:-1] if step.is_chain else last.stream[mx.array(1 + recurrent.parents_of(step))]
+        return last.stream[:-1] if step.is_chain else last.stream[mx.array(1 + step.order())]
 
     def block_conv(self, x: Array, own: Array, base: Array) -> Array:
         return recurrent.block_conv(x, own, base)

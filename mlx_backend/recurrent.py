@@ -9,17 +9,10 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from common.errors import BimetalError
 from common.step import PAST, Step
 from mlx_backend import kernels
 
 Rows = tuple[mx.array, mx.array, mx.array, mx.array]  # k (T, H, Dk), v (T, Hv, Dv), log decay and beta (T, Hv) float32
-
-
-def parents_of(step: Step) -> np.ndarray:
-    if step.parents is None:
-        raise BimetalError("a block whose rows all see each other has no order for a recurrent layer")
-    return step.parents
 
 
 # -- gated delta rule --------------------------------------------------------------------------------------------------
@@ -31,7 +24,7 @@ def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[
     H is Hv without Metal, else a divisor of Hv.
     Returns out (T, Hv, Dv) in v's type and, for a chain, the matrix after its last row.
     """
-    parents_of(step)
+    step.order()
     if kernels.on_metal():
         walk, first_visits = _walk(step)
         out, after = _delta_paths(q, rows, matrix, walk)
@@ -55,7 +48,7 @@ def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
 @lru_cache(maxsize=1)  # all layers take the same
 def _walk(step: Step) -> tuple[mx.array, mx.array]:
     """The walk over a step's rows, and the index of each row's first visit."""
-    walk = walk_over(parents_of(step))
+    walk = walk_over(step.order())
     return mx.array(walk), mx.array(np.unique(np.maximum(walk, ~walk), return_index=True)[1])
 
 
@@ -120,7 +113,7 @@ def _tree(q: mx.array, rows: Rows, S: mx.array, visible: np.ndarray) -> mx.array
 
 def short_conv(stream: mx.array, taps: mx.array, step: Step) -> mx.array:
     """Compute `NumpyOps.short_conv`: stream (n + T, C) of committed rows and the step's, taps (C, n + 1) -> (T, C)."""
-    parents, T, (C, width) = parents_of(step), len(step), taps.shape
+    parents, T, (C, width) = step.order(), len(step), taps.shape
     if kernels.on_metal():
         kernel = kernels.make_kernel("short_conv", inputs=("stream", "taps", "parents"), outputs=("out",))
         return kernel(

@@ -1,5 +1,7 @@
 """Tiny models under tests/data/models (make_tiny_models.py, make_tiny_laguna_glm.py), and helpers that run them."""
 
+import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +34,14 @@ def load(name: str, ops: Ops) -> Model:
 def golden(name: str) -> dict[str, np.ndarray]:
     with np.load(FOLDER / name / "golden.npz") as file:
         return dict(file)
+
+
+def wedlm(folder: Path, **keys: Any) -> Path:
+    """Write the tiny qwen3 model to `folder` as a WeDLM model, with further keys of its config.json."""
+    shutil.copytree(FOLDER / "qwen3", folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm"} | keys))
+    return folder
 
 
 def golden_state(name: str, config: Any) -> dict[str, np.ndarray]:

@@ -22,8 +22,6 @@ from cuda_backend.memory import Memory, copy_in, copy_out
 from cuda_backend.replay import NO_PATH
 from cuda_backend.runs import Run
 
-NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
-
 
 @dataclass(frozen=True)
 class Conv:
@@ -122,8 +120,7 @@ class Recurrent:
         Paths whose rows the step overwrites are applied first, those of sequences that sat a step out, and paths of its
         own sequences that lie in the stores of another micro-batch.
         """
-        if step.parents is None:
-            raise BimetalError(NO_ORDER)
+        step.order()
         whole = len(step) > MAX_DECODE_ROWS
         if not whole:
             if self.batches > 1:

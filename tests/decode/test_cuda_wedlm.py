@@ -1,7 +1,5 @@
 """WeDLM's windows on the GPU: the order of rows, the cache, and tokens that are NumPy's."""
 
-import json
-import shutil
 from contextlib import closing
 from itertools import islice
 from types import SimpleNamespace
@@ -35,11 +33,7 @@ SETTINGS = [(16, 0.4, 0.02), (6, 4.3, 0.05), (4, 0.0, 0.02), (1, 4.2, 0.0), (5, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wedlm") / "model"
-    shutil.copytree(tiny.FOLDER / "qwen3", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm", "mask_token_id": MASK}))
-    return folder
+    return tiny.wedlm(tmp_path_factory.mktemp("wedlm") / "model", mask_token_id=MASK)
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,7 @@ PROMPT = [5, 17, 3, 60, 44, 2, 31]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wedlm") / "model"
-    shutil.copytree(tiny.FOLDER / "qwen3", folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm", "mask_token_id": MASK}))
-    return folder
+    return tiny.wedlm(tmp_path_factory.mktemp("wedlm") / "model", mask_token_id=MASK)
 
 
 @pytest.fixture(scope="module")

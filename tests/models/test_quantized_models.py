@@ -282,9 +282,7 @@ def test_a_tokenizer_that_gguf_has_no_name_for(tmp_path, capsys):
 
 
 def test_wedlm_keeps_its_mask_and_says_why(tmp_path, capsys):
-    folder = shutil.copytree(tiny.FOLDER / "qwen3", tmp_path / "in")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm", "mask_token_id": 90}))
+    folder = tiny.wedlm(tmp_path / "in", mask_token_id=90)
     for out in ("out", "out.gguf"):
         quantize(folder, tmp_path / out, *(["--group-size", 32] if out == "out" else []))
         assert "every mask position reads one row of the embedding" in capsys.readouterr().out

@@ -1,8 +1,5 @@
 """WeDLM-8B's network is Qwen3's: the same weights under its name give the same logits."""
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 import tiny
@@ -14,16 +11,9 @@ from common.models.llama import read_config
 from common.reference import NumpyOps
 
 
-def renamed(folder, **keys):
-    shutil.copytree(tiny.FOLDER / "qwen3", folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "wedlm"} | keys))
-    return folder
-
-
 def test_it_is_qwen3(tmp_path, ops):
     ids = tiny.golden("qwen3")["ids"][:64]
-    ours = tiny.logits_of(load_model(renamed(tmp_path, qk_norm=True), ops), ids)
+    ours = tiny.logits_of(load_model(tiny.wedlm(tmp_path, qk_norm=True), ops), ids)
     assert np.array_equal(ours, tiny.logits_of(tiny.load("qwen3", ops), ids))
 
 
@@ -31,7 +21,7 @@ def test_it_is_qwen3(tmp_path, ops):
 def test_the_7b_model_is_refused(tmp_path, keys):
     """WeDLM-7B is Qwen2.5: biases, and no norms of q and k."""
     with pytest.raises(BimetalError, match=next(iter(keys))):
-        load_model(renamed(tmp_path, **keys), NumpyOps())
+        load_model(tiny.wedlm(tmp_path, **keys), NumpyOps())
 
 
 @pytest.mark.parametrize(
@@ -52,4 +42,4 @@ def test_the_mask_of_a_folder(keys, mask):
 @pytest.mark.parametrize("mask", [96, -1, "<mask>"])
 def test_a_mask_outside_of_the_vocabulary(tmp_path, mask):
     with pytest.raises(BimetalError, match="mask_token_id is"):
-        load_model(renamed(tmp_path, mask_token_id=mask), NumpyOps())
+        load_model(tiny.wedlm(tmp_path, mask_token_id=mask), NumpyOps())

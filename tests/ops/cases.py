@@ -44,6 +44,12 @@ TOLERANCE = {
 Run = Callable[["Inputs"], list[Array]]
 
 
+def array(ops: Ops, values: Any) -> Array:
+    """float32 `values` as the backend's array, through an embedding, the only way that models have."""
+    rows = np.asarray(values, np.float32).reshape(len(values), -1)
+    return ops.embed(ops.weight(dense("rows", rows)), np.arange(len(rows), dtype=np.int32)).reshape(*np.shape(values))
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -66,9 +72,7 @@ class Inputs:
 
     def rows(self, *shape: int, scale: float = 1) -> Array:
         """Activations (T, ...)"""
-        values = self.draw(*shape, scale=scale).reshape(shape[0], -1)
-        table = self.ops.weight(dense("rows", values))
-        return self.ops.embed(table, np.arange(shape[0], dtype=np.int32)).reshape(shape)
+        return array(self.ops, self.draw(*shape, scale=scale))
 
     def weight(self, *shape: int) -> Any:
         return self.ops.weight(dense("weight", self.draw(*shape)))

@@ -4,17 +4,12 @@ from dataclasses import replace
 
 import cupy
 import numpy as np
+from cases import array
 
 from common.quants import BLOCKS
 from common.tensors import Tensor
-from common.weights import dense
 from cuda_backend.occupancy import WHOLE
 from cuda_backend.ops import CudaOps
-
-
-def array(ops, values):
-    rows = np.asarray(values, np.float32).reshape(len(values), -1)
-    return ops.embed(ops.weight(dense("rows", rows)), np.arange(len(rows), dtype=np.int32)).reshape(*np.shape(values))
 
 
 def rows_of(ops, plane, heads, places):

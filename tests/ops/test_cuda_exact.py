@@ -14,7 +14,8 @@ from common.storage import NATIVE, KVSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_rows import array, attend, outliers, rows_of  # noqa: E402
+from cases import array  # noqa: E402
+from cuda_rows import attend, outliers, rows_of  # noqa: E402
 
 from cuda_backend.caches.formats import KEYS, PACKED  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402

@@ -17,7 +17,8 @@ from common.weights import dense
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_rows import array, attend, outliers, rows_of  # noqa: E402
+from cases import array  # noqa: E402
+from cuda_rows import attend, outliers, rows_of  # noqa: E402
 
 from cuda_backend.arrays import Array  # noqa: E402
 from cuda_backend.caches.formats import KEYS, PACKED, PAIRS  # noqa: E402

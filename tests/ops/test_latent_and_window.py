@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,12 +14,6 @@ TOLERANCE = 1e-5
 H, N, P, R, V = 3, 10, 6, 16, 12
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 parent_lists = st.integers(1, 7).flatmap(lambda n: st.tuples(*(st.integers(PAST, t - 1) for t in range(n))))
-
-
-def array(ops, values):
-    """float32 `values` as the backend's array, through an embedding, the only way that models have."""
-    rows = np.asarray(values, np.float32).reshape(len(values), -1)
-    return ops.embed(ops.weight(dense("rows", rows)), np.arange(len(rows), dtype=np.int32)).reshape(*np.shape(values))
 
 
 def ancestors(step, row):

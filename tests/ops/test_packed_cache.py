@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from common.kv_cache import CALIBRATION, RECENT, SINKS, CacheOptions, check_pair
 from common.kv_formats import FORMATS
 from common.step import PAST, Step
 from common.storage import NATIVE, ConvSpec, Kind, KVSpec, LatentSpec, Packing, state_bytes
-from common.weights import dense
 
 H, K, D = 4, 2, 64
 SCALE = 0.125
@@ -31,12 +31,6 @@ def spec_of(pair, **packing):
     """The default packing of a pair, with the given counts in place of its own."""
     options = CacheOptions(*pair, **{"calibration": 6, "sinks": 2, "recent": 3, **packing})
     return packed([{"kv": KVSpec(K, D, D)}], options)[0]["kv"]
-
-
-def array(ops, values):
-    """float32 `values` as the backend's array, through the one door that models have."""
-    rows = np.asarray(values, np.float32).reshape(len(values), -1)
-    return ops.embed(ops.weight(dense("rows", rows)), np.arange(len(rows), dtype=np.int32)).reshape(*np.shape(values))
 
 
 def rows_at(places, seed=0):
