@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import BimetalError
-from common.files import rewrite
+from common.files import check_regular, rewrite
 
 HEADER = re.compile(r"#\s*hotness table:\s*n_layer=(\d+)\s+n_expert=(\d+)\s+n_expert_used=(\d+)\s*")
 ASSUMED_USED = 8  # experts per token of a file without its first line, as in Spark
@@ -54,6 +54,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def read_profile(path: Path) -> Profile:
     """Read the counts from `path`; a file without comment lines is accepted. Raises BimetalError."""
+    check_regular(path)
     try:
         if path.stat().st_size > MOST_BYTES:
             raise BimetalError(f"{path} has {path.stat().st_size} bytes; a profile has at most {MOST_BYTES}")

@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
+from common.errors import BimetalError
+
 
 @contextmanager
 def rewriting(path: Path) -> Iterator[IO[bytes]]:
@@ -19,6 +21,8 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
     or a pipe gets the bytes at the end, in order. Raises OSError.
     """
     target = Path(os.path.realpath(path))
+    if target.is_symlink():  # which realpath cannot follow
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if target.exists() and not target.is_file():
@@ -47,6 +51,12 @@ def rewrite(path: Path, text: str) -> None:
     """Make `text`, in UTF-8, the content of `path`, as `rewriting` does."""
     with rewriting(path) as file:
         file.write(text.encode())
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a path that exists and is no file whose end is known: BimetalError."""
+    if path.exists() and not path.is_file():
+        raise BimetalError(f"{path} is not a regular file")
 
 
 def hold(file: IO[bytes]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from common.errors import BimetalError
+from common.files import check_regular
 
 
 def from_folder(folder: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
@@ -67,6 +68,7 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
 
 
 def _read_text(file: Path) -> str:
+    check_regular(file)
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -76,9 +78,10 @@ def _read_text(file: Path) -> str:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
+    text = _read_text(file)
     try:
-        value = json.loads(_read_text(file))
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a ValueError also of a number of thousands of digits
         raise BimetalError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BimetalError(f"{file} holds a {type(value).__name__}, not an object")

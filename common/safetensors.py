@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.errors import BimetalError
+from common.files import check_regular
 from common.tensors import Tensor, map_file
 
 MAX_DIMS = 8
@@ -33,6 +34,7 @@ DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or BimetalError."""
+    check_regular(path)
     try:
         return parse_object(path.read_bytes(), str(path))
     except OSError as error:

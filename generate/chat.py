@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BimetalError, UsageError, shown
-from common.files import rewrite
+from common.files import check_regular, rewrite
 from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
@@ -190,8 +190,7 @@ class Chat:
         print(f"saved {len(self.history)} messages to {path}")
 
     def _load(self, path: Path) -> None:
-        if path.exists() and not path.is_file():
-            raise BimetalError(f"{path} is not a regular file")
+        check_regular(path)
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             system, messages = saved["system"], saved["messages"]

@@ -46,6 +46,15 @@ def test_a_link_stays_a_link(tmp_path):
         assert target.read_text() == text
 
 
+def test_a_link_to_itself_is_refused(tmp_path):
+    """It was replaced by a regular file."""
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        rewrite(link, "new")
+    assert link.is_symlink()
+
+
 def test_a_pipe_gets_the_bytes_in_order(tmp_path):
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.tokenizer import load_tokenizer
 
@@ -151,6 +152,25 @@ def test_white_space_beyond_what_the_package_can_split():
         with pytest.raises(BimetalError, match="1048576 characters of white space in a row"):
             TOKENIZERS[pre].encode_plain(text)
         assert TOKENIZERS[pre].least_tokens(text) > 100_000
+
+
+def test_json_beside_a_tokenizer_that_cannot_be(tmp_path):
+    """A number of thousands of digits was Python's own error, and a pipe in a file's place held up the loading."""
+    from tiny_chat import write
+
+    file = write(tmp_path) / "tokenizer_config.json"
+    for text, says in (
+        ("[" * 100_000, "is not JSON"),
+        (f'{{"a": {"1" * 5000}}}', "is not JSON"),
+        ("[]", "holds a list"),
+    ):
+        file.write_text(text)
+        with pytest.raises(BimetalError, match=says):
+            load_tokenizer(tmp_path, {})
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BimetalError, match=r"config.json is not a regular file$"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_regular_expression_of_a_file_that_gives_up(tmp_path):
