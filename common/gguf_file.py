@@ -19,7 +19,7 @@ from common.errors import BimetalError
 from common.gguf_keys import QUANTIZATION_VERSION, Key, Kind, gguf_keys, stand_in
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
 from common.quantize import FLOAT_TYPES, Format, float_type
-from common.recipe import Choice, Weight
+from common.recipe import Choice, Weight, choice_of
 from common.tensors import Tensor
 from common.weights import Fix, Layout, Matrix, Stored, canonical, dense
 
@@ -87,13 +87,29 @@ def converted(
                 if not isinstance(entry, Matrix):
                     outputs.append(Output(target.names[0], "", shape, type_, Format("F32"), load))
                     continue
-                weight, choice = weights[source.names[0]], choices[source.names[0]]
+                weight = weights[source.names[0]]
+                choice, experts = choice_of(weight, choices), _experts(checkpoint, source, target, i % whole, whole)
                 if choice.format is not None and shape[-1] % choice.format.unit:  # a part of a tensor, transposed
                     choice = Choice(None, f"rows of {shape[-1]} are no multiple of {choice.format.unit}")
                 plain = Format("F32") if weight.kind == "router" else Format(type_ if type_ in FLOAT_TYPES else "F32")
                 format = choice.format or plain
-                outputs.append(Output(target.names[0], weight.kind, shape, type_, format, load, choice.why))
+                outputs.append(Output(target.names[0], weight.kind, shape, type_, format, load, choice.why, experts))
     return keys, outputs
+
+
+def _experts(checkpoint: Checkpoint, source: Stored, target: Stored, part: int, parts: int) -> tuple[Tensor, ...]:
+    """The experts of a layer one by one, so that a part of them is in memory at a time; () where rows are reordered."""
+    tensors = tuple(checkpoint.tensors[name] for name in source.names)
+    if source.fix or target.fix or len(source.shape) < 3:
+        return ()
+    if len(tensors) > 1:
+        return tensors
+    whole = tensors[0]
+    if parts == 1 or whole.type not in FLOAT_TYPES:
+        return ()
+    rows = whole.shape[1] // parts
+    shape, own = (rows, whole.shape[2]), slice(part * rows, (part + 1) * rows)
+    return tuple(Tensor(whole.name, whole.type, shape, data[own]) for data in whole.data)
 
 
 def _load(checkpoint: Checkpoint, source: Stored, target: Stored, part: int, parts: int) -> Tensor:

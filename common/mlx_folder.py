@@ -18,7 +18,7 @@ from common.errors import BimetalError
 from common.files import rewrite
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
 from common.quantize import FLOAT_TYPES, Format, float_type, scale_type
-from common.recipe import Choice, Weight
+from common.recipe import Choice, Weight, choice_of
 from common.safetensors import MODES
 from common.tensors import Tensor
 from common.weights import Layout, Stored, canonical
@@ -42,7 +42,7 @@ def folder_outputs(
         weight, choice = weights[name], choices[name]
         if len(weight.stored.names) > 1:
             if name == weight.stored.names[0]:
-                outputs.append(_stacked(checkpoint, new_name, weight, choices))
+                outputs.append(_stacked(checkpoint, new_name, weight, choice_of(weight, choices)))
         elif name in split and choice.format is not None:
             outputs += [_part(checkpoint, new_name, weight, choice.format, *part) for part in split[name]]
         else:
@@ -72,17 +72,18 @@ def _part(checkpoint: Checkpoint, name: str, weight: Weight, format: Format, mod
     return Output(new_name, weight.kind, stored.shape, type_, plain if why else format, load, why)
 
 
-def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choices: dict[str, Choice]) -> Output:
+def _stacked(checkpoint: Checkpoint, name: str, weight: Weight, choice: Choice) -> Output:
     """The experts of a layer, one tensor each, as the one module that mlx-lm has."""
-    names = weight.stored.names
-    tensors, choice = tuple(checkpoint.tensors[each] for each in names), choices[names[0]]
-    for each, tensor in zip(names, tensors, strict=True):
-        if choices[each] != choice or (tensor.type, tensor.shape) != (tensors[0].type, tensors[0].shape):
-            raise BimetalError(f"{names[0]} and {each} are to be stored unlike; the experts of a layer are one matrix")
+    tensors = tuple(checkpoint.tensors[each] for each in weight.stored.names)
+    first, *others = tensors
+    for other in others:
+        if (other.type, other.shape) != (first.type, first.shape):
+            one, another = (f"{t.name} is {t.type} {t.shape}" for t in (other, first))
+            raise BimetalError(f"{one} but {another}; the experts of a layer must be stored alike")
     module = name.replace(".experts.0.", ".switch_mlp.")
-    type_ = float_type(tensors[0]) if choice.format else tensors[0].type
-    shape = (len(names), *tensors[0].shape)
-    return Output(module, weight.kind, shape, type_, choice.format, lambda: tensors[0], choice.why, tensors)
+    type_ = float_type(first) if choice.format else first.type
+    shape = (len(tensors), *first.shape)
+    return Output(module, weight.kind, shape, type_, choice.format, lambda: first, choice.why, tensors)
 
 
 def _mlx_name(checkpoint: Checkpoint, name: str) -> str:

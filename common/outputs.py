@@ -31,7 +31,7 @@ class Output:
     format  what they are encoded in, or None for a copy
     why     a matrix is a copy
     load    returns the tensor; only then is it read
-    stack   the tensors that follow one another in it, where it is a stack; `load` returns the first
+    stack   the tensors that follow one another in it, where it is written by parts; of a copy, `load` returns the first
     """
 
     name: str

@@ -189,6 +189,18 @@ def choose(weight: Weight, recipe: Recipe, requantize: bool, is_gguf: bool) -> C
     return Choice(format)
 
 
+def choice_of(weight: Weight, choices: dict[str, Choice]) -> Choice:
+    """The choice for a weight; the experts of a layer, which files hold as one matrix, must share it.
+
+    Raises BimetalError.
+    """
+    first, *others = weight.stored.names
+    for other in others:
+        if choices[other] != choices[first]:
+            raise BimetalError(f"{first} and {other} are to be stored unlike; the experts of a layer are one matrix")
+    return choices[first]
+
+
 def _fix_takes(stored: Stored, tensor: Tensor, format: Format) -> bool:
     """Test whether the loader can bring the weight into its own order once it is stored in `format`."""
     if stored.fix is None or len(stored.names) > 1:

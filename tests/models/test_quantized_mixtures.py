@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import gguf
 import numpy as np
@@ -156,9 +157,33 @@ def test_modules_of_mlx_lm(tmp_path, capsys):
     quantize(source("glm"), tmp_path / "same", "--layers", "*=keep")
     assert np.abs(logits(tmp_path / "same") - logits(tiny.FOLDER / "glm")).max() < 1e-5
     capsys.readouterr()
-    flags = ["--group-size", "32", "--layers", "*.experts.3.up_proj=8:32"]
-    assert main(["quantize", source("glm"), str(tmp_path / "other"), *flags]) == 1
-    assert "are to be stored unlike; the experts of a layer are one matrix" in capsys.readouterr().err
+    for out, format in (("other", "8:32"), ("other.gguf", "Q4_0")):
+        flags = ["--layers", f"*.experts.3.up_proj={format}", *(["--group-size", "32"] if out == "other" else [])]
+        assert main(["quantize", source("glm"), str(tmp_path / out), *flags]) == 1
+        assert "are to be stored unlike; the experts of a layer are one matrix" in capsys.readouterr().err
+        assert not (tmp_path / out).exists()
+
+
+@pytest.mark.parametrize("out", ["out", "out.gguf", "fused.gguf"])
+def test_a_layer_of_experts_is_never_whole_in_memory(out, tmp_path):
+    """8 experts of 4096 rows each, in matrices of 4 MiB and, where gate and up are one tensor, of 8."""
+    at = "model.layers.2.mlp.experts."
+
+    def larger(tensors):
+        experts = {k for k in tensors if k.startswith(at) and not k.endswith("bias")}
+        grown = {k: np.repeat(a, 256, int("down" in k)) if k in experts else a for k, a in tensors.items()}
+        if out == "fused.gguf":
+            parts = ([grown.pop(f"{at}{e}.{part}_proj.weight") for e in range(8)] for part in ("gate", "up", "down"))
+            gate, up, down = map(np.stack, parts)
+            grown |= {f"{at}gate_up_proj": np.concatenate([gate, up], axis=1), f"{at}down_proj": down}
+        return grown
+
+    folder = rewritten(tiny.FOLDER / "laguna-m1", tmp_path / "in", larger, moe_intermediate_size=4096)
+    tracemalloc.start()
+    quantize(folder, tmp_path / out, *(["--group-size", 32] if out == "out" else []))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
 
 
 def test_from_experts_in_one_tensor(tmp_path):
