@@ -280,9 +280,6 @@ class Format:
         group, size = self.block(dim)
         return dim // group * size
 
-    def bits_per_value(self, dim: int) -> float:
-        return 8 * self.row_bytes(dim) / dim
-
     def encode(self, x: np.ndarray) -> np.ndarray:
         """float32 (..., dim) -> uint8 (..., row_bytes(dim)). NaN in a vector makes a scale of it NaN."""
         size = self.row_bytes(x.shape[-1])

@@ -1,6 +1,5 @@
 """Pieces of a reply as an engine gives them, log-probabilities and, at the end, statistics."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,11 +109,3 @@ class PieceParser:
             return None
         self.out = Piece()
         return out
-
-
-def parse_pieces(pieces: Iterable[Piece], parser: ReplyParser) -> Iterator[Piece]:
-    """`pieces` with reasoning and tool calls moved out of the text; a piece comes when any part of it is certain."""
-    parse = PieceParser(parser)
-    for piece in pieces:
-        if (parsed := parse.push(piece)) is not None:
-            yield parsed

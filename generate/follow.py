@@ -10,12 +10,10 @@ from common.checkpoint import open_checkpoint
 from common.hub import resolve_model
 from common.joined_step import JoinedState, JoinedStep, joined
 from common.models import Model
-from common.models.drafts import load_pair
 from common.rules import PATH
 from common.step import State, Step
-from generate.backends import Placement, open_model
-from generate.caches import with_cache
-from generate.loading import resolve_draft
+from generate.backends import Placement
+from generate.loading import load_all, resolve_draft
 
 
 def follow(args: argparse.Namespace) -> int:
@@ -26,10 +24,7 @@ def follow(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(path)
     draft = None if options.draft is None else resolve_draft(str(options.draft), checkpoint, False)
     placement = Placement(memory=limit, tokens=options.ctx, tensor_parallel=options.tensor_parallel)
-    model: Any = open_model(checkpoint, options.backend, False, placement)
-    model = with_cache(model, options, options.ctx or model.config.context)
-    if draft is not None:
-        model = load_pair(draft, model)
+    model: Any = load_all(checkpoint, draft, options, placement, False)
     model.ops.follow(model.new_state, [getattr(model, "target", model), model], join)
     return 0
 

@@ -14,7 +14,7 @@ from common.checks import check_fits, check_tokens
 from common.engine import STEP_TOKENS
 from common.histogram import Histogram
 from common.options import ChatOptions, GenerationOptions
-from common.pieces import Logprob, Piece, Stats, parse_pieces
+from common.pieces import Logprob, Piece, PieceParser, Stats
 from common.reply import ReplyParser
 from common.tokenizer import load_tokenizer
 from generate.activity import Activity
@@ -107,8 +107,8 @@ class Scripted:
     def astream_prepared(self, prompt: Prepared, **options: Any) -> Replies:
         chosen = GenerationOptions(**options)
         self.options.append(options)
-        pieces = self._pieces(prompt, chosen)
-        return Replies(self, parse_pieces(pieces, prompt.parser()) if prompt.parser else pieces)
+        parse = PieceParser(prompt.parser and prompt.parser())
+        return Replies(self, (parsed for piece in self._pieces(prompt, chosen) if (parsed := parse.push(piece))))
 
     def _pieces(self, prompt: Prepared, options: GenerationOptions) -> Iterator[Piece]:
         text = self.write(self.tokenizer.decode(prompt.tokens))
