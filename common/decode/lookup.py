@@ -1,35 +1,37 @@
 """Prompt lookup (Saxena, 2023): draft the tokens that followed the newest tokens where they occurred before."""
 
+from array import array
 from collections.abc import Iterable
 
-LENGTHS = (4, 3, 2, 1)  # of the sequences looked for, the longest first
+import numpy as np
+
+LONGEST = 4  # tokens of the sequences that are looked for, at most
 
 
 class Lookup:
-    """An index over growing `tokens`: where each sequence of a few tokens last continued."""
+    """Growing tokens, and where the newest of them occurred before. Nothing is computed before a lookup."""
 
     def __init__(self, tokens: Iterable[int] = ()):
-        self.tokens: list[int] = []
-        self._after: list[dict[tuple[int, ...], int]] = [{} for _ in LENGTHS]
-        for token in tokens:
-            self.append(token)
+        self.tokens = array("i", tokens)
 
-    def append(self, token: int) -> None:
-        """Add a token; the sequences that ended before it continue with it."""
-        end = len(self.tokens)
-        for n, after in zip(LENGTHS, self._after, strict=True):
-            if end >= n:
-                after[tuple(self.tokens[end - n :])] = end
-        self.tokens.append(token)
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add tokens."""
+        self.tokens.extend(tokens)
 
     def find(self, count: int) -> tuple[list[int], int]:
         """The `count` tokens that followed the newest earlier occurrence of the last tokens, and the match's length.
 
         Where they reach the end of `tokens` they continue as it begins to repeat itself; [] and 0 without a match.
         """
-        for n, after in zip(LENGTHS, self._after, strict=True):
-            at = after.get(tuple(self.tokens[-n:]))
-            if at is not None and len(self.tokens) >= n:
-                period = len(self.tokens) - at
-                return [self.tokens[at + i % period] for i in range(count)], n
-        return [], 0
+        tokens = np.array(self.tokens, np.int32)
+        if not len(tokens):
+            return [], 0
+        ends, matched = np.flatnonzero(tokens[:-1] == tokens[-1]), 0  # where the last `matched` tokens ended before
+        while len(ends) and matched < LONGEST:
+            at, matched = int(ends[-1]) + 1, matched + 1
+            ends = ends[ends >= matched]
+            ends = ends[tokens[ends - matched] == tokens[-1 - matched]] if matched < len(tokens) else ends[:0]
+        if not matched:
+            return [], 0
+        period = len(tokens) - at
+        return [int(tokens[at + i % period]) for i in range(count)], matched

@@ -29,31 +29,42 @@ def target_of(model: Model) -> Model:
 def plain(
     run: Run,
     logits: Array,
-    goes_on: Callable[[], bool] | None = None,
-    note: Callable[[int], None] | None = None,
+    ask: Callable[[], int] | None = None,
+    note: Callable[[], None] | None = None,
+    read: list[int] | None = None,
 ) -> Generator[Request, Any, None]:
     """Emit a token per step until the state is full or the driver stops.
 
     Where the backend runs ahead, a step is asked for before its token has been read: the device computes it while the
     host reads and prints the token.
 
-    logits   of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
-             token and go on later from it.
-    goes_on  called once per token, before it is read; False ends the generator after that token
-    note     called with each token before it is emitted
+    logits  of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
+            token and go on later from it.
+    ask     called before a token is read: how many more follow that token before it is called again; -1: none do, and
+            the generator ends after that token. First called for the first token
+    note    called once such a token has been read
+    read    to which tokens are added as they are read
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
     token = yield Choose(logits, sampler)
+    left = 0 if ask is not None else run.state.capacity
     while True:
-        ahead, is_last = None, goes_on is not None and not goes_on()
+        ahead, asks, is_last = None, not left, False
+        if left:
+            left -= 1
+        elif ask is not None:
+            left = ask()
+            is_last = left < 0
         if runs_ahead and not is_last and state.length < state.capacity:
             ahead = yield Rows(Step.chain(token, state.length), sampler, target_only=True)
         (values,) = yield Read((token,))
         value = int(values[0])
         sampler.accept(value)
-        if note is not None:
-            note(value)
+        if read is not None:
+            read.append(value)
+        if asks and note is not None:
+            note()
         yield Emit(value, logits)
         if is_last or state.length >= state.capacity:
             return

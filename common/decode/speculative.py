@@ -5,7 +5,7 @@ plain decoding; a draft only decides how many of those choices one step yields.
 """
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from common.decode.lookup import Lookup
 from common.decode.plain import plain
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
-from common.decode.tuner import STRETCH, Tuner
+from common.decode.tuner import Tuner
 from common.decoders import Speculation, check_draft
 from common.errors import UsageError
 from common.models import Model
@@ -56,10 +56,10 @@ class Drafter:
         self.options, self.stats, self.sampler = run.options, run.stats, run.sampler
         self.lookup = Lookup(run.tokens) if "lookup" in run.options.kind else None
 
-    def append(self, token: int) -> None:
-        """Take note of a token of the reply."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens of the reply."""
         if self.lookup:
-            self.lookup.append(token)
+            self.lookup.extend(tokens)
 
     def tree(self, state: State, token: int, budget: int) -> Generator[Request, Any, Tree]:
         """Continuations of `token`, the newest; `budget` nodes at most."""
@@ -129,7 +129,7 @@ def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
     (values,) = yield Read((chosen,))
     token = int(values[0])
     run.sampler.accept(token)
-    drafter.append(token)
+    drafter.extend((token,))
     yield Emit(token, run.logits)
     return token
 
@@ -138,37 +138,36 @@ def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator
     """Emit tokens of plain decoding from `logits` on until the tuner chooses a budget; return the newest and that.
 
     The tuner chooses, and learns what steps took, once per stretch: a step may be as short as the host's work for it.
+    The first token ends a stretch of its own, since no step was launched ahead of it.
     """
-    budget = token = 0
-    ahead = tuner.plain_steps()  # steps before the tuner's next choice
-    steps, switched, started = -1 if logits is run.logits else 0, True, time.perf_counter()
+    budget, due = 0, tuner.plain_steps()  # tokens from this stretch's first to the one before which the tuner chooses
+    read: list[int] = []  # tokens of this stretch
+    token, is_prompts, switched, started = 0, logits is run.logits, logits is not run.logits, time.perf_counter()
 
-    def goes_on() -> bool:
-        nonlocal budget, ahead
-        ahead -= 1
-        if ahead > 0:
-            return True
-        budget = run.bounded(tuner.choose(), tuner.sizes)
-        ahead = tuner.plain_steps()
-        return budget == 0
+    def ask() -> int:
+        nonlocal budget, due
+        left = due - len(read)
+        if left <= 1:
+            budget = run.bounded(tuner.choose(), tuner.sizes)
+            left = tuner.plain_steps() + 1
+            due = len(read) + left
+        return -1 if budget else left - 2
 
-    def note(chosen: int) -> None:
-        nonlocal token, steps, switched, started
-        token = chosen
-        drafter.append(chosen)
-        steps += 1
-        if steps == 0:  # the prompt's
-            switched, started = False, time.perf_counter()
-        elif switched or steps >= STRETCH or tuner.plain_steps() == 1:
-            ended = time.perf_counter()
+    def note() -> None:
+        nonlocal token, due, is_prompts, switched, started
+        ended, steps = time.perf_counter(), len(read)
+        if not is_prompts:
             tuner.record(0, [0], (ended - started) / steps, switched, steps)
             run.stats.add_plain(steps, ended - started)
-            steps, switched, started = 0, False, ended
+            switched = False
+        drafter.extend(read)
+        token, due, is_prompts, started = read[-1], due - steps, False, ended
+        read.clear()
 
     try:
-        yield from plain(run, logits, goes_on, note)
+        yield from plain(run, logits, ask, note, read)
     finally:
-        run.stats.add_plain(max(steps, 0), time.perf_counter() - started)
+        run.stats.add_plain(max(len(read) - is_prompts, 0), time.perf_counter() - started)
     return token, budget
 
 
@@ -197,7 +196,7 @@ def _step(run: Run, drafter: Drafter, token: int, budget: int) -> Generator[Requ
                 if not sampler.is_argmax:
                     sampler.numbers(1)  # which it was drawn with
             sampler.accept(token)
-            drafter.append(token)
+            drafter.extend((token,))
             yield Emit(token, row)
             child = tree.children[node].get(token)
             if child is None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.decode.ddtree import Tree, grow
-from common.decode.lookup import LENGTHS, Lookup
+from common.decode.lookup import LONGEST, Lookup
 from common.step import PAST
 
 quick = settings(max_examples=200, deadline=None, derandomize=True)
@@ -86,7 +86,7 @@ def test_fewer_prefixes_than_the_budget_and_no_places():
 
 
 def searched(text, count):
-    for n in LENGTHS:
+    for n in range(LONGEST, 0, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
                 found = list(text[start + n :])
@@ -101,5 +101,5 @@ def searched(text, count):
 def test_lookup_finds_what_a_search_finds(text, count):
     lookup = Lookup(text[: len(text) // 2])
     for token in text[len(text) // 2 :]:
-        lookup.append(token)
+        lookup.extend([token])
     assert lookup.find(count) == searched(text, count)
