@@ -105,6 +105,8 @@ def attention(
     defines, shared, ctas = split_tiles(context.card, wide, rows, *cache)
     blocks = row_blocks(T, step.runs, H // K, rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
+    if window and step.runs == 1:  # the others would find nothing to do
+        shares = min(shares, (window + keep) // SPLIT_TILE + 4 + T)
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
     sums, stats = context.arena.take(count * T * H * wide * 4), context.arena.take(count * T * H * 8)

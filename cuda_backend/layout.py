@@ -309,10 +309,9 @@ def row_blocks(rows: int, runs: int, group: int, size: int) -> int:
 
 def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> int:
     """Places for the sums of pieces of `most` positions, the tails left out: kernels/flash.cuh Pieces."""
-    if window and window + keep <= 65536:
-        size = (
-            tile if (window + keep) // tile + 4 <= min(shares, MOST_SINGLE) else 128 if window + keep <= 4096 else 256
-        )
+    if window:
+        is_single = (window + keep) // tile + 4 <= min(shares, MOST_SINGLE)
+        size = tile if is_single else window_group(window + keep)
         return -(-keep // size) + (1 << (window // size + 1).bit_length())
     return max(group_count(most), shares)
 
@@ -320,6 +319,11 @@ def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> i
 def tail_places(tile: int, rows: int) -> int:
     """Tiles that `rows` rows of a step may lie in."""
     return (tile - 1 + rows + tile - 1) // tile
+
+
+def window_group(seen: int) -> int:
+    """Positions of a group where a window and what is kept before it are `seen` positions."""
+    return 128 if seen <= 4096 else 256 if seen <= 65536 else 4096
 
 
 def group_count(n: int) -> int:
@@ -336,7 +340,7 @@ def group_count(n: int) -> int:
 def run_count(most: int, window: int, keep: int) -> int:
     """The most runs of eight groups that kernels/pieces.cu finds in `most` positions."""
     groups = group_count(most)
-    if window and window + keep <= 65536:
-        size = 128 if window + keep <= 4096 else 256
+    if window:
+        size = window_group(window + keep)
         groups = min(-(-most // size), -(-(window + MAX_DECODE_ROWS) // size) + -(-keep // size) + 8)
     return groups // 8 + 2

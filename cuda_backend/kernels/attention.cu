@@ -222,7 +222,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
     Run run = step->run[0];  // a long step has one sequence
     run.first = 0;           // known here, for registers
-    const Mask mask(step, run, positions, window, keep, 0);
+    const Mask mask(step, run, run.first, positions, window, keep, 0);
     const int group = H / K, rows = T * group, head = blockIdx.y, lane = threadIdx.x % 32;
     const int first_row = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
     const int last = min(first_row + 63, rows - 1) / group;

@@ -66,30 +66,29 @@ __device__ __forceinline__ int piece_turns(int pieces) { return 1 << 32 - __clz(
 // What split.cu computes apart of what the rows of a step see, in the order of positions, and where its sums lie
 // (cuda_backend/layout.py piece_places). Tiles of committed positions alone are cut into groups, or into tiles where there
 // are `shares` enough; the tiles after them, which hold rows of the step, are pieces each. Of a window the pieces from
-// `low` on and up to `keep` are seen; the sums of one up to 65536 lie in turn in the same places, and its groups have 128
-// or 256 positions wherever it is.
+// `low` on and up to `keep` are seen; their sums lie in turn in the same places, and groups have 128, 256 or 4096
+// positions wherever it is.
 struct Pieces {
     bool single;
     int bits, tail, tails, count, trunk;  // bits: of a tile; tail: where the tails begin; count: without them
+    static constexpr bool even = WINDOWED;  // all groups are of `group_bits`
 #if WINDOWED
-    bool even;
-    int group_bits, kept, first, turns;  // group_bits: of a group where `even`
+    int group_bits, kept, first, turns;
 #else
-    static constexpr bool even = false;
     static constexpr int group_bits = 0, kept = 0, first = 0, turns = 0;
 #endif
     __device__ void cut(int tile_bits, int past, int rows, int window, int keep, int low, int shares, int trunk_places) {
         bits = tile_bits, tail = past >> bits << bits, tails = (past + rows - tail + (1 << bits) - 1) >> bits;
         trunk = trunk_places;
 #if WINDOWED
-        even = window && window + keep <= 65536, group_bits = window + keep <= 4096 ? 7 : 8;
+        group_bits = window + keep <= 4096 ? 7 : window + keep <= 65536 ? 8 : 12;
 #endif
         single = ((even ? window + keep : past) >> bits) + 4 <= shares;
         const int n = tail ? of(tail - 1) + 1 : 0;
 #if WINDOWED
-        kept = window && keep ? min(n, of(keep - 1) + 1) : 0;
-        first = max(kept, window && low > 0 ? min(n, of(low)) : 0);
-        turns = even ? piece_turns(window >> (single ? bits : group_bits)) : 0;
+        kept = keep ? min(n, of(keep - 1) + 1) : 0;
+        first = max(kept, low > 0 ? min(n, of(low)) : 0);
+        turns = piece_turns(window >> (single ? bits : group_bits));
 #endif
         count = kept + n - first;
     }
@@ -169,8 +168,9 @@ struct Mask {
     const u32 (*sight)[ROW_WORDS];
     const int* positions;
     int window, keep, causal, past, rows, kind;
-    __device__ Mask(const StepState* s, const Run& run, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
-        : sight(s->seen + run.first), positions(p + run.first + first_t), window(w), keep(k), causal(c), past(run.past + first_t),
+    // first  run.first, or 0 where that is known, so that positions are read without a wait for it
+    __device__ Mask(const StepState* s, const Run& run, int first, const int* p, int w, int k, int c, int first_t = 0, int n = 1 << 30)
+        : sight(s->seen + first), positions(p + first + first_t), window(w), keep(k), causal(c), past(run.past + first_t),
           rows(min(run.rows - first_t, n)), kind(run.kind) {}
     // The first position that row t may see, but for those that are kept.
     __device__ int low(int t) const { return window ? positions[t] - window + 1 : 0; }

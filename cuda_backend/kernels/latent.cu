@@ -88,7 +88,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     const int parts = (H + ROWS - 1) / ROWS;
     if (threadIdx.x == 0) {
         const Run& run = step->run[own.run];
-        const Mask mask(step, run, positions, 0, 0, 0, first_t, T);
+        const Mask mask(step, run, run.first, positions, 0, 0, 0, first_t, T);
         pieces.cut(TILE == 64 ? 6 : 5, mask.past, mask.rows, 0, 0, 0, min((int)gridDim.y, MOST_SINGLE), trunk);
         tails = pieces.tails * (run.branches ? mask.rows * parts : own.blocks);
     }
@@ -97,7 +97,7 @@ split(const u16* q, Plane cache, Plane roped, int H, const StepState* step, cons
     // first the pieces that begin within a share of the trunk, then tiles of the tail, of a block of rows or of a tree's row
     for (int job = -1; job < tails; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[own.run];
-        const Mask mask(step, run, positions, 0, 0, 0, first_t, T);  // read again, for registers
+        const Mask mask(step, run, run.first, positions, 0, 0, 0, first_t, T);  // read again, for registers
         const int rows = max(0, mask.rows) * H;
         const int who = job < 0 ? own.block : job / pieces.tails, tree = job >= 0 && run.branches, t_of_tree = tree ? who / parts : 0;
         const int first = tree ? t_of_tree * H + who % parts * ROWS : who * ROWS;

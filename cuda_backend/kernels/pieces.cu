@@ -52,10 +52,10 @@ combine(const float* sums, const float2* stats, int H, int D, int DIM, const Ste
     const int mine = column + lane * 4, teams = blockDim.x / 32 / WARPS;
     const Run& run_of_row = run_at(step, blockIdx.y);
     const int own_t = blockIdx.y - run_of_row.first;  // in its run
-    const Mask mask(step, run_of_row, positions, window, keep, 0, first_t, T);
+    const Mask mask(step, run_of_row, run_of_row.first, positions, window, keep, 0, first_t, T);
     Pieces pieces;
     const int rows = run_of_row.branches ? mask.seen(own_t) : mask.rows;  // tiles after what a tree's row sees do not exist
-    pieces.cut(tile_bits, mask.past, rows, window, keep, mask.low(own_t), min(shares, MOST_SINGLE), trunk);
+    pieces.cut(tile_bits, mask.past, rows, window, keep, window ? positions[t] - window + 1 : 0, min(shares, MOST_SINGLE), trunk);
     const int kept = pieces.kept ? pieces.group(pieces.kept - 1) / RUN + 1 : 0;  // runs; after them follow those from `next` on
     const int next = max(kept, pieces.group(pieces.kept) / RUN), runs = kept + pieces.group(pieces.count + pieces.tails - 1) / RUN + 1 - next;
     float2* tops = (float2*)(parts + runs * 32);

@@ -164,8 +164,8 @@ struct __align__(16) StepState {
     u8 run_of[MAX_DECODE_ROWS], unused_bytes[8];
     Run run[MAX_RUNS];
 };
-// The run that row t of the step, or visit t, belongs to.
-__device__ __forceinline__ const Run& run_at(const StepState* step, int t) { return step->run[step->runs > 1 ? step->run_of[t] : 0]; }
+// The run that row t of the step, or visit t, belongs to; a step of one row is not read to know it.
+__device__ __forceinline__ const Run& run_at(const StepState* step, int t) { return step->run[t && step->runs > 1 ? step->run_of[t] : 0]; }
 // The lowest byte as a row or a visit; 253 to 255 are -3 to -1.
 __device__ __forceinline__ int of_byte(u32 byte) { return (u8)(byte + 3) - 3; }
 

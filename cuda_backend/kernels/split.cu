@@ -112,7 +112,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                                 : part_of(step, group, ROWS, window, blockIdx.z, gridDim.z);
         if (part.run >= 0) {
             const Run& run = step->run[ALONE ? 0 : part.run];
-            const Mask mask(step, run, positions, window, keep, causal);
+            const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, keep, causal);
             for (int i = lane; EXACT && i < mask.rows; i += 32) offsets[i] = positions[run.first + i] - mask.past;
             const int lowest = mask.lowest();
             if (lane == 0) {
@@ -134,7 +134,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 #pragma unroll 1
     for (int job = -1; job < jobs; job = job < 0 ? first_job : job + ctas) {
         const Run& run = step->run[ALONE ? 0 : own.run];
-        const Mask mask(step, run, positions, window, keep, causal);  // read again, for registers
+        const Mask mask(step, run, ALONE ? 0 : run.first, positions, window, keep, causal);  // read again, for registers
         const int row_of_tree = job < 0 ? 0 : job / parts / pieces.tails, part = job < 0 ? 0 : job % parts;
         const int first_row = job < 0 ? own.block * ROWS : row_of_tree * group + part * ROWS;
         const int rows = min(ROWS, job < 0 ? mask.rows * group - first_row : group - part * ROWS);
@@ -142,6 +142,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
 
         // the tile that is fetched next, where its piece ends and where that one's sums lie, and the pieces of the CTA so far
         int ahead = job < 0 ? 0 : pieces.tail + job / parts % pieces.tails * TILE, stop = ahead + TILE, turn = 0;
+        int start = 0;  // where the cache has the tile whose keys were fetched last
         // may some row read codes, or exact rows, of the tile at `at`?
         auto has_codes = [&](int at) { return at + TILE > exact.first && at <= mask.past + mask.rows - 1 - exact.recent; };
         auto has_exact = [&](int at) { return at < exact.first || at + TILE > mask.past - exact.recent + 1; };
@@ -164,10 +165,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             if (EXACT) goes_exact = !has_codes(ahead);
             if (threadIdx.x == 0) place = pieces.place(number);
         };
-        if (job < 0)
-            advance();
-        else
-            __syncthreads();
+        if (job >= 0) __syncthreads();
         if (threadIdx.x < ROWS) {
             const int row = first_row + (int)threadIdx.x, t = min(row / group, mask.rows - 1);
             // EXACT: how many it reads from codes, from exact.first on
@@ -176,9 +174,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             heads[threadIdx.x] = (run.first + t) * H + head * group + row - t * group;
         }
         if (job >= 0 && warp == 0) {
-            const int start = EXACT ? ahead : place_of(keys, ahead);
+            const int begin = EXACT ? ahead : place_of(keys, ahead);
             int r = mask.past - ahead;  // of the first that the row sees
-            from[lane] = start + lane, from[lane + 32] = start + lane + 32;
+            from[lane] = begin + lane, from[lane + 32] = begin + lane + 32;
             __syncwarp();
 #pragma unroll
             for (int w = 0; w < ROW_WORDS; w++) {
@@ -191,8 +189,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         }
         __syncthreads();
 
-        auto fetch = [&](int i) {  // load i of keys and values in turns
+        // load i of keys and values in turns, -1: none, before the first tile; `later`: not the first tiles, which alone may be a tree's row's
+        auto fetch = [&](int i, bool later) {
             const bool of_values = i % 2;
+            if (!of_values) start = place_of(keys, ahead);
             if (!of_values && threadIdx.x == 0) {
                 const bool ends = ahead + TILE >= stop && (!EXACT || goes_exact || !has_exact(ahead));
                 coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0), place);
@@ -202,8 +202,8 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             } else if (PACKED && ahead < NOWHERE) {
                 const int bytes = of_values ? VALUE_BYTES : KEY_BYTES;
                 u8* stage = stages + i % BUFFERS * STAGE;
-                if (ahead + TILE <= past || !seen) {
-                    const u8* begin = planes[of_values].at(place_of(keys, ahead), bytes);
+                if (later || ahead + TILE <= past || !seen) {
+                    const u8* begin = planes[of_values].at(start, bytes);
 #pragma unroll 1
                     for (int n = threadIdx.x; n < TILE / 16 * bytes; n += CTA)
                         copy16(shared_address(stage + n * 16), (const u16*)(begin + n * 16));
@@ -217,8 +217,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 if (of_values) advance();
             } else if (ahead < NOWHERE) {
                 u16* tile = tiles + i % BUFFERS * TILE * STRIDE;
-                if (ahead + TILE <= past || !seen) {  // a tile lies in one run of the cache
-                    const u16* begin = (const u16*)planes[of_values].at(place_of(keys, ahead), 2 * D) + threadIdx.x * 8;
+                if (!later && i < 0) {
+                } else if (later || ahead + TILE <= past || !seen) {  // a tile lies in one run of the cache
+                    const u16* begin = (const u16*)planes[of_values].at(start, 2 * D) + threadIdx.x * 8;
                     const u32 to = shared_address(tile + threadIdx.x / LINE * STRIDE + threadIdx.x % LINE * 8);
 #pragma unroll 4
                     for (int j = 0; j < TILE * LINE; j += CTA) {
@@ -239,9 +240,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         };
         bool waits = job < 0;
 #pragma unroll 1
-        for (int i = 0; i <= BUFFERS; i++) {
-            if (waits && (i == BUFFERS || ahead + TILE > past)) depend(), waits = false;
-            if (i < BUFFERS) fetch(i);
+        for (int i = job < 0 ? -1 : 0; i <= BUFFERS; i++) {
+            if (waits && i >= 0 && (i == BUFFERS || ahead + TILE > past)) depend(), waits = false;
+            if (i < BUFFERS) fetch(i, false);
         }
 #pragma unroll 1
         for (int n = threadIdx.x; n < ROWS * LINE; n += CTA) {
@@ -319,7 +320,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                 }
             }
             __syncthreads();
-            fetch(2 * tile + BUFFERS);
+            fetch(2 * tile + BUFFERS, true);
             if (active)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -397,10 +398,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             }
             if (BUFFERS <= 2) {  // the values to come must not wait for the keys before them
                 __syncthreads();
-                fetch(2 * tile + 1 + BUFFERS);
+                fetch(2 * tile + 1 + BUFFERS, true);
             }
             wait_all_but<BUFFERS <= 2 ? BUFFERS - 1 : BUFFERS - 2>();
-            if (BUFFERS > 2) fetch(2 * tile + 1 + BUFFERS);
+            if (BUFFERS > 2) fetch(2 * tile + 1 + BUFFERS, true);
         }
     }
 }
