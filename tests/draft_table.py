@@ -33,13 +33,11 @@ class Kind:
     spec   the speculative mode to run it in
     write  makes a tiny one; None: the mode needs no draft
     names  tiny models that it can be had for; (): all
-    cuda   where the tests of tests/decode/test_cuda_speculation.py were run
     """
 
     spec: str
     write: Write | None
     names: tuple[str, ...] = ()
-    cuda: str = "CUDA"
 
 
 def _block(folder: Path, name: str, target: Model) -> Path:
@@ -73,7 +71,6 @@ def _eagle3(folder: Path, name: str, target: Model) -> Path:
     return tiny_eagle.write(folder / "draft", c.hidden, c.vocab, [0, 1, len(target.layout.layers) - 1])
 
 
-STAND_IN = "CUDA (stand-in)"
 THREE_LAYERS = (
     "llama",
     "qwen3",
@@ -86,9 +83,9 @@ THREE_LAYERS = (
 KINDS: Mapping[str, Kind] = {
     "multi-token prediction": Kind("chain", _block, ("qwen35", "qwen35moe", "glm")),
     "DFlash": Kind("tree", _dflash),
-    "DFlash2": Kind("tree", _like_golden("dflash2"), THREE_LAYERS, STAND_IN),
-    "DSpark": Kind("tree", _like_golden("dspark"), THREE_LAYERS, STAND_IN),
-    "EAGLE-3": Kind("chain", _eagle3, cuda=STAND_IN),
+    "DFlash2": Kind("tree", _like_golden("dflash2"), THREE_LAYERS),
+    "DSpark": Kind("tree", _like_golden("dspark"), THREE_LAYERS),
+    "EAGLE-3": Kind("chain", _eagle3),
     "prompt lookup": Kind("lookup", None),
 }
 
@@ -104,7 +101,7 @@ def table(families: Mapping[str, tuple[str, ...]], backends: Mapping[str, Ops]) 
         for kind in KINDS.values():
             has = [name for name in names if not kind.names or name in kind.names]
             met = [label for label, ops in backends.items() if has and all(works(kind, name, ops) for name in has)]
-            cells.append(", ".join([*met, kind.cuda]) if met else "—")
+            cells.append(", ".join([*met, "CUDA"]) if met else "—")
         rows.append((family, *cells))
     return rows
 
