@@ -1,11 +1,17 @@
 """The documentation: README stays short, links lead somewhere, and tables and figures are what their scripts write."""
 
+import io
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+
+from generate.cli import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md")]
@@ -51,6 +57,34 @@ def test_links_lead_somewhere(page):
         path = (page.parent / name).resolve() if name else page
         assert path.exists(), f"{target} leads nowhere"
         assert not anchor or anchor in anchors(path), f"{target}: {path.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_are_understood(page, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for command in re.findall(
+            r"python -m generate ((?:'[^']*'|\"[^\"]*\"|#.*|[^'\"#\n])*)", block.replace("\\\n", " ")
+        ):
+            words = shlex.split(command, comments=True)
+            argv = [*takewhile(lambda word: word not in ("|", "&&", ">", "<", "&"), words)]
+            if "--help" not in argv:
+                parse(argv)
+
+
+def test_what_the_first_commands_install():
+    """MLX comes on Apple Silicon alone, and the small chat model brings no llama.cpp to compile."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    mlx = [each for each in project["dependencies"] if each.startswith("mlx")]
+    assert [each.partition("; ")[2] for each in mlx] == ["platform_system == 'Darwin' and platform_machine == 'arm64'"]
+    packages = project["dependencies"] + [each for extra in project["optional-dependencies"].values() for each in extra]
+    assert [each for each in packages if "smollm2" in each or "llama-cpp" in each] == []
+    assert project["scripts"] == {"bimetal": "generate.__main__:script"}
+    first, second = re.findall(r"^(?:.* && )?python -m generate (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)[
+        :2
+    ]
+    assert parse(shlex.split(first)).model == "smollm2"
+    assert parse(shlex.split(second)).options["max_tokens"] <= 200
 
 
 def test_the_index_names_every_page():
