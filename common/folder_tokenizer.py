@@ -17,7 +17,7 @@ def from_folder(folder: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[
     if not file.is_file():
         raise BimetalError(f"{folder} has no tokenizer.json, the only form of tokenizer that is supported")
     try:
-        backend = Backend.from_file(str(file))
+        backend = Backend.from_buffer(file.read_bytes())  # the package takes no path that is not UTF-8
     except Exception as error:  # the package raises plain Exception
         raise BimetalError(f"{file} cannot be read: {error}") from None
     settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")

@@ -552,8 +552,9 @@ def test_a_closed_stdin_is_no_prompt(folder):
     assert b"the prompt on stdin is empty" in done.stderr
 
 
-def test_a_locale_of_ascii(folder, tmp_path):
-    """The reply broke off at the first character that ASCII lacks, and prompts beyond it were refused."""
+def test_a_locale_of_ascii(tmp_path):
+    """The reply broke off at the first character that ASCII lacks; prompts and folders beyond it were refused."""
+    folder = write(tmp_path / "modèle")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     flags = f"-m {folder} --backend numpy -n 60 --raw --temperature 1.5 --seed 3"
     expected = shell(f"generate {flags} -p 'caffè'", PYTHONUTF8="1")
