@@ -285,9 +285,7 @@ part(const u16* q, Plane keys, Plane values, int H, const StepState* step, const
     begin();
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
-    Run run = step->run[0];
-    run.first = 0;
-    const Mask mask(step, run, positions, 0, 0, 0);
+    const Mask mask(step, step->run[0], 0, positions, 0, 0, 0);
     const int head = blockIdx.y, lane = threadIdx.x % 32, first_row = (gridDim.x - 1 - blockIdx.x) * 64;
     const int stop = mask.past + min(first_row + 63, T - 1) + 1;
     if (from >= stop) return;
