@@ -58,6 +58,7 @@ LOSSES = {  # by name of a table: model, text, tokens of a window
     "demo": ("demo", "code", "2048"),
     "smollm2": ("smollm2", "WikiText-2", "2048"),
     "smollm2-code": ("smollm2", "code", "2048"),
+    "smollm2-8192": ("smollm2", "WikiText-2", "8192"),
 }
 
 
