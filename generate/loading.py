@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint import Checkpoint
-from common.demo import demo_path
+from common.demo import block_beside, demo_path
 from common.fit import LEAST_CONTEXT, context_that_fits, rows_that_fit, shared_that_fits, what_fits
 from common.hub import resolve_model
 from common.models import Model
@@ -28,7 +28,7 @@ def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
     name  "demo", "mtp" for a block of the target's own files, or as `resolve_model` takes it
     """
     if name == "mtp":
-        path = target.path
+        path = block_beside(target.path) or target.path
     else:
         path = demo_path("draft") if name == "demo" else resolve_model(name, progress=progress)
     check_file(path, target)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import tiny
 
+import generate
 from common.checkpoint import open_checkpoint
-from common.demo import FOLDER, demo_path
+from common.demo import FOLDER, block_beside, demo_path
 from common.errors import BimetalError
 from common.hub import resolve_model
 from common.models import load_model
@@ -33,13 +34,15 @@ def test_checksum(name):
 
 def test_size():
     assert {p.name for p in FOLDER.glob("*.gguf")} == SUMS.keys()
-    assert sum((FOLDER / name).stat().st_size for name in SUMS) <= 46_000_000
+    assert sum((FOLDER / name).stat().st_size for name in SUMS) <= 49_000_000
 
 
 def test_names():
     assert resolve_model("demo") == demo_path() == FOLDER / "demo-qwen35-Q8_0.gguf"
     assert resolve_model(SMALL) == resolve_model(SMALL.lower()) != demo_path()
     assert demo_path("draft").name == "demo-qwen35-dflash-Q8_0.gguf"
+    assert all(block_beside(demo_path(name)).name == "demo-qwen35-mtp-Q8_0.gguf" for name in ("demo", SMALL))
+    assert block_beside(FOLDER / "demo-wedlm-Q8_0.gguf") is None
     assert resolve_model("demo-wedlm").name == "demo-wedlm-Q8_0.gguf"
     with pytest.raises(BimetalError, match=r"no demo-qwen35-Q2_K\.gguf; of the demo model it has .*Q8_0"):
         resolve_model("demo:Q2_K")
@@ -60,6 +63,18 @@ def test_cards():
     card = (FOLDER / "README.md").read_text()
     assert "license: apache-2.0" in card
     assert all(name in card for name in SUMS)
+
+
+@pytest.mark.slow
+def test_its_block_drafts():
+    """More than half of the steps accept the first draft token; the text is that of plain decoding."""
+    llm = generate.load("demo", draft="mtp", backend="numpy")
+    prompt = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self"
+    greedy = {"max_tokens": 40, "temperature": 0.0}
+    drafted = llm.generate(prompt, spec="chain", tree_budget=3, **greedy)
+    assert drafted.tokens == llm.generate(prompt, spec="off", **greedy).tokens
+    assert drafted.stats.accepted.by_position[0] > 0.5
+    llm.close()
 
 
 def test_token_ids():

@@ -1,4 +1,4 @@
-"""The models that come with the package: `demo-qwen35` and its draft, and `demo-wedlm`. Made by examples/train."""
+"""The models that come with the package: `demo-qwen35` and its drafts, and `demo-wedlm`. Made by examples/train."""
 
 from pathlib import Path
 
@@ -6,12 +6,19 @@ from common.errors import BimetalError
 
 FOLDER = Path(__file__).parent
 TARGET, DRAFT = "demo-qwen35-{}.gguf", "demo-qwen35-dflash-Q8_0.gguf"
+BLOCK = "demo-qwen35-mtp-Q8_0.gguf"
 WEDLM = "demo-wedlm"
 
 
 def is_demo(name: str) -> bool:
     """Whether `name` is that of a model of the package."""
     return name == WEDLM or name.partition(":")[0] == "demo"
+
+
+def block_beside(model: Path) -> Path | None:
+    """The multi-token-prediction block of a target of the package, in a file of its own; None for other files."""
+    is_target = model.name.startswith("demo-qwen35-Q") and model.resolve().parent == FOLDER.resolve()
+    return FOLDER / BLOCK if is_target else None
 
 
 def demo_path(name: str = "demo") -> Path:
