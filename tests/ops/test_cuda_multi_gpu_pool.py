@@ -140,7 +140,7 @@ def test_replies(two, one, batches, monkeypatch):
 
 def test_replies_when_pages_run_out(two, one, monkeypatch):
     """A sequence moves from both GPUs to the host and back, with the tokens of running alone."""
-    calls = [([i % 90 for i in range(240)], 30), ([i % 50 for i in range(245)], 20), ([7, 8], 12)]
+    calls = [([i % 90 for i in range(240)], 30), ([i % 50 for i in range(245)], 20), ([7, 8], 40)]
     calls = [(prompt, {"max_tokens": count, "spec": "off"}, None) for prompt, count in calls]
     moved, suspend = [], Slot.suspend
     monkeypatch.setattr(Slot, "suspend", lambda slot: moved.append(suspend(slot)))
