@@ -155,7 +155,7 @@ struct __align__(16) Run {  // the rows of one sequence, which lie together; oth
     int kind, branches, unused[2];      // kind: 0 tree, 1 chain of any length, 2 block
 };
 struct __align__(16) StepState {
-    int rows, runs, kept, unused[13];  // kept: which of the two stores of rows holds those of paths; this step's go to the other
+    int rows, runs, kept, unused[13];  // kept: which of the stores of rows holds those of paths; this step's go to another
     int path[MAX_DECODE_ROWS];         // rows of the step before
     u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of its run
     u32 line[MAX_DECODE_ROWS];  // of branches, by visit, a byte each: the row and three before it, newest first; -1 is the newest committed
