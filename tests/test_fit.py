@@ -349,7 +349,7 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     assert all(row["total"] == sum(row[part] for part in parts) for row in table.values())
 
 
-def test_a_draft_is_counted_apart(run):
+def test_a_draft_is_counted_apart(run, tmp_path):
     code, out, _ = run("demo", "--draft", "demo", "--json")
     assert code == 0
     (row,) = json.loads(out)["rows"]
@@ -357,7 +357,8 @@ def test_a_draft_is_counted_apart(run):
     assert row["total"] == sum(row[part] for part in ("weights", "kv", "state", "work", "draft"))
     code, out, _ = run("demo", "--draft", "demo")
     assert "draft" in out.splitlines()[1].split()
-    code, _, err = run("demo", "--draft", "mtp")
+    (tmp_path / "alone.gguf").symlink_to(demo_path())
+    code, _, err = run(str(tmp_path / "alone.gguf"), "--draft", "mtp")
     assert code == 1
     assert "has no multi-token-prediction block" in err
 

@@ -9,6 +9,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend import fuse, mixture, rows  # noqa: E402
 from cuda_backend.attention import ATTENTION  # noqa: E402
+from cuda_backend.exchange import SUM  # noqa: E402
 from cuda_backend.launch import Stream, converter, kernel  # noqa: E402
 from cuda_backend.prototypes import IN, OUT, prototypes, type_of  # noqa: E402
 from cuda_backend.segments import HostCall, Program, run_step  # noqa: E402
@@ -58,7 +59,7 @@ def test_a_missing_argument_is_refused():
 
 
 def test_fusions_name_ops_and_kernels():
-    names = {op.name for op in (rows.NORM, rows.HEADS, mixture.EXPERTS, ATTENTION, *rows.POINTWISE.values())}
+    names = {op.name for op in (rows.NORM, rows.HEADS, mixture.EXPERTS, ATTENTION, SUM, *rows.POINTWISE.values())}
     keys = [(row.consumer, row.producer) for row in fuse.FUSIONS]
     assert len(set(keys)) == len(keys)
     for row in fuse.FUSIONS:
