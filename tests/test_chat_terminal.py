@@ -43,7 +43,7 @@ def test_history_pastes_completion_and_ctrl_c(chat, tmp_path):
     chat.expect("temperature")  # of the menu
     chat.send("\t 0.7\r")
     ready(chat)
-    chat.send("\x1b[200~" + "long " * 2000 + "\x1b[201~\r")
+    chat.send("\x1b[200~" + "long " * 8000 + "\x1b[201~\r")
     chat.expect(r"reading the prompt \d+ of")
     chat.send("\x03\x03")
     chat.expect("cancelled before the reply began; the message is not part of the conversation")

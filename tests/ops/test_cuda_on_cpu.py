@@ -75,7 +75,13 @@ def test_hot_and_cold_experts(chosen):
     on_cpu("models/test_cuda_hot_experts.py", chosen)
 
 
-@pytest.mark.parametrize("chosen", ["trace", pytest.param("bench or refusals", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param("trace", marks=pytest.mark.compile),
+        pytest.param("bench or refusals", marks=pytest.mark.slow),
+    ],
+)
 def test_replayed_routing(chosen):
     on_cpu("models/test_cuda_bench_spark.py", chosen)
 
@@ -85,6 +91,7 @@ def test_spark():
     on_cpu("models/test_cuda_spark.py", "test_")
 
 
+@pytest.mark.compile
 def test_draws():
     on_cpu("ops/test_cuda_sampling.py", "test_draws and not 5003")
 
@@ -93,6 +100,7 @@ def test_sampled_steps():
     on_cpu("ops/test_cuda_sampling.py", "sampled_steps or argmax or chosen_tokens")
 
 
+@pytest.mark.compile
 def test_rows_of_trees():
     layers = "(KVSpec-None or LatentSpec) and (6.2.16 or 3.1.16)"
     on_cpu("ops/test_cuda_attention.py", f"of_trees and (65-7 or 65-136) and {layers}")
@@ -131,9 +139,11 @@ def test_pages_of_a_pool(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "test_bytes and 64-3 or test_bytes and 128-3",
+        pytest.param("test_bytes and 64-3 or test_bytes and 128-3", marks=pytest.mark.compile),
         pytest.param("neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals", marks=pytest.mark.compile),
-        "test_latents and lm4-128 or latents_do_not and lm4-50 or stretches and 64-lm4",
+        pytest.param(
+            "test_latents and lm4-128 or latents_do_not and lm4-50 or stretches and 64-lm4", marks=pytest.mark.compile
+        ),
         pytest.param("latents", marks=pytest.mark.slow),
         pytest.param("test_bytes or windows or norm_and or strided", marks=pytest.mark.slow),
         pytest.param("test_attention", marks=pytest.mark.slow),
@@ -147,7 +157,7 @@ def test_formats_of_caches(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "as_numpy and lm4/lm4 or snapshots and (6 or 200) or bytes or alone",
+        pytest.param("as_numpy and lm4/lm4 or snapshots and (6 or 200) or bytes or alone", marks=pytest.mark.compile),
         pytest.param(
             "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150", marks=pytest.mark.compile
         ),
