@@ -1,7 +1,9 @@
 """Choice of the parts of a long prompt that compression keeps: chunks by score, the beginning and the end.
 
 After PFlash: a small model's attention scores each token, chunks are kept by their mean score, and chunks that hold the
-words of the question are kept in any case. The text that comes out is another one: this is lossy.
+words of the question are kept in any case. The text that comes out is another one: this is lossy. Texts of messages
+are cut before the template is applied, so that roles stay whole and the small model may have a tokenizer of its own.
+Prompts beyond its context are scored in pieces; PFlash's block-sparse attention would leave its trained positions.
 """
 
 from collections.abc import Callable, Sequence
