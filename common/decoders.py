@@ -1,6 +1,6 @@
 """The decoders, one row each: flags, options, checks and statistics follow from the table.
 
-A further decoder is a file in common/decode, its line in common/decode/registry.py, and a row here.
+docs/extending.md lists what a further decoder takes.
 """
 
 import math

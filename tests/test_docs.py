@@ -48,6 +48,18 @@ def test_contributing_names_tests_that_exist():
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
+def test_extending_names_what_exists():
+    """Files, and names in capitals that stand before `in` and a file."""
+    text = re.sub(r"\s+", " ", (ROOT / "docs/extending.md").read_text())
+    files = re.findall(r"`((?:common|generate|tests|cuda_backend|mlx_backend|metal_kernels)/[\w/.]+)`", text)
+    assert [name for name in files if not (ROOT / name).exists() and "NAME" not in name] == []
+    named = re.findall(r"((?:`\w+`(?:, | and )?)+) (?:in|of) `([\w/]+\.py)`", text)
+    pairs = [(name, file) for names, file in named for name in re.findall(r"`(\w+)`", names)]
+    assert len(pairs) > 20
+    lacking = [p for p in pairs if not re.search(rf"(?m)^\s*(?:def |class )?{p[0]}\b", (ROOT / p[1]).read_text())]
+    assert lacking == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
