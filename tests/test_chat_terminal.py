@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,11 @@ def chat(tmp_path):
     (tmp_path / "bimetal/chat_history").write_text("\n# 2026-01-01\n+a question of an earlier chat\n")
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
     flags = ["--chat", "-m", str(write(tmp_path / "model")), "--backend", "numpy", "-n", "4", "--ctx", "100000"]
-    chat = pexpect.spawn(sys.executable, ["-m", "generate", *flags], env=environment, cwd=ROOT, timeout=30)
+    heard = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a test run in the background ignores Ctrl-C, as the chat would
+    command = ["-m", "generate", *flags]
+    chat = pexpect.spawn(sys.executable, command, env=environment, cwd=ROOT, timeout=30, preexec_fn=heard)
     chat.expect("/help lists commands")
     ready(chat)
     yield chat

@@ -1,5 +1,6 @@
 """Speculative decoding gives the text of plain decoding, whatever is drafted."""
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from common.sampling import Sampler, Sampling
 
 PROMPT, NEW = 20, 28
 NEAR_TIE = 1e-3  # two float32 ways to the same logits, as in tests/test_state.py
+SLOW_VARIANTS = {name: pytest.mark.slow for name in ("llama-untied", "qwen3-yarn", "laguna-m1")}  # on MLX
 KINDS = [row.name for row in DECODERS.values() if row.family == "speculative"]
 
 
@@ -165,8 +167,17 @@ def test_a_multi_token_prediction_block_on_each_backend(ops):
     assert_same(tokens, expected, margins, ops)
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "lookup+tree"])
-@pytest.mark.parametrize("name", [name for name in tiny.MODELS if name != "qwen35"])
+OTHER_MODELS = [name for name in tiny.MODELS if name != "qwen35"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "kind", "name"),
+    [
+        *itertools.product(["numpy"], ["chain", "tree", "lookup+tree"], OTHER_MODELS),
+        *(pytest.param("mlx", "lookup+tree", name, marks=SLOW_VARIANTS.get(name, ())) for name in OTHER_MODELS),
+    ],
+    indirect=["ops"],
+)
 def test_a_real_draft_for_every_family(name, kind, ops, tmp_path):
     """With a random draft, so that mostly lookups are accepted; features come from the first and the last layer."""
     target = tiny.load(name, ops)
@@ -204,7 +215,13 @@ class Script:
 
 
 @pytest.mark.parametrize(
-    ("name", "sampling", "stretch"), [("laguna", {}, 270), ("qwen35", {"temperature": 1.0, "seed": 3}, 20)]
+    ("ops", "name", "sampling", "stretch"),
+    [
+        ("numpy", "laguna", {}, 270),
+        pytest.param("mlx", "laguna", {}, 270, marks=pytest.mark.slow),
+        *((backend, "qwen35", {"temperature": 1.0, "seed": 3}, 20) for backend in ("numpy", "mlx")),
+    ],
+    indirect=["ops"],
 )
 def test_plain_stretches_leave_the_draft_alone(name, sampling, stretch, ops, tmp_path, monkeypatch):
     """As plain decoding goes; the draft has no rows of a stretch when it is used again."""

@@ -23,7 +23,7 @@ PIECES = {
     "odd": [1, 3, 63, 64, 65, 2, 100, 4, 5],
     "shorter than the convolution": [2, 1, 2, 1, 3, 1],
     "halves": [256],
-    "one token at a time, before and after many": [1] * 90 + [332] + [1] * 90,
+    "one token at a time, before and after many": [1] * 24 + [464] + [1] * 24,
 }
 
 

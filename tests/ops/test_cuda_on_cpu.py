@@ -96,6 +96,7 @@ def test_draws():
     on_cpu("ops/test_cuda_sampling.py", "test_draws and not 5003")
 
 
+@pytest.mark.compile
 def test_sampled_steps():
     on_cpu("ops/test_cuda_sampling.py", "sampled_steps or argmax or chosen_tokens")
 

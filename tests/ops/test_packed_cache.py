@@ -23,6 +23,8 @@ SCALE = 0.125
 PAIRS = [(keys, values) for keys in (NATIVE, *FORMATS) for values in (NATIVE, *FORMATS)][1:]
 FEW_PAIRS = [("q8_0", "lm4"), ("lm4", "lm3"), ("tq3_0", "tq3_0"), ("q4_0", "q5_1"), ("turboquant", "turboquant")]
 OTHERS = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in FEW_PAIRS]
+EACH_FORMAT = [*zip((NATIVE, *FORMATS), (*FORMATS, NATIVE), strict=True)]  # as keys and as values
+EACH_THEN_OTHERS = [pair if pair in EACH_FORMAT else pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS]
 quick = settings(max_examples=10, deadline=None, derandomize=True)
 parent_lists = st.integers(1, 7).flatmap(lambda n: st.tuples(*(st.integers(PAST, t - 1) for t in range(n))))
 
@@ -135,7 +137,7 @@ def test_snapshots_and_what_was_not_committed(ops, pair, past):
     assert close(ops, read(ops, state, np.arange(20), [1, 3]), read(ops, alone, np.arange(20)))
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+@pytest.mark.parametrize("pair", EACH_THEN_OTHERS, ids="/".join)
 def test_windows_over_three_wraps(ops, pair):
     """A cache of the first rows and the last ones attends as a cache of all does, under the same window."""
     few = with_window(spec_of(pair), 8, 4)
@@ -273,12 +275,20 @@ def test_refusals():
 # -- saved on the host -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "pair"),
-    [*(("exact", pair) for pair in PAIRS), *((kind, pair) for kind in ("coded", "window") for pair in FEW_PAIRS)],
-)
-def test_saved_and_loaded(ops, pair, kind):
-    """Codes, exact rows and calibration come back to the bit, also where a window has wrapped and wraps elsewhere."""
+@pytest.mark.parametrize("pair", EACH_THEN_OTHERS, ids="/".join)
+def test_saved_and_loaded(ops, pair):
+    """Codes, exact rows and calibration come back to the bit."""
+    check_saved_and_loaded(ops, pair, "exact")
+
+
+@pytest.mark.parametrize("pair", FEW_PAIRS, ids="/".join)
+@pytest.mark.parametrize("kind", ["coded", "window"])
+def test_codes_alone_and_windows_saved_and_loaded(ops, pair, kind):
+    """Also where a window has wrapped and wraps elsewhere."""
+    check_saved_and_loaded(ops, pair, kind)
+
+
+def check_saved_and_loaded(ops, pair, kind):
     spec = spec_of(pair)
     if kind == "coded":
         spec = replace(spec, packing=replace(spec.packing, sinks=0, recent=0, calibration=0))
