@@ -40,8 +40,8 @@ def limit_memory(nbytes: int, devices: Sequence[int] = ()) -> None:
 def random_ops(experts: HotExperts | None = None, trace: Trace | None = None, start: int = 0) -> "CudaOps":
     """The current GPU, for models whose quantized matrices are random: it makes them itself.
 
-    experts  what experts may take of its memory; None: all of them lie there
-    trace    the routing of steps, from token `start` on; None: by random routers
+    experts  memory that experts may take of the GPU, the others being in host memory; None: all are in GPU memory
+    trace    the routing that steps replay, from token `start` on; None: random routers choose
     """
     from cuda_backend.random_weights import RandomOps
 

@@ -13,7 +13,7 @@ class Source(Protocol):
     """An op that has not run."""
 
     def as_dense(self) -> int:
-        """The address of what it computes, in float32, one element after the other."""
+        """Compute the op, if necessary, and return the address of its contiguous float32 result."""
 
 
 class Array:
@@ -21,10 +21,10 @@ class Array:
 
     Models see `shape`, reshape and slice. Strides are in elements.
 
-    partials  partial sums, `partial_stride` elements from one to the next
-    needs     where columns of (T, n) end that have fewer partial sums, and how many: zeros follow, which a slice skips
+    partials  number of partial sums to add, `partial_stride` elements apart
+    needs     (end, count) pairs: columns of (T, n) up to `end` have only `count` partial sums that are not zero
     best      address of the largest keys of a step's logits, if kernels/sample.cu found them, else 0
-    arrival   a copy for the host that is queued already; None: `read` copies
+    arrival   a copy to the host that has been started already; None: `read` starts one
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class Array:
 
     @property
     def is_dense(self) -> bool:
-        """Test whether the array is computed and added up, its elements one after the other."""
+        """Test whether the array is computed, without partial sums, and contiguous."""
         return bool(self._address) and self.partials == 1 and self.strides == contiguous(self.shape)
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def reshaped(shape: Sequence[int], strides: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a reshape that moves nothing; raises ValueError where there are none."""
+    """Return the strides of a reshape that copies nothing; raises ValueError where a copy would be necessary."""
     if math.prod(shape) != math.prod(target):
         raise ValueError(f"an array of shape {tuple(shape)} cannot be reshaped to {tuple(target)}")
     # runs of axes that lie one after another: (elements, stride of the last)

@@ -1,4 +1,4 @@
-"""The GPU that is there, and whether our kernels run on it."""
+"""The current GPU, and whether our kernels run on it."""
 
 import cupy
 

@@ -29,15 +29,15 @@ from cuda_backend.to_host import ToHost
 class Context:
     """The GPU that one model runs on; a branch of a step has a context of its own, which differs in the stream.
 
-    stream  that ops launch on
-    side    another one, for a branch beside it
-    forked  recorded where a branch begins, and joined where it ends
+    stream  the stream that ops launch on
+    side    a second stream, for a branch that runs beside the first
+    forked  event at the begin of a branch; joined: event at its end
     to_host  copies of chosen tokens, which the host reads while a later step runs
     ropes   frequencies on the device, by rope
     groups  tables of `head_linear`, by rows and heads
-    experts  where a mixture's experts lie, of which this GPU holds some; None: it holds all
-    routing  of steps, where a benchmark replays it
-    fills  small products take every place of the card: what follows waits for other GPUs, begun early or not
+    experts  places of a mixture's experts, some of which are in host memory; None: all are in GPU memory
+    routing  the trace of routing that a benchmark replays
+    fills  small products use every multiprocessor too: the next kernel waits for other GPUs in any case
     """
 
     card: Card
@@ -59,14 +59,14 @@ class Context:
         return replace(self, stream=self.side, side=self.stream)
 
     def on_device(self, numbers: Any) -> Array:
-        """int32 numbers that an op was given outside of `Replay.run`, on the device."""
+        """Copy int32 numbers to the device, for an op that is called outside of `Replay.run`."""
         if isinstance(numbers, Array):
             return numbers
         memory = upload(np.ascontiguousarray(numbers, np.int32), self.stream)
         return Array(np.shape(numbers), memory.address, owner=memory, dtype=np.int32)
 
     def step_of(self, step: Any, store: KVStore | LatentStore | Recurrent, recurrent: bool = False) -> DeviceStep:
-        """The step on the device, uploaded here where an op is called outside of `Replay.run`."""
+        """Return the step in device memory, after uploading it if the op is called outside of `Replay.run`."""
         if isinstance(step, DeviceStep):
             if recurrent and step.is_block:
                 raise BimetalError(NO_ORDER)

@@ -1,6 +1,6 @@
-"""Rows of which several GPUs hold parts, added up or joined: one kernel on each, through peer memory.
+"""All-reduce and all-gather of rows among GPUs of one process: one kernel on each GPU, through peer memory.
 
-See kernels/exchange.cu, and kernels/exchange_norm.cu for a sum that a norm takes.
+The kernels are kernels/exchange.cu, and kernels/exchange_norm.cu for a sum whose consumer is a norm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,12 +50,12 @@ class End:
 
 
 class Exchange:
-    """Adds up or joins arrays of which each GPU has one, in the order of `gpus`, whose places are the ranks.
+    """Adds up or joins one array of each GPU, in the order of `gpus`: an index into it is a rank.
 
-    index    exchanges that the step which is being launched has so far
-    before   fours of four neighbours in the last of them
-    passed   exchanges since the numbers began
-    pending  the last sum, with its arrays, where consumers may launch it
+    index    exchanges so far in the step that is being launched
+    before   size of the last of them, in groups of four numbers
+    passed   exchanges since the exchange numbers were reset
+    pending  the last sum and its arrays, if its consumer may launch it
     """
 
     def __init__(self, gpus: Sequence[Gpu], numbers: int = NUMBERS, seconds: float = SECONDS):
@@ -73,7 +73,7 @@ class Exchange:
         self.renew()
 
     def renew(self) -> None:
-        """Begin again, once all GPUs are idle: after a step that did not end, and before numbers come again."""
+        """Reset the exchange numbers when all GPUs are idle: after a step that failed, and before numbers repeat."""
         self.passed = 0
         for end in self.ends:
             with end.gpu.device:
@@ -85,13 +85,13 @@ class Exchange:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before a step: begin again where the numbers would come again."""
+        """Prepare a step: reset the exchange numbers if they would repeat in it."""
         if self.passed >= RENEWED:
             self.renew()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The launches of a step, as they come or captured: after them every GPU counts its exchanges."""
+        """Surround the launches of a step, eager or captured; at its end every GPU adds its exchanges to the count."""
         self.index, self.before, self.pending = 0, 0, []
         yield
         self.settle()
@@ -135,7 +135,7 @@ class Exchange:
     def _meet(self, name: str, xs: Sequence[Array], wide: int) -> list[Array]:
         """Launch the kernel `name`, which gives rows of `wide` * K numbers of xs (T, K), on every GPU.
 
-        Between the first and the last launch the host does nothing but launch: a GPU that waits must not wait for it.
+        Between the first and the last launch the host does nothing else: launched kernels wait for the other GPUs'.
         """
         T, K = xs[0].shape
         if K % 4 or self.numbers < K:
@@ -180,7 +180,7 @@ class Exchange:
     # -- what may go wrong ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises BimetalError where a GPU whose work is over has waited in vain, and begins again."""
+        """Check that no GPU timed out; resets the exchange and raises BimetalError if one did."""
         lost = [end.gpu.index for end in self.ends if end.failed[0]]
         if lost:
             all_of = ",".join(str(end.gpu.index) for end in self.ends)

@@ -1,4 +1,4 @@
-"""Products of rows with matrices that each row chooses: experts, and a matrix per head."""
+"""Products in which each row has its own matrix: the experts that it chose, or the matrix of its head."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def grouped_linear(
 ) -> Array:
     """Row p // share of x times matrix ids[p] of w, and of `last` after them, for each pair p: (pairs, rows)
 
-    known: the kernel before this one did not make g, and began when g was there.
+    known  g was complete before the kernel before this one began, so that this one need not wait to read it
     """
     card, N, parts = context.card, w.rows, packed_segments(w)
     partials, size = _cuts(w, g.chosen, card) if g.chosen else 1, g.pairs * N

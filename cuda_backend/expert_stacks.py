@@ -1,4 +1,4 @@
-"""A mixture's experts in pinned memory of the host, and the tables that tell kernels where each of them is read."""
+"""A mixture's experts in pinned host memory, and the tables of addresses through which kernels read them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

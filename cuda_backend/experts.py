@@ -1,9 +1,9 @@
-"""Experts of which the GPU's memory holds the hot ones, while all of them lie in pinned memory of the host.
+"""Hot experts in GPU memory, all experts in pinned host memory.
 
-Kernels read an expert where its table says: in a slot, or in the host's memory over the link, each byte once per step.
-So a step is one launch whether all that it needs is resident or not, and its numbers are the same bits. Steps leave the
-experts that their rows chose in a log; between steps the log counts, experts that were missed repeatedly are copied to
-slots on a stream of their own, and once a copy has landed the table is written.
+Kernels read an expert at the address in a table: in a slot of GPU memory, or in host memory over the link, each byte
+once per step. A step is therefore one graph whether its experts are resident or not, and its result is bitwise the
+same. Steps write the experts that their rows chose to a log. Between steps the host counts the log and starts copies of
+experts that were missed repeatedly, on a separate stream; when a copy has completed, it updates the table.
 """
 
 import itertools
@@ -98,7 +98,7 @@ class ExpertStore:
         return stack.weight
 
     def open(self) -> None:
-        """Make the slots, once all experts are loaded, and copy the first experts there. Raises BimetalError."""
+        """Allocate the slots, after all experts are loaded, and copy the first experts there. Raises BimetalError."""
         if self.is_open:
             return
         if not self.stacks:
@@ -248,7 +248,7 @@ class ExpertStore:
         self.uses += uses
 
     def _chosen(self) -> list[Load]:
-        """The experts of the layers whose turn it is that are to be copied now."""
+        """Choose the experts to copy now, from the layers whose turn it is."""
         loads: list[Load] = []
         for i in range(self.turn % TURNS, len(self.layers), TURNS):
             layer = self.layers[i]
@@ -264,7 +264,7 @@ class ExpertStore:
         return loads
 
     def _start(self, loads: Sequence[Load]) -> None:
-        """Begin copies to slots, once no step reads the slots any more that other experts leave."""
+        """Start copies to slots; they wait until no step reads the experts that were in these slots."""
         if not loads:
             return
         left = [load.replaces for load in loads if load.replaces is not None]
@@ -290,7 +290,7 @@ class ExpertStore:
             self.copying.append(Copying(load, begun, done))
 
     def _land(self) -> None:
-        """Let steps read what has been copied since the last call."""
+        """Write the table entries of experts whose copies have completed since the last call."""
         landed = list(itertools.takewhile(lambda copying: copying.done.done, self.copying))
         self.copying = self.copying[len(landed) :]
         entries = []

@@ -10,10 +10,10 @@ from cuda_backend.views import float4_aligned
 
 
 class Fusion(NamedTuple):
-    """`consumer` computes `producer` in its own launch, where `holds` is true of the producer.
+    """Row of the table: `consumer` computes `producer` in its own launch if `holds(producer)`.
 
-    kernel    that does both
-    computed  also where the producer's float32 rows are there, which are then computed twice
+    kernel    file and function of the launch that computes both
+    computed  fuse even if the float32 rows of the producer exist already, and so compute them twice
     """
 
     consumer: str
@@ -75,7 +75,7 @@ FUSIONS = (
 
 
 def fused(consumer: str, x: Array) -> Lazy | None:
-    """The op that makes x and that `consumer` computes itself, in the table above; None: it reads x."""
+    """Return the op behind x if `consumer` computes it in its own launch by the table above; None: it reads x."""
     lazy = lazy_of(x)
     return lazy if lazy and _holds(consumer, lazy) else None
 

@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2): over one latent and one roped key per position, or over keys and values of heads."""
+"""Latent attention (DeepSeek-V2): over latent rows as stored, or over the keys and values expanded from them."""
 
 from typing import Any, NamedTuple
 

@@ -15,11 +15,11 @@ from cuda_backend.sources import OPTIONS, source
 
 
 class Stream:
-    """A CUDA stream, and what the next launch on it depends on.
+    """A CUDA stream, with the state that its next launch depends on.
 
-    overlaps  a launch may begin before the kernel before it has ended: set while a graph is captured
-    joined    the stream has just waited for another one: the next launch overlaps nothing
-    launches  kernels launched, replayed ones too
+    overlaps  launches may begin before the previous kernel has ended; set while a graph is captured
+    joined    the stream has just waited for another stream: the next launch must not overlap
+    launches  number of kernels launched, including those of replayed graphs
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Layout of data on the device and of launches, as plain arithmetic: what kernels and launchers must agree on.
+"""Layout of device data and of launches on which kernels and launchers must agree, as plain arithmetic.
 
 Needs neither CuPy nor a GPU, so that the kernels can be compiled and their budgets checked anywhere.
 """
@@ -46,7 +46,7 @@ def tile_defines(type_: str) -> tuple[str, ...]:
 
 @functools.cache
 def ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
-    """Stripes per multiprocessor, stages of the ring and its bytes. The stripes do not depend on `cols`: linear.cu."""
+    """Return (stripes per multiprocessor, stages of the ring, its bytes); `cols` does not change the stripes."""
 
     def stages(columns: int, room: int) -> int:  # more would take memory in which the next kernels could begin
         return min(3, (room - 16) // (_stage(type_, columns) + 16))
@@ -72,7 +72,7 @@ class LinearLaunch:
 
 
 def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch:
-    """Warps that multiply, one that feeds them, and one that finds the factors of norms, up to 8 rows."""
+    """Choose the launch: warps that multiply, one that loads, and up to 8 rows one for the factors of norms."""
     rings = [ring(card, t, cols) for t in types]
     ahead = cols <= 8
     threads = 288 + 32 * ahead
@@ -92,7 +92,7 @@ def linear_launch(card: Card, types: tuple[str, ...], cols: int) -> LinearLaunch
 
 @functools.cache
 def expert_ring(card: Card, type_: str, cols: int) -> tuple[int, int, int]:
-    """The same for kernels/experts.cu, which gathers its rows; it leaves partial sums in no order of CTAs."""
+    """Return (stripes, stages, bytes) as `ring`, for kernels/experts.cu, whose rows are gathered."""
     k, tile = UNITS[type_]
     stage = 8 * tile + cols * (k // 32 * 40 + (32 if k == 128 else 0)) + 16
     half = card.shared // 2 - 1024
@@ -108,12 +108,12 @@ def expert_defines(card: Card, type_: str, cols: int) -> tuple[str, ...]:
 
 
 def single_defines(card: Card, type_: str) -> tuple[str, ...]:
-    """The same for kernels/single.cu."""
+    """List the macros of kernels/single.cu."""
     return *tile_defines(type_), "COLS=1", f"STAGES={ring(card, type_, 1)[1]}", f"BLOCKS={card.blocks}"
 
 
 def parts_of(card: Card, ctas: int, matrices: int, row_blocks: int, k_blocks: int) -> int:
-    """Parts into which experts.cu cuts k, so that as many matrices as one row takes fill `ctas` per multiprocessor."""
+    """Count the parts into which experts.cu cuts k, so that the matrices of one row fill `ctas` per multiprocessor."""
     return max(1, min(k_blocks, ctas * card.sms // (matrices * row_blocks)))
 
 
@@ -123,9 +123,11 @@ def _stage(type_: str, cols: int) -> int:
 
 
 class Packing(NamedTuple):
-    """Form of rows that kernels/store.cuh packs: the first `whole` for one product, the others for one of `cols`.
+    """Form of int8 rows that kernels/store.cuh writes for one or two products.
 
-    cols  1: each row alone; fine: a scale per 32 columns
+    cols   rows of the product, whose values are interleaved; 1: each row is contiguous
+    fine   whether there is a scale per 32 columns, else per 128
+    whole  rows of a first product, before those of the product of `cols`; 0: there is one product
     """
 
     cols: int
@@ -162,9 +164,9 @@ def packed_size(columns: int, rows: int, packing: Packing) -> int:
 def shares(card: Card, matrices: tuple[tuple[str, int, int], ...], fills: bool = False) -> tuple[int, ...]:
     """Stripes of one or two matrices (type, row blocks, k blocks) of a launch.
 
-    Of two: the longest as short as can be, then the other's longest, then the mean of either.
+    For two matrices: minimises the longest stripe, then the longest of the other matrix, then both means.
 
-    fills  a small matrix leaves no room for what follows either: Context.fills
+    fills  small matrices too take all multiprocessors: Context.fills
     """
     per_sm = min(ring(card, type_, 1)[0] for type_, _, _ in matrices)
     most = per_sm * card.sms
@@ -189,7 +191,7 @@ def shares(card: Card, matrices: tuple[tuple[str, int, int], ...], fills: bool =
 
 @functools.cache
 def partition(ctas: int, row_blocks: int, k_blocks: int) -> tuple[int, int]:
-    """CTAs of a launch and the most of them that touch one row block: the partial sums of the output."""
+    """Return the CTAs of a launch and the partial sums of its output: the most CTAs that compute one row block."""
     units = row_blocks * k_blocks
     ctas = min(ctas, units)
     if ctas < units <= 2 * ctas:  # no stripe is longer for it, and there are fewer partial sums
@@ -303,12 +305,12 @@ def padded(width: int) -> int:
 
 
 def row_blocks(rows: int, runs: int, group: int, size: int) -> int:
-    """The most blocks of `size` that `rows` rows times `group` make, none with rows of two of `runs` sequences."""
+    """Return the most blocks of `size` for `rows` rows times `group`, if no block mixes two of `runs` sequences."""
     return (rows * group + min(rows, runs) * (size - 1)) // size
 
 
 def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> int:
-    """Places for the sums of pieces of `most` positions, the tails left out: kernels/flash.cuh Pieces."""
+    """Count the places for the sums of pieces of `most` positions, without tails: kernels/flash.cuh Pieces."""
     if window:
         is_single = (window + keep) // tile + 4 <= min(shares, MOST_SINGLE)
         size = tile if is_single else window_group(window + keep)
@@ -317,12 +319,12 @@ def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> i
 
 
 def tail_places(tile: int, rows: int) -> int:
-    """Tiles that `rows` rows of a step may lie in."""
+    """Return the largest number of tiles that `rows` rows of a step occupy."""
     return (tile - 1 + rows + tile - 1) // tile
 
 
 def window_group(seen: int) -> int:
-    """Positions of a group where a window and what is kept before it are `seen` positions."""
+    """Return the positions of a group for a row that sees `seen` positions: its window and the sinks."""
     return 128 if seen <= 4096 else 256 if seen <= 65536 else 4096
 
 

@@ -1,8 +1,8 @@
-"""Row-wise ops that run when their consumer is known: a declared record of op, inputs and parameters.
+"""Lazy row-wise ops: records of op, inputs and parameters, which are launched when their consumer is known.
 
-A product reads rows quantized, cuBLAS reads half precision (`product`), others float32: the consumer asks for a form,
-and one launch computes the op and writes that form. What a consumer computes in its own launch instead is the table of
-fuse.py.
+A quantized product reads int8 rows (`packed`), cuBLAS half precision (`product`), other ops float32 (`dense`). The
+consumer requests a form, and one launch computes the op and writes it. fuse.py lists the consumers that compute the op
+in their own launch instead.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ class Target(NamedTuple):
 class Op:
     """A row-wise op.
 
-    name           by which fuse.FUSIONS knows it
+    name           key of the op in fuse.FUSIONS
     emit           launches the op, which writes the forms of a Target
-    emit_deferred  of a norm: as `emit`, but leaves the factor of each whole row to the consumer, and writes to an
-                   address the sums of squares of 128 columns each, (T, K / 128), that give it
+    emit_deferred  for norms: as `emit`, but does not multiply rows by 1 / rms; it writes sums of squares of 128 columns
+                   each, (T, K / 128), to an address, from which the consumer computes that factor
     """
 
     name: str
@@ -40,9 +40,9 @@ class Op:
 
 @dataclass
 class Forms:
-    """Addresses of what has been computed of an op, 0 or none for what has not.
+    """Addresses of the forms of an op that have been computed; 0, or no entry, for the others.
 
-    deferred  rows of a norm whose factor is left to the product, and their sums of squares: Op.emit_deferred
+    deferred  rows of a norm without the factor 1 / rms, and their sums of squares: Op.emit_deferred
     """
 
     dense: int = 0
@@ -87,14 +87,14 @@ class Lazy:
         return self.forms.packed[packing]
 
     def on(self, context: Context) -> "Lazy":
-        """Move this op and its inputs to another stream, whose launches leave this one's forms alone."""
+        """Return a copy of this op and its inputs to be launched on another stream, with its own record of forms."""
         return replace(
             self, context=context, inputs=tuple(moved(x, context) for x in self.inputs), forms=self.forms.copy()
         )
 
 
 def lazy_of(x: Array) -> Lazy | None:
-    """The op that would compute exactly x, if x has been neither computed nor sliced."""
+    """Return the op of which x is the whole result, if x is not computed yet; else None."""
     return x.lazy if isinstance(x.lazy, Lazy) else None
 
 

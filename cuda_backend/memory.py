@@ -1,4 +1,4 @@
-"""Device memory: allocations that live as long as their object, and the arena that the outputs of a step come from."""
+"""Device memory: allocations that live as long as their object, and the arena for the outputs of a step."""
 
 import gc
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
 
 
 def room() -> tuple[int, int]:
-    """Bytes of the current GPU that this process may still take, and may take in all."""
+    """Return (bytes of the current GPU that this process may still allocate, bytes that it may allocate in all)."""
     free, total = cupy.cuda.runtime.memGetInfo()
     pool = cupy.get_default_memory_pool()
     most = pool.get_limit()
@@ -34,7 +34,7 @@ def room() -> tuple[int, int]:
 
 
 def give_back() -> None:
-    """Give the driver what CuPy's pool keeps and nobody uses."""
+    """Return the unused memory of CuPy's pool to the driver."""
     gc.collect()
     cupy.get_default_memory_pool().free_all_blocks()
 
@@ -42,8 +42,8 @@ def give_back() -> None:
 class Memory:
     """Device memory that lives as long as this object.
 
-    stream  that alone uses it: once it is given back, what was launched there may still read it, so that only this
-            stream is given it again
+    stream  the only stream that uses it; after it is freed, kernels launched there may still read it, so that the pool
+            reuses it for this stream alone
     """
 
     def __init__(self, nbytes: int, stream: Stream | None = None):
@@ -71,7 +71,7 @@ def _allocate(nbytes: int, stream: Stream | None) -> Any:
 
 
 def upload(array: np.ndarray, stream: Stream) -> Memory:
-    """A copy of a contiguous array on the device; returns when the host's may change."""
+    """Copy a contiguous array to the device; returns when the caller may overwrite the array."""
     memory = Memory(array.nbytes, stream)
     copy_in(memory.address, array, stream)
     return memory
@@ -96,8 +96,8 @@ def copy_out(address: int, nbytes: int, stream: Stream) -> np.ndarray:
 class Arena:
     """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
 
-    A layer's output lies in its own half, so it survives the next layer and no longer; what must last longer lies in a
-    third part. Memory that a captured graph has used is never given back.
+    A layer's output survives the next layer and no longer. What must last until the end of the step is in a third part.
+    Memory that a captured graph uses is never freed.
     """
 
     CHUNK = 32 << 20
@@ -116,7 +116,7 @@ class Arena:
         self.used[self.half] = [0] * len(self.parts[self.half])
 
     def take(self, nbytes: int, lasting: bool = False) -> int:
-        """The first chunk with room gives it, so that a step that runs once more takes what it took before."""
+        """Allocate from the first chunk with room, so that a repeated step gets the same addresses."""
         part = 2 if lasting else self.half
         chunks, used = self.parts[part], self.used[part]
         at = next((i for i, chunk in enumerate(chunks) if used[i] + nbytes <= chunk.nbytes), len(chunks))
@@ -130,7 +130,7 @@ class Arena:
         return address
 
     def scratch(self, nbytes: int, stream: Any) -> int:
-        """Memory for what the next launch on `stream` reads and nothing after it: the same at every call."""
+        """Return memory that only the next launch on `stream` reads; every call returns the same memory."""
         if nbytes > self.passing.nbytes:
             stream.synchronize()
             self.passing = Memory(nbytes)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: who takes a row, the experts' products and their sum, and what runs beside them."""
+"""Mixtures of experts: routing, the experts' products and their weighted sum, and the shared expert."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +39,7 @@ class Router(NamedTuple):
 
     @property
     def taken(self) -> int:
-        """Matrices that a row takes."""
+        """Count the matrices that a row is multiplied by."""
         return self.top_k + self.shared
 
 
@@ -67,7 +67,7 @@ def moe(context: Context, x: Array, gate_up: Weight, down: Weight, ids: Array, w
 def moe_ffn(
     context: Context, x: Array, matrix: Weight, router: Router, experts: Experts, shared_gate: Weight | None
 ) -> Array:
-    """A shared expert stored as the others are is one more matrix of their launches, else a branch of the graph.
+    """Compute Ops.moe_ffn. A shared expert of the experts' type is one more matrix of their launches, else a branch.
 
     matrix       the router's
     shared_gate  of the gate on the shared expert, None without
@@ -109,7 +109,7 @@ def _chosen(
 
 
 def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.ndarray, weights: Array) -> Array:
-    """The experts of one row, whose products choose: kernels/choose.cuh Choice, which fills the weights."""
+    """Compute the experts of one row; the products choose them and fill the weights: kernels/choose.cuh Choice."""
     gate_up, down, shared_gate_up, shared_down = experts
     y = chosen_linear(context, rows.as_lazy(context, x), gate_up, shared_gate_up, choice)
     y = chosen_linear(context, y, down, shared_down, choice)
@@ -117,7 +117,7 @@ def _experts_of_one(context: Context, x: Array, experts: Experts, choice: np.nda
 
 
 def _experts(context: Context, x: Array, experts: Experts, groups: Groups, weights: Array) -> Array:
-    """The experts of rows in groups by their expert."""
+    """Compute the experts of several rows, grouped by expert."""
     T, k = weights.shape
     gate_up, down, shared_gate_up, shared_down = experts
     F = gate_up.rows // 2
@@ -139,7 +139,7 @@ def _log(context: Context, experts: Weight, T: int, taken: int) -> int:
 
 
 def _for_rows(context: Context, experts: Weight, T: int) -> AbstractContextManager[Weight]:
-    """The experts for launches within: of so many rows as prefill has, all of them in the GPU's memory."""
+    """Return the experts for the launches in the block; for a prefill step all of them are in GPU memory."""
     if context.experts is None or experts.layer is None or T <= MAX_DECODE_ROWS:
         return nullcontext(experts)
     return context.experts.staged(experts)

@@ -1,8 +1,8 @@
-"""Several GPUs that share a model by layers: each holds some, and the rows of a step pass from one to the next.
+"""Several GPUs, each with some layers of a model: the rows of a step pass from one GPU to the next.
 
-An op runs where its weight or state lies, without one where its first array does, and its arrays are copied there;
-`scope` brings the residual rows to their layer. A captured step is a graph per stretch on one GPU, and nothing in it
-waits on the host, so that a step of other sequences runs on the first GPU while one runs on the next: `micro_batches`.
+An op runs on the GPU of its weight or state, or else of its first array; other arrays are copied there. `scope` copies
+the residual rows to the GPU of the layer. A captured step is one graph per stretch of layers on one GPU. It never waits
+for the host, so that the first GPU can run a step of other sequences while the next GPU runs this one: `micro_batches`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +48,8 @@ def gpu_of(args: Sequence[Any]) -> Gpu:
 class MultiGpuOps(SeveralGpus):
     """The op contract on several GPUs.
 
-    layers  the GPU of each layer of the model, as `gpus` counts them
-    draft   that of the layers after those, a draft's
+    layers  index into `gpus` for each layer of the model
+    draft   index of the GPU that holds the layers of a draft
     """
 
     def __init__(self, gpus: Sequence[Gpu], layers: Sequence[int], draft: Gpu):
@@ -225,7 +225,7 @@ def open_gpus(
 
 
 def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:
-    """For each layer, of so many bytes, which share is its: contiguous ranges, close to the proportions, none empty."""
+    """Assign layers of given bytes to shares: contiguous ranges, close to the proportions, none empty."""
     if len(split) > len(sizes):
         raise UsageError(f"the model has {len(sizes)} layers, too few for {len(split)} GPUs")
     before = np.concatenate([[0], np.cumsum(sizes)])  # bytes of the layers before a cut

@@ -59,10 +59,10 @@ class Share:
 class MultiGpuPool:
     """The states of up to `slots` sequences of at most `capacity` tokens, computed together in one step.
 
-    The pools of all GPUs have as many slots and pages, and take and free them alike, so that the first one finds out
-    whether memory is short.
+    The pools of all GPUs have equal numbers of slots and pages, which are taken and freed together, so that the first
+    pool knows whether pages are short.
 
-    pools   what each GPU has, none of the layers for some perhaps
+    pools   the pool of each GPU; some may have no layers
     layers  `pool[i].kv`, ... of all layers, as the ops of these GPUs receive them
     """
 

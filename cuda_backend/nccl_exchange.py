@@ -1,7 +1,7 @@
-"""Rows of which several GPUs hold parts, added up or joined by NCCL: for GPUs that do not reach each other's memory.
+"""All-reduce and all-gather of rows by NCCL, for GPUs without access to each other's memory.
 
-NCCL only brings every part to every GPU. What reads a sum adds the parts as partial sums, in the order of the ranks, so
-that bits are those of exchange.py: NCCL's own sums depend on the size of the message where there are three or more.
+NCCL only copies every part to every GPU. The consumer of a sum adds the parts as partial sums in the order of the
+ranks, so that results are bitwise those of exchange.py. NCCL's own sums depend on the message size from three GPUs on.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def find_nccl() -> ModuleType | None:
 
 
 def package() -> str:
-    """The package that has NCCL for this CUDA."""
+    """Name the package that contains NCCL for this version of CUDA."""
     return f"nvidia-nccl-cu{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
 
 

@@ -1,6 +1,6 @@
-"""Resources of a card for a kernel, as data: shared memory, L2, and what products of its capability keep in registers.
+"""Resources of cards, as data: shared memory, L2, and the registers of products by compute capability.
 
-Launchers read a `Card` from the device (card.py). CARDS are those that every kernel is compiled for and that
+Launchers read a `Card` from the device (card.py). Tests compile every kernel for the cards of CARDS, whose speed
 docs/cuda.md predicts. Needs neither CuPy nor a GPU.
 """
 
@@ -72,7 +72,7 @@ class InFlight(NamedTuple):
 
 
 def in_flight(card: Card, type_: str, cols: int) -> InFlight:
-    """For `cols` rows of x. A thread has 96 registers, or 80, where two blocks share a multiprocessor, else 168."""
+    """Return the loads for `cols` rows of x: a thread has 80 or 96 registers if two blocks are resident, else 168."""
     all_eights, blackwell, hopper = max(1, cols // 8), card.capability >= 100, card.capability == 90
     one_half = (
         (cols > 32 and not hopper)
@@ -109,5 +109,5 @@ def product_blocks(card: Card, types: tuple[str, ...], cols: int, stripes: int) 
 
 
 def expert_blocks(card: Card, type_: str, cols: int) -> int:
-    """The same of kernels/experts.cu, where some types would spill."""
+    """Blocks per multiprocessor that kernels/experts.cu is compiled for: fewer for types that would spill."""
     return 1 if cols > 8 and type_ in (*APART, "Q3_K") else card.blocks

@@ -1,4 +1,4 @@
-"""CudaOps: the op contract on NVIDIA GPUs, composed of the files that hold the ops; and what is loaded and read."""
+"""CudaOps: the op contract on one NVIDIA GPU. The ops are functions in the other files; this one composes them."""
 
 import itertools
 import sys
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def of_context(op: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate["CudaOps", P], R]:
-    """`op` as a method, which hands it the context."""
+    """Make a method of an op, a function whose first argument is the context."""
 
     @wraps(op)
     def method(self: "CudaOps", *args: P.args, **options: P.kwargs) -> R:

@@ -30,9 +30,9 @@ from cuda_backend.weights import Segment, Weight
 
 
 class RowNorm(NamedTuple):
-    """Norm of its rows that a product finishes: fuse.packed_for_product.
+    """Norm of its input rows whose factor 1 / rms a product applies: fuse.packed_for_product.
 
-    squares  address of the rows' sums of squares of 128 columns each, `parts` of a row; 0: there is no norm to finish
+    squares  address of sums of squares of 128 columns each, `parts` per row; 0: no norm
     """
 
     squares: int = 0
@@ -171,9 +171,9 @@ def dense_product(
 
 
 def _product(context: Context, x: Lazy, w: Weight) -> Array:
-    """More rows than `linear` takes: half precision through cuBLAS, a slice of the matrix expanded at a time.
+    """Multiply more rows than kernels/linear.cu takes: cuBLAS in half precision, one expanded slice of w at a time.
 
-    A float32 matrix (a router, whose order decides) keeps its precision.
+    A float32 matrix keeps its precision: rounding a router would change which experts it chooses.
     """
     T, N, arena, stream, half = x.T, w.rows, context.arena, context.stream, context.card.half
     out = Array((T, N), arena.take(T * N * 4))

@@ -1,4 +1,4 @@
-"""CudaOps that ignores what a tensor holds and makes random blocks of its type on the device, for measuring shapes."""
+"""CudaOps with random weights of the tensors' types and shapes, made on the device, for benchmarks."""
 
 import zlib
 from collections.abc import Callable, Iterator

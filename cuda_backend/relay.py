@@ -1,4 +1,4 @@
-"""Steps across several GPUs: arrays that know where they lie, and what a captured step is made of."""
+"""Steps across several GPUs: arrays that know their GPU, and the graphs and copies of a captured step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,7 +88,7 @@ class MultiGpuStep:
 class PeerCopy:
     """A copy of bytes at `address` of one GPU to `to` of another, in the order of the other one's stream.
 
-    The source goes on after the copy, so that neither GPU overwrites what the other still reads or has yet to read.
+    The source waits for the copy, so that neither GPU overwrites data that the other has not read yet.
     """
 
     source: Gpu
@@ -127,7 +127,7 @@ class Relay:
 
     here      the GPU whose ops are being launched
     steps     the step on every GPU that it has reached
-    segments  of a step that is being captured, before those of `graph`, which is open on the GPU `here`
+    segments  of the step that is being captured, before `graph`, which is open on the GPU `here`
     """
 
     def __init__(self, gpus: Sequence[Gpu]):
@@ -166,7 +166,7 @@ class Relay:
             yield gpu.ops
 
     def bring(self, x: Value, gpu: Gpu) -> Array:
-        """x where `gpu` may read it for the rest of the step."""
+        """Return x in memory that `gpu` may read for the rest of the step."""
         if x.gpu is gpu:
             return x.array
         array = x.array
@@ -202,7 +202,7 @@ class Relay:
         return Program(segments, out)
 
     def _reach(self, gpu: Gpu) -> None:
-        """Go on with the ops of `gpu`."""
+        """Continue the step on `gpu`."""
         self._leave()
         if self.segments is not None and gpu not in self.steps:
             self.segments.append(HostCall(partial(self._arrive, gpu)))
@@ -233,7 +233,7 @@ class Relay:
         return gpu.context.replay.upload(state.pool.pools[gpu], step, runs)
 
     def _tokens(self, tokens: Value, gpu: Gpu) -> Array:
-        """Sampled tokens where `gpu` may read them; it waits for these alone, not for what their GPU does since."""
+        """Return sampled tokens that `gpu` may read; it waits for these only, not for later work of their GPU."""
         array, source = tokens.array, tokens.gpu
         if source is gpu:
             return array

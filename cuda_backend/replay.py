@@ -1,7 +1,7 @@
-"""A step as the device sees it, and one captured program per (function, rows bucket) that serves every position.
+"""A step in device memory, and captured programs: one per function and bucket of rows, for every position.
 
-What changes between steps (lengths, positions, tokens, masks, the committed path) is uploaded to fixed memory before
-each run; kernels read it there, so that a graph captured once stays valid.
+The inputs that change between steps (lengths, positions, tokens, masks, the committed path) are copied to fixed
+addresses before each run. Kernels read them there, so that a captured graph stays valid.
 """
 
 import ctypes
@@ -57,9 +57,9 @@ class DeviceStep:
     """The `step` that ops receive: T rows; the device knows how many are real, and of which sequences.
 
     address     of the StepState
-    runs        sequences that there may be, at most
-    is_block    do the rows of a sequence all see each other?
-    slot, past  of a prefill step, which has one sequence: where it lies, and its committed positions
+    runs        largest number of sequences
+    is_block    whether all rows of a sequence see each other
+    slot, past  slot and committed positions of the one sequence of a prefill step
     """
 
     tokens: Array
@@ -106,7 +106,7 @@ class Inputs:
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def place_for(self, tokens: Array) -> int:
-        """Return where `tokens` are to be written as well, so that a step of them need not copy them there."""
+        """Return an address to which `tokens` should be written as well, so that the next step need not copy them."""
         self.sampled = tokens
         return self.tokens
 
@@ -171,7 +171,7 @@ class Inputs:
 
 
 class Replay:
-    """Runs step functions on one GPU, as they come or from what was captured: segments.run_step."""
+    """Runs step functions on one GPU, eagerly or by replaying a captured program: segments.run_step."""
 
     def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool):
         self.arena, self.stream, self.side = arena, stream, side
@@ -181,7 +181,7 @@ class Replay:
         self.active: DeviceStep | None = None  # the step whose ops are being launched
 
     def run(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: Step) -> tuple[Any, int]:
-        """Run fn(state, step); returns arena memory that the next run overwrites, and the count of its real rows."""
+        """Run fn(state, step); returns (result in arena memory, which the next run overwrites; number of real rows)."""
         pool, runs = state.pool, state.runs(step)
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)
@@ -190,7 +190,7 @@ class Replay:
         return out, len(step)
 
     def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:
-        """A noted step of a CudaPool where graphs read it."""
+        """Upload a noted step of a CudaPool to the memory that graphs read."""
         T = len(step)
         shape = bucket(T), min(pool.slots, bucket(T))
         return self.uploaded(self.inputs_for(step), shape, step, *pool.inputs(step, runs))
@@ -206,7 +206,7 @@ class Replay:
         return replace(inputs.step(T), slot=runs[0].run.slot, past=runs[0].past)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
-        """Memory for a step: the one that graphs read, or for a call outside of `run` its own."""
+        """Return memory for a step: that which graphs read, or separate memory for a call outside of `run`."""
         T = len(step)
         if T <= MAX_DECODE_ROWS:
             return Inputs(MAX_DECODE_ROWS, self.stream) if own else self.small
@@ -227,7 +227,7 @@ class Replay:
             self.active = None
 
     def graph(self) -> Graph:
-        """A graph that takes what is launched from now on."""
+        """Begin a graph that captures the following launches."""
         return Graph((self.stream, self.side), self.overlap)
 
     def _captured(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Program:
@@ -252,16 +252,16 @@ def check(step: Step, runs: Sequence[Run], lengths: Sequence[int], capacity: int
 
 
 def bucket(T: int) -> int:
-    """The rows of the graph that serves T rows; more than a graph has are prefill and serve themselves."""
+    """Return the rows of the graph for T rows; a prefill step, with more rows than any graph, has its own number."""
     return T if T > MAX_DECODE_ROWS else next(b for b in BUCKETS if b >= T)
 
 
 def table_of(state: Any, fn: Callable[..., Any]) -> MutableMapping[int, Program | None]:
-    """The captured steps of `fn`; none for a step that calibrates, which launches kernels of its own, once."""
+    """Return the captured steps of `fn`; an empty table for a step that calibrates, whose launches occur only once."""
     table: MutableMapping[int, Program | None] = {} if state.calibrates else state.graphs.setdefault(fn, {})
     return table
 
 
 def graphs() -> Any:
-    """An empty table of captured steps; they go with the function that they replay."""
+    """Make an empty table of captured steps, by function; entries are dropped with their function."""
     return weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Routing that is replayed from a trace: logits that make each row choose what the trace has for its token."""
+"""Replay of a routing trace: logits by which each row chooses the experts that the trace has for its token."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class Routing:
         self.layers: list[int] = []
 
     def open(self, layers: list[int], experts: int) -> None:
-        """Take the trace to the device, for a model of `experts` experts in each of `layers`. Raises BimetalError."""
+        """Copy the trace to the device, for a model of `experts` experts in each of `layers`. Raises BimetalError."""
         _, n, _ = self.trace.ids.shape
         if (n, self.trace.experts) != (len(layers), experts):
             theirs, ours = f"{n} layers of {self.trace.experts} experts", f"{len(layers)} of {experts}"

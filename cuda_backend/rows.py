@@ -56,7 +56,7 @@ def linear(context: Context, x: Array, w: Weight) -> Array:
 
 
 def as_lazy(context: Context, x: Array) -> Lazy:
-    """Return what computes x for a product: the op that is still to run, or a copy of a computed array."""
+    """Return the lazy op that computes x for a product, or, if x is computed, a lazy copy of it."""
     return lazy_of(x) or copied(context, x)
 
 
@@ -65,7 +65,7 @@ def copied(context: Context, x: Array) -> Lazy:
 
 
 def dense(context: Context, x: Array) -> Array:
-    """x computed and added up, one element after the other, in the arena."""
+    """Return x computed, contiguous and without partial sums, in the arena."""
     return Array(x.shape, as_lazy(context, x).as_dense())
 
 
@@ -75,9 +75,9 @@ def summed(context: Context, x: Array) -> Array:
 
 
 def kept(context: Context, x: Array, count: int) -> Array:
-    """The first `count` rows of x, added up, in memory of their own: the next step overwrites the arena.
+    """Copy the first `count` rows of x out of the arena, which the next step overwrites; partial sums are added.
 
-    Of rows in fours, as logits are, the same launch finds the largest keys.
+    If rows can be read in float4, as logits can, the same launch finds their largest keys.
     """
     count, stream = min(count, x.shape[0]), context.stream
     shape = (count, *x.shape[1:])
@@ -97,7 +97,7 @@ def kept(context: Context, x: Array, count: int) -> Array:
 
 
 def keep(context: Context, x: Array) -> Array:
-    """x where the layers that follow leave it alone until the end of the step."""
+    """Copy x to the part of the arena that later layers do not overwrite until the end of the step."""
     lazy = lazy_of(x)
     if lazy and not lazy.forms.dense:
         lazy.forms.dense = context.arena.take(lazy.T * lazy.K * 4, lasting=True)
@@ -301,13 +301,13 @@ HEADS = Op("heads", _emit_heads)
 
 
 def before_heads(x: Array) -> Array:
-    """Return the input of x's norm and rope, where the launch that writes the cache applies them."""
+    """Return the input of x's norm and rope if the launch that writes the cache computes them, else None."""
     heads = fused("cache", x)
     return heads.inputs[0] if heads else x
 
 
 def norm_and_rope(x: Array) -> tuple[bool, int, float, np.ndarray]:
-    """Return that norm and rope: is there a norm, the address of its weight, its epsilon, and the rope."""
+    """Return (whether there is a norm, the address of its weight, its epsilon, the rope) of `before_heads`."""
     heads = fused("cache", x)
     if not heads:
         return False, 0, 0.0, NO_ROPE
@@ -315,7 +315,7 @@ def norm_and_rope(x: Array) -> tuple[bool, int, float, np.ndarray]:
 
 
 def before_rope(x: Array) -> tuple[Array, np.ndarray]:
-    """Return the input of a rope of x that has not run, and the rope; x and none for any other x."""
+    """Return (input, rope) of x if x is a rope that has not run, else (x, None)."""
     heads = fused("latent cache", x)
     return (heads.inputs[0], heads.parameters.rope) if heads else (x, NO_ROPE)
 

@@ -1,4 +1,4 @@
-"""The rows of a step by sequence: each sequence's lie together, as kernels/prelude.cuh Run has them.
+"""The runs of a step: the adjacent rows of each sequence, as kernels/prelude.cuh Run has them.
 
 Needs neither CuPy nor a GPU.
 """
@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
 
 def runs_of(step: Step) -> list[Run]:
-    """The runs of a step; raises BimetalError where a sequence's rows do not lie together, or a prompt's not alone."""
+    """Return the runs; raises BimetalError if a sequence's rows are not adjacent, or a prompt's step has other rows."""
     slots, T = step.slots, len(step)
     starts = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), T] if T else []
     runs = [Run(int(slots[first]), first, end - first) for first, end in pairwise(starts)]

@@ -1,4 +1,4 @@
-"""Choices from logits: a token by argmax or by chance, or the best tokens of a row; logits stay on the device."""
+"""Sampling, argmax, top-k and entropy of logits on the device; logits are not copied to the host."""
 
 import math
 
@@ -21,7 +21,7 @@ CTA_KEYS = 4096  # and what one of its CTAs chooses from
 
 
 def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Array:
-    """A token of each row, int32 (T,), as `sampler`, or of several sequences the row's own, picks it."""
+    """Choose a token of each row, int32 (T,), by `sampler`, or by the row's own sampler of several."""
     T, stream = logits.shape[0], context.stream
     best, keys = _best(context, logits)
     memory = Memory(T * 4, stream)
@@ -39,7 +39,7 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
 
 
 def _best(context: Context, logits: Array) -> tuple[tuple[int, int], Memory | None]:
-    """The largest keys of pieces of each row: where they are, how many, and their memory if it is not the logits'."""
+    """Return (address of the largest keys of pieces of each row, pieces, their memory if it is not the logits')."""
     if logits.best:
         return (logits.best, pieces_of(logits.shape[1])), None
     T, V = logits.shape
@@ -55,7 +55,7 @@ def _pieces_of_best(V: int) -> int:
 
 
 def finds(V: int, k: int) -> bool:
-    """Test whether the kernels find the best k of V tokens."""
+    """Test whether the kernels support the best k of V tokens."""
     return k <= MOST_BEST and _pieces_of_best(V) * k <= CTA_KEYS
 
 

@@ -1,4 +1,4 @@
-"""A captured step: segments that are played in order, each a graph, a call of the host, or a copy between GPUs."""
+"""A captured step: a list of segments, each a graph, a call on the host, or a copy between GPUs."""
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ def run_step(
 ) -> Any:
     """Run a step of T rows and return its result.
 
-    The first step of T rows runs by `call`, the second is captured, later ones play what was captured. Prefill, whose
-    numbers of rows do not repeat, is always called.
+    The first step of T rows is run by `call`, the second is captured, later ones are replayed. A prefill step, whose
+    number of rows is rarely repeated, is always run by `call`.
     """
     if T > MAX_DECODE_ROWS or T not in table:
         if T <= MAX_DECODE_ROWS:

@@ -1,4 +1,4 @@
-"""Ops that are alike on several GPUs, whether each holds some layers of a model or a part of every layer."""
+"""The ops that are the same for GPUs that divide a model by layers and for those that share every layer."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from cuda_backend.relay import Gpu
 
 
 class SeveralGpus(Ops):
-    """The part of the op contract that concerns all of `gpus`, or the first one in place of any."""
+    """Base of MultiGpuOps and TensorParallelOps: what concerns all of `gpus`, and what the first one does for all."""
 
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes
@@ -106,7 +106,7 @@ def each(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def check_devices(devices: Sequence[int], chosen: Sequence[int]) -> None:
-    """Refuse GPUs among `chosen` that this machine has not, and one that `devices` name twice."""
+    """Refuse GPUs of `chosen` that this machine lacks, and a GPU that `devices` names twice."""
     count = cupy.cuda.runtime.getDeviceCount()
     for index in chosen:
         if not 0 <= index < count:

@@ -1,7 +1,7 @@
 """Workspace that a prompt takes on a GPU beside weights and state, from shapes alone.
 
-The terms are those of what launchers take from the arena (`launch.Arena`), in two halves that layers use in turn;
-tests/models/test_cuda_work.py compares them with it.
+The terms follow the allocations of launchers from the arena (`memory.Arena`), in two halves that layers use in turn;
+tests/models/test_cuda_work.py compares prediction and use.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def _copied_bytes(s: Spec, tokens: int) -> int:
 
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
-    """Most bytes of the arena and of the uploader's while `tokens` tokens are read in steps of `rows`."""
+    """Predict the peak bytes of arena and uploader while a prompt of `tokens` tokens is read in steps of `rows`."""
     half = max(_layer_bytes(layer, tokens, min(rows, tokens)) for layer in layers)
     return int(2 * SLACK * half) + CHUNKS * Arena.CHUNK + 2 * EXPAND + UPLOAD
 

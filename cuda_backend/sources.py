@@ -1,4 +1,4 @@
-"""The text that is compiled for each kernel: a file of kernels/ after the headers that it needs, in their order."""
+"""Source text of each kernel: the headers that it needs, in order, and its file of kernels/."""
 
 import re
 from pathlib import Path

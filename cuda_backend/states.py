@@ -33,10 +33,10 @@ class CudaPool:
 
     tokens   that all sequences may hold together; None: `slots` times `capacity`. Less than `capacity` counts as that
     batches  micro-batches, whose steps alternate
-    length   of no one sequence: steps of few rows are computed alike at any length
+    length   constant, since steps of few rows are computed alike at any length
     lengths  committed tokens of each slot
-    graphs   captured steps, whichever sequences they serve
-    pages    of the rows that grow; None for one sequence, which has room for all of its rows
+    graphs   captured steps, which serve any sequences
+    pages    pages of the rows that grow; None for one sequence, whose rows are contiguous
     """
 
     length = 0
@@ -98,7 +98,7 @@ class CudaPool:
         return CudaState(self, slot)
 
     def set_length(self, slot: int, length: int) -> None:
-        """Note what a slot holds; pages after it are free where it gets shorter."""
+        """Set the committed tokens of a slot, and free the pages after them."""
         shorter = length < self.lengths[slot] or not length
         self.lengths[slot] = length
         if self.pages and shorter:
@@ -125,7 +125,7 @@ class CudaPool:
         self.note_runs(step, self.runs(step))
 
     def note_runs(self, step: Step, runs: Sequence[Run]) -> None:
-        """Note a step and its runs; NoRoomError where pages for its rows are short. A block is for attention alone."""
+        """Note a step and its runs; raises NoRoomError if pages are short. Only attention layers take a block."""
         if self.pages:
             self.pages.hold_runs(runs, self.lengths)
         for store in self.stores:
@@ -136,7 +136,7 @@ class CudaPool:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the step that was noted last equalises keys by what it reads itself: it runs once in a sequence."""
+        """Test whether the step noted last completes a calibration; a sequence has one such step."""
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
 
     def inputs(self, step: Step, runs: Sequence[Run]) -> tuple[int, list[RunInput]]:
@@ -260,7 +260,7 @@ def pool_bytes(
 
 
 def in_pages(spec: Spec) -> bool:
-    """Whether the rows of a layer lie in the pages of a pool of several sequences: those that grow."""
+    """Test whether rows of a spec are stored in pages in a pool of several sequences: rows that append."""
     return isinstance(spec, LatentSpec) or (isinstance(spec, KVSpec) and spec.window is None)
 
 

@@ -1,8 +1,8 @@
 """Several GPUs that share every layer: each holds some heads and channels, and computes all rows of a step with them.
 
-An op runs on every GPU, over what that one holds; `all_reduce` adds up what the ranks computed (transports.py), so that
-rows are equal to the bit on all of them. A captured step is one graph per GPU. Logits are whole on every GPU, and each
-chooses the next tokens from its own; the host reads those of rank 0.
+An op runs on every GPU, over that GPU's part; `all_reduce` adds up the results of the ranks (transports.py), so that
+rows are bitwise identical on all of them. A captured step is one graph per GPU. Every GPU has whole logits, and samples
+the next tokens from its own; the host reads the tokens of rank 0.
 """
 
 from collections.abc import Callable, Iterator, Sequence

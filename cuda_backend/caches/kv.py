@@ -38,9 +38,9 @@ class KV:
 class KVStore(RowStore):
     """The caches of all layers of one shape: per slot, or page, keys [layer][kv_heads][place][row], then values.
 
-    most     positions that there may be, those of a step included
-    window   positions that a row sees beside the first ones, 0: all; and the number of first ones that all rows see
-    is_ring  positions are overwritten by later ones: WindowStore
+    most     largest number of positions, the rows of a step included
+    window   (positions that a row sees beside the sinks, 0: all; number of sinks, the first positions)
+    is_ring  later positions overwrite earlier ones: WindowStore
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class KVStore(RowStore):
 
 
 def kv_planes(spec: KVSpec, layers: int, places: Places) -> Planes:
-    """Keys and values of `layers` layers, not yet anywhere."""
+    """Describe the planes of keys and values of `layers` layers; no memory is allocated."""
     if spec.key_dim != spec.value_dim or spec.key_dim > 256:
         raise BimetalError(
             f"attention keys are {spec.key_dim} and values {spec.value_dim} wide; "

@@ -1,6 +1,6 @@
 """The rows of latent attention layers: a latent padded to 16 values, then a roped key padded to 16, float16.
 
-In a format the latents lie in a plane of their own, and the roped keys, float16, in another.
+In a compressed cache latents have a plane of their own in its format, and roped keys another in float16.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class LatentStore(RowStore):
 
 
 def latent_planes(spec: LatentSpec, layers: int, capacity: int) -> Planes:
-    """Rows of `layers` layers, not yet anywhere."""
+    """Describe the planes of latent rows of `layers` layers; no memory is allocated."""
     places = all_places(capacity)
     if spec.latent_format in (NATIVE, HALF) and not spec.rotate_latent:
         width = padded(spec.latent_dim) + padded(spec.rope_dim)

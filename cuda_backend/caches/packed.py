@@ -1,7 +1,7 @@
 """A compressed cache: rows in their formats beside float16 copies of those that attention reads exactly.
 
-What a row reads exactly, and how keys are equalised: `common.reference_packed.NumpyPacked`. Keys are kept as they are,
-values rotated where the codes are, so that what attention adds up of both is in one domain.
+`common.reference_packed.NumpyPacked` defines which tokens a row reads exactly, and how keys are equalised. Exact keys
+are stored unrotated; exact values are rotated if the codes of values are, so that attention can add up both.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ class Exact:
 class PackedStore(KVStore):
     """The caches of all layers of one shape.
 
-    exact      the rows that are read exactly
-    stats      mean and scale of committed rows, float32 (slots, 2, layers, K, D): 0 and 1 until there are rows enough
-    slot_stats bytes of a slot's
-    calibrates whether keys of the step that was noted last are encoded with statistics that it completes itself
+    exact      store of the rows that are read exactly
+    stats      mean and scale of the calibrating rows, float32 (slots, 2, layers, K, D): 0 and 1 before that
+    slot_stats bytes of the statistics of a slot
+    calibrates whether the step noted last completes the calibrating rows, and encodes keys with their statistics
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def calibrate(
 
 
 def keeps_exact(spec: KVSpec) -> bool:
-    """Whether exact rows lie beside a cache; one of float16 alone is exact itself."""
+    """Test whether a cache stores exact rows beside its codes; a float16 cache needs none."""
     return spec.packing.keeps_exact and any(plane.format not in (NATIVE, HALF) for plane in spec.planes)
 
 
@@ -173,5 +173,5 @@ def stats_bytes(spec: KVSpec, layers: int) -> int:
 
 
 def exact_bytes(spec: KVSpec, slots: int, capacity: int) -> int:
-    """Device bytes of what one layer keeps beside its codes."""
+    """Count the device bytes of one layer's exact rows and statistics."""
     return window_bytes(exact_spec(spec), slots, capacity) + slots * stats_bytes(spec, 1)

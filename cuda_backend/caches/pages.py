@@ -1,4 +1,4 @@
-"""Pages of caches: which positions of which sequence lie where, in a table on the device that kernels read."""
+"""Pages of caches: a table in device memory, read by kernels, maps the positions of each sequence to pages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,11 +15,11 @@ from cuda_backend.runs import Run
 class Pages:
     """Pages of PAGE positions, which sequences take as they grow: every store of a pool has a page of each number.
 
-    A page is cleared when it is taken, since attention multiplies what lies after a sequence's last row by 0.
+    A page is zeroed when it is taken, because attention multiplies masked rows after a sequence's last row by 0.
 
-    count   pages that there are
+    count   number of pages
     vacant  slots without a sequence, which the pool counts; their pages are free
-    most    rows that a sequence may have
+    most    largest number of rows of a sequence
     table   address of the page numbers, int32 [slots][pages of a whole context]; captured graphs read it
     held    pages of each slot, the first ones of its part of the table
     free    numbers of pages that no slot holds

@@ -34,9 +34,9 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Plane:
-    """Rows of keys, of values or of latents on the device: kernels/plane.cuh. They lie in blocks [heads][places][row].
+    """Rows of keys, values or latents in device memory (kernels/plane.cuh), in blocks [heads][places][row].
 
-    A block has all places of a sequence, or where there is a table the PAGE places of a page.
+    A block holds a whole sequence, or, if the plane has a page table, the PAGE places of a page.
 
     address  of the first row of block 0
     block    bytes from one block to the next; 0: there is one
@@ -44,7 +44,7 @@ class Plane:
     pages    numbers of a sequence in the table
     width    values of a row; of float16 padded to 16
     format   of a row: a name of FORMATS
-    rotated  are vectors rotated before they are stored? common/hadamard.py
+    rotated  whether vectors are rotated before they are stored: common/hadamard.py
     """
 
     address: int
@@ -78,11 +78,11 @@ class Plane:
         return np.array((self.address, self.table, self.block, *rows, *self.places, self.pages), PLANE)
 
     def part(self, i: int, heads: int) -> "Plane":
-        """Heads i * heads to (i + 1) * heads: those of layer `i`."""
+        """Return the plane of layer `i`: heads i * heads to (i + 1) * heads."""
         return replace(self, address=self.address + i * heads * self.head_bytes, heads=heads)
 
     def at(self, address: int, places: Places | None = None) -> "Plane":
-        """A plane of equal rows of one sequence elsewhere, in one block."""
+        """Return a plane of the same rows of one sequence at another address, in one block."""
         return replace(self, address=address, places=places or self.places, block=0, table=0, pages=0)
 
     def of_slot(self, slot: int) -> "Plane":
@@ -93,7 +93,7 @@ class Plane:
 
 
 def plane_of(stored: storage.Plane, layers: int, places: Places) -> Plane:
-    """The rows of `layers` layers, not yet anywhere; float16 rows are padded to 16 values, others as they are."""
+    """Describe the plane of `layers` layers without an address; float16 rows are padded to a multiple of 16 values."""
     format_ = HALF if stored.format == storage.NATIVE else stored.format
     width = padded(stored.dim) if format_ == HALF else stored.dim
     if format_ != HALF and width % 32:
@@ -106,7 +106,7 @@ Planes = tuple[Plane, ...]  # keys and values, or latents alone
 
 
 def planes_at(address: int, planes: Planes, places: Places | None = None) -> Planes:
-    """Planes of equal rows, one after the other from `address` on."""
+    """Return the planes placed one after the other from `address` on."""
     out = []
     for plane in planes:
         out.append(plane.at(address, places))
@@ -143,7 +143,7 @@ def page_bytes(planes: Planes) -> int:
 
 
 def rows_held(capacity: int) -> int:
-    """Rows of a cache of `capacity` tokens, with room for those of a step, in whole tiles."""
+    """Count the rows of a cache of `capacity` tokens and the rows of a step, rounded up to whole tiles."""
     return -(-(capacity + MAX_DECODE_ROWS) // TILE) * TILE
 
 
@@ -158,7 +158,7 @@ def check_capacity(capacity: int) -> None:
 
 
 def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> None:
-    """Rows past + path[j] of every plane to past + j, in place."""
+    """Move rows past + path[j] of every plane to past + j, in place."""
     rows, n = np.ascontiguousarray(path, np.int32), len(path)
     device = Memory(rows.nbytes, stream)
     cupy.cuda.runtime.memcpyAsync(device.address, rows.ctypes.data, rows.nbytes, 1, stream.ptr)
@@ -173,7 +173,7 @@ def keep_path(planes: Planes, past: int, path: np.ndarray, stream: Stream) -> No
 
 
 def move(source: Planes, first: int, to: Planes, to_first: int, n: int, stream: Stream, path: int = 0) -> None:
-    """n rows of every head from `source` to `to`: positions first + path[j] (or first + j) to to_first + j.
+    """Copy n rows of every head from `source` to `to`: position first + path[j] (or first + j) to to_first + j.
 
     path  address of n int32 on the device
     """
@@ -232,7 +232,7 @@ def read_rows(planes: Planes, first: int, last: int, stream: Stream) -> list[np.
 
 
 def write_rows(planes: Planes, first: int, rows: list[np.ndarray], stream: Stream) -> None:
-    """Put what `read_rows` gave at positions from `first` on."""
+    """Write the result of `read_rows` to the positions from `first` on."""
     n = rows[0].shape[1]
     if n == 0:
         return

@@ -43,7 +43,7 @@ class RowStore:
         return None
 
     def restore(self, slot: int, snapshot: Any) -> None:
-        """The slot's length is all that there is to go back to."""
+        """Restore nothing here: the pool restores the slot's length, which suffices for rows that append."""
 
     def row_shapes(self, tokens: int) -> list[Shape]:
         return shapes_of(self.planes, tokens)

@@ -1,7 +1,7 @@
 """The keys and values of attention layers that see a window: its first positions, and a ring of the last ones.
 
-A prefill step has more rows than the ring has room for. It attends to a copy of the ring with more room, and leaves in
-`after` what the ring becomes where the step is committed.
+A prefill step has more rows than the ring has room for. It attends to a larger copy of the ring, and writes to `after`
+the contents that the ring takes when the step is committed.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ NOT_IN_PART = f"a step of {{}} rows is kept whole or not at all; up to {MAX_DECO
 
 
 class WindowStore(KVStore):
-    """The caches of all layers of one window; a window that no context fills is kept as any other cache."""
+    """The caches of all layers of one window; a window longer than the context needs no ring."""
 
     def __init__(self, spec: KVSpec, layers: int, capacity: int, lengths: list[int], stream: Stream):
         super().__init__(spec, layers, capacity, lengths, stream)
@@ -127,7 +127,7 @@ class WindowStore(KVStore):
 
 
 def window_places(spec: KVSpec, capacity: int) -> Places:
-    """The first positions and a ring with room for a decode step, or all positions where these are fewer."""
+    """Return the places of the sinks and a ring with room for a decode step, or of all positions if these are fewer."""
     assert spec.window is not None
     fixed, ring = -(-spec.keep // TILE) * TILE, -(-(spec.window + MAX_DECODE_ROWS) // TILE) * TILE
     return Places(fixed, ring) if fixed + ring < rows_held(capacity) else all_places(capacity)
