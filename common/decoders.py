@@ -37,12 +37,20 @@ DECODERS = {
     row.name: row
     for row in (
         Decoder("off", "one token per step", "plain"),
-        Decoder("lookup", "what followed the last tokens before", "speculative", False, _CHAIN),
-        Decoder("chain", "the draft's likeliest block", "speculative", True, _CHAIN),
-        Decoder("tree", "the draft's likeliest prefixes", "speculative", True, _TREE),
-        Decoder("lookup+chain", "a long lookup, else the chain", "speculative", True, _CHAIN),
+        Decoder(
+            "lookup",
+            "draft what followed the same tokens earlier in the text (prompt lookup)",
+            "speculative",
+            False,
+            _CHAIN,
+        ),
+        Decoder("chain", "the draft's most probable token at each position", "speculative", True, _CHAIN),
+        Decoder("tree", "the draft's most probable prefixes, as a tree", "speculative", True, _TREE),
+        Decoder(
+            "lookup+chain", "prompt lookup where at least 3 tokens match, else the chain", "speculative", True, _CHAIN
+        ),
         Decoder("lookup+tree", "both in one tree", "speculative", True, _TREE),
-        Decoder("wedlm", "masked tokens of a window, filled in parallel; for WeDLM models", "wedlm", False, _WEDLM),
+        Decoder("wedlm", "fill a window of masked tokens in parallel, with WeDLM models", "wedlm", False, _WEDLM),
     )
 }
 

@@ -70,52 +70,69 @@ def bench(p: Parser) -> None:
         help="with --synthetic: tokens of a prompt (default: 512,8192)",
     )
     p.add_argument(
-        "--wedlm", action="store_true", default=None, help="with --synthetic: steps of a WeDLM window and their choice"
+        "--wedlm",
+        action="store_true",
+        default=None,
+        help="with --synthetic: measure steps of a WeDLM window, the choice of tokens included",
     )
     p.add_argument(
         "--streams",
         type=values.counts,
         metavar="N,N",
-        help="so many replies at once, such as 1,4,16: their speed, the first token, the time between tokens",
+        help="numbers of concurrent replies, such as 1,4,16: speed, time to the first token, time between tokens",
     )
     p.add_argument("--new-tokens", type=values.positive, metavar="N", help="decoded tokens of each run (default: 64)")
-    p.add_argument("--runs", type=values.positive, metavar="N", help="runs of each row; medians count (default: 5)")
-    p.add_argument("--memory", metavar="SIZE", help="on CUDA, most of each GPU's memory, such as 24GB (default: all)")
+    p.add_argument(
+        "--runs",
+        type=values.positive,
+        metavar="N",
+        help="runs of each row, of which the median is printed (default: 5)",
+    )
+    p.add_argument("--memory", metavar="SIZE", help="on CUDA: limit of each GPU's memory, such as 24GB (default: all)")
     flags.cache(p)
     e = p.add_argument_group("experts of a synthetic mixture")
     e.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")
     e.add_argument("--expert-vram", metavar="SIZE", help="VRAM for experts: 10GB, or a share of them such as 60%%")
-    e.add_argument("--routing", metavar="FILE", help="the trace that steps route by (examples/routing_trace.py)")
+    e.add_argument("--routing", metavar="FILE", help="replay this routing trace (examples/routing_trace.py)")
     _speculation(p.add_argument_group("speculative decoding"))
     _server(p.add_argument_group("a server"))
     p.add_argument(
-        "--peer", choices=("mlx-lm",), help="time it on the same weights in turn with ours (a safetensors folder)"
+        "--peer", choices=("mlx-lm",), help="also time this program on the same weights (a safetensors folder)"
     )
     p.add_argument("--log", metavar="FILE", help="append the rows to a TSV file such as BENCHMARKS.tsv")
-    p.add_argument("--verdict", choices=("keep", "drop", "info"), help="what the logged rows decided")
-    p.add_argument("--note", metavar="TEXT", help="why, for the log")
+    p.add_argument("--verdict", choices=("keep", "drop", "info"), help="verdict, for the log")
+    p.add_argument("--note", metavar="TEXT", help="reason, for the log")
 
 
 def _speculation(p: Any) -> None:
-    p.add_argument("--spec", metavar="FILE", help='decode the prompts of a JSON Lines file, {"prompt": text}, each way')
-    p.add_argument("--prompts", type=values.positive, metavar="N", help="the first N of them (default: 16)")
-    flags.draft(p, "mtp, a draft named as models are, or demo; or synthetic with --synthetic")
+    p.add_argument(
+        "--spec",
+        metavar="FILE",
+        help='decode the prompts of a JSON Lines file, {"prompt": text}, in every speculative mode',
+    )
+    p.add_argument("--prompts", type=values.positive, metavar="N", help="prompts of --spec (default: 16)")
+    flags.draft(p, "mtp, demo, or a draft, named as a model; synthetic with --synthetic")
     p.add_argument("--tree-budget", type=values.budget, metavar="N", help="draft tokens per step (default: auto)")
     p.add_argument(
-        "--tree-topk", type=values.positive, metavar="N", help="tokens considered at each place (default: 8)"
+        "--tree-topk", type=values.positive, metavar="N", help="candidates of a tree at each position (default: 8)"
     )
-    p.add_argument("--budgets", type=values.budgets, metavar="N,N", help="also trees of exactly N draft tokens")
+    p.add_argument("--budgets", type=values.budgets, metavar="N,N", help="measure also trees of exactly N draft tokens")
     p.add_argument("--temperature", type=values.number, metavar="X", help="with --spec: 0 is greedy (default)")
     p.add_argument("--top-p", type=values.number, metavar="X", help="with --spec: probability kept (default: 1)")
 
 
 def _server(group: Any) -> None:
     group.add_argument(
-        "--serve", type=values.url, metavar="URL", help="load the server at URL, ours or one with the same routes"
+        "--serve",
+        type=values.url,
+        metavar="URL",
+        help="load test of the server at URL, this one or another with the same routes",
     )
     group.add_argument("--requests", type=values.positive, metavar="N", help="requests in all (default: 64)")
     group.add_argument("--concurrency", type=values.positive, metavar="N", help="requests at a time (default: 16)")
-    group.add_argument("--rate", type=values.above_zero, metavar="X", help="requests begun per second, in their place")
+    group.add_argument(
+        "--rate", type=values.above_zero, metavar="X", help="start X requests per second, in place of --concurrency"
+    )
     group.add_argument("--prompt-tokens", type=values.positive, metavar="N", help="words of a prompt (default: 128)")
     group.add_argument("--timeout", type=values.above_zero, metavar="S", help="seconds of a reply (default: 600)")
     group.add_argument("--api-key", metavar="KEY", help="the server's key")

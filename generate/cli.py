@@ -19,22 +19,22 @@ from generate import __version__, bench_flags, flags, model_flags, server_flags,
 from generate.flags import Parser
 
 COMMANDS = {
-    "list": "the downloaded models: name, files, size, last use",
+    "list": "list the downloaded models: name, files, size, last use",
     "pull": "download a model",
     "rm": "remove a downloaded model",
-    "devices": "what was found on this machine, what is chosen and why",
-    "inspect": "a model's architecture, shapes, block types, tokenizer and memory by context length",
-    "bench": "prefill and decode speed at several context lengths, as a table",
-    "perplexity": "how well a model predicts a text, and how far it is from a reference",
-    "fit": "which of a model's files fit into memory, and with how much context",
-    "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure what that costs",
-    "calibrate": "measure windows of a WeDLM model on a text, and keep the best one beside the model",
-    "pack": "write a mixture's experts into one file, from which each is read at once",
-    "plan": "predicted tokens per second: of a mixture whose experts are streamed, or of several machines",
+    "devices": "show the backends of this machine, which one is chosen and why",
+    "inspect": "show a model's architecture, shapes, block types, tokenizer, and memory by context length",
+    "bench": "measure prefill and decode speed at several context lengths",
+    "perplexity": "measure how well a model predicts a text, and its divergence from a reference",
+    "fit": "show which of a model's files fit into memory, and with how long a context",
+    "quantize": "write a model in fewer bits, as an MLX folder or a GGUF file, or measure the loss",
+    "calibrate": "choose the window of a WeDLM model by measuring several on a text",
+    "pack": "write a mixture's experts into one file, each contiguous, for --stream-experts",
+    "plan": "predict tokens per second: of a mixture with streamed experts, or of several machines",
     "batch": "answer the requests of a JSON Lines file, several at a time",
-    "serve": "an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
+    "serve": "run an HTTP server with the APIs of OpenAI, Anthropic and Ollama",
     "launch": "start a coding agent (codex, claude, opencode) on a running server",
-    "selftest": "the conformance tests and a short bench on this machine, as a report to send us",
+    "selftest": "run the conformance tests and a short bench, and write a report to send us",
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SPECULATION = ("spec", "tree_budget", "tree_topk", "chain_seed")
@@ -162,28 +162,28 @@ def _parser() -> Parser:
 
 
 DESCRIPTIONS = {
-    "list": "The models in the Hugging Face cache, whatever tool has downloaded them.",
+    "list": "List the models in the Hugging Face cache, also those that other tools have downloaded.",
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
-    "rm": "Remove a model from the Hugging Face cache, which other tools use too. owner/repo is all of a repository.",
+    "rm": "Remove a model from the Hugging Face cache, which other tools use too; owner/repo removes the repository.",
     "serve": "Serve a model on this machine. Logs hold neither prompts nor keys.",
     "batch": "Answer the requests of IN, and write each answer as a line of OUT when it is finished. A run that was "
-    "stopped goes on when the same command is given again. A line of IN is a request of OpenAI's batch API (custom_id, "
-    'method, url, body), {"prompt": text} or {"messages": [...]}; docs/batching.md has the answers.',
-    "pack": "Write a mixture's experts into one file, each in one piece, for --expert-pack. A run that was stopped "
-    "goes on when the same command is given again.",
-    "launch": "Start a coding agent with the settings that point it at a running server, for this run alone. What "
-    "follows -- goes to the agent. The server's key, where it has one, is read from BIMETAL_API_KEY.",
+    "stopped resumes when the same command is given again. A line of IN is a request of OpenAI's batch API (custom_id, "
+    'method, url, body), {"prompt": text} or {"messages": [...]}; docs/batching.md describes the answers.',
+    "pack": "Write a mixture's experts into one file, each contiguous, for --expert-pack. A run that was stopped "
+    "resumes when the same command is given again.",
+    "launch": "Start a coding agent that uses a running server, with settings for this run only. Arguments after -- "
+    "are passed to the agent. A key of the server is read from BIMETAL_API_KEY.",
     "quantize": "Write a model in fewer bits: OUT that ends in .gguf is a GGUF file, any other an MLX folder, which "
-    "mlx-lm reads too. A run that was stopped goes on when the same command is given again.",
-    "perplexity": "The perplexity of a model over a text, by llama-perplexity's convention: windows read from an empty "
-    "state, the second half of each scored. Against a reference also KL divergence and agreement.",
-    "calibrate": "Decode replies with a grid of windows, and measure the share of tokens that plain greedy decoding "
-    "would have chosen, and tokens per forward. The window of most tokens per forward within --loss is kept in a file "
-    "beside the model, and is the default of its replies from then on.",
-    "fit": "What a model takes in memory, by file and context, while a prompt of the whole context is read. Of a "
-    "repository on the Hub only headers are fetched.",
+    "mlx-lm reads too. A run that was stopped resumes when the same command is given again.",
+    "perplexity": "Measure the perplexity of a model over a text, by llama-perplexity's convention: each window is "
+    "read from an empty state, and its second half is scored. With a reference also KL divergence and agreement.",
+    "calibrate": "Decode replies with a grid of windows, and measure tokens per forward and the share of tokens that "
+    "plain greedy decoding would have chosen. The window with the most tokens per forward within --loss is saved in a "
+    "file beside the model, and is the default of its replies from then on.",
+    "fit": "Predict the peak memory of a model, by file and context, while a prompt of the whole context is read. Of a "
+    "repository on the Hub only headers are downloaded.",
     "selftest": "Run the repository's tests of a backend and a short bench, and write the results to one file, which "
-    "names the machine. Your home folder is written as ~ there.",
+    "names the machine; your home folder appears in it as ~.",
 }
 
 

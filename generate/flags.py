@@ -59,76 +59,93 @@ class Parser(argparse.ArgumentParser):
 
 
 def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
-    g = p.add_argument_group("KV cache (smaller, LOSSY; docs/kv-cache.md has measured losses)")
+    g = p.add_argument_group("KV cache (smaller formats are LOSSY; docs/kv-cache.md has measured losses)")
     types = f"{', '.join(CACHE_TYPES)} (default: the backend's own float type)"
-    g.add_argument("--cache-type-k", "-ctk", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help=f"keys: {types}")
     g.add_argument(
-        "--cache-type-v", "-ctv", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help="values: as keys"
+        "--cache-type-k", "-ctk", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help=f"format of keys: {types}"
     )
-    automatic = ", or auto: the widest with which the context fits into memory" if "auto" in shorthands else ""
     g.add_argument(
-        "--kv", type=str.lower, choices=shorthands, help=f"both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
+        "--cache-type-v", "-ctv", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help="format of values, as -ctk"
+    )
+    automatic = ", or auto: the widest formats with which the context fits into memory" if "auto" in shorthands else ""
+    g.add_argument(
+        "--kv", type=str.lower, choices=shorthands, help=f"formats of both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
     )
     for axis, name in (("k", "keys"), ("v", "values")):
-        g.add_argument(f"--kv-rotate-{axis}", action=Switch, help=f"rotate {name} (default: by type)")
+        g.add_argument(
+            f"--kv-rotate-{axis}", action=Switch, help=f"rotate {name} before they are encoded (default: by format)"
+        )
     g.add_argument(
-        "--kv-sinks", type=values.count, metavar="N", help="first tokens that are read exactly (default: by type)"
+        "--kv-sinks", type=values.count, metavar="N", help="number of first tokens kept exactly (default: by format)"
     )
     g.add_argument(
-        "--kv-recent", type=values.count, metavar="N", help="latest tokens that are read exactly (default: by type)"
+        "--kv-recent", type=values.count, metavar="N", help="number of latest tokens kept exactly (default: by format)"
     )
     g.add_argument(
         "--kv-calibration",
         type=values.count,
         metavar="N",
-        help="tokens that calibrate keys, and are read exactly (default: 512 where keys are below 8 bits)",
+        help="number of first tokens that calibrate keys and are kept exactly (default: 512 with keys below 8 bits)",
     )
-    g.add_argument("--kv-boundary", type=values.count, metavar="N", help="first and last layers in q8_0 (default: 0)")
+    g.add_argument(
+        "--kv-boundary",
+        type=values.count,
+        metavar="N",
+        help="store the first N and the last N layers in q8_0 (default: 0)",
+    )
 
 
 def experts(p: Parser) -> None:
-    g = p.add_argument_group("experts that are read while the model runs (mixtures larger than memory; the same text)")
+    g = p.add_argument_group("mixtures of experts larger than memory (the text does not change)")
     g.add_argument(
-        "--stream-experts", action="store_true", default=None, help="keep some experts in memory, and read the others"
+        "--stream-experts",
+        action="store_true",
+        default=None,
+        help="keep some experts in memory, read the others from disk while decoding",
     )
     expert_memory(g)
     g.add_argument(
-        "--expert-pack", metavar="FILE", help="what `pack` has written of the model (default: the model's own files)"
+        "--expert-pack",
+        metavar="FILE",
+        help="read experts from this file, written by `pack` (default: from the model's files)",
     )
     g.add_argument(
         "--expert-profile",
         metavar="FILE",
-        help="how often each expert was used, such as model.gguf.spark.csv: read at the start, written at the end",
+        help="counts of the uses of each expert, such as model.gguf.spark.csv: read at the start, written at the end",
     )
     g.add_argument(
-        "--spark", action="store_true", default=None, help="on CUDA: all experts in host memory, hot ones in VRAM too"
+        "--spark",
+        action="store_true",
+        default=None,
+        help="on CUDA: keep all experts in host memory, and the most used in VRAM as well",
     )
-    g.add_argument(
-        "--expert-vram", metavar="SIZE", help="VRAM for experts, such as 10GB (default: what everything else leaves)"
-    )
+    g.add_argument("--expert-vram", metavar="SIZE", help="VRAM for experts, such as 10GB (default: all that is left)")
 
 
 def expert_memory(g: Any) -> None:
     g.add_argument(
-        "--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: a quarter of the memory)"
+        "--expert-cache",
+        metavar="SIZE",
+        help="memory for experts, such as 8GB (default: a quarter of the machine's memory)",
     )
     g.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory for everything on this machine, or on each GPU, such as 16GB (default: what is free)",
+        help="limit of the program's memory, on CUDA of each GPU, such as 16GB (default: what is free)",
     )
 
 
 def prefixes(p: Parser) -> None:
-    g = p.add_argument_group("prefix cache (a prompt that begins as an earlier one is not read twice; the same text)")
+    g = p.add_argument_group("prefix cache (reuses the common beginning of prompts; the text does not change)")
     g.add_argument(
         "--cache-memory",
         metavar="SIZE",
-        help="host memory for states of earlier prompts, such as 4GB; 0: none (default: a tenth of what is free, at "
-        "most 8GiB)",
+        help="host memory for saved states of prompts, such as 4GB; 0: none (default: a tenth of free memory, at most "
+        "8GiB)",
     )
-    g.add_argument("--cache-dir", metavar="DIR", help="a folder for such states, which outlive the process")
-    g.add_argument("--cache-disk", metavar="SIZE", help="most bytes in --cache-dir (default: 20GB)")
+    g.add_argument("--cache-dir", metavar="DIR", help="also save states in this folder, for later runs")
+    g.add_argument("--cache-disk", metavar="SIZE", help="limit of --cache-dir (default: 20GB)")
 
 
 def compression(p: Parser) -> None:
@@ -137,10 +154,12 @@ def compression(p: Parser) -> None:
         "--prefill-compression",
         choices=COMPRESSION,
         default="off",
-        help="auto: prompts of at least --prefill-threshold tokens; always: all; neither where tools are declared or "
-        "half of a prompt is cached (default: off)",
+        help="auto: compress prompts of at least --prefill-threshold tokens; always: all prompts; never "
+        "those with tools, or of which half is cached (default: off)",
     )
-    g.add_argument("--prefill-drafter", metavar="MODEL", help=f"whose attention chooses the parts: {MODEL_HELP}")
+    g.add_argument(
+        "--prefill-drafter", metavar="MODEL", help=f"the model whose attention chooses the parts: {MODEL_HELP}"
+    )
     g.add_argument(
         "--prefill-keep-ratio",
         type=values.ratio,
@@ -151,24 +170,32 @@ def compression(p: Parser) -> None:
         "--prefill-curve",
         type=values.curve,
         metavar="N:X,...",
-        help="the share by the tokens of a prompt, on straight lines between points such as 8000:0.3,64000:0.05",
+        help="share by prompt length, interpolated between points such as 8000:0.3,64000:0.05",
     )
     g.add_argument(
-        "--prefill-threshold", type=values.positive, default=32_000, metavar="N", help="tokens (default: 32000)"
+        "--prefill-threshold",
+        type=values.positive,
+        default=32_000,
+        metavar="N",
+        help="least prompt tokens for auto (default: 32000)",
     )
     g.add_argument(
         "--prefill-upstream-base",
         type=values.base,
         metavar="URL",
-        help="load no model: shorten prompts, and let this server answer what is left of them",
+        help="load no model: send compressed prompts to the server at URL",
     )
-    g.add_argument("--prefill-upstream-model", metavar="NAME", help="that it is asked for (default: the client's)")
-    g.add_argument("--prefill-upstream-key-file", metavar="FILE", help="its key; BIMETAL_UPSTREAM_KEY holds one too")
+    g.add_argument(
+        "--prefill-upstream-model", metavar="NAME", help="model to request from that server (default: the client's)"
+    )
+    g.add_argument(
+        "--prefill-upstream-key-file", metavar="FILE", help="file with that server's key (or BIMETAL_UPSTREAM_KEY)"
+    )
 
 
 def named_model(p: Parser) -> None:
     p.add_argument("named", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("-m", "--model", metavar="MODEL", help="the same, as a flag")
+    p.add_argument("-m", "--model", metavar="MODEL", help="MODEL as a flag")
 
 
 def sampling(p: Parser) -> None:
@@ -178,19 +205,34 @@ def sampling(p: Parser) -> None:
     )
     s.add_argument("--temperature", "--temp", type=values.number, metavar="X", help="0 is greedy (default)")
     s.add_argument("--top-p", type=values.number, metavar="X", help="share of probability kept (default: 1)")
-    s.add_argument("--top-k", type=values.count, metavar="N", help="tokens kept; 0 keeps all (default)")
-    s.add_argument("--min-p", type=values.number, metavar="X", help="least share of the best token's probability")
+    s.add_argument("--top-k", type=values.count, metavar="N", help="number of tokens kept; 0 keeps all (default)")
+    s.add_argument(
+        "--min-p",
+        type=values.number,
+        metavar="X",
+        help="drop tokens below this share of the best token's probability (default: 0)",
+    )
     s.add_argument(
         "--repetition-penalty", "--repeat-penalty", type=values.number, metavar="X", help="1 is none (default)"
     )
-    s.add_argument("--frequency-penalty", type=values.number, metavar="X", help="per occurrence in the reply")
-    s.add_argument("--presence-penalty", type=values.number, metavar="X", help="for any occurrence in the reply")
-    s.add_argument("--seed", type=values.count, metavar="N", help="same seed, same text")
+    s.add_argument(
+        "--frequency-penalty",
+        type=values.number,
+        metavar="X",
+        help="subtracted per occurrence in the reply (default: 0)",
+    )
+    s.add_argument(
+        "--presence-penalty",
+        type=values.number,
+        metavar="X",
+        help="subtracted once if the token is in the reply (default: 0)",
+    )
+    s.add_argument("--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)")
 
 
 def max_tokens(p: Any) -> None:
     p.add_argument(
-        "-n", "--max-tokens", type=values.positive, metavar="N", help="most tokens of a reply (default: the context)"
+        "-n", "--max-tokens", type=values.positive, metavar="N", help="limit of a reply (default: the context)"
     )
 
 
@@ -199,15 +241,15 @@ def parallel(p: Any) -> None:
         "--parallel",
         type=values.positive,
         metavar="N",
-        help="replies that are generated at the same time (default: 8, on CUDA 4, for models that mlx-lm runs 1)",
+        help="replies generated at the same time (default: 8; on CUDA 4; with mlx-lm 1)",
     )
 
 
 def speculation(p: Any) -> None:
     draft(
         p,
-        "mtp, the model's own multi-token-prediction block; or a DFlash, DSpark or EAGLE-3 draft, named as models are; "
-        "or demo",
+        "mtp (the model's own multi-token-prediction block), demo, or a DFlash, DSpark or EAGLE-3 draft, named as a "
+        "model",
     )
     p.add_argument(
         "--spec",
@@ -220,13 +262,13 @@ def speculation(p: Any) -> None:
         "--tree-budget",
         type=values.budget,
         metavar="N",
-        help=f"draft tokens per step, at most {MOST_DRAFTED}, or auto: as measured while decoding (default)",
+        help=f"draft tokens per step, at most {MOST_DRAFTED}, or auto: chosen by measured speed (default)",
     )
     p.add_argument(
-        "--tree-topk", type=values.positive, metavar="N", help="tokens that a tree considers at each place (default: 8)"
+        "--tree-topk", type=values.positive, metavar="N", help="candidates of a tree at each position (default: 8)"
     )
     p.add_argument(
-        "--chain-seed", action="store_true", default=None, help="begin trees with the draft's likeliest block"
+        "--chain-seed", action="store_true", default=None, help="begin each tree with the draft's most probable chain"
     )
 
 
@@ -251,7 +293,10 @@ def window(p: Any) -> None:
         help="nats added per position after the first mask (default: as the preset)",
     )
     p.add_argument(
-        "--wedlm-verify", action="store_true", default=None, help="keep the text of greedy decoding without windows"
+        "--wedlm-verify",
+        action="store_true",
+        default=None,
+        help="confirm each token, so that the text is that of greedy decoding without windows",
     )
     p.add_argument(
         "--wedlm-sure",
@@ -259,7 +304,11 @@ def window(p: Any) -> None:
         metavar="X",
         help="entropy in nats from which a filled mask is confirmed by the next-token logits (default: as the preset)",
     )
-    p.add_argument("--wedlm-order", choices=ORDERS, help="when masks are added (default: streaming)")
+    p.add_argument(
+        "--wedlm-order",
+        choices=ORDERS,
+        help="streaming: a full window of masks in each step; paper: filled positions count (default: streaming)",
+    )
 
 
 def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
@@ -269,7 +318,7 @@ def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         "--ctx",
         type=values.tokens,
         metavar="N",
-        help="most tokens of prompt and reply (default: as trained, on CUDA if they fit)",
+        help="limit of prompt and reply in tokens (default: as trained; on CUDA at most what fits)",
     )
     backend(p, backends)
 
@@ -280,25 +329,27 @@ def backend(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         "--devices",
         type=values.indices,
         metavar="N,N",
-        help="NVIDIA GPUs, by the numbers that `devices` prints, which share the layers in this order (default: 0)",
+        help="numbers of the NVIDIA GPUs, as `devices` prints them; the layers are divided in this order (default: 0)",
     )
     p.add_argument(
         "--split",
         type=values.numbers,
         metavar="X,X",
-        help="proportions of the model's bytes on each of --devices, such as 1,3 (default: as memory is free)",
+        help="proportions of the model's bytes on --devices, such as 1,3 (default: those of free memory)",
     )
     p.add_argument(
         "--tensor-parallel",
         type=values.positive,
         metavar="N",
-        help="share every layer among N --devices, which must reach each other's memory, or among N processes that "
-        "mlx.launch has started (default: each holds layers of its own)",
+        help="divide every layer among N --devices, or among N processes of mlx.launch (default: divide by layers)",
     )
 
 
 def draft(p: Any, help: str) -> None:
     p.add_argument("--draft", metavar="DRAFT", help=help)
     p.add_argument(
-        "--draft-device", type=values.count, metavar="N", help="the GPU of the draft (default: the last of --devices)"
+        "--draft-device",
+        type=values.count,
+        metavar="N",
+        help="number of the GPU for the draft (default: the last of --devices)",
     )

@@ -33,25 +33,34 @@ def plan(p: Parser) -> None:
     where.add_argument(
         "--machines",
         metavar="FILE",
-        help="a JSON file of several machines and the link between them: how to share the model (docs/machines.md)",
+        help="predict how to divide the model among the machines of this JSON file (docs/machines.md)",
     )
     p.add_argument(
         "--prompt-tokens",
         type=values.positive,
         metavar="N",
-        help="with --machines: tokens before the first one of a reply (default: 512)",
+        help="with --machines: prompt tokens (default: 512)",
     )
     where.add_argument(
         "--machine",
         metavar="NAME",
-        help="m1-ultra-64gb, m5-pro-64gb, m4-16gb, rtx3090-24gb, or a JSON file of a machine's rates",
+        help="predict streamed experts on m1-ultra-64gb, m5-pro-64gb, m4-16gb, rtx3090-24gb, or a JSON file of rates",
     )
-    p.add_argument("--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: several)")
-    p.add_argument("--expert-profile", metavar="FILE", help="how often each expert was used (default: --skew)")
+    p.add_argument("--expert-cache", metavar="SIZE", help="memory for experts, such as 8GB (default: several sizes)")
     p.add_argument(
-        "--trace", metavar="FILE", help="the experts that a text's tokens chose, one after the other (default: --skew)"
+        "--expert-profile", metavar="FILE", help="take hit rates from these counts of use (default: from --skew)"
     )
-    p.add_argument("--skew", type=values.number, metavar="X", help="exponent of Zipf's law of their use (default: 0.9)")
+    p.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="take hit rates from a trace of the experts of a text's tokens (default: from --skew)",
+    )
+    p.add_argument(
+        "--skew",
+        type=values.number,
+        metavar="X",
+        help="take hit rates from Zipf's law with this exponent (default: 0.9)",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -66,11 +75,11 @@ def perplexity(p: Parser) -> None:
     )
     r = p.add_mutually_exclusive_group()
     r.add_argument("--reference", metavar="MODEL", help="compare with this model")
-    r.add_argument("--reference-file", metavar="FILE", help="compare with what --save-reference left")
+    r.add_argument("--reference-file", metavar="FILE", help="compare with a file of --save-reference")
     r.add_argument(
         "--save-reference",
         metavar="FILE",
-        help="keep the log-probabilities, two bytes per scored token and vocabulary entry",
+        help="save the log-probabilities: two bytes per scored token and vocabulary entry",
     )
     flags.backend(p)
     flags.cache(p)
@@ -81,16 +90,20 @@ def fit(p: Parser) -> None:
     flags.named_model(p)
     p.add_argument("--memory", metavar="SIZE", help="24GB (10^9 bytes each) or 24GiB (default: what is free here)")
     p.add_argument(
-        "-c", "--ctx", type=values.tokens, metavar="N", help="tokens (default: 4096, 32768 and what it was trained for)"
+        "-c",
+        "--ctx",
+        type=values.tokens,
+        metavar="N",
+        help="context in tokens (default: 4096, 32768 and the trained context)",
     )
     p.add_argument(
         "--parallel",
         type=values.positive,
         default=1,
         metavar="N",
-        help="replies at the same time, which on one GPU share memory for a context (default: 1)",
+        help="replies at the same time; on one GPU they share the cache of one context (default: 1)",
     )
-    p.add_argument("--draft", metavar="DRAFT", help="count a draft too: a path, a name on the Hub, mtp or demo")
+    p.add_argument("--draft", metavar="DRAFT", help="add a draft's memory: a path, a name on the Hub, mtp or demo")
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
     flags.cache(p, CACHE_SHORTHANDS[:-1])
     p.add_argument("--json", action="store_true", help="print one JSON object")
@@ -98,19 +111,22 @@ def fit(p: Parser) -> None:
 
 def quantize(p: Parser) -> None:
     p.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    p.add_argument("out", nargs="?", metavar="OUT", help="a name that ends in .gguf, or that of a new MLX folder")
-    p.add_argument("--bits", type=values.count, metavar="N", help="of an MLX folder: 2, 3, 4, 5, 6 or 8 (default: 4)")
+    p.add_argument("out", nargs="?", metavar="OUT", help="a new .gguf file, or a new MLX folder")
+    p.add_argument("--bits", type=values.count, metavar="N", help="for an MLX folder: 2, 3, 4, 5, 6 or 8 (default: 4)")
     p.add_argument(
-        "--group-size", type=values.count, metavar="N", help="values with one scale: 32, 64 or 128 (default: 64)"
+        "--group-size",
+        type=values.count,
+        metavar="N",
+        help="for an MLX folder: values per scale, 32, 64 or 128 (default: 64)",
     )
-    p.add_argument("--mode", metavar="MODE", help="of an MLX folder: affine, mxfp4 or nvfp4 (default: affine)")
-    p.add_argument("--type", metavar="TYPE", help="of a .gguf file: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: Q8_0)")
+    p.add_argument("--mode", metavar="MODE", help="for an MLX folder: affine, mxfp4 or nvfp4 (default: affine)")
+    p.add_argument("--type", metavar="TYPE", help="for a .gguf file: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: Q8_0)")
     p.add_argument(
         "--recipe",
         choices=("careful", "uniform", "mixed"),  # common.recipe.RECIPES
         default="careful",
-        help="8 bits for embedding and head (careful, the default), one format for all (uniform), or as careful with "
-        "more bits for half of the value and down projections (mixed)",
+        help="careful (default): 8 bits for embedding and head; uniform: one format for all; mixed: as careful, with "
+        "more bits for half of the value and down projections",
     )
     p.add_argument(
         "--layers",
@@ -119,10 +135,17 @@ def quantize(p: Parser) -> None:
         help="override the recipe for kinds or names: 'down_proj=6', 'model.layers.0.*=keep', 'head=8:32', "
         "'attn_v=Q8_0'; repeatable, the last match counts",
     )
-    p.add_argument("--requantize", action="store_true", help="decode and round again what is quantized already")
-    p.add_argument("--shard-size", type=values.positive, metavar="BYTES", help="of an MLX folder (default: 5000000000)")
+    p.add_argument(
+        "--requantize", action="store_true", help="quantize again what is quantized already, from its decoded values"
+    )
+    p.add_argument(
+        "--shard-size",
+        type=values.positive,
+        metavar="BYTES",
+        help="for an MLX folder: largest file (default: 5000000000)",
+    )
     s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
-    s.add_argument("--sensitivity", action="store_true", help="print the divergence that each kind costs")
+    s.add_argument("--sensitivity", action="store_true", help="print the loss (KL divergence) by kind of matrix")
     s.add_argument("--text", metavar="FILE", help="the text to measure it on, UTF-8")
     s.add_argument("--ctx-window", type=values.count, metavar="N", help="tokens of a window (default: 512)")
     s.add_argument(
@@ -149,26 +172,52 @@ def check_quantize(args: argparse.Namespace) -> None:
 def calibrate(p: Parser) -> None:
     flags.named_model(p)
     p.add_argument(
-        "--text", required=True, metavar="FILE", help='UTF-8, or prompts: a .jsonl file of {"prompt": text} each'
+        "--text",
+        required=True,
+        metavar="FILE",
+        help='a text in UTF-8, or prompts: a .jsonl file of {"prompt": text} lines',
     )
-    p.add_argument("--prompts", type=values.positive, default=32, metavar="N", help="at most (default: 32)")
     p.add_argument(
-        "--prompt-tokens", type=values.positive, default=64, metavar="N", help="of each piece of a text (default: 64)"
+        "--prompts",
+        type=values.positive,
+        default=32,
+        metavar="N",
+        help="most prompts, or pieces of the text (default: 32)",
+    )
+    p.add_argument(
+        "--prompt-tokens",
+        type=values.positive,
+        default=64,
+        metavar="N",
+        help="tokens of each piece of the text (default: 64)",
     )
     p.add_argument(
         "--new-tokens", type=values.positive, default=64, metavar="N", help="most tokens of a reply (default: 64)"
     )
     p.add_argument(
-        "--loss", type=values.number, default=0.02, metavar="X", help="share of tokens that may differ (default: 0.02)"
+        "--loss",
+        type=values.number,
+        default=0.02,
+        metavar="X",
+        help="share of tokens that may differ from plain decoding (default: 0.02)",
     )
-    p.add_argument("--windows", type=values.counts, metavar="N,N", help="masks per step (default: 8,16)")
-    p.add_argument("--taus", type=values.numbers, metavar="X,X", help="nats (default: 0.1,0.2,0.4,0.6,0.9)")
-    p.add_argument("--lambdas", type=values.numbers, metavar="X,X", help="nats (default: 0.02,0.05,0.1)")
+    p.add_argument("--windows", type=values.counts, metavar="N,N", help="masks per step to try (default: 8,16)")
+    p.add_argument(
+        "--taus", type=values.numbers, metavar="X,X", help="entropies to try, in nats (default: 0.1,0.2,0.4,0.6,0.9)"
+    )
+    p.add_argument(
+        "--lambdas",
+        type=values.numbers,
+        metavar="X,X",
+        help="penalties per position to try, in nats (default: 0.02,0.05,0.1)",
+    )
     p.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
 
 
 def selftest(p: Parser) -> None:
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
-    p.add_argument("-m", "--model", metavar="MODEL", help=f"to time: {MODEL_HELP} (default: the demo model)")
+    p.add_argument(
+        "-m", "--model", metavar="MODEL", help=f"the model of the short bench: {MODEL_HELP} (default: the demo model)"
+    )
     p.add_argument("--out", metavar="FILE", help="default: bimetal-selftest-OS-CHIP-DATE.md in this folder")
