@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.backend import VECTOR_ITEM, LayerSize
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError
-from common.ops import VECTOR_ITEM, LayerSize, Ops
+from common.ops import Ops
 from common.storage import KVSpec, LatentSpec, LayerSpec, grows
 from common.tensors import Tensor, stack
 from common.weights import ExpertMatrix, Layout, Matrix, Stored, Table, account, own_part

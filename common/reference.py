@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from common.backend import Array, LayerSize, Weight, decoded_bytes
 from common.block_sparse import attend
 from common.errors import NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight, decoded_bytes
+from common.ops import L2_EPS, Ops, Rope
 from common.quants import dequantize
 from common.reference_experts import NumpySlots
 from common.reference_packed import NumpyPacked

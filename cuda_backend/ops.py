@@ -11,10 +11,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import cupy
 import numpy as np
 
+from common.backend import LayerSize
 from common.errors import NotFiniteError
 from common.hot_experts import HotExperts
 from common.ops import Array as AnyArray
-from common.ops import DeltaWeights, ExpertWeights, LayerSize, Ops
+from common.ops import DeltaWeights, ExpertWeights, Ops
 from common.quants import dequantize
 from common.sampling import Sampler, Samplers
 from common.step import MAX_DECODE_ROWS, State, Step

@@ -8,8 +8,9 @@ from typing import Any
 
 import cupy
 
+from common.backend import LayerSize
 from common.errors import UsageError
-from common.ops import LayerSize, Ops
+from common.ops import Ops
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend.multi_gpu_states import MultiGpuPool, MultiGpuState

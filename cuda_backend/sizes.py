@@ -6,7 +6,7 @@ tests/models/test_cuda_work.py compares prediction and use.
 
 from collections.abc import Sequence
 
-from common.ops import LayerSize
+from common.backend import LayerSize
 from common.storage import DeltaSpec, KVSpec, LatentSpec, LayerSpec, Spec, all_specs
 from cuda_backend.caches.kv import kv_planes
 from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes

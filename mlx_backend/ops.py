@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from common.backend import Array, LayerSize, Weight
 from common.errors import BimetalError, NotFiniteError
 from common.expert_forms import ExpertForm, Streamed
 from common.host import available_bytes, peak_resident_bytes
 from common.kv_cache import ALL_PAIRS
-from common.ops import L2_EPS, Array, LayerSize, Ops, Rope, Weight
+from common.ops import L2_EPS, Ops, Rope
 from common.quants import dequantize
 from common.sampling import NOT_A_TOKEN, Sampler, Samplers
 from common.step import State, Step

@@ -8,7 +8,7 @@ attention and the delta rule are single kernels and the scheduler runs about one
 
 from collections.abc import Sequence
 
-from common.ops import LayerSize, decoded_bytes
+from common.backend import LayerSize, decoded_bytes
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, RowSpec
 from mlx_backend.quantized import DECODED
 from mlx_backend.rows import rows_held

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common.backend import VECTOR_ITEM
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.kv_cache import CacheOptions
@@ -18,7 +19,7 @@ from common.models.eagle3_config import is_eagle3
 from common.models.mtp import check_mtp, load_mtp
 from common.models.pair import Pair
 from common.models.target import target_of
-from common.ops import VECTOR_ITEM, Ops
+from common.ops import Ops
 from common.storage import LayerSpec
 from common.tensors import Tensor
 
