@@ -1,6 +1,9 @@
-"""Microseconds of Python per step of several plain replies, over a model whose steps cost nothing.
+"""Microseconds of Python per step of several replies, over a model whose steps cost nothing.
 
-python tests/host_time.py [STREAMS] [--profile]
+python tests/host_time.py [STREAMS] [--cuda [SHAPE:RECIPE]] [--spec KIND] [--budget N] [--steps N] [--profile]
+
+--cuda  counts the CUDA backend's Python too, of a step that is replayed; what CuPy and the driver take comes on top
+--spec  lookup; with --cuda also chain, tree and wedlm, whose steps then give 3 tokens
 """
 
 import argparse
@@ -8,20 +11,25 @@ import cProfile
 import pstats
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import free_cuda
 import numpy as np
 
 from common.engine import Engine
 from common.models import Model
+from common.models.llama import WEDLM_MASK
 from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sequence import Call
 from common.step import State
+from generate.bench_options import SyntheticBench
 from generate.bench_streams import EveryToken
 
-VOCAB, PROMPT, STEPS, REPEATS = 64, 8, 400, 5
+VOCAB, PROMPT, WARM, REPEATS, CONTEXT = 64, 8, 50, 5, 32768
+WINDOW = {"wedlm_window": 16, "wedlm_tau": 0.05, "wedlm_lambda": 0.02}
 
 
 class FreeOps(NumpyOps):
@@ -57,48 +65,79 @@ class FreePool:
         return state
 
 
-def free_engine(streams: int) -> Engine:
-    """An engine in which `streams` replies have begun."""
+def free_model() -> Model:
     definition: Any = SimpleNamespace(state_spec=lambda config: [])
     config, nothing = SimpleNamespace(vocab=VOCAB, context=None, mask_id=None), SimpleNamespace(layers=[])
     layout: Any = SimpleNamespace(top={}, layers=[])
-    model = Model("free", definition, config, layout, nothing, FreeOps())
+    return Model("free", definition, config, layout, nothing, FreeOps())
+
+
+def cuda_model(shape: str, spec: str) -> Model:
+    """A model of real shapes on a CUDA backend that computes nothing, with a draft where `spec` needs one."""
+    free_cuda.install()
+    from generate.bench_synthetic import open_synthetic  # once CuPy's place is taken
+    from generate.synthetic_draft import synthetic_pair
+
+    model = open_synthetic(SyntheticBench(synthetic=shape, backend="cuda"), CONTEXT)
+    if spec in ("chain", "tree"):
+        model = synthetic_pair(model)
+    free_cuda.count()
+    return replace(model, config=replace(model.config, mask_id=WEDLM_MASK)) if spec == "wedlm" else model
+
+
+def begun(model: Model, streams: int, options: GenerationOptions) -> Engine:
+    """An engine in which `streams` replies have begun, after steps in which a backend captures."""
     tokenizer: Any = EveryToken()
-    engine = Engine(model, tokenizer, 10**6, streams)
-    ignore = lambda *of: None  # noqa: E731
+    engine = Engine(model, tokenizer, CONTEXT, streams)
+    failed: list[BaseException | None] = []
     for n in range(streams):
-        engine.submit(Call([n % VOCAB] * PROMPT, GenerationOptions(), ignore, ignore, threading.Event()))
-    while len(engine.running) < streams or not all(each.new for each in engine.running):
+        prompt = [n % VOCAB] * PROMPT
+        engine.submit(Call(prompt, options, lambda piece: None, failed.append, threading.Event()))
+    while len(engine.running) < streams or not all(each.new > WARM for each in engine.running):
         engine.turn()
+        if failed:
+            raise failed[0] or RuntimeError("a reply has ended")
     return engine
 
 
-def microseconds(streams: int) -> float:
-    """The best of REPEATS measurements."""
-    best = float("inf")
-    for _ in range(REPEATS):
-        engine = free_engine(streams)
-        began = time.thread_time()
-        for _ in range(STEPS):
-            engine.turn()
-        best = min(best, (time.thread_time() - began) / STEPS)
-        assert len(engine.running) == streams
-    return 1e6 * best
+def turns(engine: Engine, steps: int) -> tuple[float, float, float]:
+    """Seconds of a step, those of them in which a device has nothing to do, and its tokens."""
+    streams, before = len(engine.running), sum(each.new for each in engine.running)
+    free_cuda.idle.seconds = 0.0
+    began = time.thread_time()
+    for _ in range(steps):
+        engine.turn()
+    seconds = time.thread_time() - began
+    assert len(engine.running) == streams, "a reply has ended"
+    return seconds / steps, free_cuda.idle.seconds / steps, (sum(each.new for each in engine.running) - before) / steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("streams", nargs="?", type=int, default=16)
+    parser.add_argument("--cuda", nargs="?", const="wedlm-8b:q4_k_m", metavar="SHAPE:RECIPE")
+    parser.add_argument("--spec", default="off")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    print(f"{args.streams} streams: {microseconds(args.streams):.0f} us per step")
+    model = cuda_model(args.cuda, args.spec) if args.cuda else free_model()
+    budget = {} if args.budget is None else {"tree_budget": args.budget}
+    how: dict[str, Any] = {"spec": args.spec} | (WINDOW if args.spec == "wedlm" else budget)
+    options = GenerationOptions(**how)
+    seconds, idle, tokens = min(turns(begun(model, args.streams, options), args.steps) for _ in range(REPEATS))
+    print(f"{args.streams} streams: {1e6 * seconds:.0f} us per step of {tokens:.1f} tokens")
+    if args.cuda:
+        print(f"{1e6 * idle:.0f} us of them between the end of a step and the launch of the next one")
     if args.profile:
-        engine, profile = free_engine(args.streams), cProfile.Profile()
+        engine, profile = begun(model, args.streams, options), cProfile.Profile()
+        free_cuda.calls.clear()
         profile.enable()
-        for _ in range(STEPS):
-            engine.turn()
+        turns(engine, args.steps)
         profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        calls = ", ".join(f"{count / args.steps:.1f} {name}" for name, count in free_cuda.calls.items())
+        print(f"calls of CuPy per step: {calls}")
 
 
 if __name__ == "__main__":
