@@ -87,7 +87,7 @@ class _Window:
     base: int
     tokens: list[int] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
-    logits: dict[int, Array] = field(default_factory=dict)  # row (1, vocab) that each filled position was chosen from
+    logits: dict[int, tuple[Array, int]] = field(default_factory=dict)  # and the row that each filled position is from
     doubtful: set[int] = field(default_factory=set)  # filled positions that are to be confirmed
 
     def __len__(self) -> int:
@@ -111,39 +111,42 @@ class _Window:
                 return slot
         return len(following)
 
-    def restart(self, count: int, token: int, row: Array) -> None:
-        """Drop `count` slots, and all after them, in whose place `token` is filled."""
+    def restart(self, count: int, token: int, logits: Array) -> None:
+        """Drop `count` slots, and all after them, in whose place `token` is filled, of the row before it."""
         self.base += count
-        self.tokens, self.filled, self.logits = [token], [True], {self.base: row}
+        self.tokens, self.filled, self.logits = [token], [True], {self.base: (logits, count - 1)}
         self.doubtful.clear()
 
-    def add(self, token: int, filled: bool) -> None:
-        self.tokens.append(token)
-        self.filled.append(filled)
+    def add(self, tokens: Sequence[int], filled: bool) -> None:
+        self.tokens += tokens
+        self.filled += [filled] * len(tokens)
 
     def emitted(self, run: Run, slot: int) -> Emit:
         """Hand over the token of a slot."""
-        token = self.tokens[slot]
-        run.sampler.accept(token)
+        token, sampler = self.tokens[slot], run.sampler
+        if not sampler.is_argmax:
+            sampler.numbers(1)  # which it was drawn with
+        sampler.accept(token)
         run.wedlm.tokens += 1
-        return Emit(token, self.logits.pop(self.base + slot))
+        logits, row = self.logits.pop(self.base + slot)
+        return Emit(token, logits[row : row + 1])
 
     def drop(self, count: int) -> None:
         self.base += count
         del self.tokens[:count], self.filled[:count]
 
-    def fill(self, slot: int, token: int, row: Array) -> None:
+    def fill(self, slot: int, token: int, logits: Array, row: int) -> None:
         self.tokens[slot], self.filled[slot] = token, True
-        self.logits[self.base + slot] = row
+        self.logits[self.base + slot] = logits, row
 
     def step(self) -> tuple[Step, list[int]]:
         """The rows of a forward, and the slots that are masks, whose rows are the last."""
         known = [slot for slot, filled in enumerate(self.filled) if filled]
         masks = [slot for slot, filled in enumerate(self.filled) if not filled]
-        order = np.array([*known, *masks], np.int32)
-        tokens = np.array([self.tokens[slot] for slot in order], np.int32)
+        order = known + masks
+        tokens, positions = np.array([self.tokens[slot] for slot in order], np.int32), np.array(order, np.int32)
         parents = np.arange(-1, len(order) - 1, dtype=np.int32)
-        return Step(tokens, self.base + order, parents, np.zeros(len(order), np.int32)), masks
+        return Step(tokens, self.base + positions, parents, np.zeros(len(order), np.int32)), masks
 
 
 def windows(run: Run) -> Generator[Request, Any, None]:
@@ -158,14 +161,13 @@ def windows(run: Run) -> Generator[Request, Any, None]:
     yielded = first = state.length + unread  # positions of the reply
     if options.checks and not unread:
         (values,) = yield Read(((yield Choose(run.logits, run.sampler)),))
-        window.add(int(values[0]), True)
-        window.logits[window.base] = run.logits
+        window.add([int(values[0])], True)
+        window.logits[window.base] = run.logits, 0
     while yielded < state.capacity:
         began = time.perf_counter()
         leading = window.leading
         full = options.window + (leading if options.order == "streaming" or window.base < first else 0)
-        for _ in range(min(full, state.capacity - window.base) - len(window)):
-            window.add(mask, False)
+        window.add([mask] * (min(full, state.capacity - window.base) - len(window)), False)
         step, masks = window.step()
         done, ahead = yield from _computed(run, window, step, masks, yielded)
         keep, following = leading, None
@@ -186,7 +188,7 @@ def windows(run: Run) -> Generator[Request, Any, None]:
         committed = time.perf_counter()
         if keep < leading:
             assert following is not None
-            window.restart(keep, following, done.logits[keep - 1 : keep])
+            window.restart(keep, following, done.logits)
         elif following is not None and masks:
             yield from _fill_checked(run, window, masks, done, following)
         elif masks:
@@ -233,16 +235,16 @@ def _fill(
     run: Run, window: _Window, masks: Sequence[int], done: Computed, ahead: Ahead | None
 ) -> Generator[Request, Any, None]:
     """Fill the masks that the options choose; `masks` are slots, and the last rows of the step."""
-    slots, rows = np.asarray(masks), done.logits[len(done.logits) - len(masks) :]
+    slots, first = np.asarray(masks), len(done.logits) - len(masks)
     best, entropies = yield Read(done.masked)
     chosen = choose(entropies, slots - slots[0], run.options.wedlm)
     if ahead is not None and done.sampled is not None:
         (best,) = yield Read((done.sampled,))
     elif ahead is not None:
-        (host,) = yield Read((rows,))
+        (host,) = yield Read((done.logits[first:],))
         best = np.array([ahead.pick(row) for row in host])
     for j in chosen.tolist():
-        window.fill(int(slots[j]), int(best[j]), rows[j : j + 1])
+        window.fill(masks[j], int(best[j]), done.logits, first + j)
 
 
 def _fill_checked(
@@ -253,17 +255,17 @@ def _fill_checked(
     following  the likeliest token after the leading run, which the first mask takes unless its own row is sure. Where
                they differ, the other rows counted on another token, and all are doubtful.
     """
-    options, slots, rows = run.options.wedlm, np.asarray(masks), done.logits[len(done.logits) - len(masks) :]
+    options, slots, first = run.options.wedlm, np.asarray(masks), len(done.logits) - len(masks)
     best, entropies = yield Read(done.masked)
     last = window.leading
     if entropies[0] < options.sure:
-        window.fill(masks[0], int(best[0]), rows[:1])
+        window.fill(masks[0], int(best[0]), done.logits, first)
     else:
-        window.fill(masks[0], following, done.logits[last - 1 : last])
+        window.fill(masks[0], following, done.logits, last - 1)
     differs = window.tokens[masks[0]] != best[0]
     below = np.flatnonzero(entropies + options.penalty * (slots - slots[0]) < options.tau)
     for j in below[below > 0].tolist():
-        window.fill(masks[j], int(best[j]), rows[j : j + 1])
+        window.fill(masks[j], int(best[j]), done.logits, first + j)
         if differs or entropies[j] >= options.sure:
             window.doubtful.add(window.base + masks[j])
 

@@ -10,6 +10,7 @@ import pytest
 import tiny
 from wedlm_simulator import qwen3, simulate, simulate_checked, visible
 
+from common.decode import wedlm
 from common.decode.alone import run_alone
 from common.decode.registry import check
 from common.decode.run import Run, WedlmStats
@@ -21,7 +22,7 @@ from common.models import load_model
 from common.models.window import KEEP, bounded, windowed
 from common.quants import dequantize
 from common.reference import NumpyOps
-from common.sampling import Sampler, Sampling, argmax_entropy
+from common.sampling import Ahead, Sampler, Sampling, argmax_entropy
 from common.step import Step
 from common.storage import KVSpec
 
@@ -262,6 +263,203 @@ def test_temperature_draws_by_seed(model):
     assert texts[0] == texts[1] != texts[2]
     penalized = decoded(model, PROMPT, 16, WedlmOptions(6, 4.3), Sampling(repetition_penalty=5.0))[0]
     assert penalized != decoded(model, PROMPT, 16, WedlmOptions(6, 4.3))[0]
+
+
+@pytest.mark.parametrize("options", [WedlmOptions(6, 4.3), WedlmOptions(1, 0.0), WedlmOptions(16, 4.3, order="paper")])
+def test_a_token_is_drawn_with_a_number_of_its_own(options, model, monkeypatch):
+    """A position keeps its random number from step to step, and no two positions share one."""
+    sampling, drawn = Sampling(temperature=1.0, seed=3), {}
+
+    class Noted(Ahead):
+        def __init__(self, sampler, depths):
+            super().__init__(sampler, depths)
+            first = len(PROMPT) + sum(sampler.reply.values())
+            for depth, number in zip(depths.tolist(), self.left.tolist(), strict=True):
+                drawn.setdefault(first + depth, set()).add(number)
+
+    monkeypatch.setattr(wedlm, "Ahead", Noted)
+    decoded(model, PROMPT, 16, options, sampling)
+    expected = Sampler(sampling).peek(len(drawn)).tolist()
+    assert drawn == {len(PROMPT) + i: {number} for i, number in enumerate(expected)}
+
+
+@pytest.mark.parametrize("capacity", [8, 9, 20])
+def test_checked_windows_fill_the_state(capacity, model):
+    for unread in (0, 1):
+        options = WedlmOptions(6, 100.0, 0.0, sure=4.0)
+        out, _, state = decoded(model, PROMPT, 99, options, capacity=capacity, unread=unread)
+        assert len(out) == capacity - len(PROMPT)
+        assert state.length <= capacity
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0)])
+@pytest.mark.parametrize("limit", ["attention_window", "max_kv_size"])
+def test_bounded_attention_is_the_simulators(limit, window, tau, penalty, model, network):
+    """Each row sees the latest positions before its own, wherever its row stands, and the first ones if those are kept.
+
+    Rows are evicted by committed tokens alone: masks hide none of them.
+    """
+    made = windowed(model, 6) if limit == "attention_window" else bounded(model, 6 + KEEP)
+    keep = 0 if limit == "attention_window" else KEEP
+
+    def limited(tokens, positions, visible):
+        near = (positions > positions[:, None] - 6) | (positions < keep)
+        return network(tokens, positions, visible & near)
+
+    for prompt in (PROMPT, PROMPT[::-1], [1]):
+        expected, fills = simulate(limited, prompt, 24, window, tau, penalty, MASK)
+        out, stats, _ = decoded(made, prompt, 24, WedlmOptions(window, tau, penalty))
+        assert (out, stats.fills) == (expected, fills)
+
+
+def test_what_a_bounded_cache_keeps(ops):
+    """The first 2 and the last 6 of all committed tokens; rows that are not committed evict nothing."""
+    state = ops.new_state([{"kv": with_window(KVSpec(1, 4, 4), 6, 2)}], 64)
+    kv, at = state.layers[0].kv, 0
+    for count, kept in ((6, (0, 6)), (4, (4, 10)), (4, (8, 14)), (1, (9, 15)), (1, (10, 16)), (10, (20, 26))):
+        positions = np.arange(at, at + count + 5, dtype=np.float32)
+        rows = model_array(ops, np.broadcast_to(positions[:, None, None], (len(positions), 1, 4)).copy())
+        ops.write_kv(rows, rows, kv, Step.chain(np.zeros(len(positions), np.int32), at))
+        state.commit(np.arange(count))
+        at += count
+        for plane in kv.save_point():
+            assert plane[0, :, 0].tolist() == [*range(min(2, kept[0])), *range(*kept)]
+
+
+@pytest.mark.parametrize(("window", "tau", "penalty"), SETTINGS)
+def test_the_cache_is_a_prefills(window, tau, penalty, model):
+    """Keys and values of committed tokens are those of reading prompt and reply anew."""
+    out, _, state = decoded(model, PROMPT, 20, WedlmOptions(window, tau, penalty))
+    kept = [*PROMPT, *out][: state.length]
+    fresh, _ = read(model, kept)
+    ours, theirs = tiny.arrays_of(model, state), tiny.arrays_of(model, fresh)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert np.abs(ours[name] - theirs[name]).max() < 1e-4, name
+
+
+def test_filled_slots_after_a_mask_are_not_committed(model):
+    """Such a row saw a mask: its keys and values differ from a prefill's, so that committing it would be wrong."""
+    state, _ = read(model, PROMPT)
+    step = Step(
+        np.array([8, 9, MASK], np.int32),
+        np.array([7, 9, 8], np.int32),
+        np.arange(-1, 2, dtype=np.int32),
+        np.zeros(3, np.int32),
+    )
+    model.forward(state, step)
+    state.commit([0, 1])
+    wrong = tiny.arrays_of(model, state)
+    fresh, _ = read(model, [*PROMPT, 8, 12, 9])
+    right = tiny.arrays_of(model, fresh)
+    last = max(name for name in wrong if name.startswith("values"))
+    assert np.abs(wrong[last][7] - right[last][7]).max() < 1e-4  # the leading run
+    assert np.abs(wrong[last][8] - right[last][9]).max() > 1e-2
+
+
+def test_where_the_prompt_is_read_changes_nothing(model):
+    """The last tokens of a prompt may be read with the first window: one forward less."""
+    options = WedlmOptions(6, 4.3, 0.05)
+    whole, alone, _ = decoded(model, PROMPT, 20, options, unread=0)
+    fused, together, _ = decoded(model, PROMPT, 20, options, unread=5)
+    assert whole == fused
+    assert alone.fills == together.fills
+
+
+def test_the_papers_order_counts_filled_slots(model):
+    """Everything accepted: forwards that fill and forwards that only commit alternate."""
+    stream, engine, _ = decoded(model, PROMPT, 40, WedlmOptions(16, 1e9, 0.0), unread=0)
+    _, paper, _ = decoded(model, PROMPT, 40, WedlmOptions(16, 1e9, 0.0, order="paper"), unread=0)
+    assert (engine.forwards, engine.rows) == (3, 16 + 2 * 32)  # 16 rows, then 16 filled beside 16 masks
+    assert (paper.forwards, paper.rows) == (5, 5 * 16)
+    assert len(stream) == 40
+
+
+@pytest.mark.parametrize(
+    ("tau", "penalty", "chosen"), [(0.4, 0.02, [0, 2, 3, 4]), (0.39, 0.1, [0]), (0.0, 0.02, [3]), (0.05, 0.05, [0])]
+)
+def test_choice(tau, penalty, chosen):
+    entropies, slots = np.array([0.25, 0.45, 0.20, 0.10, 0.15]), np.array([0, 1, 2, 4, 5])
+    assert choose(entropies, slots, WedlmOptions(16, tau, penalty)).tolist() == chosen
+
+
+@pytest.mark.parametrize(
+    ("row", "entropy"),
+    [([2, 1, 0, -1], 0.947537), ([5, 0, 0, 0], 0.119079), ([0] * 4, 1.386294), ([10, 0, 0, 0], 0.001498)],
+)
+def test_entropy(row, entropy, ops):
+    """In nats, without the excluded token, at any scale of the logits."""
+    rows = np.array([[*row, 50.0], [*(x + 80 for x in row), 130.0]], np.float32)
+    ids, found = argmax_entropy(rows, 4)
+    assert ids.tolist() == [0, 0]
+    assert found == pytest.approx([entropy] * 2, abs=1e-5)
+    ids, found = (ops.read(x) for x in ops.argmax_entropy(model_array(ops, rows), 4))
+    assert ids.tolist() == [0, 0]
+    assert found == pytest.approx([entropy] * 2, abs=1e-4)
+
+
+def model_array(ops, rows):
+    if ops.name == "numpy":
+        return rows
+    import mlx.core as mx
+
+    return mx.array(rows)
+
+
+def test_a_predicted_mask_is_a_token_like_any_other(model, monkeypatch):
+    """Masks are known by a flag: a slot filled with the mask's id is filled."""
+    exact = type(model.ops).argmax_entropy
+
+    def always_mask(self, logits, excluded):
+        ids, entropies = (self.read(x) for x in exact(self, logits, excluded))
+        return model_array(self, np.full_like(ids, MASK)), model_array(self, entropies)
+
+    monkeypatch.setattr(type(model.ops), "argmax_entropy", always_mask)
+    out, _, _ = decoded(model, PROMPT, 12, WedlmOptions(4, 4.3, 0.0))
+    assert out == [MASK] * 12
+
+
+def test_temperature_draws_by_seed(model):
+    texts = [decoded(model, PROMPT, 16, WedlmOptions(6, 4.3), Sampling(temperature=1.0, seed=s))[0] for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    penalized = decoded(model, PROMPT, 16, WedlmOptions(6, 4.3), Sampling(repetition_penalty=5.0))[0]
+    assert penalized != decoded(model, PROMPT, 16, WedlmOptions(6, 4.3))[0]
+
+
+@pytest.mark.parametrize("options", [WedlmOptions(6, 4.3), WedlmOptions(1, 0.0), WedlmOptions(16, 4.3, order="paper")])
+def test_a_token_is_drawn_with_a_number_of_its_own(options, model, monkeypatch):
+    """A position keeps its random number from step to step, and no two positions share one."""
+    sampling, drawn = Sampling(temperature=1.0, seed=3), {}
+
+    class Noted(Ahead):
+        def __init__(self, sampler, depths):
+            super().__init__(sampler, depths)
+            first = len(PROMPT) + sum(sampler.reply.values())
+            for depth, number in zip(depths.tolist(), self.left.tolist(), strict=True):
+                drawn.setdefault(first + depth, set()).add(number)
+
+    monkeypatch.setattr(wedlm, "Ahead", Noted)
+    decoded(model, PROMPT, 16, options, sampling)
+    expected = Sampler(sampling).peek(len(drawn)).tolist()
+    assert drawn == {len(PROMPT) + i: {number} for i, number in enumerate(expected)}
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_is_launched_before_its_tokens_are_handed_over(runs_ahead, folder):
+    """Where the backend runs ahead; tokens and counts are those of one that does not."""
+    ops = NumpyOps()
+    ops.runs_ahead = runs_ahead
+    model, order = load_model(folder, ops), []
+    forward = ops.run
+    ops.run = lambda *of: order.append("step") or forward(*of)
+    state, logits = read(model, PROMPT)
+    run = Run(model, state, logits, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=WedlmOptions(1, 0.0)))
+    order.clear()
+    for token, _ in islice(run_alone(run), 6):
+        order.append(token)
+    expected, _, _ = decoded(load_model(folder, NumpyOps()), PROMPT, 6, WedlmOptions(1, 0.0), unread=0)
+    ahead = ["step"] if runs_ahead else []
+    assert order == ahead + [each for token in expected for each in ("step", token)]
 
 
 @pytest.mark.parametrize("capacity", [8, 9, 20])
