@@ -59,7 +59,7 @@ class DecodeStats:
 class WedlmStats:
     """Counts and times of one reply of a WeDLM model.
 
-    forwards   steps after the prefill
+    forwards   steps after the prefill, without one that is in flight when the reply ends
     fills      steps that filled a slot
     rows       rows of all steps, without those of the prompt
     committed  tokens of the reply whose keys and values were kept

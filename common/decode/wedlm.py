@@ -153,9 +153,11 @@ def windows(run: Run) -> Generator[Request, Any, None]:
     """Emit tokens until the state is full or the driver stops.
 
     The first step reads the prompt's unread tokens with the first masks. A token is emitted once it and all before it
-    are filled. When the generator is closed, the state holds a prefix of prompt and reply.
+    are filled; where the backend runs ahead, once the next step has been launched as well, so that the device computes
+    while the host prints. When the generator is closed, the state holds a prefix of prompt and reply.
     """
     state, options, stats, mask = run.state, run.options.wedlm, run.wedlm, mask_id(run.model)
+    runs_ahead = run.model.ops.runs_ahead and not options.checks  # which reads a step before more is known to be final
     unread = len(run.unread)
     window = _Window(state.length, list(run.unread), [True] * unread)
     yielded = first = state.length + unread  # positions of the reply
@@ -178,7 +180,7 @@ def windows(run: Run) -> Generator[Request, Any, None]:
         computed = time.perf_counter()
         held = None
         try:
-            for slot in range(yielded - window.base, keep):  # those that have been confirmed
+            for slot in range(yielded - window.base, keep):  # those that were filled before, and have been confirmed
                 held, yielded = slot, yielded + 1
                 yield window.emitted(run, slot)
             held = None
@@ -205,6 +207,8 @@ def windows(run: Run) -> Generator[Request, Any, None]:
         stats.seconds["host"] += emitted - computed
         stats.seconds["commit"] += committed - emitted
         stats.seconds["choice"] += chosen - committed
+        if runs_ahead and window.base + window.leading < state.capacity:
+            continue
         try:
             for slot in range(yielded - window.base, window.settled):
                 yielded += 1
