@@ -271,8 +271,8 @@ class CudaOps(Ops):
                 flat.ctypes.data, at[0], flat.nbytes, runtime.memcpyDeviceToHost, self.context.stream.ptr
             )
         self.context.stream.synchronize()
-        read = [part.view(x.dtype).reshape(x.shape) for x, part in zip(xs, np.split(flat, ends[:-1]), strict=True)]
-        return tuple(_tokens(x) if x.dtype == np.int32 else x for x in read)
+        read = [flat[end - x.size : end].view(x.dtype).reshape(x.shape) for x, end in zip(xs, ends, strict=True)]
+        return tuple([_tokens(x) if x.dtype == np.int32 else x for x in read])
 
     def copy_bandwidth(self) -> float:
         runtime, stream, n = cupy.cuda.runtime, self.context.stream, 1 << 30
@@ -299,6 +299,6 @@ class CudaOps(Ops):
 
 def _tokens(read: np.ndarray) -> np.ndarray:
     """Token ids as kernels wrote them, which mark a row that holds NaN by -1; raises NotFiniteError for such a row."""
-    if np.any(read < 0):
+    if (read < 0).any():
         raise NotFiniteError("the logits of a row hold NaN")
     return read

@@ -118,28 +118,33 @@ class Inputs:
         def put(at: int, data: bytes) -> None:
             host[at : at + len(data)] = data
 
-        applied = 0  # rows of all paths so far
+        kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
+        applied, records, paths, sees, numbers = 0, [], [], [], []  # `applied`: rows of all paths so far
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
-            kind, branches = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0, 0
+            branches = 0
             if T <= MAX_DECODE_ROWS:
                 # a row by itself continues the past, so that nothing needs to be read of its parents
                 parents = None if step.parents is None or rows == 1 else step.parents[first : first + rows].tolist()
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
                 is_chain = parents is None or parents == list(range(PAST, rows - 1))
-                put(SEEN + first * SEEN_BYTES, chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
-                put(RUN_OF + first, bytes([number]) * max(rows, 1))
+                sees.append(chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
+                numbers += [number] * max(rows, 1)
                 if parents is not None and not is_chain:
                     order, moves, after = depth_first(parents)
                     branches = 1
                     put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
                     put(MOVES + first, bytes(moves))
                     put(PARENTS + first, bytes(visit % 256 for visit in after))
-            numbers = slot, first, rows, past, source, target, applied, len(path), kind, branches
-            put(RUNS + number * RUN.size, RUN.pack(*numbers))
-            put(PATH + 4 * applied, path.tobytes())
-            applied += len(path)
+            records.append(RUN.pack(slot, first, rows, past, source, target, applied, len(path), kind, branches))
+            if len(path):
+                paths.append(path.tobytes())
+                applied += len(path)
         put(0, HEAD.pack(T, len(runs), kept))
+        put(PATH, b"".join(paths))
+        put(SEEN, b"".join(sees))
+        put(RUN_OF, bytes(numbers))
+        put(RUNS, b"".join(records))
         put(END, np.asarray(step.positions, np.int32).tobytes())
         on_host = not isinstance(step.tokens, Array)
         if on_host:
