@@ -1,9 +1,8 @@
 """Rank a draft's candidates by the random numbers that the target will draw its tokens with.
 
-A sampled token is the one in whose share of the cumulative probabilities, by id, a random number falls; the number of
-each position is known before the draft runs (common/sampling.py). So the draft need not propose its likeliest token: it
-proposes the token that the target will probably draw with that number. Drafts decide how fast a text comes, never the
-text.
+Sampling inverts the cumulative probabilities, in order of ids, with one random number per position, which is known
+before the draft runs (common/sampling.py). The draft therefore proposes the tokens that the target will most probably
+draw with these numbers, in place of its own most probable ones. This changes the speed, never the text.
 """
 
 from typing import NamedTuple
@@ -18,12 +17,12 @@ LOGISTIC = 1.7  # of a logistic distribution function that is nearest to the nor
 
 
 class Trust(NamedTuple):
-    """State how far a draft's distribution is trusted.
+    """Parameters by which a draft's distribution estimates the target's.
 
-    flatter    times the target's temperature: drafts are surer of their tokens than sampled texts bear out
-    least      of the draft's temperature
-    certainty  draws of the target that would show as much of its distribution as the draft does
-    doubt      share of the draft's own probabilities in the chances, for targets that are far from the draft
+    flatter    factor on the target's temperature, because drafts are too sure of their tokens
+    least      lower bound of the draft's temperature
+    certainty  number of draws from the target that would be worth as much as the draft's distribution
+    doubt      weight of the draft's own probabilities in the chances, for targets that differ much from the draft
     """
 
     flatter: float
@@ -32,11 +31,11 @@ class Trust(NamedTuple):
     doubt: float
 
 
-ONE, SEVERAL = Trust(1.5, 1.0, 6.0, 0.0), Trust(1.75, 1.2, 2.0, 0.3)  # for the best token, and for those of a tree
+ONE, SEVERAL = Trust(1.5, 1.0, 6.0, 0.0), Trust(1.75, 1.2, 2.0, 0.3)  # for the best token of a chain; for a tree
 
 
 def considered(k: int, coupling: "Coupling | None", vocab: int) -> int:
-    """The number of candidates among which the best `k` of a draft's `vocab` tokens are sought."""
+    """Count the candidates among which the best `k` of a draft's `vocab` tokens are searched."""
     return k if coupling is None else min(max(k, CANDIDATES), vocab)
 
 

@@ -1,4 +1,4 @@
-"""Compression of a model's caches: the choice of a person, and the specs of storage that follow from it."""
+"""Options of KV cache compression, and the storage specs that follow from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ LADDER = ((NATIVE, NATIVE), ("q8_0", "q8_0"), ("q8_0", "lm4"), ("lm4", "lm4"), (
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Choices of a person about the KV cache; None is the default of the formats.
+    """Options of the KV cache; None is the default of the formats.
 
     keys, values   names of FORMATS, or NATIVE: the backend's own float type
     rotate_keys    by default, keys below 8 bits are rotated
@@ -51,7 +51,7 @@ class CacheOptions:
 
 
 def is_auto(choice: CacheChoice) -> bool:
-    """Whether memory chooses the formats."""
+    """Test whether the formats are `auto`: chosen by free memory."""
     if choice.kv == "auto" and (choice.cache_type_k or choice.cache_type_v):
         raise UsageError("kv auto chooses both formats; leave out cache_type_k and cache_type_v, or kv")
     return choice.kv == "auto"
@@ -133,7 +133,7 @@ def _rotates_keys(options: CacheOptions, keys: str) -> bool:
 
 
 def _value_format(values: str) -> str:
-    """Values are averaged, and need no estimate of inner products: turboquant stores them as tq3_0."""
+    """Return tq3_0 for turboquant: values are averaged, and need no estimate of inner products."""
     return "tq3_0" if values == "turboquant" else values
 
 

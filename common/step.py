@@ -1,8 +1,9 @@
-"""Step, which one pass over a model receives, and State, which the pass leaves.
+"""Step, the input of one forward pass, and State, the memory of a sequence that a step reads and extends.
 
 A step carries the new rows only: their tokens, their rope positions and which of the new rows each may see. The
 committed past is always visible, minus a window where a layer has one. Until `State.commit`, a step changes nothing
-that a later step can see, so it may be run twice; `commit(path)` is the one way forward and the one rollback.
+that a later step can see, so that it may be run twice. Only `commit(path)` advances a state; rows that are not on the
+path are forgotten.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ class Step:
 
     @classmethod
     def chain(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
-        """Rows that follow one another from position `start`: decoding, prefill, chain verify."""
+        """Make a step of rows that follow one another from position `start`: decoding, prefill, verifying a chain."""
         T = len(tokens)
         if T == 1 and slot == 0:  # plain decoding, whose steps may take less than the host's work for them
             return cls(tokens, np.array([start], np.int32), _CONTINUES, _FIRST_SLOT)
@@ -49,7 +50,7 @@ class Step:
 
     @classmethod
     def tree(cls, tokens: Any, parents: Sequence[int] | np.ndarray, start: int, slot: int = 0) -> "Step":
-        """Rows of a token tree; a row's position is `start` plus its depth."""
+        """Make a step of the rows of a token tree; a row's position is `start` plus its depth."""
         parents = np.asarray(parents, np.int32)
         T, depth = len(parents), list[int]()
         for row, parent in enumerate(parents.tolist()):
@@ -62,7 +63,7 @@ class Step:
 
     @classmethod
     def block(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
-        """Rows that all see each other, at consecutive positions."""
+        """Make a step of rows that all see each other, at consecutive positions."""
         T = len(tokens)
         return cls(tokens, np.arange(start, start + T, dtype=np.int32), None, np.full(T, slot, np.int32))
 
@@ -75,7 +76,7 @@ class Step:
 
     @cached_property
     def visible(self) -> np.ndarray:
-        """(T, T) bool: may row i see row j of this step? A row always sees itself."""
+        """Return (T, T) bool: whether row i sees row j of this step. A row always sees itself."""
         T = len(self)
         if self.parents is None:
             return np.ones((T, T), bool)
@@ -94,7 +95,7 @@ class Step:
         return self.parents
 
     def the_slot(self) -> int:
-        """The one sequence of this step, for kernels that serve one; refuses a step that mixes sequences."""
+        """Return the sequence of this step, for kernels that serve one; refuses a step of several sequences."""
         if len(self) and (self.slots != self.slots[0]).any():
             raise BimetalError(
                 f"this backend serves one sequence per step, got slots {sorted(set(self.slots.tolist()))}"
@@ -107,14 +108,14 @@ Shape = tuple[tuple[int, ...], Any]  # of an array on the host, and its NumPy dt
 
 
 class LayerState(Protocol):
-    """One state of one layer. Its op writes the rows of a step beside the committed past; `commit` keeps some.
+    """One state of one layer. Its op writes the rows of a step beside the committed past; `commit` keeps some of them.
 
-    A state that only appends may snapshot its length alone: `State.restore` refuses a snapshot whose rows are gone.
+    A state that only appends may use its length as a snapshot: `State.restore` refuses one whose rows are overwritten.
 
-    What is committed can be saved as arrays on the host, in the state's own stored format, and loaded into any state of
-    the same spec, which then computes the same bits. Rows that only append, (heads, tokens, width), are saved for a
-    range of tokens; all else (windows in the order of positions, convolution tails, delta matrices, calibration) is a
-    point, saved as of now.
+    Committed contents can be saved as arrays on the host, in their stored format, and loaded into any state of the same
+    spec, which then computes the same bits. Rows that only append, (heads, tokens, width), are saved for a range of
+    tokens. Everything else (windows in the order of positions, convolution tails, delta matrices, calibration) is the
+    point, which is saved as it is at that moment.
     """
 
     def commit(self, path: np.ndarray) -> None: ...
@@ -136,7 +137,7 @@ class LayerState(Protocol):
     def save_point(self) -> list[np.ndarray]: ...
 
     def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        """Hold what was saved at `length` tokens, and nothing else; `rows` are of all of them."""
+        """Replace the contents by what was saved at `length` tokens; `rows` are those of all tokens."""
         ...
 
     @property
@@ -145,7 +146,7 @@ class LayerState(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A point that a state can go back to; `rewinds` counts the restores before it was taken."""
+    """A point to which a state can be restored; `rewinds` counts the restores before it was taken."""
 
     length: int
     layers: list[Any]
@@ -173,7 +174,7 @@ class State:
         return [state for layer in self.layers for state in vars(layer).values()]
 
     def commit(self, path: Sequence[int] | np.ndarray) -> None:
-        """Keep rows `path` of the last step, in that order, and forget its others.
+        """Keep rows `path` of the last step, in that order, and forget the other rows.
 
         path  [0] after plain decoding, 0..n for a chain, root to leaf for a tree; empty keeps nothing
         """
@@ -191,11 +192,11 @@ class State:
         self.long_steps = [step for step in self.long_steps if step[0] < self.length]
 
     def snapshot(self) -> Snapshot:
-        """Return a point for `restore` on the same state; it is good until a restore to an earlier point."""
+        """Return a point for `restore` of this state; a restore to an earlier point makes it invalid."""
         return Snapshot(self.length, [state.snapshot() for state in self._all()], len(self._rewound_to))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to `snapshot`; raises ValueError where an earlier restore let its rows be overwritten."""
+        """Return to `snapshot`; raises ValueError if its rows may have been overwritten after an earlier restore."""
         if any(length < snapshot.length for length in self._rewound_to[snapshot.rewinds :]):
             raise ValueError(f"the snapshot at {snapshot.length} tokens is gone: the state went back to before it")
         self._rewound_to.append(snapshot.length)
@@ -217,24 +218,24 @@ class State:
         return [shape for state in self._all() for shape in state.point_shapes(length)]
 
     def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        """Copies of the appended rows of committed tokens first to last - 1, (heads, tokens, width) each."""
+        """Copy the appended rows of committed tokens first to last - 1, (heads, tokens, width) each."""
         if not 0 <= first <= last <= self.length:
             raise ValueError(f"rows {first} to {last} of a state of {self.length} tokens")
         return [array for state in self._all() for array in state.save_rows(first, last)]
 
     def save_point(self) -> list[np.ndarray]:
-        """Copies of what the state holds now beside appended rows; empty where every layer only appends."""
+        """Copy all contents except appended rows; the result is empty if every layer only appends."""
         return [array for state in self._all() for array in state.save_point()]
 
     def save(self) -> dict[str, np.ndarray]:
-        """All that is committed, for `load`."""
+        """Copy all committed contents, for `load`."""
         return {
             **{f"rows.{i}": array for i, array in enumerate(self.save_rows(0, self.length))},
             **{f"point.{i}": array for i, array in enumerate(self.save_point())},
         }
 
     def load(self, arrays: Mapping[str, np.ndarray], length: int, long_steps: Sequence[LongStep] = ()) -> None:
-        """Become the state that saved `arrays` at `length` tokens; every later step has the same bits.
+        """Replace the contents by `arrays`, saved at `length` tokens; later steps have the bits of the saved state.
 
         long_steps  of the saved state
 
@@ -272,13 +273,13 @@ class State:
 
 
 class Pool(Protocol):
-    """The states of several sequences in one memory: a step over the pool has rows of any of them."""
+    """States of several sequences in one memory; a step over the pool has rows of any of the sequences."""
 
     def new_state(self) -> State:
-        """An empty state in a slot that is free; the slot is free again when the state is gone."""
+        """Make an empty state in a free slot; the slot is free again when the state is deleted."""
         ...
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens for which memory that the sequences share is free; None: each has memory for a whole context."""
+        """Count the tokens for which shared memory is free; None: each sequence has memory for a whole context."""
         ...

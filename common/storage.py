@@ -15,7 +15,7 @@ LEAST_USE = 1 / 64  # of a channel by the queries that calibrate, beside the cha
 
 
 class Kind(Enum):
-    """Growth of a state: a row per token, a row per token up to a bound, or none."""
+    """Growth of a state: a row per token (APPENDS), a row per token up to a bound (WRAPS), a fixed size (RECURS)."""
 
     APPENDS = "appends"
     WRAPS = "wraps"
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Plane:
-    """One array of rows: per token `heads` vectors of `dim` numbers, stored in `format`, rotated before that or not."""
+    """One array of rows: `heads` vectors of `dim` numbers per token, in `format`, perhaps rotated before encoding."""
 
     heads: int
     dim: int
@@ -38,7 +38,7 @@ class Plane:
 
 
 class RowSpec:
-    """A state of one row per token: what keys and values, windows and latent rows share."""
+    """Base of the states with rows per token: keys and values, windows, latent rows."""
 
     window: int | None = None  # rows that are kept after the first `keep`; None: all
     keep: int = 0  # first rows of a sequence that are kept for good
@@ -58,7 +58,7 @@ class RowSpec:
 
     @property
     def is_packed(self) -> bool:
-        """Whether some numbers are stored otherwise than in the backend's own float type."""
+        """Test whether some plane has another format than the backend's own float type."""
         return any(plane.format != NATIVE for plane in self.planes)
 
     def row_bytes(self, item_bytes: int) -> int:
@@ -69,7 +69,7 @@ class RowSpec:
         return tokens if self.window is None else min(tokens, self.keep + self.window)
 
     def exact_bytes(self, tokens: int, item_bytes: int) -> int:
-        """Bytes of what lies beside the rows: copies in the backend's own float type, and what calibration left."""
+        """Count the bytes beside the rows: exact copies in the backend's own float type, and calibration statistics."""
         return 0
 
     def bytes(self, tokens: int, item_bytes: int) -> int:
@@ -146,8 +146,8 @@ class KVSpec(RowSpec):
 class ExactSpec(KVSpec):
     """Rows beside a compressed cache: keys and values that attention reads exactly, and queries for calibration.
 
-    holds_queries  does the plane of the keys have twice the heads: the keys', then for each of them one query, that of
-                   query head `position % (query heads per KV head)` of its group; zeros where a row asks nothing
+    holds_queries  whether the plane of the keys also has a query beside each key: the query head of its group with the
+                   number `position % (query heads per KV head)`; zeros for rows without queries
     """
 
     holds_queries: bool = False

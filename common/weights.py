@@ -1,4 +1,4 @@
-"""Weights of a model, made of a checkpoint's tensors, each of which is accounted for.
+"""Weights of a model, loaded from a checkpoint's tensors by the model's table; every tensor is accounted for.
 
 A model states a table: for each weight its name in either kind of file, its shape, and how a stored value becomes the
 canonical one (norm weights as multiplied, half-split rope rows, value heads tiled over key heads). The loader reports

@@ -17,12 +17,12 @@ THE_ROW.flags.writeable = False
 
 
 def decode(run: Run) -> Generator[Request, Any, None]:
-    """Decode without a draft; one that was loaded is left alone."""
+    """Decode without draft tokens, even if a draft is loaded."""
     return plain(run, run.logits)
 
 
 def target_of(model: Model) -> Model:
-    """The model for steps after which nothing is drafted."""
+    """Return the model for steps that need not write rows for a draft."""
     return model.target if isinstance(model, Pair) else model
 
 
@@ -35,15 +35,15 @@ def plain(
 ) -> Generator[Request, Any, None]:
     """Emit a token per step until the state is full or the driver stops.
 
-    Where the backend runs ahead, a step is asked for before its token has been read: the device computes it while the
-    host reads and prints the token.
+    If the backend runs ahead, the next step is requested before the host has read its token: the device computes the
+    step while the host reads and prints the token.
 
     logits  of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
             token and go on later from it.
-    ask     called before a token is read: how many more follow that token before it is called again; -1: none do, and
-            the generator ends after that token. First called for the first token
-    note    called once such a token has been read
-    read    to which tokens are added as they are read
+    ask     called before a token is read; returns how many tokens follow that one until the next call, or -1 to end the
+            generator after that one. First called for the first token
+    note    called when a token for which `ask` was called has been read
+    read    list to which tokens are appended as they are read
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)

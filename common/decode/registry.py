@@ -1,4 +1,4 @@
-"""Table from a row of common.decoders to the function that decodes."""
+"""Table of the decoders' functions, by the `family` of a row of common.decoders.DECODERS."""
 
 from collections.abc import Callable, Generator
 from typing import Any
@@ -24,5 +24,5 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
 
 
 def decode(run: Run) -> Generator[Request, Any, None]:
-    """Ask for what decoding takes, and emit tokens until the state is full or the driver stops."""
+    """Run the decoder that `run.options` name: yield requests and tokens until the state is full or it is closed."""
     return FAMILIES[run.options.decoder.family](run)

@@ -1,4 +1,4 @@
-"""Run, which a decoder receives: a model that has read a prompt, and how to go on."""
+"""Run, the input of a decoder, and the statistics that a decoder fills."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ WEDLM_PHASES = ("forward", "choice", "commit", "host")
 class DecodeStats:
     """Counts and times of one reply.
 
-    lengths  accepted tokens per step, the one that the model adds itself included: how often each number came
+    lengths  histogram of the tokens per step: accepted draft tokens and the target's own
     rows     of all steps
     budgets  how often each budget ran; 0 is a plain step
     seconds  by phase; "plain" is the whole of the steps without draft tokens
@@ -64,7 +64,7 @@ class WedlmStats:
     rows       rows of all steps, without those of the prompt
     committed  tokens of the reply whose keys and values were kept
     tokens     tokens of the reply
-    seconds    by phase. A backend that computes while the host goes on is waited for in "choice"
+    seconds    by phase; the wait for a device that computes asynchronously counts as "choice"
     """
 
     forwards: int = 0
@@ -112,14 +112,14 @@ class WedlmStats:
 
 @dataclass
 class Run:
-    """One reply that is being decoded.
+    """Input of a decoder: a model that has read a prompt, and the options of the reply.
 
     tokens  the prompt
     logits  (1, vocab), of the prompt's last row, unless some of the prompt is unread
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
     unread  last tokens of the prompt that `state` does not hold yet, which WeDLM's first step reads
 
-    most_drafted  most draft tokens of the next step, which depend on how many decode beside it; None: no bound
+    most_drafted  returns the limit of draft tokens of the next step, which depends on the other replies; None: none
 
     A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
     holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are

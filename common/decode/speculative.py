@@ -1,7 +1,7 @@
 """Speculative decoding: draft a tree of continuations, verify it in one step, and keep the tokens that the model chose.
 
-Lossless: every token is the model's own choice at its position, by the same sampler and the same random numbers as in
-plain decoding; a draft only decides how many of those choices one step yields.
+Lossless: every token is sampled from the target at its position, by the sampler and the random numbers of plain
+decoding; a draft only decides how many tokens one step yields.
 """
 
 import time
@@ -50,7 +50,7 @@ def new_tuner(options: Speculation, model: Model) -> Tuner:
 
 
 class Drafter:
-    """Grows the tree of each step, by lookup, by the draft model, or both."""
+    """Builds the tree of each step from prompt lookup, the draft model, or both."""
 
     def __init__(self, run: Run):
         self.options, self.stats, self.sampler = run.options, run.stats, run.sampler
@@ -90,8 +90,8 @@ class Drafter:
 def decode(run: Run) -> Generator[Request, Any, None]:
     """Emit the tokens that `plain` emits, with the logits rows (1, vocab) that they were drawn from.
 
-    With a budget left open, the tuner chooses it before each step. Where it chooses none, plain decoding takes over, at
-    its own speed and without the draft, until the tuner asks for a budget again.
+    Without a fixed budget the tuner chooses one before each step. If it chooses 0, plain decoding without the draft
+    continues until the tuner chooses another budget.
     """
     check(run.options, run.model)
     tuner = run.tuner

@@ -1,4 +1,4 @@
-"""The budget of each speculative step, chosen while decoding from what steps take and what they accept."""
+"""The budget of each speculative step, chosen while decoding from the time of steps and their accepted tokens."""
 
 import math
 from collections import deque
@@ -18,7 +18,7 @@ PATIENCE = 2  # times its cost that must be saved for a trial in mid-reply, wher
 
 
 class Mean:
-    """A running mean that forgets."""
+    """A running mean in which old values lose weight."""
 
     def __init__(self, memory: int) -> None:
         self.memory, self.value, self.count = memory, 0.0, 0
@@ -31,12 +31,12 @@ class Mean:
 class Tuner:
     """Picks the budget with the most tokens per second among `sizes`, ascending; size 0 is plain decoding.
 
-    The nodes of a tree are numbered as it grew, so that a tree of a budget holds those of every smaller budget. A step
-    therefore shows the accepted tokens of every smaller size, and the time of its own.
+    The first n nodes of a tree are the tree of budget n. A step therefore shows the tokens that every smaller budget
+    would have accepted, and the time of its own budget.
 
-    The sizes beside the best and plain decoding are tried again in trials of a few steps, so that a choice can be
-    taken back. What trials lose against the best choice is at most a share of the time, SHARES: the smaller one where
-    plain decoding is best, since a budget that pays is found there by any trial.
+    The budgets next to the best one, and plain decoding, are tried again for a few steps from time to time, so that a
+    choice can change. Trials cost at most a share of the time, SHARES: the smaller share while plain decoding is best,
+    because a budget that is faster is then found by any trial.
     """
 
     def __init__(self, sizes: Sequence[int]):

@@ -1,8 +1,8 @@
 """GLM-4.7-Flash (`glm4_moe_lite`; GGUF's `deepseek2`): multi-head latent attention, experts chosen by a sigmoid router.
 
 The state of a layer is one row per token for all heads: a normed latent and a roped key. A step of few rows attends to
-the rows as they lie, a prompt expands them into keys and values first; both give the same numbers. Rope pairs are
-stored side by side and loaded as half-split, by the order of the rows that make them.
+the rows as stored; a prompt expands them into keys and values first. Both forms compute the same function. Rope pairs
+are stored side by side and loaded as half-split, by the order of the rows that make them.
 """
 
 from dataclasses import dataclass, replace
@@ -348,7 +348,7 @@ def ffn(ops: Ops, c: Config, w: Any, layer: int, x: Array) -> Array:
 
 
 def write_past(ops: Ops, c: Config, w: Any, state: State, step: Step, layer: int, x: Array) -> None:
-    """Leave the rows of x (T, hidden) in the layer's state: no op writes latent rows without attending to them."""
+    """Write the rows of x (T, hidden) to the layer's state, by attending: no op writes latent rows alone."""
     mixed(ops, c, w, state, step, layer, x)
 
 

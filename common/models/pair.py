@@ -23,8 +23,8 @@ class Pass(NamedTuple):
     """A pass of a draft over rows that follow the state of one sequence.
 
     given      what `Pair.run_pass` takes
-    positions  the number of positions after the newest token that are looked at, from the first on
-    k          the number of likeliest tokens of each that the host reads; 0: what the pass gives, on the device
+    positions  number of positions after the newest token whose logits are used
+    k          number of best tokens of each position that the host reads; 0: the result stays on the device
     """
 
     given: Any
@@ -59,14 +59,14 @@ class Pair(Model):
     def drafting(
         self, token: int, k: int, depth: int, coupling: Coupling | None = None
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
-        """Draft the tokens after `token`, which follows a state: yields passes, and is sent what `found` gives of each.
+        """Draft the tokens after `token`, which follows a state: yields passes, receives `found` of each.
 
         Returns ids and log-probabilities of the `k` likeliest tokens of each position, (n, k) each, on the host; n is
         at most `depth` where each position costs time of its own. Where a position depends on the token before, they
         are (n, w, k), rows of candidates, of which row 0 of position 0 follows `token`; and a third array (n, w, k)
         has the row of the next position that follows each candidate, -1 for none.
 
-        coupling  how the target will draw at least `depth` tokens: those that it most probably draws count as likeliest
+        coupling  random numbers of the target for at least `depth` tokens, by which candidates are ranked
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Attention to the newest positions alone, for long contexts. It changes what the model says."""
+"""Attention limited to the newest positions, for long contexts. It changes the text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
