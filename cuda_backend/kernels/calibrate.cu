@@ -1,15 +1,15 @@
 // calibrate: mean and scale of each channel over the first keys and queries of a sequence
 // Meaning   common/reference_packed.py Calibration       Launcher  cuda_backend/caches/packed.py
-// In        keys [layer][2 K][place][D] float16 of each slot: of each layer K heads of keys, then their queries; the first
-//           positions in order, those of the step at past + row; kept:
-//           means of slot 0 that are complete, each / 2 elements after them scales, and `each` after them the next slot's
+// In        keys [layer][2 K][place][D] float16 of each slot: K heads of keys of each layer, then their queries. The first positions
+//           are in order, the step's at past + row
+//           kept  statistics of committed rows: the means of slot 0, its scales each / 2 elements after them, slot 1 after `each`
 // Out       mean and scale [row][head][D] float32
 // Assumes   without a step the cache has one sequence
-// Work      a CTA per head and row, a thread per channel. Without a step `n` positions in order make the one row's. Else row t
-//           of the step takes the committed ones, then the rows that it sees; where these are fewer than n, mean 0 and scale 1,
-//           and where n are committed those that are kept. The scale is sqrt(deviation of keys / root mean square of queries),
-//           which counts as `least` of the largest at least; without queries the deviation itself
-// Numbers   sums in float64, in the order of the keys: those of a row are those of its path read alone, bit for bit
+// Work      a CTA per head and row, a thread per channel. Without a step, the first n positions give the statistics of one row.
+//           With a step, row t uses the committed positions and then the rows that it sees: fewer than n give mean 0 and
+//           scale 1; if n are committed, row t takes `kept`. The scale is sqrt(deviation of keys / root mean square of
+//           queries), where the latter counts as at least `least` times the largest; without queries it is the deviation
+// Numbers   sums in float64, in the order of the keys: the statistics of a row are bitwise those of its path alone
 // Bound     latency; it runs once in a sequence
 
 extern "C" __global__ void calibrate(Plane keys, int D, int K, int n, const StepState* step, const float* kept, int each,

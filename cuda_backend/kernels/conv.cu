@@ -1,8 +1,8 @@
-// conv: silu of a causal depthwise convolution along each row's ancestors; with PARENTS, of each row the one before
+// conv: silu of a causal depthwise convolution along each row's ancestors; with PARENTS, the parent of each row
 // Meaning   common/reference.py NumpyOps.short_conv, .parent_rows       Launcher  cuda_backend/recurrent.py
 // In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MAX_DECODE_ROWS][C]   Out  out [T][C] float32
-// Work      a thread per channel and row, in the order of visits. The last committed path is still in the other step's rows: it is read there,
-//           and the tail that it leaves is written beside the old one, so that a step can run twice
+// Work      a thread per channel and row, in the order of visits. The rows of the last commit are still in the buffer of the other step: they are
+//           read there, and the new tail is written beside the old one, so that a step can run twice
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
 

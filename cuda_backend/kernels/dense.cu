@@ -1,12 +1,12 @@
-// dense: y = x W' for a matrix stored as floats, any number of rows of x
+// dense: y = x W' for a matrix of floats and any number of rows of x
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
-// In        w [N][K], with EXPERTS the address of each expert's; x [T][K] float32, perhaps of a norm to finish: linear.cu `squares`
+// In        w [N][K], with EXPERTS the address of each expert's; x [T][K] float32; with `squares` x is multiplied by 1 / rms: linear.cu
 // Out       out [T][N] float32, and zeros in further slots
 // Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
 // Numbers   float32, in an order that depends on K alone
 // Bound     bytes of w up to 2 rows of x; more rows read w again from the cache
-// Tried     the factor of a norm found after the router's product -> 2.63 us a layer against 2.54: it was hidden; spills on sm_120
+// Tried     the factor of a norm computed after the router's product -> 2.63 us per layer against 2.54; spills on sm_120
 
 #ifdef F32
 typedef float W;

@@ -1,17 +1,17 @@
-// draw: a token of each row by chance, from logits that stay on the device
+// draw: a random token of each row, from logits on the device
 // Meaning   common/sampling.py draw_weights, and Sampler.pick with them    Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; best [T][pieces]: keys, of sample.cu; uniform [T]: 0 to 1
-// Between   chances [T][V]; where tokens are cut, bins [T][2][BINS]: chances and tokens by the first bits of a logit's
-//           key, at 0 before `weigh`
+// Scratch   chances [T][V]; with top-k or top-p, bins [T][2][BINS]: sums of chances and counts of tokens by the first bits of
+//           a logit's key, zero before `weigh`
 // Out       tokens [T] int32, -1 where a logit is NaN
-// Builds    weigh_each, draw_each: each row by a Draw of its own, of several sequences in one launch
+// Functions weigh, draw: one Draw for all rows; weigh_each, draw_each: a Draw per row, for several sequences
 // Work      weigh: many CTAs per row, an exponential per token
-//           draw: a CTA per row. Top-k and top-p end at a logit, which rounds of 11, 11 and 10 bits of its key find; then
-//           each warp adds the chances of a 32nd of the tokens, the draw falls into one of these, and so on down to one
-// Numbers   exponentials in float64, with the host's up to the last bit; sums of whole numbers, the same in any order
+//           draw: a CTA per row. Rounds over 11, 11 and 10 bits of the keys find the smallest logit that top-k and top-p keep.
+//           Then each warp adds the chances of 1/32 of the tokens, the random number selects a warp, and so on to one token
+// Numbers   exponentials in float64, equal to the host's up to the last bit; integer sums, which do not depend on the order
 // Assumes   V below 2^23
 // Bound     what one CTA reads: 12 V bytes, and 4 V for each round but the first of top-k, and of top-p
-// Tried     one load of a thread at a time -> 206 us for a row of 248,320 logits with top-k 40, against 150 with eight in flight
+// Tried     one load in flight per thread -> 206 us for a row of 248,320 logits with top-k 40, against 150 with eight in flight
 //             (H200)
 
 #define BINS 2048

@@ -1,12 +1,11 @@
-// entropy: of each row the likeliest token but one, and the entropy of its softmax without that one; a NaN in the row gives -1
+// entropy: the best token of each row except `excluded`, and the entropy of its softmax without it; a NaN in the row gives -1
 // Meaning   common/sampling.py argmax_entropy; of equal logits the smaller id   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; `excluded`, an id
 // Out       ids [T] int32, entropies [T] float32 in nats
-// Work      partial: `pieces` CTAs per row, each the best key of its piece, and by its maximum m the sums of e^(x - m) and of
-//           (x - m) e^(x - m); final: a warp per row brings the pieces to one maximum
+// Work      partial: `pieces` CTAs per row; each finds the best key of its piece and, with its maximum m, the sums of e^(x - m) and
+//           of (x - m) e^(x - m). final: a warp per row rescales the pieces to one maximum and adds them
 // Assumes   at most THREADS * OWN logits of a CTA
-// Numbers   H = log S - W / S with S >= 1 and W <= 0: both terms are positive, nothing cancels; sums in one order, the same in
-//           every run
+// Numbers   H = log S - W / S with S >= 1 and W <= 0: both terms are positive, so that nothing cancels; a fixed order of sums
 // Bound     bytes of logits
 
 #define THREADS 256

@@ -1,19 +1,19 @@
-// exchange: rows that several GPUs hold parts of, added up or put beside one another, in the order of the ranks, on every GPU
-// Meaning   exchange: Ops.all_reduce: ((rank 0 + rank 1) + rank 2) + ..., each in float32; gather: Ops.all_gather. Bits are equal
-//           on all ranks, and those of a row depend on nothing but what the ranks bring of it  Launcher  cuda_backend/exchange.py
-// In        x [T][K] float32 of this rank, partial sums allowed, in fours at multiples of 16 bytes; `peers` and `m`: peers.cuh
-// Out       out float32, [T][K] of exchange, [T][RANKS][K] of gather. Where a part does not come: NaN, and the number of the
+// exchange: all-reduce or all-gather of rows among the GPUs of one process; every GPU gets the result
+// Meaning   exchange: Ops.all_reduce: ((rank 0 + rank 1) + rank 2) + ..., each in float32; gather: Ops.all_gather. Results are
+//           bitwise identical on all ranks, and a row depends only on the ranks' parts of it  Launcher  cuda_backend/exchange.py
+// In        x [T][K] float32 of this rank, perhaps partial sums, readable as float4; `peers` and `m`: peers.cuh
+// Out       out float32, [T][K] of exchange, [T][RANKS][K] of gather. If a part does not arrive: NaN, and the number of the
 //           exchange in state[1] and *failed
 // Build     RANKS
-// Work      a thread per four neighbours: it stores them into every peer's buffer, then polls what the peers stored into its own
-// Assumes   all CTAs of a grid are resident at once (AT_ONCE fours of a thread per turn, as many turns as needed)
-// Numbers   sums of partial sums in index order, then ranks in order; a number comes again after 2^32 exchanges: the launcher
-//           begins again before
-// Bound     latency of one store to a peer; beyond about 16 rows bytes of NVLink, 4 per number and peer. A wait ends after
-//           `patience` nanoseconds, and then every later exchange of the step ends at once
+// Work      a thread per float4: it stores the float4 to the buffer of every peer, then polls its own buffer for the peers' parts
+// Assumes   all CTAs of a grid are resident at once (each thread takes AT_ONCE float4 per turn)
+// Numbers   partial sums are added in index order, then ranks in order. Exchange numbers repeat after 2^32 exchanges: the launcher
+//           resets them before
+// Bound     latency of one store to a peer; above about 16 rows the bandwidth of NVLink, 4 bytes per number and peer. A wait times
+//           out after `patience` nanoseconds; then every later exchange of the step ends at once
 // Tried     2 x H200, (rows, 5,120), us at 1, 4, 16, 64 rows: a flag beside every number, 8 bytes per number: 2.28, 2.62, 4.01, 10.1;
-//           a flag per block with release and acquire 3.31, 3.64, 4.40, 7.60; NCCL 2.28.9 6.94, 6.71, 8.21, 14.9. Parts
-//           pulled by the receiver never end over PCIe.
+//           a flag per block with release and acquire 3.31, 3.64, 4.40, 7.60; NCCL 2.28.9 6.94, 6.71, 8.21, 14.9. Reading
+//           parts from the peers never ended over PCIe.
 
 #define AT_ONCE 2
 

@@ -1,14 +1,14 @@
-// exchange_norm: what several GPUs hold parts of, added up as exchange.cu does, and to it what light.cu add_scale does
-// Meaning   Ops.all_reduce, add and rms_norm of common/reference.py, the norm without the factor of the whole row, which the product
-//           finishes         Launcher  cuda_backend/exchange.py Sum.launch_norm
-// In        x [T][K] float32, to which is added; y, this rank's part of what is: partial sums of both, in fours at multiples of 16
-//           bytes; weight [K]; `peers` and `m`: peers.cuh
-// Out       sum [T][K], squares [T][K / 128] and rows for a product as store.cuh packs them. Where a part does not come: NaN
-// Build     RANKS; SLOTS, OTHERS: partial sums of x and y; the names of store.cuh
+// exchange_norm: the sum of exchange.cu, followed by the addition and norm of light.cu add_scale, in one launch
+// Meaning   Ops.all_reduce, add and rms_norm of common/reference.py, the norm without the factor 1 / rms, which the product
+//           applies          Launcher  cuda_backend/exchange.py Sum.launch_norm
+// In        x [T][K] float32, and y, this rank's part of the sum that is added to x; perhaps partial sums, readable as float4;
+//           weight [K]; `peers` and `m`: peers.cuh
+// Out       sum [T][K], squares [T][K / 128], and rows for a product in a form of store.cuh. If a part does not arrive: NaN
+// Build     RANKS; SLOTS, OTHERS: partial sums of x and y; the macros of store.cuh
 // Work      a lane per four columns
 // Assumes   all CTAs of a grid are resident at once
-// Numbers   bits of exchange.cu and light.cu one after the other
-// Bound     latency of one store to a peer: two launches and a copy of the rows fewer than by itself
+// Numbers   bitwise those of exchange.cu followed by light.cu
+// Bound     latency of one store to a peer; saves two launches and a copy of the rows
 
 extern "C" __global__ void __launch_bounds__(64, 10)
 exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out out, Peers peers, Meeting m) {

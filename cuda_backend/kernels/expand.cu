@@ -1,9 +1,9 @@
-// expand: the values of a quantized matrix, for prefill (prelude.cuh to_product) and for embedding rows (float32)
+// expand: decodes a quantized matrix: in half precision for prefill (prelude.cuh to_product), in float32 for embedding rows
 // Meaning   common/quants.py dequantize; NumpyOps.embed      Launcher  cuda_backend/gemm.py
 // In        units of tile.cuh, as repack.cu writes them       Out       [n][K]
 // Build     one type of tile.cuh
 // Work      a warp per tile; embed: a warp per KBLOCK columns of a token's row, a lane for four of them and those 16 on
-// Numbers   float32, one rounding to what cuBLAS multiplies
+// Numbers   float32, rounded once to the type that cuBLAS multiplies
 // Bound     bytes written
 
 // The four columns of word `i` of group `j`.

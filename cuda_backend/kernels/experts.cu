@@ -1,24 +1,23 @@
-// experts: y = x W' for rows that each chose a matrix of a stack: experts, or the heads of latent attention
+// experts: y = x W' where each row has its own matrix of a stack: experts, or the heads of latent attention
 // Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/products.py grouped_linear
-// In        table   the address of each matrix, which is units of tile.cuh: in device memory, or in pinned memory of the host
-//           x       packed rows, each for itself (store.cuh, cols = 1), perhaps of a norm that is not finished: linear.cu
-//           last    the matrix after the `matrices` of the table: a shared expert's
-//           groups  (matrix, first, rows, 0) of at most COLS rows each, their number in front; order: pairs by matrix,
-//                   pair p being row p / x_divisor of x (moe.cu group)
+// In        table   the address of each matrix, units of tile.cuh in device memory or in pinned host memory
+//           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a norm without its factor: linear.cu
+//           last    the matrix with the number `matrices`: a shared expert's
+//           groups  their number, then (matrix, first, rows, 0) of at most COLS rows each
+//           order   pairs (row, matrix) sorted by matrix; pair p has row p / x_divisor of x (moe.cu group)
 // Out       out [part][pair][N] float32, to be added in the order of the parts
 // Build     one type of tile.cuh; COLS 8 (steps) or 32 (prefill); STAGES; BLOCKS of a multiprocessor; CP_ASYNC to
 //           force the sm_80 ring
-// Work      256 threads multiply, one 16-row tile per warp; warp 8 feeds a ring of units and gathers the rows of x.
-//           A CTA takes (group, row block, part of k) items in turn, as many as the groups make
+// Work      256 threads multiply, one 16-row tile per warp; warp 8 loads units to a ring and gathers the rows of x.
+//           CTAs take the items (group, row block, part of k) in turn
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x
-// Numbers   as linear.cu; the result of a row depends on its matrix alone: not on COLS, its group or its place there
-// Bound     bytes of the matrices that were chosen, each read once while groups hold all of its rows
-// Tried     tokens per second at one row, variant against what was here then (one H200); docs/experiments/mixtures.md has more.
-//           k cut for three CTAs per multiprocessor -> GLM 386 against 424, Laguna 492 against 545: two fit, the others come after
-//             them
-//           k cut for one CTA -> GLM 364 against 424, Laguna 532 against 545: it waits for one unit after the other
-//           no overlap with what is before, to leave the shared expert room -> GLM 316 against 325, Laguna 444 against 441
-//           the shared expert after the experts, in one stream -> Laguna 381 against 406: three more kernels in line
+// Numbers   as linear.cu; the result of a row depends on its matrix alone, not on COLS, its group or its place there
+// Bound     bytes of the chosen matrices; each is read once if one group holds all of its rows
+// Tried     tokens per second at one row: variant against the kernel of that time (one H200); docs/experiments/mixtures.md has more.
+//           k cut for three CTAs per multiprocessor -> GLM 386 against 424, Laguna 492 against 545: only two are resident
+//           k cut for one CTA -> GLM 364 against 424, Laguna 532 against 545: loads of one CTA do not hide each other's latency
+//           no overlap with the previous kernel, to leave room for the shared expert -> GLM 316 against 325, Laguna 444 against 441
+//           the shared expert after the experts, on one stream -> Laguna 381 against 406: three more kernels in sequence
 
 #define XROW (HALVES * 160 + (HALVES == 1 ? 32 : 0))  // bytes of a gathered row: two rows meet each bank once
 #define XBYTES (HALVES * 160)  // of which it fills

@@ -1,8 +1,8 @@
-// heads_to_cache: what attention reads of a step: q (T, H, D) as float16, and the step's keys and values in the cache
+// heads_to_cache: writes the inputs of attention: q (T, H, D) as float16, and the step's keys and values to the cache
 // Launcher  cuda_backend/attention.py
-// In        q, k, v (T, heads, D) float32, whatever their strides; norm and rope of q and of k
+// In        q, k, v (T, heads, D) float32 with any strides; norm and rope of q and of k
 // Out       q_out [T][H][wide] float16, heads padded to `wide`; rows of the cache, formats.cuh
-// Build     of a cache that is not float16: WIDTH of a head, formats.cuh
+// Build     for a cache that is not float16: WIDTH of a head, and the macros of formats.cuh
 // Work      a warp per head
 // Bound     launches; bytes of q, k and v in prefill
 

@@ -1,9 +1,9 @@
-// keep: rows of the heads of one or two planes of a slot to other planes: positions first + path[j], or first + j without
-// a path, to to_first + j
+// keep: copies rows of all heads of one or two planes: position first + path[j] (without a path first + j) of the source to
+// position to_first + j of the target
 // Launcher  cuda_backend/caches/planes.py move
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
-// Work      a CTA per head: of keys, after them of values. A thread moves one unit of every row, so that an ascending path
-//           may be kept in place
+// Work      a CTA per head, those of keys first, then those of values. A thread moves one unit of every row, so that source and
+//           target may be the same if the path ascends
 
 #if UNIT == 16
 typedef uint4 Unit;

@@ -1,24 +1,23 @@
-// latent: multi-head latent attention over one row per token for all heads, a latent and a roped key
+// latent: multi-head latent attention over one row per token for all heads: a latent and a roped key
 // Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/attention.py
-// In        cache [capacity][W] float16, a row being the latent padded to R, then the roped key padded to W - R; q
-//           [T][H][W] float16 alike. gather writes both      Out  sums and stats of pieces.cu, sums [place][T][H][R]
-// Build     APART: latents lie apart from roped keys, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
+// In        cache [capacity][W] float16: the latent padded to R, then the roped key padded to W - R; q [T][H][W] float16 in the
+//           same layout. gather writes both                  Out  sums and stats of pieces.cu, sums [place][T][H][R]
+// Build     APART: latents have a plane of their own, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;
 //           WINDOWED, 0: flash.cuh
-// Work      split: 32 rows (t, head) per CTA of 8 warps, pieces of the past in shares of equal length. Of a tile's products with
-//           q, which stays in registers, a warp adds a quarter of the channels for half of the positions; eight lanes then share
-//           a row's softmax, and a warp adds an eighth of the latent's columns for all rows. Tiles that hold rows of the step
-//           follow one by one, for the heads of each row where the step is a tree that branches
-//           whole_rows, spread: of a stretch of positions, which prefill expands to keys and values of every head and attends to
-//           before the next (attention.cu part)
-// Numbers   as split.cu: a row of a tree equals the row of plain decoding, bit for bit
-// Bound     bytes of the cache, from some eight rows on the tensor cores
-// Tried     variant against what was here then (GLM-4.7-Flash, one row, context of 32,768, one H200).
-//           16 warps -> 223 tok/s against 239: a third more instructions for a tile
-//           q straight into registers -> 17 % of the samples of a profile: 36 reads of 4 bytes per lane
-//           products with the values of a tile beside those with the keys of the next -> 17.4 us against 17.4: each phase waits for
-//             its own
+// Work      split: 32 rows (t, head) per CTA of 8 warps, the past is divided into pieces of equal length. q stays in registers. For
+//           the products of a tile with q, a warp takes a quarter of the channels and half of the positions; eight lanes compute the
+//           softmax of a row; for the output a warp takes an eighth of the latent's columns of all rows. Tiles with rows of the
+//           step are separate pieces; in a branching tree there is one for the heads of each row
+//           whole_rows, spread: for prefill, which expands a stretch of positions to keys and values of every head and attends to it
+//           before it expands the next one (attention.cu part)
+// Numbers   as split.cu: a row of a tree is bitwise identical to the row of plain decoding
+// Bound     bytes of the cache; from about eight rows on the tensor cores
+// Tried     variant against the kernel of that time (GLM-4.7-Flash, one row, context of 32,768, one H200).
+//           16 warps -> 223 tok/s against 239: a third more instructions per tile
+//           q loaded from global memory to registers -> 17 % of the samples of a profile: 36 loads of 4 bytes per lane
+//           products with the values of a tile at the same time as those with the keys of the next -> 17.4 us against 17.4
 //           tiles of 32 positions everywhere -> 17.5 us against 15.7; but at a few hundred tokens tiles of 64 take 1.3 us more
-//           what is committed of the step's own tile requested in L2 during the wait -> 16.5 us against 15.7
+//           prefetching the committed part of the step's own tile to L2 before the wait -> 16.5 us against 15.7
 // Origin    DeepSeek-V2 (arXiv 2405.04434), FlashAttention-2 (arXiv 2307.08691)
 
 #define STRIDE (W + 8)  // halves

@@ -1,16 +1,16 @@
-// light: what lies between the products of a decoding step, for rows whose fours are aligned; rows.cu has the rest
+// light: row-wise ops between the products of a decoding step, for rows readable as float4; rows.cu has the general forms
 // Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, gated_rms_norm, and rows.cu heads_to_cache
 // Launcher  cuda_backend/ops.py
-// In        activations (T, ...) float32 as partial sums (prelude.cuh In), all in fours at multiples of 16 bytes
+// In        activations (T, ...) float32, perhaps partial sums (prelude.cuh In), readable as float4
 // Out       as rows.cu (store.cuh)
-// Build     the names of sums.cuh and of store.cuh
-// Work      a lane per four columns, so that many multiprocessors add partial sums. What no step writes is read before
-//           the wait for the kernel before. Code is short: a kernel that runs for 2 us waits most of it for its code
+// Build     the macros of sums.cuh and of store.cuh
+// Work      a lane per four columns, so that many multiprocessors add partial sums. Inputs that no step writes are loaded before
+//           the wait for the previous kernel. The code is short, because loading instructions takes much of the 2 us of a kernel
 // Bound     launches
-// Tried     variant against what was here then (Qwen3.6-27B, one H200); docs/experiments/steps.md has more.
-//           norms by 256 threads that hold a row -> 14.7 us against 2.9: one multiprocessor adds up to nine partial sums in turn
+// Tried     variant against the kernel of that time (Qwen3.6-27B, one H200); docs/experiments/steps.md has more.
+//           norms by one CTA of 256 threads per row -> 14.7 us against 2.9: one multiprocessor adds up to nine partial sums in turn
 //           ten partial sums in flight instead of eight -> 5.98 ms against 5.92 a step: longer code
-//           two rows per CTA -> 1 us longer each, eight rows 6: one multiprocessor adds them up
+//           two rows per CTA -> 1 us longer; eight rows 6 us: one multiprocessor adds them up
 //           128 lanes per CTA from 8 rows on -> SwiGLU 4.0 us against 3.8 at 16 rows, 5.6 against 4.7 at 64
 //           addition, norm and router in one launch -> GLM 2.130 ms against 2.131, Laguna 1.749 against 1.737: every CTA adds up the
 //             row

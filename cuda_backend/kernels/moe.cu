@@ -1,13 +1,13 @@
-// moe: which experts a row takes, which rows an expert gets, and the weighted sum of what they return
+// moe: the experts of each row, the rows of each expert, and the weighted sum of the experts' outputs
 // Meaning   common/reference.py NumpyOps.route_softmax, route_sigmoid, moe  Launcher  cuda_backend/mixture.py
 // In        choice (choose.cuh)                        Out  ids [T][k] and its weights: best first, ties to the smaller id
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
-//           changes (address of an entry of a table, its value), n pairs     Out  the entries: where experts lie
+//           changes (address of an entry of a table, its value), n pairs     Out  the entries: addresses of experts
 // Build     PER of choose.cuh; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
 // Work      route: a warp per row. combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
-// Tried     the sum of experts overlaps both kernels before it -> GLM 306 tok/s against 314, Laguna 446 against 441: it holds a place
+// Tried     the sum of experts overlaps both previous kernels -> GLM 306 tok/s against 314, Laguna 446 against 441: it occupies an SM
 
 #ifndef CHOSEN
 #define CHOSEN 1

@@ -1,22 +1,22 @@
-// pieces: what split.cu computed of the pieces of what a row sees, added up
+// pieces: adds up the results of split.cu for the pieces of the positions that a row sees
 // Meaning   the end of NumpyOps.attention                    Launcher  cuda_backend/attention.py
 // In        sums [place][T][H][D], stats [place][T][H]: power of 2 and sum of each; perhaps a gate (T, H, DIM)
-// Out       (T, H * DIM) in each form that is requested (store.cuh), dense alone where groups of 32 straddle heads
+// Out       (T, H * DIM) in each requested form (store.cuh); only dense if groups of 32 straddle heads
 // Build     TURN_VALUES: 0, or how many columns are rotated back together: formats.cuh; WARPS: of a run, 1 or 2; GATED: there may be a gate, which takes a third of the registers; WINDOWED: flash.cuh; what
 //           store.cuh says
 // Work      a CTA per row, head and 128 columns; a warp, or two with 64 columns each, adds up a run of eight groups of positions
 //           at a time, 8 or 16 pieces of it together, then the first adds up the runs
-// Numbers   float32; what is added first are the tiles of a group, by split.cu or here, then the groups of a run, then runs: an
-//           order that depends on positions alone. Pieces that a row does not see add nothing; scaling is exact
+// Numbers   float32; the order of sums depends on positions alone: the tiles of a group (in split.cu or here), the groups of a
+//           run, then runs. Pieces that a row does not see add nothing; scaling is exact
 // Bound     latency: a few hundred KB
-// Tried     us of `combine` per layer, or of a step of 8 layers, variant against what was here then (Qwen3.6-27B, one H200).
+// Tried     us of `combine` per layer, or of a step of 8 layers: variant against the kernel of that time (Qwen3.6-27B, one H200).
 //           lists of pieces, every 8th or 16th group a warp's -> 16.1 against 9.9 at 16 rows: lists are made once split's CTAs have
 //             left room
 //           16 pieces at once in one warp -> 15.8 against 13.6 at 64 rows; WeDLM's step 437 against 441, GLM's 421 against 405:
 //             registers
 //           the next product starts once this kernel has its pieces -> step 982 to 987 against 983 to 985 at 22 rows: it starts later
 //             by as much
-//           once through the code over nothing before the wait -> 10.1 against 8.9 at 22 rows: the code was there
+//           an empty pass before the wait to load the instructions -> 10.1 against 8.9 at 22 rows: they were loaded already
 //           80 registers, half as many again of the warps -> step 1,877 against 1,881 at 64 rows, 845 against 843 at 16: the next
 //             product's reads start later; spills on other cards
 //           two warps for a run whatever the number of CTAs -> step 984 against 979 at 22 rows, 1,892 against 1,879 at 64: half the
@@ -25,8 +25,7 @@
 //             them
 //           one warp for a run however few the CTAs, half as many in all -> GLM 2.007 ms against 1.972 at one row, 3.579 against
 //             3.320 at 8
-//           this work in the CTA of `split` that ends last -> not built: write, fence, counter and read took 1.8 to 2.2 us across the
-//             card
+//           this work in the CTA of `split` that ends last -> not built: write, fence, counter and read took 1.8 to 2.2 us
 
 #define MUL_SIGMOID 3  // rows.cu
 #define RUN 8          // groups; cuda_backend/layout.py run_count

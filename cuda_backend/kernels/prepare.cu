@@ -1,13 +1,13 @@
-// prepare: what delta.cu takes of a step: queries, keys and values, convolved and divided by their length, and gates
+// prepare: the inputs of delta.cu: queries and keys, convolved and normalized, values, convolved, and gates
 // Meaning   cuda_backend/kernels/delta.cu                  Launcher  cuda_backend/recurrent.py
-// In        as delta.cu, in fours at multiples of 16 bytes
+// In        as delta.cu, readable as float4
 // Out       by visit: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be
 //           committed: row_k, row_factor, and of the convolution the rows and the tails that the last path leaves
 // Build     DK, DIM, TAPS as delta.cu; SLOTS: partial sums of q, k and v; A_SLOTS, B_SLOTS: of a and of b
 // Work      a warp per row and head of q, k or v, in the order of visits: a row reads those before it again, which neighbours have
-//           in their cache. Code is short: a kernel that runs for 3 us waits most of it for its code
+//           in their cache. The code is short, because loading instructions takes much of the 3 us of the kernel
 // Bound     launches
-// Tried     us per layer of the mixer, a tree of 22 rows, variant against 17.9 (Qwen3.6-27B, one H200).
+// Tried     us per layer of the mixer at a tree of 22 rows: variant against 17.9 (Qwen3.6-27B, one H200).
 //           CTAs of 16 visits, which read these and their ancestors into shared memory once -> 18.3, a chain of 64 33.7 against 30.6:
 //             barriers
 //           a warp convolves four visits one after the other -> 23.5: each waits for memory once more

@@ -1,6 +1,6 @@
-// random: blocks of a GGUF type with random codes and tame scales, and routing by a trace, for measuring shapes without a download
+// random: for benchmarks: blocks of a GGUF type with random codes and moderate scales, and routing by a trace
 // Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
-// Out       words [n] uint32; float16 `value` at byte `at` of every block; logits by which rows choose what a trace has
+// Out       words [n] uint32; float16 `value` at byte `at` of every block; logits by which rows choose the experts of a trace
 // Bound     bytes written
 
 extern "C" __global__ void fill(u32* words, s64 n, u32 seed) {

@@ -1,7 +1,7 @@
-// repack: rows of a GGUF block type into the units that linear reads
+// repack: converts rows of a GGUF block type to the units that linear.cu reads
 // Meaning   common/quants.py dequantize of the same rows   Launcher  cuda_backend/weights.py
 // In        rows [n][row_bytes] as in the file             Out       units of tile.cuh, from row `first` (a multiple of 16)
-//           bad    becomes 1 where a scale is not finite
+//           bad    set to 1 if a scale is not finite
 // Build     one type of tile.cuh
 // Work      a warp per tile of 16 rows x KBLOCK columns; rows and columns beyond the matrix get zero scales
 // Bound     bytes read and written

@@ -1,15 +1,14 @@
-// rows: everything between two matrix products that works row by row, and the int8 activations that linear reads
+// rows: row-wise ops between two products, and the int8 activations that linear.cu reads
 // Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, mul_softplus, rope,
 //           gated_rms_norm
 // Launcher  cuda_backend/ops.py
-// In        activations (T, ...) float32, strided, as partial sums (prelude.cuh In)
+// In        activations (T, ...) float32, strided, perhaps partial sums (prelude.cuh In)
 // Out       the forms of store.cuh
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head
 // Assumes   packed heads are a multiple of 128 wide
 // Numbers   float32; code = rint(x / scale), scale = largest magnitude / 127; NaN reaches the scale and so the result
 // Bound     launches: a few KB per row
-// Tried     norms by 256 threads that hold a row in registers -> 14.7 us against 8.3 (Qwen3.6-27B, H200): nine partial sums one after
-//             the other
+// Tried     norms by 256 threads with the row in registers -> 14.7 us against 8.3 (Qwen3.6-27B, H200): nine partial sums in sequence
 
 // The first SPAN columns of a row stay in registers. Each read of one stands here once, so that the code stays small.
 #define TURNS 5

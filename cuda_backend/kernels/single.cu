@@ -1,21 +1,20 @@
-// single: y = x W' for a step of one row and matrices of a stack: those that it chooses, or one per head; experts.cu has more rows
+// single: y = x W' for a step of one row and several matrices: the experts that it chooses, or one per head; more rows: experts.cu
 // Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/products.py
 // In        w        with CHOICE the table of experts.cu, which also has `last`; else matrices, matrix_bytes apart; choice  choose.cuh
-//           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm that is not finished: linear.cu `squares`
-//           y        where rows are MADE here: floats, perhaps partial sums, row j for itself (SUM) or as gate and up (SWIGLU)
-// Out       out [part][j][N] float32, with PACK one packed row of all j; by the SWIGLU of a choice also its weights
+//           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm without its factor: linear.cu `squares`
+//           y        with MADE: floats, perhaps partial sums, from which row j is made: as they are (SUM) or as gate and up (SWIGLU)
+// Out       out [part][j][N] float32, with PACK one packed row of all j; with CHOICE and SWIGLU also the weights of the experts
 // Build     one type of tile.cuh; COLS=1; STAGES; BLOCKS of a multiprocessor; PER of choose.cuh; CHOICE 0 or 1; MADE 0, SUM or
 //           SWIGLU; PACK 0 or 1
-// Work      a CTA per (j, row block, part of k), as linear.cu. Each makes the choice for itself. Where its matrix is known before
-//           the kernel before ends, it requests weights meanwhile: of a head, of a shared expert, and where rows are made
-//           of what was chosen by the kernel before
-//           Addresses are read beside the biases, before the choice is known: one read after the choice waits for memory
-// Numbers   bit by bit those of moe.cu and experts.cu
+// Work      a CTA per (j, row block, part of k), as linear.cu. Each CTA computes the choice. If its matrix is known before the
+//           previous kernel ends (a head, a shared expert, experts chosen earlier), it loads weights meanwhile
+//           Addresses of all experts are loaded with the biases, because a load after the choice would wait for memory
+// Numbers   bitwise those of moe.cu and experts.cu
 // Bound     bytes of the matrices
-// Tried     variant against what was here then (one row, one H200).
-//           matrices of heads as float16, with k_up where the rest is gathered and v_up packing its result -> GLM 3.056 ms against
+// Tried     variant against the kernel of that time (one row, one H200).
+//           matrices of heads as float16, k_up in the gathering kernel and v_up packing its result -> GLM 3.056 ms against
 //             3.076, but 5.85 against 4.35 at 16 rows: three times the bytes, no tensor cores
-//           where rows are made here, the third ring stage after the wait, too -> GLM 2.000 ms against 1.991, Laguna 1.342 against
+//           with MADE, the third stage of the ring loaded after the wait as well -> GLM 2.000 ms against 1.991, Laguna 1.342 against
 //             1.342
 
 #define SUM 1
