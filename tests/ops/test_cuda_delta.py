@@ -1,5 +1,7 @@
 """Rows of a Gated DeltaNet mixer, in chains and in trees."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 
@@ -32,24 +34,67 @@ def ops():
     return poisoned_ops()
 
 
-def mixer_on(ops: CudaOps, T: int, D: int = 128):
-    """A state, and a function that runs some of T random rows through a Gated DeltaNet mixer of heads D wide."""
+def mixer_on(ops: CudaOps, T: int, D: int = 128, slots: int = 0):
+    """A state, and a function that runs some of T random rows through a Gated DeltaNet mixer of heads D wide.
+
+    slots  of a pool, whose states come in place of the one; 0: no pool
+    """
     Hk, Hv, taps = 1, 2, 4
     C, V, random = (2 * Hk + Hv) * D, Hv * D, np.random.default_rng(11)
     y = random.normal(size=(T, C + V + 2 * Hv)).astype(np.float32)
     w, decay = ops.vector(f32(random.normal(size=(C, taps)))), ops.vector(f32(-np.exp(random.normal(size=Hv))))
     bias, norm = (ops.vector(f32(np.ones(n))) for n in (Hv, D))
-    state = ops.new_state([{"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hk, Hv, D, D)}], 1000)
+    pool = ops.new_pool([{"conv": ConvSpec(C, taps), "delta": DeltaSpec(Hk, Hv, D, D)}], max(slots, 1), 1000)
+    states = [pool.new_state() for _ in range(slots or 1)]
 
     def run(rows: list[int], step: Step) -> np.ndarray:
         ops.context.arena.reset()
         some, n = rows_on(ops, y[rows]), len(rows)
         qkv, z = some[:, :C], some[:, C : C + V].reshape(n, Hv, D)
         a, b = some[:, C + V : C + V + Hv], some[:, C + V + Hv :]
-        conv, delta = state[0].conv, state[0].delta
+        conv, delta = pool[0].conv, pool[0].delta
         return ops.read(ops.delta_mixer(qkv, z, a, b, DeltaWeights(w, decay, bias, norm, 1e-6), Hk, conv, delta, step))
 
-    return state, run
+    return states if slots else states[0], run
+
+
+@pytest.mark.parametrize("D", [12, 64, 128, 256])
+def test_one_row_of_each_sequence(D, ops):
+    """A row has the bits of its sequence alone where others have a row each, and so have the states that it leaves."""
+    n, places = 5, np.zeros(5, int)
+    states, run = mixer_on(ops, 40, D, slots=n)
+    single, alone = zip(*(mixer_on(ops, 40, D) for _ in range(n)), strict=True)
+
+    def step(sizes: dict[int, int]) -> None:
+        """The next rows of the sequences that `sizes` names, so many of each; the first of each is committed."""
+        rows = [[8 * i + places[i] + t for t in range(size)] for i, size in sizes.items()]
+        parents = np.concatenate(
+            [[PAST, *range(at, at + len(r) - 1)] for at, r in zip(firsts(sizes), rows, strict=True)]
+        )
+        slots = np.repeat([states[i].slot for i in sizes], list(sizes.values())).astype(np.int32)
+        T = len(slots)
+        out = run(
+            list(chain(*rows)), Step(np.zeros(T, np.int32), np.zeros(T, np.int32), parents.astype(np.int32), slots)
+        )
+        for i, at, own in zip(sizes, firsts(sizes), rows, strict=True):
+            want = alone[i](own, Step.chain(np.zeros(len(own), np.int32), 0))
+            assert np.array_equal(out[at : at + len(own)], want), f"sequence {i} of {sizes}"
+            places[i] += 1
+            states[i].commit([0]), single[i].commit([0])
+
+    step(dict.fromkeys(range(n), 1))
+    step({0: 1, 2: 1, 3: 1})
+    step({1: 2, 4: 1})
+    step(dict.fromkeys((4, 1, 0, 3), 1))
+    step(dict.fromkeys(range(n), 1))
+    for ours, theirs in zip(states, single, strict=True):
+        saved, want = ours.save(), theirs.save()
+        assert all(np.array_equal(saved[name], want[name]) for name in want)
+
+
+def firsts(sizes: dict[int, int]) -> list[int]:
+    """The first row of each sequence in a step of so many rows of each."""
+    return [0, *np.cumsum(list(sizes.values()))][:-1]
 
 
 def test_mixer_rows_are_alone(ops):

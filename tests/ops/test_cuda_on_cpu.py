@@ -180,6 +180,11 @@ def test_races_in_shared_memory(chosen):
     on_cpu("ops/test_cuda_ops.py", f"test_op and ({chosen}) and not 65 and not 140", BIMETAL_RACES="1")
 
 
+@pytest.mark.compile
+def test_one_row_of_each_sequence():
+    on_cpu("ops/test_cuda_delta.py", "one_row_of_each and not 64")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "chosen"),

@@ -111,6 +111,8 @@ def test_rows_of_sequences_are_alone(model):
     beside = Beside(model, 4, 1, (0, 3, 70, 150))
     beside.step([0, 1, 2, 3], [1, 1, 1, 1])
     beside.step([0, 1, 2, 3], [5, 1, 9, 3])
+    for sizes in ([2, 1, 1, 1], [1, 1, 1, 1]) * 2:  # replayed in turn, with and without two rows of one
+        beside.step([0, 1, 2, 3], sizes)
     beside.step([1, 3], [2, 7], keeps=0.5)
     beside.step([2], [4])
     beside.step([3, 0, 1], [30, 24, 60], keeps=0.7)
