@@ -16,7 +16,7 @@ from common.decode.lookup import Lookup
 from common.decode.plain import plain
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
-from common.decode.tuner import Tuner
+from common.decode.tuner import STRETCH, Tuner
 from common.decoders import Speculation, check_draft
 from common.errors import UsageError
 from common.models import Model
@@ -87,27 +87,48 @@ class Drafter:
         return tree
 
 
+class Budgets:
+    """The draft tokens of each step: as many as the options name or the tuner chooses; 0 where the run may have none.
+
+    tuner  None: the options name a number
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.tuner = run, run.tuner
+        if run.options.budget is None and self.tuner is None:
+            self.tuner = new_tuner(run.options, run.model)
+        if self.tuner is not None:
+            self.tuner.begin()
+
+    def choose(self) -> int:
+        """Choose the number of draft tokens of the next step."""
+        if self.run.most_drafted == 0:
+            return 0
+        if self.tuner is None:
+            return self.run.bounded(self.run.options.budget or 0)
+        return self.run.bounded(self.tuner.choose(), self.tuner.sizes)
+
+    def plain_steps(self) -> int:
+        """Plain steps that may be taken after `choose` returned 0, before it is called again."""
+        return STRETCH if self.tuner is None or self.run.most_drafted == 0 else self.tuner.plain_steps()
+
+    def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
+        """Pass what steps took and accepted to the tuner, if there is one: Tuner.record."""
+        if self.tuner is not None:
+            self.tuner.record(size, path, seconds, switched, steps)
+
+
 def decode(run: Run) -> Generator[Request, Any, None]:
     """Emit the tokens that `plain` emits, with the logits rows (1, vocab) that they were drawn from.
 
-    Without a fixed budget the tuner chooses one before each step. If it chooses 0, plain decoding without the draft
-    continues until the tuner chooses another budget.
+    Before each step a budget is chosen. If it is 0, plain decoding without the draft continues until another one is
+    chosen.
     """
     check(run.options, run.model)
-    tuner = run.tuner
-    if run.options.budget is None and tuner is None:
-        tuner = new_tuner(run.options, run.model)
-    drafter = Drafter(run)
-    if tuner is None:
-        budget = run.options.budget or 0
-        token = yield from _first(run, drafter)
-        while run.state.length < run.state.capacity:
-            token, _ = yield from _step(run, drafter, token, run.bounded(budget))
-        return
-    tuner.begin()
-    budget = run.bounded(tuner.choose(), tuner.sizes)
+    drafter, budgets = Drafter(run), Budgets(run)
+    budget = budgets.choose()
     if budget == 0:
-        token, budget = yield from _plain(run, drafter, tuner, run.logits)
+        token, budget = yield from _plain(run, drafter, budgets, run.logits)
     else:
         token = yield from _first(run, drafter)
     while run.state.length < run.state.capacity:
@@ -115,12 +136,12 @@ def decode(run: Run) -> Generator[Request, Any, None]:
             step = Step.chain(np.array([token], np.int32), run.state.length)
             done = yield Rows(step, target_only=True)
             run.state.commit([0])
-            token, budget = yield from _plain(run, drafter, tuner, done.logits)
+            token, budget = yield from _plain(run, drafter, budgets, done.logits)
         else:
             started = time.perf_counter()
             token, path = yield from _step(run, drafter, token, budget)
-            tuner.record(budget, path, time.perf_counter() - started)
-            budget = run.bounded(tuner.choose(), tuner.sizes)
+            budgets.record(budget, path, time.perf_counter() - started)
+            budget = budgets.choose()
 
 
 def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
@@ -134,13 +155,13 @@ def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
     return token
 
 
-def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator[Request, Any, tuple[int, int]]:
-    """Emit tokens of plain decoding from `logits` on until the tuner chooses a budget; return the newest and that.
+def _plain(run: Run, drafter: Drafter, budgets: Budgets, logits: Array) -> Generator[Request, Any, tuple[int, int]]:
+    """Emit tokens of plain decoding from `logits` on until a budget is chosen; return the newest token and the budget.
 
-    The tuner chooses, and learns what steps took, once per stretch: a step may be as short as the host's work for it.
-    The first token ends a stretch of its own, since no step was launched ahead of it.
+    A budget is chosen, and the tuner learns what steps took, once per stretch: a step may be as short as the host's
+    work for it. The first token ends a stretch of its own, since no step was launched ahead of it.
     """
-    budget, due = 0, tuner.plain_steps()  # tokens from this stretch's first to the one before which the tuner chooses
+    budget, due = 0, budgets.plain_steps()  # tokens from this stretch's first to the one before the next choice
     read: list[int] = []  # tokens of this stretch
     token, is_prompts, switched, started = 0, logits is run.logits, logits is not run.logits, time.perf_counter()
 
@@ -148,8 +169,8 @@ def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator
         nonlocal budget, due
         left = due - len(read)
         if left <= 1:
-            budget = run.bounded(tuner.choose(), tuner.sizes)
-            left = tuner.plain_steps() + 1
+            budget = budgets.choose()
+            left = budgets.plain_steps() + 1
             due = len(read) + left
         return -1 if budget else left - 2
 
@@ -157,7 +178,7 @@ def _plain(run: Run, drafter: Drafter, tuner: Tuner, logits: Array) -> Generator
         nonlocal token, due, is_prompts, switched, started
         ended, steps = time.perf_counter(), len(read)
         if not is_prompts:
-            tuner.record(0, [0], (ended - started) / steps, switched, steps)
+            budgets.record(0, [0], (ended - started) / steps, switched, steps)
             run.stats.add_plain(steps, ended - started)
             switched = False
         drafter.extend(read)

@@ -214,6 +214,26 @@ class Script:
         self.recorded.append((size, switched))
 
 
+@pytest.mark.parametrize("budget", [None, 5])
+def test_decoding_is_plain_while_no_draft_token_may_be_had(budget):
+    """As beside many other replies; draft tokens come back with the room for them."""
+    model, prompt = tiny.load("llama", NumpyOps()), [5, 6, 7, 8] * 4
+    expected, _, _ = decode(model, prompt, 100, capacity=200)
+    state, logits = prefilled(model, prompt, 200)
+    run = Run(model, state, logits, Sampler(Sampling()), prompt, Speculation("lookup", budget), most_drafted=0)
+    tokens, out = run_alone(run), []
+    for token, _ in tokens:
+        out.append(token)
+        if len(out) == 40:
+            assert run.stats.seconds["verify"] == 0
+            run.most_drafted = None
+        if len(out) == 100:
+            break
+    tokens.close()
+    assert out == expected
+    assert max(run.stats.budgets) > 0
+
+
 @pytest.mark.parametrize(
     ("ops", "name", "sampling", "stretch"),
     [
