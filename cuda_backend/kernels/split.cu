@@ -72,16 +72,17 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     __syncthreads();
 }
 
-// A tile of float16 rows: from position `at` on, or those that `from` lists.
+// A tile of float16 rows: from position `at` on, or those that `from` lists. Waits for all copies of the CTA.
 __device__ __forceinline__ void copy_tile(u16* tile, const Plane& plane, int slot, int head, int at, const int* from) {
-    const int place = from ? 0 : place_of(plane, at);
+    const u8* whole = from ? 0 : row_at(plane, slot, head, place_of(plane, at), 2 * D);  // a tile lies in one run of the cache
 #pragma unroll 1
     for (int n = threadIdx.x; n < TILE * LINE; n += CTA) {
         const int row = n / LINE;
-        const u8* begin = row_at(plane, slot, head, from ? place_of(plane, from[row]) : place + row, 2 * D);
-        *(uint4*)(tile + row * STRIDE + n % LINE * 8) = *(const uint4*)(begin + n % LINE * 16);
+        const u8* begin = from ? row_at(plane, slot, head, place_of(plane, from[row]), 2 * D) : whole + row * 2 * D;
+        copy16(shared_address(tile + row * STRIDE + n % LINE * 8), (const u16*)begin + n % LINE * 8);
     }
-    __syncthreads();
+    commit();
+    wait_all_but<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(CTA, AT_ONCE)
