@@ -38,17 +38,11 @@ DECODERS = {
     for row in (
         Decoder("off", "one token per step", "plain"),
         Decoder(
-            "lookup",
-            "draft what followed the same tokens earlier in the text (prompt lookup)",
-            "speculative",
-            False,
-            _CHAIN,
+            "lookup", "prompt lookup, what followed these tokens earlier in the text", "speculative", False, _CHAIN
         ),
         Decoder("chain", "the draft's most probable token at each position", "speculative", True, _CHAIN),
         Decoder("tree", "the draft's most probable prefixes, as a tree", "speculative", True, _TREE),
-        Decoder(
-            "lookup+chain", "prompt lookup where at least 3 tokens match, else the chain", "speculative", True, _CHAIN
-        ),
+        Decoder("lookup+chain", "a lookup of at least 3 matching tokens, else the chain", "speculative", True, _CHAIN),
         Decoder("lookup+tree", "both in one tree", "speculative", True, _TREE),
         Decoder("wedlm", "fill a window of masked tokens in parallel, with WeDLM models", "wedlm", False, _WEDLM),
     )
