@@ -22,7 +22,7 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) ->
     means = keys[: whole * BLOCK].reshape(whole, BLOCK, K, D).mean(axis=1)
     out = np.empty((T, H, values.shape[-1]), np.float32)
     grouped, of_heads = q.reshape(T, K, H // K, D), out.reshape(T, K, H // K, -1)
-    for first, end in _blocks(n - T, n):
+    for first, end in spans(n - T, n):
         rows = slice(first - (n - T), end - (n - T))
         for head in range(K):
             own = grouped[rows, head] * np.float32(scale)
@@ -31,7 +31,7 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) ->
     return out
 
 
-def _blocks(first: int, end: int) -> Iterator[tuple[int, int]]:
+def spans(first: int, end: int) -> Iterator[tuple[int, int]]:
     """Divide rows into the parts of blocks: (first, end) of each."""
     while first < end:
         last = min((first // BLOCK + 1) * BLOCK, end)

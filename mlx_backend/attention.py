@@ -10,6 +10,7 @@ from common.ops import Weight
 from common.step import Step
 from common.storage import Packing
 from common.visible import exact_rows, seen_rows
+from mlx_backend import block_sparse
 from mlx_backend.kv_formats import encoded, rotate
 from mlx_backend.kv_kernels import EVERY, CachePart, attend, attends
 from mlx_backend.packed import MlxPacked
@@ -76,6 +77,16 @@ def attention(
         keys, values = keys[:, :, hidden:], values[:, :, hidden:]
     mask = masks.of(step, keys.shape[2] - len(step), past, window, causal, kv.keep)
     return _attend(q, keys, values, scale, mask)
+
+
+def block_sparse_attention(
+    rows: tuple[mx.array, mx.array, mx.array], kv: MlxRows | MlxPacked, scale: float
+) -> mx.array | None:
+    """Attend as `Ops.block_sparse_attention`; None, with nothing written, for a cache of codes or of some rows."""
+    if isinstance(kv, MlxPacked) or kv.spec.is_packed or kv.window is not None:
+        return None
+    keys, values = kv.write(*by_heads(*rows[1:]))
+    return block_sparse.attend(rows[0], keys, values, scale)
 
 
 def by_heads(*rows: mx.array) -> list[mx.array]:

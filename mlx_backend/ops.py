@@ -176,6 +176,12 @@ class MlxOps(Ops):
         step.the_slot()
         return attending.attention(self._masks, (q, k, v), kv, step, scale, window, causal)
 
+    def block_sparse_attention(
+        self, q: Array, k: Array, v: Array, kv: MlxRows | MlxPacked, step: Step, scale: float
+    ) -> Array:
+        found = attending.block_sparse_attention((q, k, v), kv, scale)
+        return self.attention(q, k, v, kv, step, scale) if found is None else found
+
     def concatenate(self, parts: Sequence[Array]) -> Array:
         return mx.concatenate(list(parts), axis=0)
 

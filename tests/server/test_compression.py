@@ -138,6 +138,43 @@ def test_block_sparse_attention_finds_what_its_queries_attend_to(monkeypatch):
     assert [len(blocks) for blocks in seen] == [most, most]
 
 
+@pytest.mark.parametrize(("n", "T", "size"), [(40, 40, 128), (900, 300, 16), (777, 1, 8), (650, 77, 16)])
+def test_block_sparse_attention_is_the_same_on_mlx(n, T, size, monkeypatch):
+    """Blocks are chosen by heads, some of them below the most, as in NumPy's definition."""
+    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    from mlx_backend.block_sparse import attend
+
+    monkeypatch.setattr(block_sparse, "BLOCK", size)
+    rng = np.random.default_rng(n)
+    q, keys, values = (
+        rng.normal(size=(rows, heads, 16)).astype(np.float32) for rows, heads in ((T, 6), (n, 2), (n, 2))
+    )
+    q[:, :3] += 1  # the means of one key head's queries predict well, so that fewer blocks hold MASS
+    for at in range(0, n - size, 3 * size):
+        keys[at : at + size, 0] += 2
+    expected = block_sparse.attend(q, keys, values, 0.25)
+    if n > 600:
+        assert np.abs(expected - dense(q, keys, values, 0.25)).max() > 0.01  # something is left out
+    by_heads = [mx.array(x).swapaxes(0, 1)[None] for x in (keys, values)]
+    assert np.allclose(attend(mx.array(q), *by_heads, 0.25), expected, atol=1e-5)
+
+
+def test_scores_of_a_long_text_are_the_same_on_mlx(drafter, monkeypatch):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    from mlx_backend import block_sparse as composed
+
+    seen = []
+    attend = composed.attend
+    monkeypatch.setattr(composed, "attend", lambda *of: seen.append(len(of[0])) or attend(*of))
+    monkeypatch.setattr(block_sparse, "BLOCK", 4)
+    monkeypatch.setattr("common.attention_scores.FULL", 64)
+    tokens = [random.Random(4).randrange(2, 258) for _ in range(214)]
+    found = drafter.attention_to(tokens, 8, threading.Event())
+    with generate.load(drafter.path, backend="mlx", parallel=1) as other:
+        assert np.allclose(other.attention_to(tokens, 8, threading.Event()), found, atol=1e-3)
+    assert sum(seen) == 150 * len(drafter._engine.model.layout.layers)
+
+
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
     folder = write_model(tmp_path_factory.mktemp("drafter") / "tiny")
