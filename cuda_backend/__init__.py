@@ -1,4 +1,4 @@
-"""CUDA: NVIDIA GPUs of compute capability 7.5 and newer, through CuPy and our own kernels."""
+"""The CUDA backend: NVIDIA GPUs of compute capability 7.5 and newer, through CuPy and our own kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING

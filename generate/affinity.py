@@ -1,4 +1,4 @@
-"""Give requests of one conversation one session, so that a proxy sends them to the replica that has read its prompt."""
+"""Give all requests of a conversation one session id, so that a proxy sends them to the same replica."""
 
 import hashlib
 import json
@@ -16,9 +16,9 @@ PLAIN = 256  # characters of a prompt without messages that make its session
 
 
 class PromptAffinity:
-    """ASGI middleware: names the session of a POST by the beginning of its conversation, where its client does not.
+    """ASGI middleware: adds a session id to a POST without one, made from the beginning of its conversation.
 
-    All turns of a conversation begin with the same system prompt and first question, whatever the dialect.
+    All turns of a conversation begin with the same system prompt and first question, in every API.
     """
 
     def __init__(self, app: Any):

@@ -1,4 +1,4 @@
-"""The one place that picks a backend."""
+"""Choice of a backend, and loading of a model on it. No other module imports a backend."""
 
 import gc
 import platform
@@ -36,14 +36,13 @@ class Found:
 class Placement:
     """GPUs that run a model.
 
-    devices  their numbers, in the order of the layers; empty: the first GPU alone
-    split    proportions of the model's bytes, one per device; empty: as memory is free
+    devices  numbers of the GPUs, in the order of the layers; empty: the first GPU
+    split    proportions of the model's bytes, one per device; empty: those of free memory
     draft    the GPU of a draft; None: the last of `devices`
-    memory   most bytes that this process takes of each GPU from then on, elsewhere that a model may need; None: what is
-             free
+    memory   limit in bytes: of this process on each GPU, on other backends of the model; None: free memory
     tokens   of the context that must fit into `memory` beside the weights; None: up to CACHED
-    tensor_parallel  ranks that share every layer, each of `devices` or of a group of machines; None: each has layers of
-             its own
+    tensor_parallel  number of ranks that divide every layer, on `devices` or on a group of machines; None: the model is
+             divided by layers
     """
 
     devices: Sequence[int] = ()
@@ -286,7 +285,7 @@ def open_model(
 
 
 def leave_thread() -> None:
-    """Give back memory that nobody uses any more: the last act of a thread that has used a backend.
+    """Free unused memory at the end of a thread that has used a backend.
 
     Streams of MLX that outlive the thread abort the process at its end.
     """

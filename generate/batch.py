@@ -1,7 +1,7 @@
-"""`python -m generate batch IN OUT`: answer the requests of a JSON Lines file, and go on where a stopped run was.
+"""`python -m generate batch IN OUT`: answer the requests of a JSON Lines file, or resume a stopped run.
 
-Requests are numbered as they stand in IN. The id of an answer holds its request's number and a checksum of its line:
-answers are written as they are finished, in any order, and a later run finds what is left, whatever order that was.
+Requests are numbered in the order of IN. The id of an answer contains the number of its request and a checksum of its
+line. Answers are written as they are finished, in any order; by their ids a later run finds the requests that are left.
 """
 
 import argparse

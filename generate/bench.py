@@ -1,4 +1,4 @@
-"""`python -m generate bench`: prefill and decode speed at several contexts, and the log that speed claims quote."""
+"""`python -m generate bench`: prefill and decode speed at several contexts, and the log of such rows."""
 
 import statistics
 import sys

@@ -1,4 +1,4 @@
-"""The log of bench rows that speed claims quote: its columns, and what each row states about the machine."""
+"""The log of bench rows, such as BENCHMARKS.tsv: its columns, and the description of the machine in each row."""
 
 import csv
 import datetime
@@ -49,7 +49,7 @@ def machine(runner: str = "") -> str:
 
 
 def processor() -> str:
-    """The CPU's name, on a Mac the chip's."""
+    """Return the name of the CPU, on a Mac of the chip."""
     name = platform.processor() or platform.machine()
     if platform.system() == "Darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or name

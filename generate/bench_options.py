@@ -1,4 +1,4 @@
-"""Options of each job of `bench`, with defaults. Imports nothing heavy: `--help` must answer at once."""
+"""Options of each job of `bench`, with defaults. Imports nothing heavy, so that `--help` is fast."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Share of a draft's first tokens that a sampled text has, against what the two distributions allow."""
+"""Share of first draft tokens that are the sampled ones, beside the overlap of both distributions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

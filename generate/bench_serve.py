@@ -1,7 +1,7 @@
-"""`python -m generate bench --serve URL`: the load that clients are to a server, ours or another with the same routes.
+"""`python -m generate bench --serve URL`: load test of a server, this one or another with the same routes.
 
-Requests are streamed Chat Completions. `--concurrency` keeps so many of them running; `--rate` begins them at random
-moments, so many per second on average, whatever the server does. Prompts are random words, which no cache holds.
+Requests are streamed Chat Completions. `--concurrency` is the number of requests that run at once; with `--rate`
+requests start at random times, so many per second on average. Prompts are random words, which no cache has.
 """
 
 import asyncio

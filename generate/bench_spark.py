@@ -1,4 +1,4 @@
-"""A synthetic mixture of which the GPU holds some experts, and what its steps read over the link."""
+"""Benchmark of a synthetic mixture with some experts in GPU memory: steps, and bytes read over the link."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The format of a model's KV cache, as a person or the memory of this machine chooses it."""
+"""The formats of a model's KV cache, chosen by flags or by free memory (auto)."""
 
 import argparse
 import sys

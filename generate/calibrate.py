@@ -1,4 +1,4 @@
-"""`python -m generate calibrate MODEL --text FILE`: measure windows of a WeDLM model on a text, and keep one."""
+"""`python -m generate calibrate MODEL --text FILE`: measure windows of a WeDLM model on a text, and save the best."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The commands of the command line, and what their flags must be together. Imports nothing heavy, for `--help`."""
+"""The command line: commands, parsing, and checks of flags. Imports nothing heavy, so that `--help` is fast."""
 
 import argparse
 import os
@@ -51,8 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The parsed arguments.
 
     command  a key of COMMANDS, or "prompt" or "chat"
-    options  of these two, what LLM.stream takes of the flags that were given, checked; of bench, a BenchOptions
-    load     of these two, what generate.load takes
+    options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
+    load     of prompt and chat: keyword arguments of generate.load
     """
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")

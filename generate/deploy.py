@@ -30,10 +30,10 @@ TARGET = 0.7  # share of a replica's slots above which another replica is starte
 def app(args: dict[str, Any]) -> serve.Application:
     """Build the application from `key=value` arguments: those in OWN, and the flags of `serve` with _ for -.
 
-    replicas          at first and at least (1)
-    max_replicas      as many as are started while the others are busy (`replicas`)
-    gpus_per_replica  0, 1 or more (0)
-    cpus_per_replica  which Ray reserves, and libraries take as their number of threads (1)
+    replicas          smallest number of replicas (default 1)
+    max_replicas      largest number, started while the others are busy (default: `replicas`)
+    gpus_per_replica  GPUs that Ray reserves for each (default 0)
+    cpus_per_replica  cores that Ray reserves for each, and threads of its libraries (default 1)
     """
     sizes = {name: _amount(name, args[name]) for name in OWN if name in args}
     replicas, most = (int(sizes.get(name, sizes.get("replicas", 1))) for name in ("replicas", "max_replicas"))

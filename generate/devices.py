@@ -1,4 +1,4 @@
-"""`python -m generate devices`: the backends of this machine, and which one runs a model that names none."""
+"""`python -m generate devices`: the backends of this machine, and which one is the default."""
 
 from generate.backends import CACHED, CHOICE, FINDERS, choose
 

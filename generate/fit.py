@@ -1,4 +1,4 @@
-"""`python -m generate fit MODEL`: which of a model's files fit into memory, and with how much context."""
+"""`python -m generate fit MODEL`: which of a model's files fit into memory, and with how long a context."""
 
 import argparse
 import json

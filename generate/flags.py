@@ -1,4 +1,4 @@
-"""Flags that several commands share. Imports nothing heavy: `--help` must answer at once."""
+"""Flags that several commands share. Imports nothing heavy, so that `--help` is fast."""
 
 import argparse
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A process of a group of machines that is not rank 0."""
+"""A process other than rank 0 in a group of machines."""
 
 import argparse
 from collections.abc import Sequence

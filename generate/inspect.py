@@ -1,4 +1,4 @@
-"""`python -m generate inspect MODEL`: what a checkpoint holds, read from its headers alone."""
+"""`python -m generate inspect MODEL`: the contents of a checkpoint, from its headers."""
 
 import argparse
 import math

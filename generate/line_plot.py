@@ -1,4 +1,4 @@
-"""Curves side by side as an SVG picture."""
+"""Line plots as SVG."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The Python API: a loaded model."""
+"""LLM, the Python API of a loaded model."""
 
 import asyncio
 import threading
@@ -74,7 +74,7 @@ class Prepared:
 
 
 class LLM:
-    """A loaded model, as `generate.load` makes it. Any thread may call it, and replies are generated side by side.
+    """A loaded model, made by `generate.load`. Any thread may call it; several replies are generated at the same time.
 
     recommended  the sampling that the model's files recommend, which options that are not given take
     """
@@ -181,8 +181,8 @@ class LLM:
     def generate(self, prompt: Any, options: GenerationOptions) -> Any:
         """Generate the whole reply to `prompt` (text or token ids), or to each of a list of them.
 
-        The replies to a list are generated side by side, and come in the order of the prompts. A list of numbers is one
-        prompt's token ids.
+        The replies to a list are generated at the same time, and returned in its order. A list of numbers is the token
+        ids of one prompt.
         """
         if is_many(prompt, (str, list, tuple, np.ndarray)):
             return self._replies([self.prepare(each) for each in prompt], options)
@@ -201,8 +201,8 @@ class LLM:
     def chat(self, messages: Any, options: ChatOptions) -> Any:
         """Generate the assistant's whole reply to `messages`, or to each of a list of conversations.
 
-        The replies to a list are generated side by side, and come in its order. Stop strings count in reasoning and
-        calls too.
+        The replies to a list are generated at the same time, and returned in its order. Stop strings also apply to
+        reasoning and tool calls.
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """

@@ -1,4 +1,4 @@
-"""Loading a model with its draft, and dividing the memory that is left among context and replies."""
+"""Loading of a model and its draft, and division of the remaining memory among context and replies."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`python -m generate plan MODEL --machine NAME`: tokens per second by the memory that experts may take."""
+"""`python -m generate plan MODEL --machine NAME`: predicted tokens per second by memory for experts."""
 
 import argparse
 import json

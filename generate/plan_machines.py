@@ -1,4 +1,4 @@
-"""`python -m generate plan MODEL --machines FILE`: how machines should share a model, and how fast that is."""
+"""`python -m generate plan MODEL --machines FILE`: predicted speed of the ways to divide a model."""
 
 import argparse
 import json

@@ -27,7 +27,7 @@ SOURCES = (".py", ".cu", ".cuh", ".metal", ".h")
 
 
 class Trim:
-    """Gives memory back to the system: glibc keeps what is freed in large pieces, so that a process only grows."""
+    """Returns freed memory to the system, because glibc keeps large freed pieces."""
 
     def __init__(self) -> None:
         self.freed = 0

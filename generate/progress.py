@@ -1,4 +1,4 @@
-"""Progress over a long prompt for callers of the Python API."""
+"""Progress bar of a long prompt, for callers of the Python API."""
 
 from tqdm.auto import tqdm
 

@@ -1,4 +1,4 @@
-"""Job, which describes a run of `generate quantize`."""
+"""Job: the description of a run of `generate quantize`."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,7 +11,7 @@ from common.weights import Layout
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint, what its model makes of it, and what is to become of each matrix."""
+    """A checkpoint, its model's table of weights, and the format of each matrix in the result."""
 
     checkpoint: Checkpoint
     family: str

@@ -1,6 +1,6 @@
 """`python -m generate selftest`: the conformance tests and a short bench on one backend, as one file to send us.
 
-pytest runs in a process of its own, so that a kernel which takes the process down is a line of the report. There
+pytest runs in a separate process, so that the report can name a kernel that crashes it. In that process
 generate/selftest_plugin.py writes each outcome to a pipe.
 """
 

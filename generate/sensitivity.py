@@ -1,4 +1,4 @@
-"""`generate quantize MODEL --sensitivity --text FILE`: what quantizing one kind of matrix at a time costs."""
+"""`generate quantize MODEL --sensitivity --text FILE`: the loss by quantizing one kind of matrix at a time."""
 
 import argparse
 from collections import defaultdict
@@ -30,9 +30,9 @@ BAR, LABEL, ROW = 420, 200, 22  # pixels of the plot: longest bar, room for name
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of quantizing one kind of matrix.
+    """Loss and saving by quantizing one kind of matrix.
 
-    saved       bytes that the weights shrink by
+    saved       bytes that are saved
     perplexity  of the model with this kind quantized
     agreement   with the source model
     """

@@ -1,4 +1,4 @@
-"""Hot experts in a GPU's memory and cold ones in the host's (--spark), as a person asks for them."""
+"""The option --spark: hot experts in a GPU's memory, cold ones in host memory."""
 
 import sys
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ CONTEXT = 32768  # tokens beside whose cache experts are fitted where no context
 
 @dataclass(frozen=True)
 class HotBudget:
-    """Bytes of a GPU's memory that experts take, and that they leave.
+    """Division of a GPU's memory, in bytes.
 
-    experts  slots, and the room through which prefill brings a layer
+    experts  slots, and the buffer through which prefill copies a layer
     fixed    the other weights
     run      states and work
     """

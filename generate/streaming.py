@@ -1,4 +1,4 @@
-"""Experts that are read while a model runs, as a person asks for them."""
+"""The option --stream-experts: experts that are read while a model runs."""
 
 import sys
 from collections.abc import Callable, Sequence

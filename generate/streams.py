@@ -1,4 +1,4 @@
-"""A reply while it is being written (Stream, AsyncStream) and when it is whole (Reply)."""
+"""A reply while it is generated (Stream, AsyncStream), and a finished reply (Reply)."""
 
 import asyncio
 import queue
@@ -36,7 +36,7 @@ class Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as a message, to go on with; templates decide how long they keep the reasoning."""
+        """Return the reply as a message for the next turn; templates decide how long they keep the reasoning."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning

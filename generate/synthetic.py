@@ -1,4 +1,4 @@
-"""Models of released shapes with made-up weights, for benchmarks without a download.
+"""Models of released shapes with random weights, for benchmarks without a download.
 
 The types are those that llama.cpp's quantizer gives each matrix (src/llama-quant.cpp, Q4_K_M: Q6_K for the head, and
 for value projections, fused qkv and down projections of a third of the layers and both ends; Q5_0 for rows that no

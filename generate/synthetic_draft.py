@@ -1,4 +1,4 @@
-"""A DFlash draft of real shapes without a download, for measuring: Qwen3.6-27B's, fitted to a synthetic target."""
+"""A DFlash draft in the shapes of Qwen3.6-27B's with random weights, for benchmarks without a download."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Output of a reply on a terminal or a pipe: its text as it comes, progress until then, and figures at the end."""
+"""Output of a reply on a terminal or a pipe: progress, the text while it is generated, figures at the end."""
 
 import itertools
 import signal

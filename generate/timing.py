@@ -1,4 +1,4 @@
-"""A stopwatch, and a word on stderr about what takes long."""
+"""A stopwatch, and messages on stderr about long operations."""
 
 import sys
 import threading

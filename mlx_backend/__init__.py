@@ -1,4 +1,4 @@
-"""MLX: Apple Silicon's GPU through Metal, any CPU, or a GPU that a build of MLX is for."""
+"""The MLX backend: Apple Silicon's GPU through Metal, any CPU, or a GPU that MLX's build supports."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

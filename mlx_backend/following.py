@@ -1,7 +1,7 @@
-"""Parts that ops of a group of processes share: rank 0 orders each step, and the followers mirror its states.
+"""Base of the ops of a group of processes: rank 0 orders each step, and the followers mirror its states.
 
-A follower has the parts of a state that lie with its part of the model: `commit`, `snapshot` and `restore` of a state
-on rank 0 are orders too.
+A follower has the states of its part of the model. `commit`, `snapshot` and `restore` of a state on rank 0 are sent to
+the followers as orders.
 """
 
 import weakref

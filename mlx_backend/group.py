@@ -1,7 +1,8 @@
-"""The processes that share a model, one per machine: rank 0 decides, and tells the others what to do over TCP.
+"""The processes that share a model, one per machine: rank 0 decides, and sends orders to the others over TCP.
 
-Rows of a step travel by mx.distributed (ring, JACCL), whose collectives wait with a busy core. Orders travel by sockets
-of our own, which block without one, and end when their process or machine does: a lost peer is noticed in 8 seconds.
+Rows of a step are sent by mx.distributed (ring, JACCL), whose collectives wait with a busy core. Orders are sent over
+sockets of our own, which wait without one, and close when a process or machine ends: a lost peer is detected within
+8 seconds.
 """
 
 import faulthandler

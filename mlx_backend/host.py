@@ -1,7 +1,7 @@
-"""Multiply several rows on MLX's CPU device through NumPy's BLAS, on MLX's memory: MLX's own product is a plain loop.
+"""Products of several rows on MLX's CPU device by NumPy's BLAS, in MLX's memory: MLX's own product is a plain loop.
 
-A product of few rows waits for MLX's thread once, for its input: NumPy decodes the usual groups itself, and multiplies
-so little at a time that OpenBLAS starts no threads, of which the slowest is waited for on a busy machine.
+A product of few rows waits for MLX's thread only once, for its input: NumPy decodes the usual groups itself. It
+multiplies so few rows at a time that OpenBLAS starts no threads, whose slowest would delay a busy machine.
 """
 
 from collections.abc import Callable

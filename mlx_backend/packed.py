@@ -69,9 +69,9 @@ class MlxPacked:
         return self.codes.past
 
     def hold(self, step: Step, k: mx.array, v: mx.array, q: mx.array | None = None) -> list[Held]:
-        """Append the step's rows, (1, K, T, D), to the past; what the step may attend to, decoded.
+        """Append the step's rows, (1, K, T, D), to the past; returns the decoded rows that the step may attend to.
 
-        q  (T, H, D): the step's queries; None: its rows ask nothing
+        q  (T, H, D): the step's queries; None: the rows have none
         """
         past, T = self.past, len(step)
         kept = self._kept(step, k, q)
@@ -91,7 +91,7 @@ class MlxPacked:
         return [Held(codes, np.arange(first, past), False), Held(exact, places, True)]
 
     def parts(self, step: Step, rows: tuple[mx.array, mx.array, mx.array], scale: float) -> list[CachePart]:
-        """Append the step's rows to the past; what kv_attention reads for them.
+        """Append the step's rows to the past; returns the parts that kv_attention reads.
 
         rows   queries (T, H, D), keys and values (1, K, T, D); of steps that `is_uniform`
         scale  of the queries

@@ -1,4 +1,4 @@
-"""A model whose layers are shared by the processes of a group: rows pass from rank to rank, and back to rank 0.
+"""A model whose layers are divided among the processes of a group: rows pass from rank to rank, and back to rank 0.
 
 Rank 0 holds the embedding, the first layers, the last norm and the head; it alone knows tokens and chooses them. Each
 follower holds the layers after those of the rank before it, and mirrors every state of rank 0 for them. One process
@@ -20,7 +20,7 @@ from mlx_backend.group import Group
 
 
 class PassedOnError(Exception):
-    """A follower's part of a step is computed, and the next rank has it."""
+    """Raised on a follower when its part of a step has been computed and sent to the next rank."""
 
 
 class PipelineOps(GroupOps):

@@ -47,13 +47,13 @@ def replay(rows: Rows, matrix: mx.array, path: np.ndarray) -> mx.array:
 
 @lru_cache(maxsize=1)  # all layers take the same
 def _walk(step: Step) -> tuple[mx.array, mx.array]:
-    """The walk over a step's rows, and the index of each row's first visit."""
+    """Return the order in which gated_delta.metal computes a step's rows, and the first index of each row in it."""
     walk = walk_over(step.order())
     return mx.array(walk), mx.array(np.unique(np.maximum(walk, ~walk), return_index=True)[1])
 
 
 def walk_over(parents: np.ndarray) -> np.ndarray:
-    """The walk of `gated_delta.metal` over a tree: the path to each leaf in turn, its first row as ~row."""
+    """Return the order of rows for `gated_delta.metal`: the path to each leaf in turn, its first row as ~row."""
     walk: list[int] = []
     for leaf in np.setdiff1d(np.arange(len(parents)), parents).tolist():
         path = [leaf]
@@ -64,7 +64,7 @@ def walk_over(parents: np.ndarray) -> np.ndarray:
 
 
 def _delta_paths(q: mx.array, rows: Rows, matrix: mx.array, walk: mx.array) -> tuple[mx.array, mx.array]:
-    """Launch gated_delta.metal: the output of every visit (n, Hv, Dv) and the matrix after the last."""
+    """Launch gated_delta.metal; returns the output of every row of the order, (n, Hv, Dv), and the last matrix."""
     k, v, g, beta = rows
     q, k, g, beta, matrix = (mx.contiguous(x) for x in (q, k, g, beta, matrix))
     names = ("q", "k", "v", "g", "beta", "matrix", "visits")

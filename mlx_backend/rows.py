@@ -41,12 +41,12 @@ class MlxRows:
         return self.buffers[-1]
 
     def write(self, *rows: mx.array) -> list[mx.array]:
-        """Append the step's rows, (1, K, T, D), to the past; all kept rows and them, (1, K, n + T, D)."""
+        """Append the step's rows, (1, K, T, D), to the past; returns kept rows and the step's, (1, K, n + T, D)."""
         held = self.put(encoded(self.coders, rows))
         return [coder.decode(stored) for coder, stored in zip(self.coders, held, strict=True)]
 
     def put(self, rows: Sequence[mx.array]) -> list[mx.array]:
-        """Append the step's rows to the past; all kept rows and them, all in their planes' formats."""
+        """Append the step's rows to the past; returns kept rows and the step's, in their planes' formats."""
         T = rows[0].shape[2]
         self._make_room(T)
         for buffer, new in zip(self.buffers, rows, strict=True):

@@ -1,7 +1,7 @@
 """Predict MLX's workspace: what it allocates beside weights and state during prefill.
 
-On the CPU every product of a prompt is computed at once (`MlxOps.linear`), and all arrays made between two products are
-alive together, because MLX allocates ahead of the thread that computes and frees. The terms for the CPU are measured on
+On the CPU every product of a prompt is computed at once (`MlxOps.linear`), and all arrays between two products exist
+at once, because MLX allocates ahead of the thread that computes and frees. The terms for the CPU are measured on
 MLX 0.32 (tests/test_fit.py), and also used for GPUs that are not Apple's, which compose the same ops. On a Mac's GPU
 attention and the delta rule are single kernels and the scheduler runs about one layer ahead: its terms are an estimate.
 """

@@ -1,6 +1,6 @@
-"""A model whose layers are each shared by the processes of a group: every rank holds some heads and some channels.
+"""A model of which every layer is divided among the processes of a group: each rank holds some heads and channels.
 
-All ranks run the whole step, and add up what their parts of a mixer and of a feed-forward network give. Embedding,
+All ranks run the whole step, and add up the results of their parts of a mixer and of a feed-forward network. Embedding,
 norms, routers and head are on every rank, so that all have equal logits; rank 0 alone chooses tokens.
 """
 
