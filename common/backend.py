@@ -202,6 +202,11 @@ class Backend(ABC):
         """Return the number of kernels launched so far; 0 if the backend does not count them."""
         return 0
 
+    @property
+    def waited(self) -> float | None:
+        """Return the seconds for which the host has waited to read numbers; None if the backend does not count them."""
+        return None
+
     def copy_bandwidth(self) -> float:
         """Measure a large copy in the memory of the weights: bytes per second, read and written bytes counted."""
         source = np.ones(2**27, np.uint8)

@@ -264,13 +264,7 @@ class CudaOps(Ops):
         if not all(at) or any(a + 4 * x.size != b for a, b, x in zip(at, at[1:], xs, strict=False)):
             return super().read_all(*xs)
         ends = list(itertools.accumulate(x.size for x in xs))
-        flat = np.empty(ends[-1], np.int32)
-        if flat.size:
-            runtime = cupy.cuda.runtime
-            runtime.memcpyAsync(
-                flat.ctypes.data, at[0], flat.nbytes, runtime.memcpyDeviceToHost, self.context.stream.ptr
-            )
-        self.context.stream.synchronize()
+        flat = self.context.to_host.read(at[0], ends[-1])
         read = [flat[end - x.size : end].view(x.dtype).reshape(x.shape) for x, end in zip(xs, ends, strict=True)]
         return tuple([_tokens(x) if x.dtype == np.int32 else x for x in read])
 
@@ -292,6 +286,10 @@ class CudaOps(Ops):
     @property
     def launches(self) -> int:
         return self.context.stream.launches + self.context.side.launches
+
+    @property
+    def waited(self) -> float:
+        return self.context.to_host.waited
 
     def peak_bytes(self) -> int:
         return int(cupy.get_default_memory_pool().total_bytes())

@@ -74,6 +74,10 @@ class SeveralGpus(Ops):
     def launches(self) -> int:
         return sum(gpu.ops.launches for gpu in self.gpus)
 
+    @property
+    def waited(self) -> float:
+        return sum(gpu.ops.waited for gpu in self.gpus)
+
     def each_gpu(self, fn: Callable[[Gpu], Any]) -> list[Any]:
         """Call `fn` with each GPU, which is the current one meanwhile, and return its results."""
         out = []

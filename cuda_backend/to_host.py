@@ -1,23 +1,29 @@
 """Numbers that the host reads while later steps already run on the device."""
 
+import time
+
 import cupy
 import numpy as np
 
 from cuda_backend.launch import Stream
 
+FEW = 1 << 14  # numbers that go by pinned memory where the host waits for them: the driver copies others in pieces
+
 
 class Arrival:
     """int32 numbers in pinned memory of the host, complete once `done` has happened."""
 
-    __slots__ = ("done", "memory", "numbers")
+    __slots__ = ("done", "memory", "numbers", "to_host")
 
-    def __init__(self, memory: cupy.cuda.PinnedMemoryPointer, count: int, done: cupy.cuda.Event):
-        self.memory, self.done = memory, done
+    def __init__(self, to_host: "ToHost", memory: cupy.cuda.PinnedMemoryPointer, count: int):
+        self.to_host, self.memory, self.done = to_host, memory, cupy.cuda.Event(disable_timing=True)
         self.numbers = np.frombuffer(memory, np.int32, count)
 
     def read(self) -> np.ndarray:
         """Wait for the numbers alone, not for what was launched after them."""
+        began = time.perf_counter()
         self.done.synchronize()
+        self.to_host.waited += time.perf_counter() - began
         return self.numbers.copy()
 
 
@@ -26,16 +32,30 @@ class ToHost:
 
     The pool of pinned memory is this object's own: memory of an Arrival that nobody reads goes to a later copy, which
     the stream runs after the earlier one.
+
+    waited  seconds for which the host has waited for numbers
     """
 
     def __init__(self, stream: Stream):
-        self.stream, self.pool = stream, cupy.cuda.PinnedMemoryPool()
+        self.stream, self.pool, self.waited = stream, cupy.cuda.PinnedMemoryPool(), 0.0
 
     def copy(self, address: int, count: int) -> Arrival:
         """Queue a copy of `count` int32 numbers at `address`."""
-        arrival = Arrival(self.pool.malloc(max(4 * count, 1)), count, cupy.cuda.Event(disable_timing=True))
+        arrival = Arrival(self, self.pool.malloc(max(4 * count, 1)), count)
         runtime, to = cupy.cuda.runtime, arrival.numbers.ctypes.data
         if count:
             runtime.memcpyAsync(to, address, 4 * count, runtime.memcpyDeviceToHost, self.stream.ptr)
         self.stream.record(arrival.done)
         return arrival
+
+    def read(self, address: int, count: int) -> np.ndarray:
+        """Copy `count` int32 numbers at `address`, and wait for them and for all that was launched before."""
+        if 0 < count <= FEW:
+            return self.copy(address, count).read()
+        out, runtime = np.empty(count, np.int32), cupy.cuda.runtime
+        began = time.perf_counter()
+        if count:
+            runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+        self.stream.synchronize()
+        self.waited += time.perf_counter() - began
+        return out

@@ -17,6 +17,7 @@ from common.errors import BimetalError
 from common.hub import resolve_model
 from common.models import Model
 from common.models.drafts import load_pair
+from common.ops import Ops
 from common.options import GenerationOptions
 from common.pieces import Piece
 from common.schedule import SHARED_PREFILL_ROWS
@@ -65,11 +66,40 @@ class Stream:
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens per second of all streams while all decode; seconds to each first token, and between tokens."""
+    """Figures of streams while all of them decode.
+
+    tps    tokens per second of all
+    host   seconds per step in which the host does not wait for the device; None where waits are not counted
+    first  seconds to each first token
+    gaps   seconds between tokens
+    """
 
     tps: float
+    host: float | None
     first: list[float]
     gaps: list[float]
+
+
+class HostTime:
+    """Time of the host, from the end of a step to the end of the last one."""
+
+    def __init__(self, ops: Ops):
+        self.ops, self.steps, self.began, self.ended = ops, 0, (0.0, 0.0), (0.0, 0.0)
+
+    def step(self) -> None:
+        """Count a step that has just ended."""
+        self.steps += 1
+        self.ended = time.perf_counter(), self.ops.waited or 0.0
+        if self.steps == 1:
+            self.began = self.ended
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds per step without waits for the device; None where they are not counted, or there was no step."""
+        if self.ops.waited is None or self.steps < 2:
+            return None
+        took, waited = (end - begin for begin, end in zip(self.began, self.ended, strict=True))
+        return (took - waited) / (self.steps - 1)
 
 
 def run(options: StreamsBench) -> int:
@@ -82,8 +112,8 @@ def run(options: StreamsBench) -> int:
         model.ops.prefill_rows = min(model.ops.prefill_rows, SHARED_PREFILL_ROWS)
     print(f"{options.synthetic or options.model} on {name}, {machine(name)}")
     print(f"prompts of {context} tokens, called at once; {options.new_tokens} tokens of the last to begin")
-    head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms"
-    print("{:>8} {:>9} {:>9} {:>10} {:>9} {:>9} {:>9}".format(*head))
+    head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms", "host ms"
+    print("{:>8} {:>9} {:>9} {:>10} {:>9} {:>9} {:>9} {:>8}".format(*head))
     rows = []
     for count in options.streams:
         tokenizer: Any = EveryToken()
@@ -93,9 +123,10 @@ def run(options: StreamsBench) -> int:
             engine.reset()
             result = measure(engine, count, context, options.new_tokens)
         times = [1e3 * percentile(values, p) for values in (result.first, result.gaps) for p in (50, 95)]
+        host = "-" if result.host is None else f"{1e3 * result.host:.3f}"
         print(
             f"{count:8} {result.tps:9.1f} {result.tps / count:9.1f} {times[0]:10.1f} {times[1]:9.1f} "
-            f"{times[2]:9.2f} {times[3]:9.2f}",
+            f"{times[2]:9.2f} {times[3]:9.2f} {host:>8}",
             flush=True,
         )
         rows.append(
@@ -110,7 +141,8 @@ def run(options: StreamsBench) -> int:
                 "decode_tps_median": f"{result.tps:.1f}",
                 "peak_gb": f"{model.ops.peak_bytes() / 1e9:.2f}",
                 "verdict": options.verdict,
-                "note": "first token p50/p95 {:.1f}/{:.1f} ms, gaps {:.2f}/{:.2f} ms; ".format(*times) + note(options),
+                "note": "first token p50/p95 {:.1f}/{:.1f} ms, gaps {:.2f}/{:.2f} ms; ".format(*times)
+                + f"host {host} ms per step; {note(options)}",
             }
         )
         del engine
@@ -151,7 +183,10 @@ def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result
         prompt = random.integers(0, engine.model.config.vocab, context).tolist()
         engine.submit(Call(prompt, GenerationOptions(), stream.put, stream.ended, stream.cancel))
         streams.append(stream)
+    host = HostTime(engine.model.ops)
     while engine.turn():
+        if host.steps or all(stream.tokens for stream in streams):
+            host.step()
         if all(len(stream.tokens) >= new_tokens for stream in streams):
             break
     for stream in streams:
@@ -167,4 +202,4 @@ def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result
     together = sum(began < at <= ended for stream in streams for at in stream.tokens)
     gaps = [b - a for stream in streams for a, b in pairwise(at for at in stream.tokens if at >= began)]
     first = [stream.tokens[0] - stream.called for stream in streams]
-    return Result(together / max(ended - began, 1e-9), first, gaps)
+    return Result(together / max(ended - began, 1e-9), host.seconds, first, gaps)

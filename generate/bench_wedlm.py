@@ -1,6 +1,8 @@
 """`python -m generate bench --synthetic SHAPE:RECIPE --wedlm`: steps of a window, on real shapes and random weights.
 
 Random weights choose nothing useful: a step commits a fixed number of tokens, and speed is computed from that number.
+`host ms` is what a step takes longer than one that is queued behind others: the time in which the device waits for the
+host, from the read of a choice to the launch of the next step.
 """
 
 import statistics
@@ -23,25 +25,33 @@ PHASES = ("forward", "choice", "commit")
 
 def run(options: SyntheticWindowBench) -> int:
     """Milliseconds of a step of ROWS rows with its choice, at each context."""
-    steps = 3 + options.runs * REPEATS
+    steps = 3 + 2 * options.runs * REPEATS
     room = steps * COMMITTED + ROWS
     model = open_synthetic(options, max(options.contexts) + room)
     ops = model.ops
     print(f"{options.synthetic}, random weights, on {ops.name}, {machine(ops.name)}")
     print(f"steps of {ROWS} rows, {MASKS} of them masks, whose ids and entropies the host reads; {COMMITTED} committed")
-    print(f"{'context':>8} {'ms':>8} {'min..max':>16} " + " ".join(f"{p:>8}" for p in PHASES) + f" {'tok/s':>8}")
+    print(
+        f"{'context':>8} {'ms':>8} {'min..max':>16} "
+        + " ".join(f"{p:>8}" for p in PHASES)
+        + f" {'host ms':>8} {'tok/s':>8}"
+    )
     rows = []
     for context in sorted(set(options.contexts)):
         state = model.new_state(context + room)
         with announced(f"{steps} steps at a context of {context} tokens"):
             read_prompt(model, state, context)
             _steps(model, state, 3)
-            taken = [_steps(model, state, REPEATS) for _ in range(options.runs)]
+            taken, queued = [], []
+            for _ in range(options.runs):
+                taken.append(_steps(model, state, REPEATS))
+                queued.append(1e3 * _queued_steps(model, state, REPEATS))
         totals = [1e3 * sum(seconds) for seconds in taken]
         ms, split = statistics.median(totals), [1e3 * statistics.median(part) for part in zip(*taken, strict=True)]
         spread, speed = f"{min(totals):.3f}..{max(totals):.3f}", COMMITTED / ms * 1e3
         times = " ".join(f"{x:8.3f}" for x in split)
-        print(f"{context:8} {ms:8.3f} {spread:>16} {times} {speed:8.0f}", flush=True)
+        host = "-" if ops.waited is None else f"{ms - statistics.median(queued):.3f}"
+        print(f"{context:8} {ms:8.3f} {spread:>16} {times} {host:>8} {speed:8.0f}", flush=True)
         phases = ", ".join(f"{phase} {x:.3f}" for phase, x in zip(PHASES, split, strict=True))
         rows.append(
             environment(ops.name)
@@ -52,7 +62,8 @@ def run(options: SyntheticWindowBench) -> int:
                 "runs": options.runs,
                 "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
                 "verdict": options.verdict,
-                "note": f"{ms:.3f} ms: {phases}; {speed:.0f} tok/s at {COMMITTED} per forward; {note(options)}",
+                "note": f"{ms:.3f} ms: {phases}; host {host}; {speed:.0f} tok/s at {COMMITTED} per forward; "
+                + note(options),
             }
         )
     if options.log:
@@ -63,9 +74,7 @@ def run(options: SyntheticWindowBench) -> int:
 def _steps(model: Model, state: State, count: int) -> tuple[float, float, float]:
     """Mean seconds by phase of `count` steps, each of which waits for the one before, as in decoding."""
     ops, seconds = model.ops, [0.0] * len(PHASES)
-    mask = min(WEDLM_MASK, model.config.vocab - 1)
-    known = np.random.default_rng(count).integers(0, mask, ROWS - MASKS)
-    tokens = np.array([*known, *[mask] * MASKS], np.int32)
+    tokens, mask = _window(model)
     for _ in range(count):
         marks = [time.perf_counter()]
         logits = model.forward(state, Step.chain(tokens, state.length))
@@ -78,3 +87,22 @@ def _steps(model: Model, state: State, count: int) -> tuple[float, float, float]
         seconds = [total + b - a for total, a, b in zip(seconds, marks, marks[1:], strict=False)]
     forward, choice, commit = (total / count for total in seconds)
     return forward, choice, commit
+
+
+def _queued_steps(model: Model, state: State, count: int) -> float:
+    """Mean seconds of `count` steps that a device computes one after another: the host waits for the last one."""
+    tokens, mask = _window(model)
+    began = time.perf_counter()
+    for _ in range(count):
+        logits = model.forward(state, Step.chain(tokens, state.length))
+        found = model.ops.argmax_entropy(logits[ROWS - MASKS :], mask)
+        state.commit(np.arange(COMMITTED))
+    model.ops.read_all(*found)
+    return (time.perf_counter() - began) / count
+
+
+def _window(model: Model) -> tuple[np.ndarray, int]:
+    """The tokens of a step, of which the last are masks, and the mask's id."""
+    mask = min(WEDLM_MASK, model.config.vocab - 1)
+    known = np.random.default_rng(0).integers(0, mask, ROWS - MASKS)
+    return np.array([*known, *[mask] * MASKS], np.int32), mask

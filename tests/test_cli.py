@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from common.engine import Engine
 from common.errors import BimetalError
 from common.reference import NumpyOps
 from common.step import Step
+from generate import bench_streams
 from generate.__main__ import main
 from generate.backends import open_backend, usable
 from generate.bench_streams import EveryToken, measure
@@ -325,8 +327,22 @@ def test_bench_of_streams(run, tmp_path):
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
     assert [line[0] for line in lines[-2:]] == ["1", "3"]
-    assert all(float(number) > 0 for line in lines[-2:] for number in line)
+    assert all(float(number) > 0 for line in lines[-2:] for number in line[:-1])
+    assert [line[-1] for line in lines[-2:]] == ["-", "-"]  # nobody waits for a device
     assert [line.split("\t")[9] for line in log.read_text().splitlines()] == ["decoder", "1 streams", "3 streams"]
+
+
+def test_the_hosts_time_is_what_it_does_not_wait(monkeypatch):
+    """Per step, from the end of the first one on."""
+    ops, seconds = SimpleNamespace(waited=5.0), iter([10.0, 12.0, 15.0])
+    monkeypatch.setattr(bench_streams.time, "perf_counter", lambda: next(seconds))
+    host = bench_streams.HostTime(ops)
+    host.step()
+    assert host.seconds is None
+    for waited in (6.5, 8.5):
+        ops.waited = waited
+        host.step()
+    assert host.seconds == pytest.approx((15 - 10 - 3.5) / 2)
 
 
 def test_bench_of_streams_refuses_a_time_in_which_not_all_decode():

@@ -124,7 +124,9 @@ def test_argmax_and_entropy(vocab, ops):
     for excluded in (0, vocab // 2, vocab - 1, int(logits[0].argmax())):
         rows = logits[np.isfinite(np.delete(logits, excluded, 1).max(-1))]
         want_ids, want = argmax_entropy(rows, excluded)
+        before = ops.waited
         ids, found = ops.read_all(*ops.argmax_entropy(rows_on(ops, rows), excluded))
+        assert ops.waited > before
         assert ids.tolist() == want_ids.tolist()
         assert np.abs(found - want).max() < 2e-5
         again = ops.read_all(*ops.argmax_entropy(rows_on(ops, rows)[1:], excluded))
