@@ -17,7 +17,7 @@ from common.ops import Array, DeltaWeights, Ops
 from common.step import PAST, State, Step
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class JoinedStep(Step):
     """The rows of `parts`, the steps of one sequence each; `runs`: the rows of each part."""
 

@@ -65,7 +65,7 @@ class Kernel:
     ) -> None:
         if len(args) != len(self.converters):
             raise TypeError(f"kernel {self.raw.name} takes {len(self.converters)} arguments, got {len(args)}")
-        values = tuple(convert(arg) for convert, arg in zip(self.converters, args, strict=True))
+        values = tuple([convert(arg) for convert, arg in zip(self.converters, args, strict=True)])
         stream.launches += 1
         overlap, stream.joined = stream.overlaps and not stream.joined, False
         if not overlap:

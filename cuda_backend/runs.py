@@ -6,8 +6,6 @@ Needs neither CuPy nor a GPU.
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS, Step
 
@@ -24,12 +22,13 @@ class Run(NamedTuple):
 
 def runs_of(step: Step) -> list[Run]:
     """Return the runs; raises BimetalError if a sequence's rows are not adjacent, or a prompt's step has other rows."""
-    slots, T = step.slots, len(step)
-    starts = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), T] if T else []
-    runs = [Run(int(slots[first]), first, end - first) for first, end in pairwise(starts)]
-    if len({run.slot for run in runs}) < len(runs) or len(runs) > MAX_RUNS:
+    slots, T = step.slots.tolist(), len(step)
+    starts = [first for first in range(T) if not first or slots[first] != slots[first - 1]]
+    runs = [Run(slots[first], first, end - first) for first, end in pairwise([*starts, T])]
+    sequences = len({slots[first] for first in starts})
+    if sequences < len(runs) or len(runs) > MAX_RUNS:
         raise BimetalError(
-            f"a step has {len(runs)} runs of rows of {len({run.slot for run in runs})} sequences; "
+            f"a step has {len(runs)} runs of rows of {sequences} sequences; "
             f"the CUDA kernels take one run of each, of at most {MAX_RUNS} sequences"
         )
     if len(runs) > 1 and T > MAX_DECODE_ROWS:

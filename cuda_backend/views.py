@@ -25,30 +25,33 @@ def packed_only(out: np.ndarray) -> tuple[str, ...]:
 
 def view(x: Array, wide: int = 0) -> np.ndarray:
     """Describe how a kernel reads x: prelude.cuh In. A trailing axis of 1 is repeated `wide` times."""
-    address, strides, shape = x.address, x.strides, x.shape
+    if wide > 1 and x.shape[-1] == 1:
+        head, width, inner = x.strides[1] if len(x.shape) == 3 else 0, wide, 0
+    else:
+        head, width, inner = _row(x)
+    return np.array((x.address, x.partial_stride, x.strides[0], head, x.partials, width, inner), IN)
 
-    def record(head: int, width: int, inner: int) -> np.ndarray:
-        return np.array((address, x.partial_stride, strides[0], head, x.partials, width, inner), IN)
 
-    if wide > 1 and shape[-1] == 1:
-        return record(strides[1] if len(shape) == 3 else 0, wide, 0)
+def _row(x: Array) -> tuple[int, int, int]:
+    """Elements from one head to the next and of a head, 0 where a row is one run, and from one element to the next."""
+    shape, strides = x.shape, x.strides
     if len(shape) == 3:
         _, H, D = shape
         if D > 1 and strides[2] != 1:
             raise ValueError(f"kernels read heads whose elements are adjacent, got strides {strides} of {shape}")
-        flat = H == 1 or strides[1] == D
-        return record(0 if flat else strides[1], 0 if flat else D, 1)
+        return (0, 0, 1) if H == 1 or strides[1] == D else (strides[1], D, 1)
     if len(shape) == 1 or (len(shape) == 2 and (shape[1] == 1 or strides[1] == 1)):
-        return record(0, 0, 1)
+        return 0, 0, 1
     raise ValueError(f"kernels read (T, n) or (T, heads, D) with adjacent elements, got {shape} with strides {strides}")
 
 
 def float4_aligned(*arrays: Array, flat: bool = True) -> bool:
     """Test whether kernels can read four floats of a row, or of a head unless `flat`, at a time, for any T."""
     for x in arrays:
-        at, T = view(x), x.shape[0]
-        apart = (x.partial_stride // T if x.partials > 1 else 0, at["row"] if T > 1 else 0, at["head"], x.shape[-1])
-        if any(n % 4 for n in apart) or at["p"] % 16 or not at["inner"] or (flat and at["width"]):
+        address, (head, width, _), T = x.address, _row(x), x.shape[0]
+        partial = x.partial_stride // T if x.partials > 1 else 0
+        row = x.strides[0] if T > 1 else 0
+        if address % 16 or partial % 4 or row % 4 or head % 4 or x.shape[-1] % 4 or (flat and width):
             return False
     return True
 
