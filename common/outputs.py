@@ -1,7 +1,7 @@
 """Output of a quantization run: tensors that are read, encoded and written a few rows at a time, and restarts.
 
 A run works in a folder beside its result. The folder holds a marker until the result is whole, so that nothing loads a
-part of a model, and the same command goes on where it was stopped.
+part of a model, and the same command resumes a stopped run.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The prefix cache: states of sequences in host memory, found by their tokens, so that no prompt is read twice.
+"""The prefix cache: states of earlier prompts in host memory, found by their tokens.
 
 Rows of keys and values are kept in pages of PAGE tokens, which texts with an equal beginning share. What cannot be cut
 (delta matrices, convolution tails, windows) is kept whole as a point, at the lengths of the entries alone.

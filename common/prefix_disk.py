@@ -1,7 +1,7 @@
 """The disk tier: a folder of files, one per saved state, in a folder of its own for each fingerprint.
 
-A thread writes them, so that no reply waits for the disk; what is in flight when the process dies is all that is lost.
-A file is older than those that it goes on from, so that dropping the oldest drops followers first.
+A thread writes the files, so that no reply waits for the disk; when the process dies, only files in flight are lost. A
+file is marked older than the files that it continues, so that the oldest file is one that no other file continues.
 """
 
 import os
@@ -92,7 +92,7 @@ class PrefixDisk:
         with self._lock:
             base = self._base(saved.tokens, saved.long_steps)
             if (len(self.known[base].tokens) if base else 0) != saved.first:
-                return  # the file that it was to go on from is gone
+                return  # the file that it continues is gone
             self.known[key] = Known(saved.tokens, saved.long_steps, base)
         try:
             self._jobs.put_nowait((key, saved))
@@ -100,7 +100,7 @@ class PrefixDisk:
             self._forget(key)
 
     def get(self, tokens: np.ndarray, reading: Reading, more_than: int) -> Saved | None:
-        """The whole state of the longest prefix longer than `more_than` that `reading` can go on from."""
+        """Read the state of the longest prefix, above `more_than` tokens, from which `reading` can continue."""
         with self._lock:
             fitting = [
                 (len(k.tokens), key)
@@ -140,7 +140,7 @@ class PrefixDisk:
             before, file = self.known.get(known.base), known.header
             follows = before is not None and before.begins(known.tokens, known.long_steps)
             if file and known.base and not (before and follows and len(before.tokens) == file.first):
-                self._ignore(file.path, DamagedError(f"{file.path} goes on from a state that is gone"))
+                self._ignore(file.path, DamagedError(f"{file.path} continues a state that is gone"))
                 del self.known[key]
 
     def _ignore(self, path: Path, error: Exception) -> None:
@@ -154,7 +154,7 @@ class PrefixDisk:
                 path.unlink(missing_ok=True)
 
     def _read(self, key: str) -> Saved | None:
-        """A state with the rows of all files that it goes on from; None, and a line, where one of them is no use."""
+        """Read a state with the rows of all files that it continues; None, and a line on stderr, if one is damaged."""
         parts, at = list[Saved](), key
         while True:
             known = self.known.get(at)
@@ -164,12 +164,12 @@ class PrefixDisk:
             try:
                 part = read(known.header, point=at == key)
                 if parts and (part.first >= parts[-1].first or len(part.tokens) != parts[-1].first):
-                    raise DamagedError(f"{known.header.path} has not the tokens that others go on from")
+                    raise DamagedError(f"{known.header.path} lacks the tokens of the files that continue it")
                 if parts and not known.begins(parts[0].tokens, parts[0].long_steps):
-                    raise DamagedError(f"{known.header.path} has other tokens than those that go on from it")
+                    raise DamagedError(f"{known.header.path} has other tokens than the files that continue it")
                 parts.append(part)
                 if any(_rows_alike(part) != _rows_alike(parts[0]) for part in parts):
-                    raise DamagedError(f"{known.header.path} has rows of another shape than those that go on from it")
+                    raise DamagedError(f"{known.header.path} has rows of another shape than the files that continue it")
             except (BimetalError, OSError) as error:
                 self._ignore(known.header.path, error)
                 self._forget(at)
@@ -183,12 +183,12 @@ class PrefixDisk:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _base(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> str:
-        """The longest state that one with such tokens goes on from, or ""."""
+        """Find the longest state that one with such tokens continues; "" without one."""
         held = [(len(known.tokens), key) for key, known in self.known.items() if known.begins(tokens, long_steps)]
         return max(held, default=(0, ""))[1]
 
     def _touch(self, key: str) -> None:
-        """Make the file, and more so those that it goes on from, the newest."""
+        """Mark the file as the newest, and the files that it continues as newer still."""
         now = time.time_ns()
         while known := self.known.get(key):
             with suppress(OSError):
@@ -213,7 +213,7 @@ class PrefixDisk:
             self._touch(base)
             before = self.known.get(base)
         if base and (before is None or before.header is None):
-            self._forget(key)  # the one that it goes on from could not be written
+            self._forget(key)  # the file that it continues could not be written
             return
         try:
             if not self._make_room(file_bytes(saved), base):
@@ -230,7 +230,7 @@ class PrefixDisk:
             self._touch(key)
 
     def _make_room(self, need: int, base: str) -> bool:
-        """Delete the oldest files until `need` more bytes fit, but none that `base` goes on from; whether they fit."""
+        """Delete the oldest files, but none that `base` continues, until `need` more bytes fit; whether they fit."""
         fixed = set[Path]()
         while known := self.known.get(base):
             fixed.add(self._path(base))

@@ -126,7 +126,7 @@ def read_header(path: Path, fingerprint: str) -> Header:
         raise DamagedError(f"{path} has the name of other tokens than its own")
     (first,), base = _numbers(path, metadata, "first", 1, len(tokens)), metadata.get("base")
     if not isinstance(base, str) or bool(base) != bool(first):
-        raise DamagedError(f"{path} goes on from token {first} of the file {base!r:.40}")
+        raise DamagedError(f"{path} continues token {first} of the file {base!r:.40}")
     rows, point = _numbers(path, metadata, "counts", 2, MOST_ARRAYS)
     checksums = str(metadata.get("head")), str(metadata.get("point"))
     return Header(path, base, first, tokens, long_steps, (rows, point), checksums, nbytes)

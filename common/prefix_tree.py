@@ -1,4 +1,4 @@
-"""The tree of kept prefixes: pages of tokens that texts share, and entries, the states that lie at their ends.
+"""The tree of kept prefixes: pages of tokens that texts share, and entries, the states at the ends of texts.
 
 A page is found by a chained hash of its tokens and of the pages before it; a match then compares the token ids, so that
 two texts with one hash are never mixed up.

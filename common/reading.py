@@ -1,8 +1,8 @@
-"""Division of a prompt into steps: by its tokens and its template alone, so that its bits depend on nothing else.
+"""Division of a prompt into steps, which depends on its tokens and its template alone.
 
-A row of a step of at most MAX_DECODE_ROWS rows has the same bits whatever the step's other rows are. Backends multiply
-longer steps in an order that depends on their number of rows. So a state is known to the bit by its tokens and its long
-steps, and a prompt may go on from a saved state whose long steps are those that the prompt itself would have had.
+In a step of at most MAX_DECODE_ROWS rows the bits of a row do not depend on the other rows; in longer steps they depend
+on the number of rows. The bits of a state therefore follow from its tokens and its long steps. A prompt may continue a
+saved state whose long steps are those that the prompt itself would have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class Reading:
 
     @cached_property
     def long_steps(self) -> list[LongStep]:
-        """The steps of more than MAX_DECODE_ROWS rows, where the prompt is read from its beginning."""
+        """List the steps of more than MAX_DECODE_ROWS rows if the prompt is read from its beginning."""
         steps, at = [], 0
         for cut in self.cuts.tolist():
             if cut - at > MAX_DECODE_ROWS and not any(first <= at < end for first, end in self.replies):

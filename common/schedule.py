@@ -1,16 +1,15 @@
-"""Schedule of an engine, without tensors: the sequences that begin, and those that run next.
+"""Schedule of an engine, without tensors: which waiting sequences begin, and whose rows the next step has.
 
 - A waiting sequence begins when a slot and memory are free for it: the highest priority first, of equal ones the
-  oldest. One for which memory is not free may be passed by later ones, MOST_SKIPS times at most, after which nothing
-  begins before it.
+  oldest. At most MOST_SKIPS later sequences may overtake one for which memory is not free.
 - While sequences decode, steps of prompts take at most half of the time. Prompts are read one after another.
-- A step of decoding has at most `most_rows` rows. A sequence that a step had no room for comes first in the next.
-- Where a backend computes several steps at once, those that decode are divided into as many micro-batches, whose sizes
-  differ by one at most and which take turns. A sequence stays in its own where the sizes allow it.
-- Where several sequences decode, their draft tokens and newest tokens together are at most VERIFY_ROWS rows, in equal
+- A step of decoding has at most `most_rows` rows. A sequence for which a step had no room is first in the next one.
+- If a backend computes several steps at once, decoding sequences are divided into as many micro-batches, whose sizes
+  differ by at most one, and which take turns. A sequence stays in its micro-batch if the sizes allow it.
+- If several sequences decode, their draft tokens and newest tokens together are at most VERIFY_ROWS rows, in equal
   parts: a further row of a long step takes more time than a draft token is likely to save.
-- Where memory runs out, the youngest gives its own to the others and goes on, as it was, once one of them has ended;
-  nothing else begins before.
+- If memory runs out, the youngest sequence is suspended, and resumes unchanged when another one has ended; no sequence
+  begins before that.
 - At most `queue` sequences wait; a further one is refused.
 """
 

@@ -1,4 +1,4 @@
-"""The memory of one sequence, and what a later prompt can reuse of it."""
+"""The state of one sequence, and its reuse by later prompts."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

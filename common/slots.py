@@ -1,4 +1,4 @@
-"""The slots of an engine: which one a call takes, and whether memory is free for it."""
+"""The slots of an engine: choice of the slot for a call, and tests for free memory."""
 
 from collections.abc import Collection, Sequence
 

@@ -1,4 +1,4 @@
-"""Sequences that have given their memory to others: their states are on the host until one that runs has ended."""
+"""Suspended sequences, whose states are on the host until a running sequence has ended."""
 
 from common.errors import NoRoomError
 from common.schedule import Schedule

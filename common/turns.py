@@ -1,6 +1,6 @@
-"""Parts of a prompt by its chat template: where the system prompt ends, what the next turn repeats, earlier replies.
+"""Parts of a chat prompt: the end of the system prompt, what the next turn repeats, earlier replies.
 
-Found by rendering other conversations and comparing tokens, so that no template needs to be known.
+They are found by rendering other conversations and comparing tokens, which works for every template.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Order in which kernels/delta.cu visits the rows of a tree, and where a matrix waits that several rows continue.
+"""Order in which kernels/delta.cu computes the rows of a tree, and slots for matrices that several rows continue.
 
 Needs neither CuPy nor a GPU.
 """
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from common.step import PAST
 
 BEFORE = 3  # rows before one that its convolution may read: kernels/prepare.cu
-WAITS = 8  # of a move: what the row before left waits in the slot; else the row goes on from what waits there
-LEAF = 16  # a move: no row goes on from this one, which leaves the matrix as it is
+WAITS = 8  # a move: save the previous row's matrix in the slot; without it, continue from the matrix in the slot
+LEAF = 16  # a move: no row continues this one, which leaves the matrix unchanged
 
 
 def depth_first(parents: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Rows depth first; a move per visit, LEAF, 0, or a slot from 1 on, with WAITS for the first that takes it; and the
-    visit that each visit goes on from, or PAST.
+    """Return the rows depth first, a move per row in this order, and the index of the row that each row continues.
+
+    A move is LEAF, 0, or a slot from 1 on, with WAITS where the slot is first used. A root continues PAST.
 
     Leaves come first. The child whose rows need the most slots comes last, when its parent's slot is free again:
     `most_slots` are enough.

@@ -1,14 +1,14 @@
-// entropy: of each row the likeliest token but one, and the entropy of its softmax without that one
+// entropy: the best token of each row except `excluded`, and the entropy of its softmax without it
 // Meaning   common/sampling.py argmax_entropy               Launcher  mlx_backend/logits.py best_and_entropy
-// In        logits [t][n] T; `excluded`, an id. GIVEN: what an earlier pass left of each row, [t][n]: its logits and ids,
-//           totals as sums, offs as moments
+// In        logits [t][n] T; `excluded`, an id. GIVEN: results of an earlier pass for each row, [t][n]: logits, ids, and its
+//           totals and offs as sums and moments
 // Out       best [t][slices] float, best_ids [t][slices] int; of a slice with the best logit m: totals of e^(x - m),
 //           offs of (x - m) e^(x - m). LAST: offs are entropies in nats, and the id is -1 where a logit is NaN
 // Build     T float, half or bfloat; GIVEN, LAST 0 or 1
-// Work      a SIMD group holds a slice of 512 logits in registers and reduces it; a row of more than one slice goes through
-//           another pass, over what its slices left
+// Work      a SIMD group holds a slice of 512 logits in registers and reduces it; a row of more than one slice
+//           needs another pass over the results of its slices
 // Assumes   threadgroups are 32 wide; inputs row-contiguous
-// Numbers   logits exact, of equal ones the smaller id; H = log S - W / S with S >= 1 and W <= 0: nothing cancels; float sums
+// Numbers   logits exact, the smaller id of equal logits; H = log S - W / S with S >= 1 and W <= 0: nothing cancels; float sums
 //           of 16 per lane, then simd_sum
 // Bound     sizeof(T) bytes per logit; per slice 16 exp and 64 operations per lane, 4 reductions (5 shuffles each)
 // Tried     nothing yet: not run on a GPU

@@ -1,20 +1,20 @@
-// kv_attention: what each row of a step gathers from one strip of a cache, keys and values read as they are stored
+// kv_attention: attention of each row of a step over one strip of a cache, whose keys and values are decoded in registers
 // Meaning   common/reference.py NumpyOps.attention over a compressed cache    Launcher  mlx_backend/kv_kernels.py attend
 // In        q [t][heads][D] float, scaled, and for codes equalised and rotated; bias [t][heads] float, added to the scores;
 //           keys, values [kv_heads][room] vectors; positions [t] int, of the step's rows; seen [t][t] uchar: which rows of
-//           the step a row sees; key_table, value_table [16] float; places [8] int: committed tokens, rows of the cache
-//           before the step's, early and late: row r holds token r below early and late + r - early from there, tokens
-//           that are read exactly from the first, and the latest
+//           the step a row sees; key_table, value_table [16] float; places [8] int: committed tokens; rows of the cache
+//           before the step's; early, late: row r holds token r if r < early, else token late + r - early; the numbers of
+//           first and of latest tokens that are read exactly
 // Out       sums [t][heads][strips][DV] float, of weights times values; most, weights [t][heads][strips] float: the largest
 //           score and the sum of weights exp(score - most); -inf and 0 of a strip of which a row sees nothing
 // Build     KF, VF formats as in include/kv.h; D, DV heads' sizes, multiples of 32; KG, VG groups; HEADS query heads per KV
-//           head; STRIP rows of a strip; PART 0: every row is read here, 1: codes, of what is not read exactly, 2: the
+//           head; STRIP rows of a strip; PART 0: all rows, 1: the codes of tokens that are not read exactly, 2: the
 //           exact copies
 // Work      one SIMD group per strip, row of the step and KV head: a vector is decoded once for all HEADS query heads, D/32
 //           neighbouring values per lane in registers; rows of the step are apart in the grid
 // Assumes   threadgroups are 32 wide; keys and values row-contiguous
-// Numbers   float; the scores of a row in the order of the cache, strip by strip from row 0: the same bits in a step of
-//           one row and of many; kv_merge adds the strips
+// Numbers   float; the scores of a row in the order of the cache, strip by strip from row 0: bitwise identical in
+//           steps of one row and of several; kv_merge adds the strips
 // Bound     bytes of a vector per HEADS rows; per vector and query head D/32 fma, 5 shuffles and 2 exp per lane
 // Tried     nothing yet: not run on a GPU
 #include "kv.h"

@@ -1,4 +1,4 @@
-// kv_encode: rows of keys and of values as a KV cache stores them, rotated first, keys equalised before that
+// kv_encode: encodes rows of keys and values in the formats of a KV cache: keys are equalised, then both are rotated
 // Meaning   common/kv_formats.py Format.encode, after common/hadamard.py rotate   Launcher  mlx_backend/kv_kernels.py encode
 // In        keys [heads][tokens][D] and values [heads][tokens][DV], or keys alone: a plane; mean, scale [heads][D] float
 //           (EQUALISED); before, after float signs; boundaries, centroids [16] float of either (Lloyd-Max formats)

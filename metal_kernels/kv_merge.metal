@@ -1,4 +1,4 @@
-// kv_merge: the strips of kv_attention, added and divided; what came from rotated values is rotated back, once
+// kv_merge: adds and divides the strips of kv_attention; the sum over rotated values is rotated back once
 // Meaning   the division of a softmax; common/hadamard.py unrotate       Launcher  mlx_backend/kv_kernels.py attend
 // In        sums [t][heads][strips][DV] float, most and weights [t][heads][strips] float, of kv_attention: first CODED
 //           strips of codes, then those of exact rows; before, after [GROUP] float signs

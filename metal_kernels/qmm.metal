@@ -3,9 +3,9 @@
 // In        x [t][columns] T, words [rows][blocks * W] uint32, halves [rows][blocks * H] uint16,
 //           codebook [4 magnitudes] uint32 (IQ2, IQ3)       Out       out [t][rows] T
 // Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h; TILES 2, 4 or 8: eights of rows of x
-// Work      a SIMD group makes 16 rows' products with all rows of x, by 8 x 8 matrices. A lane's eight weights of a part
-//           (blocks.h) are its two elements of four matrices: columns of the weights and of x go in the order of the parts, and
-//           no weight passes through memory or to another lane
+// Work      a SIMD group multiplies 16 rows of the matrix with all rows of x, by 8 x 8 matrices. The eight weights that a lane
+//           decodes (a part: blocks.h) are its two elements of four matrices, so that no weight is exchanged between lanes; the
+//           columns of x are taken in the order of the parts
 // Assumes   threadgroups are 32 wide; x and the matrix row-contiguous; a lane has the two elements of a SIMD group's matrix
 //           that MLX's own kernels give it (steel/gemm/mma.h)
 // Numbers   float weights, exact; products and sums in float, in the order of simdgroup_multiply_accumulate: a row's bits

@@ -4,11 +4,11 @@
 //           codebook [4 magnitudes] uint32 (IQ2, IQ3), experts [t] int32 (GATHER), slots [experts] int32, the matrix
 //           of each expert (GATHER 2)      Out       out [t][rows] T
 // Build     T float, half or bfloat; TYPE, BLOCK, W, H of include/{blocks,codebooks}.h; M 1, 2, 4 or 8; GATHER 0, 1 or 2
-// Work      a SIMD group makes 4 rows' products with M of x's rows: lanes take neighbouring words, a weight is decoded once
-//           for M products; the two groups of a threadgroup share x's rows
+// Work      a SIMD group multiplies 4 rows of the matrix with M rows of x: lanes take neighbouring words, a weight is decoded once
+//           for M products; the two SIMD groups of a threadgroup have the same rows of x
 // Assumes   columns a multiple of BLOCK; x and the matrix row-contiguous
 // Numbers   float weights, exact; per lane one fma per product in the order of the columns, whatever t, M and GATHER
-//           are, then simd_sum: a row's bits do not depend on the rows beside it
+//           are, then simd_sum: the bits of a row do not depend on the other rows
 // Bound     the file's bytes once per 8 rows of x (Q6_K 0.82 per weight, where MLX's 8-bit groups take 1.13); per 8
 //           Q6_K weights 43 operations to decode them and 8 M fma, per output one simd_sum (5 shuffles)
 // Tried     nothing yet: not run on a GPU

@@ -90,7 +90,7 @@ def test_memory_may_be_smaller_than_a_state(tmp_path, points):
 
 
 def test_the_budget(tmp_path, points):
-    """The oldest conversation goes first, and a turn never before those that go on from it; other models count too."""
+    """The oldest conversation goes first, and a turn never before those that continue it; other models count too."""
     with Opened(tmp_path, fingerprint=OTHER) as other:
         other.offer(points, text(400))
     size = files(tmp_path)[0].stat().st_size
@@ -155,8 +155,8 @@ def damaged(data, header_size):
         "format": (rewritten(format="other"), "is no saved state", False),
         "model": (rewritten(fingerprint=OTHER), "is a state of another model", False),
         "key": (rewritten(key="0" * 32), "has the name of other tokens", True),
-        "base": (rewritten(first="5", base="c" * 32), "goes on from a state that is gone", True),
-        "first": (rewritten(first="5"), "goes on from token 5", True),
+        "base": (rewritten(first="5", base="c" * 32), "continues a state that is gone", True),
+        "first": (rewritten(first="5"), "continues token 5", True),
         "huge": (rewritten(first="9" * 11), "first is '99999999999'", True),
         "counts": (rewritten(counts="1 2"), "point.1", True),
         "fewer": (rewritten(counts="0 1"), "checksum of its rows", True),
