@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.calibration import NAME as CALIBRATION
 from common.checkpoint import INDEX, UNFINISHED, Checkpoint
 from common.errors import BimetalError
 from common.files import rewrite
@@ -21,6 +20,7 @@ from common.quantize import FLOAT_TYPES, Format, float_type, scale_type
 from common.recipe import Choice, Weight, choice_of
 from common.safetensors import MODES
 from common.tensors import Tensor
+from common.wedlm_calibration import NAME as CALIBRATION
 from common.weights import Layout, Stored, canonical
 
 SPLIT = {"k_up": "embed_q", "v_up": "unembed_out"}  # what mlx-lm makes of GLM's kv_b_proj, by our names

@@ -7,7 +7,7 @@ from common.checkpoint import Checkpoint
 from common.errors import BimetalError
 from common.hot_experts import HotExperts
 from common.ops import Ops
-from common.routing import Trace
+from common.routing_trace import Trace
 
 if TYPE_CHECKING:
     from cuda_backend.ops import CudaOps

@@ -20,7 +20,7 @@ from cuda_backend.memory import Arena, Memory, upload
 from cuda_backend.occupancy import Card
 from cuda_backend.prototypes import ROPE
 from cuda_backend.replay import DeviceStep, Replay, RunInput
-from cuda_backend.routing import Routing
+from cuda_backend.routing_replay import Routing
 from cuda_backend.runs import runs_of
 from cuda_backend.to_host import ToHost
 

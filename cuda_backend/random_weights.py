@@ -8,13 +8,13 @@ from typing import Any
 
 from common.hot_experts import HotExperts
 from common.quants import BLOCKS, RANDOM_HALVES
-from common.routing import Trace
+from common.routing_trace import Trace
 from common.step import MAX_DECODE_ROWS, Step
 from common.tensors import Tensor
 from cuda_backend.launch import kernel
 from cuda_backend.ops import CudaOps
 from cuda_backend.replay import bucket
-from cuda_backend.routing import Routing
+from cuda_backend.routing_replay import Routing
 from cuda_backend.weights import Stage, Weight
 
 

@@ -6,7 +6,7 @@ python examples/routing_trace.py laguna.npz --layers 39 --experts 256 --used 8
 import argparse
 from pathlib import Path
 
-from common.routing import Skew, synthetic_trace, write_trace
+from common.routing_trace import Skew, synthetic_trace, write_trace
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from common.fit import predict_stacks
 from common.hot_experts import HotExperts, check_hot, hot_sizes
 from common.models import architecture
 from common.ops import Ops
-from common.routing import read_trace
+from common.routing_trace import read_trace
 from generate.backends import backend_package
 from generate.bench_options import SyntheticBench
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import calibration
+from common import wedlm_calibration
 from common.checkpoint import open_checkpoint
 from common.decode.calibrate import PENALTIES, TAUS, WINDOWS, Point, best, cut_prompts, grid, measure
 from common.errors import BimetalError, UsageError
@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> int:
             "use --wedlm-verify, which loses nothing"
         )
     text = Path(args.text).name
-    found = calibration.Calibration(chosen.options, chosen.agreement, chosen.tokens_per_forward, text)
+    found = wedlm_calibration.Calibration(chosen.options, chosen.agreement, chosen.tokens_per_forward, text)
     if args.dry_run:
         print(f"would keep {found}")
     else:
-        print(f"kept {found}, in {calibration.write(path, found)}")
+        print(f"kept {found}, in {wedlm_calibration.write(path, found)}")
     return 0
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from common import calibration
+from common import wedlm_calibration
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.expert_budget import expert_budget
@@ -120,7 +120,7 @@ def _tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def _window(checkpoint: Checkpoint) -> None:
-    found = calibration.read(checkpoint.path)
+    found = wedlm_calibration.read(checkpoint.path)
     print(f"\nwindow of masks\n  {found or 'not calibrated: the preset balanced (docs/wedlm.md)'}")
 
 

@@ -26,7 +26,7 @@ from common.expert_plan import (
 from common.expert_profile import read_profile
 from common.hub import resolve_model
 from common.models import architecture
-from common.routing import read_trace
+from common.routing_trace import read_trace
 from common.storage import state_bytes
 
 TOKENS, ITEM_BYTES = 4096, 2  # of the context whose states stay in memory, in a 16-bit type

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import generate
-from common import calibration
+from common import wedlm_calibration
 from common.decode.calibrate import Point, best, cut_prompts, grid, measure
 from common.decode.run import WedlmStats
 from common.decoders import PRESETS, WedlmOptions
@@ -117,13 +117,13 @@ def test_the_command(model, prompts, capsys):
     command = ["calibrate", str(model), "--text", str(prompts), "--backend", "numpy", *ENOUGH, "--loss", "0.2"]
     assert main([*command, "--dry-run"]) == 0
     assert "would keep" in capsys.readouterr().out
-    assert not calibration.place(model).exists()
+    assert not wedlm_calibration.place(model).exists()
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "4 prompts" in out
     assert "tokens/forward" in out
     assert out.count("  <\n") == 1
-    found = calibration.read(model)
+    found = wedlm_calibration.read(model)
     assert found.text == "questions.jsonl"
     assert str(found) in out
     assert model.with_name("small.wedlm.json").is_file()
@@ -134,7 +134,7 @@ def test_the_command(model, prompts, capsys):
 
 def test_replies_take_it_and_flags_replace_it(model):
     kept = WedlmOptions(3, 0.0, 0.02)
-    calibration.write(model, calibration.Calibration(kept, 1.0, 1.0, "text"))
+    wedlm_calibration.write(model, wedlm_calibration.Calibration(kept, 1.0, 1.0, "text"))
     with generate.load(str(model), backend="numpy") as llm, generate.load("demo-wedlm", backend="numpy") as plain:
         question = wedlm_tasks.held_out("counting")[0][0]
         rows = {}
@@ -156,9 +156,9 @@ def test_replies_take_it_and_flags_replace_it(model):
 
 def test_a_calibrated_window_confirms_with_greedy_decoding_alone(model):
     kept = WedlmOptions(16, 2.0, 0.0, sure=0.0)
-    file = calibration.write(model, calibration.Calibration(kept, 1.0, 1.0, "text"))
+    file = wedlm_calibration.write(model, wedlm_calibration.Calibration(kept, 1.0, 1.0, "text"))
     assert json.loads(file.read_text())["sure"] == 0.0
-    assert calibration.read(model).window == kept
+    assert wedlm_calibration.read(model).window == kept
     with generate.load(str(model), backend="numpy") as llm:
         story = STORIES[0]
         plain = llm.generate(story, max_tokens=30, spec="off")
@@ -169,10 +169,10 @@ def test_a_calibrated_window_confirms_with_greedy_decoding_alone(model):
 
 
 def test_a_folder_keeps_it_inside_and_quantizing_leaves_it_behind(tmp_path):
-    assert calibration.place(tmp_path) == tmp_path / "wedlm.json"
-    assert calibration.window_beside(tmp_path) == PRESETS["balanced"]
-    found = calibration.Calibration(WedlmOptions(5, 0.3, 0.04), 0.99, 4.5, "a.txt")
-    assert calibration.read(calibration.write(tmp_path, found).parent) == found
+    assert wedlm_calibration.place(tmp_path) == tmp_path / "wedlm.json"
+    assert wedlm_calibration.window_beside(tmp_path) == PRESETS["balanced"]
+    found = wedlm_calibration.Calibration(WedlmOptions(5, 0.3, 0.04), 0.99, 4.5, "a.txt")
+    assert wedlm_calibration.read(wedlm_calibration.write(tmp_path, found).parent) == found
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_folder_keeps_it_inside_and_quantizing_leaves_it_behind(tmp_path):
 def test_a_file_that_is_none(text, message, tmp_path):
     (tmp_path / "wedlm.json").write_text(text)
     with pytest.raises(BimetalError, match=message):
-        calibration.read(tmp_path)
+        wedlm_calibration.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_refusals(flags, code, message, model, prompts, tmp_path, capsys, monkey
     flags = [str(names.get(flag, flag)) for flag in flags]
     assert main(["calibrate", str(model), "--backend", "numpy", *flags]) == code
     assert message in capsys.readouterr().err
-    assert not calibration.place(model).exists()
+    assert not wedlm_calibration.place(model).exists()
 
 
 def test_a_model_without_a_mask(tmp_path, prompts, capsys):

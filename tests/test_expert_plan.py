@@ -9,7 +9,7 @@ import tiny
 
 from common.expert_plan import MACHINES, MIXTURES, Machine, budgets, plan, rate_at, zipf
 from common.expert_profile import Profile, write_profile
-from common.routing import Trace, write_trace
+from common.routing_trace import Trace, write_trace
 from generate.__main__ import main
 
 LARGE, SMALL = MIXTURES["qwen3.5-397b-a17b"], MIXTURES["qwen3.6-35b-a3b"]

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from common.calibration import window_beside
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.decoders import PRESETS, WedlmOptions
 from common.errors import BimetalError
@@ -18,6 +17,7 @@ from common.ops import Array, Ops
 from common.shards import Ranks
 from common.step import MAX_DECODE_ROWS, Pool, State, Step
 from common.storage import LayerSpec
+from common.wedlm_calibration import window_beside
 from common.weights import Layout, Matrix, load_weights
 
 ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config.json model_type

@@ -11,7 +11,7 @@ from common.expert_profile import Profile
 from common.fit import predict_stacks
 from common.hot_experts import HotExperts, hot_sizes
 from common.models import architecture
-from common.routing import Skew, synthetic_trace, write_trace
+from common.routing_trace import Skew, synthetic_trace, write_trace
 from common.step import Step
 from generate import bench_synthetic
 from generate import synthetic as synthetic_module

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.errors import BimetalError
-from common.routing import Skew, Trace, read_trace, synthetic_trace, write_trace
+from common.routing_trace import Skew, Trace, read_trace, synthetic_trace, write_trace
 
 ROOT = Path(__file__).parents[1]
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from common.errors import BimetalError
-from common.routing import Trace
+from common.routing_trace import Trace
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Stream, kernel
