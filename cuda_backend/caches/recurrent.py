@@ -177,10 +177,10 @@ class Recurrent:
     def commit(self, slot: int, path: np.ndarray) -> None:
         if not len(path):
             return
-        pair = self.pairs[slot]
+        pair, kept = self.pairs[slot], path.tolist()
         rows = pair.step.rows if pair.step else 0
-        if pair.step is None or path.min() < 0 or path.max() >= rows:
-            raise ValueError(f"commit of rows {path.tolist()} of a step of {rows}")
+        if pair.step is None or min(kept) < 0 or max(kept) >= rows:
+            raise ValueError(f"commit of rows {kept} of a step of {rows}")
         if pair.whole and not np.array_equal(path, np.arange(rows)):
             raise ValueError(NOT_IN_PART.format(rows))
         pair.path = NO_PATH if pair.whole else (pair.step.first + path).astype(np.int32)
