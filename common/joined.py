@@ -99,7 +99,7 @@ class RowRunner:
             try:
                 own = host[part.start - first : part.stop - first]
                 tokens = np.array([rows.sampler.pick(row) for row in own], np.int32)
-                chosen[i] = Part(Whole(self.ops, tokens, tokens), slice(0, len(tokens)))
+                chosen[i] = Part(Whole(self.ops, tokens, host=(tokens,)), slice(0, len(tokens)))
             except BimetalError as error:
                 chosen[i] = error
         return chosen
@@ -117,11 +117,11 @@ class RowRunner:
         mask = of[0][0]  # the model's, which all of them have
         assert mask is not None
         try:
-            ids, entropies = (Whole(self.ops, each) for each in self.ops.argmax_entropy(logits[first:end], mask))
+            whole = Whole(self.ops, *self.ops.argmax_entropy(logits[first:end], mask))
         except NotFiniteError:  # in any row
             return [None] * len(asked)
         at = [None if part is None else slice(part.start - first, part.stop - first) for part in parts]
-        return [None if rows is None else (Part(ids, rows), Part(entropies, rows)) for rows in at]
+        return [None if rows is None else (Part(whole, rows), Part(whole, rows, 1)) for rows in at]
 
     @property
     def shares_drafts(self) -> bool:
@@ -253,30 +253,37 @@ class LogitRows:
 
 
 class Whole:
-    """The tokens that a joined step chose, (T,), which are read from the device once; `host`: them, where known."""
+    """Arrays (T,) that a joined step found for its rows, which are read from the device once, and together.
 
-    def __init__(self, ops: Ops, array: Array, host: np.ndarray | None = None):
-        self.ops, self.array, self._host = ops, array, host
+    host  the arrays on the host, where known
+    """
 
-    def read(self, rows: slice) -> np.ndarray:
+    def __init__(self, ops: Ops, *arrays: Array, host: tuple[np.ndarray, ...] | None = None):
+        self.ops, self.arrays, self._host = ops, arrays, host
+
+    def read(self, number: int, rows: slice) -> np.ndarray:
+        """Return rows of an array on the host."""
         if self._host is None:
             try:
-                self._host = self.ops.read(self.array)
+                self._host = self.ops.read_all(*self.arrays)
             except NotFiniteError:  # in any row
-                return self.ops.read(self.array[rows])
-        return self._host[rows]
+                return self.ops.read(self.arrays[number][rows])
+        return self._host[number][rows]
 
 
 class Part:
-    """One sequence's rows of a Whole."""
+    """One sequence's rows of an array of a Whole."""
 
-    __slots__ = ("rows", "whole")
+    __slots__ = ("number", "rows", "whole")
 
-    def __init__(self, whole: Whole, rows: slice):
-        self.whole, self.rows = whole, rows
+    def __init__(self, whole: Whole, rows: slice, number: int = 0):
+        self.whole, self.rows, self.number = whole, rows, number
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)
+
+    def read(self) -> np.ndarray:
+        return self.whole.read(self.number, self.rows)
 
 
 OF_A_STEP = {Part, LogitRows}
@@ -285,7 +292,7 @@ OF_A_STEP = {Part, LogitRows}
 def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
     """Parts, LogitRows, and arrays of the backend, on the host."""
     if len(of) == 1 and type(of[0]) is Part:
-        return (of[0].whole.read(of[0].rows),)
+        return (of[0].read(),)
     if OF_A_STEP.isdisjoint(map(type, of)):
         return ops.read_all(*of)
     return tuple([_on_host(ops, x) for x in of])
@@ -299,7 +306,7 @@ def array_of(logits: Any) -> Array:
 def _by_itself(step: Step) -> Step:
     """A step that runs by itself: its tokens are no Part."""
     tokens = step.tokens
-    return replace(step, tokens=tokens.whole.array[tokens.rows])
+    return replace(step, tokens=tokens.whole.arrays[tokens.number][tokens.rows])
 
 
 def tokens_of(ops: Ops, steps: Sequence[Step]) -> Any:
@@ -313,12 +320,12 @@ def tokens_of(ops: Ops, steps: Sequence[Step]) -> Any:
                 break
             at = tokens.rows.stop
         else:
-            if at == len(whole.array):
-                return whole.array
+            if at == len(whole.arrays[0]):
+                return whole.arrays[0]
     return np.concatenate([_on_host(ops, step.tokens) for step in steps])
 
 
 def _on_host(ops: Ops, x: Any) -> np.ndarray:
     if type(x) is Part:
-        return x.whole.read(x.rows)
+        return x.read()
     return x if isinstance(x, np.ndarray) else ops.read(array_of(x))
