@@ -1,4 +1,4 @@
-"""Answer the rows that several decoders ask for: by one joined step where the backend can, and choose their tokens."""
+"""Answers to several decoders' requests for rows and drafts: one joined step if the backend supports it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ class RowRunner:
         return computed(self.ops, model.forward(state, step), rows)
 
     def together(self, asked: Sequence[tuple[State, Rows]]) -> list[Computed | Exception]:
-        """Run a step with the rows of each sequence; a result is an error where it concerns that sequence alone."""
+        """Run a step with the rows of each sequence; an error that concerns one sequence is that sequence's result."""
         kinds = [_kind(rows) for _, rows in asked]
         if kinds == sorted(kinds):
             return self._together([state for state, _ in asked], [rows for _, rows in asked], kinds)
@@ -48,7 +48,7 @@ class RowRunner:
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0])]
 
     def _together(self, states: list[State], asked: list[Rows], kinds: list[int]) -> list[Computed | Exception]:
-        """One step for all, in the order of their kinds."""
+        """Run one step for all, in the order of their kinds."""
         steps = [rows.step for rows in asked]
         tokens, target_only = tokens_of(self.ops, steps), all([rows.target_only for rows in asked])
         pool: Any = states[0].pool
@@ -71,7 +71,7 @@ class RowRunner:
         ]
 
     def _sampled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part"]:
-        """Choose of the first rows of a step in one call, each by its sequence's own sampler."""
+        """Choose tokens of the first rows of a step in one call, each by the sampler of its sequence."""
         if not asked:
             return []
         parts = [_rows_in(rows.sampled, at) for rows, at in zip(asked, runs, strict=False)]
@@ -86,7 +86,7 @@ class RowRunner:
         return [Part(whole, part) for part in parts]
 
     def _picked(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part | Exception | None"]:
-        """Choose of rows that the host changes before the choice, and reads at once; None where nothing is chosen."""
+        """Choose tokens of rows that the host must read (penalties, guides); None if nothing is to be chosen."""
         count = sum(rows.sampler is not None for rows in asked)
         chosen: list[Part | Exception | None] = [None] * len(asked)
         if not count:

@@ -106,7 +106,7 @@ class PrefixDisk:
                 (len(k.tokens), key)
                 for key, k in self.known.items()
                 if k.header is not None and len(k.tokens) > more_than and k.begins(tokens, reading.long_steps)
-                if reading.goes_on_from(len(k.tokens), k.long_steps)
+                if reading.continues_from(len(k.tokens), k.long_steps)
             ]
         for _, key in sorted(fitting, reverse=True):
             saved = self._read(key)

@@ -1,4 +1,4 @@
-"""One reply while it is generated: the prompt's steps, the decoder, the text, and the figures at the end."""
+"""Sequence: one reply while it is generated, from the prompt's steps over its decoder to text and statistics."""
 
 import threading
 import time
@@ -34,8 +34,8 @@ from common.tokenizer import Tokenizer
 class Target:
     """The model, tokenizer and context length that sequences run on.
 
-    decoding  the model with attention as decoding has it; it is `model` itself without `attention_window`
-    context   tokens that a sequence may hold
+    decoding  the model for decoding, with `attention_window`; without that option `model` itself
+    context   most tokens of a sequence
     """
 
     model: Model
@@ -54,11 +54,11 @@ class Call:
 
     put       called with each piece
     ended     called once, after the last piece or with the error that ended the reply
-    cancel    ends the reply at the next step, also during prefill and while it waits
-    shared    tokens of the prompt that the next one will begin with, whatever the reply; None: all
-    marks     further ends of steps of the prompt, and why a state is worth keeping there, as in Reading
-    replies   stretches of earlier replies, as in Reading
-    priority  of those that wait, the highest comes first
+    cancel    set to end the reply at the next step, also during prefill and while it waits
+    shared    number of the prompt's tokens with which the next prompt will begin; None: all
+    marks     Reading.marks of the prompt
+    replies   Reading.replies of the prompt
+    priority  waiting calls of higher priority begin first
     """
 
     prompt: Any
@@ -78,11 +78,11 @@ RESERVED = 1024  # tokens of a reply for which memory must be free before it beg
 class Sequence:
     """A prompt and the reply to it. Making one checks the call: UsageError, BimetalError.
 
-    request  what its decoder asks for: Rows or a Draft; None while the prompt is read
+    request  the decoder's current request, Rows or a Draft; None while the prompt is read
     rows     of its next step, while it decodes
-    granted  tokens for which memory was free when that was last looked at
+    granted  tokens for which memory was free at the last check
     waited   turns since it last ran
-    skips    how many later calls began before it
+    skips    number of later calls that began before it
     """
 
     def __init__(self, target: Target, call: Call):
@@ -120,17 +120,17 @@ class Sequence:
 
     @property
     def outgrows(self) -> bool:
-        """Whether the next tokens are beyond those that were granted."""
+        """Test whether the next step needs more memory than was granted."""
         return self.slot is not None and self.slot.state.length >= self.granted
 
     @property
     def next_grant(self) -> int:
-        """Tokens for which memory must be free before it outgrows what was granted."""
+        """Count the tokens for which memory must be free before the next grant."""
         return min(self.granted + RESERVED, self.target.context)
 
     @property
     def reads(self) -> bool:
-        """Whether its next step is one of the prompt."""
+        """Test whether its next step reads the prompt."""
         return self.decoder is None
 
     @property
@@ -141,7 +141,7 @@ class Sequence:
     # -- the prompt --------------------------------------------------------------------------------------------------
 
     def begin(self, slot: Slot, cached: int, prefixes: Prefixes | None) -> bool:
-        """Take a slot whose state holds the first `cached` tokens of the prompt; whether some are left to be read."""
+        """Take a slot whose state holds `cached` tokens of the prompt; return whether some are left to read."""
         self.started = self.first = self.last = time.perf_counter()
         stream = getattr(self.target.model, "expert_stream", None)  # a model run by mlx-lm has none
         self.experts = None if stream is None else stream.begin_request()
@@ -163,7 +163,7 @@ class Sequence:
         return end if self.call.shared is None else min(self.call.shared, end)
 
     def _reading(self) -> Reading:
-        """The steps of the prompt where it is read from its beginning. Those of earlier ones ended where it ends."""
+        """Return the steps of the prompt, as if it were read from its beginning."""
         last, grid = self._unread(MAX_DECODE_ROWS), self.target.model.ops.prefill_rows
         end = len(self.prompt) - last
         replies = [(max(first - last, 0), behind) for first, behind in self.call.replies]
@@ -181,7 +181,7 @@ class Sequence:
         return new if new <= most else min(most, 1)
 
     def prompt_step(self) -> tuple[State, Step, slice]:
-        """The state, the next step of the prompt, and the rows of which logits are needed."""
+        """Return (the state, the next step of the prompt, the rows whose logits are needed)."""
         assert self.slot
         at = self.slot.state.length
         cut = self.reading.next_cut(at)
@@ -190,7 +190,7 @@ class Sequence:
         return self.slot.state, Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
 
     def has_read(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
-        """Commit a step of the prompt; whether more are left."""
+        """Commit a step of the prompt; return whether more steps are left."""
         assert self.slot
         state, end = self.slot.state, self.end
         state.commit(np.arange(len(step)))
@@ -217,22 +217,22 @@ class Sequence:
 
     @property
     def asked_rows(self) -> tuple[State, Rows]:
-        """The state, and the rows that the decoder asks for."""
+        """Return (the state, the decoder's request for rows)."""
         assert self.slot
         assert type(self.request) is Rows
         return self.slot.state, self.request
 
     @property
     def asked_draft(self) -> tuple[State, Draft]:
-        """The state, and the draft that the decoder asks for."""
+        """Return (the state, the decoder's request for a draft)."""
         assert self.slot
         assert type(self.request) is Draft
         return self.slot.state, self.request
 
     def advance(self, answer: Any) -> bool:
-        """Hand the decoder the answer to its request, and serve it until it asks for rows or a draft.
+        """Send the decoder the answer to its request, and serve it until it requests rows or a draft.
 
-        Returns whether it does: False at the end of the reply.
+        Returns False at the end of the reply.
         """
         decoder, ops = self.decoder, self.target.model.ops
         assert decoder is not None
@@ -255,7 +255,7 @@ class Sequence:
                 return True
 
     def take(self, token: int, row: Array) -> bool:
-        """Add a token of the reply, with the logits (1, vocab) of its row; whether the reply goes on."""
+        """Add a token of the reply, with the logits (1, vocab) of its row; return whether the reply continues."""
         assert self.slot
         self.last = time.perf_counter()
         if not self.new:

@@ -12,29 +12,29 @@ from common.step import LongStep, Pool, Snapshot, State
 
 
 class Prefixes(Protocol):
-    """A store of states beside the slots, by the tokens that led to them: common.prefix_cache.PrefixCache is one."""
+    """A store of states beside the slots, found by their tokens, such as common.prefix_cache.PrefixCache."""
 
     def restore(self, tokens: Sequence[int], state: State, reading: Reading, more_than: int = 0) -> Found:
-        """Bring `state` to the longest stored prefix of `tokens`, longer than `more_than` and shorter than all of them.
+        """Load the longest stored proper prefix of `tokens`, above `more_than` tokens, into `state`.
 
-        Only to one whose bits are those that `reading` gives.
+        Only a state with the bits that `reading` gives is used.
         """
         ...
 
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
-        """Keep `state`, which holds exactly `tokens`, if it is worth it: at a cut of a prompt, or at a reply's end."""
+        """Keep `state`, which holds exactly `tokens`, if it is useful: at a cut of a prompt, or at a reply's end."""
         ...
 
     def close(self) -> None:
-        """Return once all that is to outlive the process is kept."""
+        """Wait until all states that should outlive the process are stored."""
         ...
 
 
 class Slot:
-    """A state, the tokens committed to it, and a point that it can go back to.
+    """A state, the tokens committed to it, and a snapshot to which it can be restored.
 
     tokens  the last prompt and its reply
-    turn    what the next prompt may begin with, the state after it, and the logits where that is a whole prompt
+    turn    tokens with which the next prompt may begin, the snapshot after them, and the logits after a whole prompt
     used    when the slot was last taken, as a count
     """
 
@@ -52,24 +52,24 @@ class Slot:
         return self.tokens[: self.state.length]
 
     def reset(self) -> None:
-        """Forget everything; the state stays, and with it what a backend has captured for it."""
+        """Empty the state; the object is kept, with the graphs that a backend has captured for it."""
         self.state.restore(self._empty)
         self.tokens, self.turn = [], None
 
     def reusable(self, prompt: list[int], reading: Reading) -> int:
-        """Tokens of `prompt`, which `reading` divides into steps, that `rewind` would keep."""
-        if self._goes_on(prompt, reading):
+        """Count the tokens of `prompt`, divided into steps by `reading`, that `rewind` would keep."""
+        if self._continues(prompt, reading):
             return self.state.length
         return len(self.turn[0]) if self._returns(prompt, reading) and self.turn else 0
 
     def rewind(self, prompt: list[int], reading: Reading) -> int:
         """Bring the state to a prefix of `prompt` that has the bits of `reading`, and return its length.
 
-        A recurrent state cannot drop tokens, so the choices are the state as it is, as it was after what the last
-        prompt shares with this one, or empty.
+        A recurrent state cannot drop tokens, so that there are three choices: the state as it is, the snapshot of
+        `turn`, or an empty state.
         """
         kept = self.reusable(prompt, reading)
-        if not self._goes_on(prompt, reading):
+        if not self._continues(prompt, reading):
             if kept:
                 assert self.turn
                 self.state.restore(self.turn[1])
@@ -78,10 +78,10 @@ class Slot:
         self.tokens = list(prompt)
         return kept
 
-    def _goes_on(self, prompt: list[int], reading: Reading) -> bool:
+    def _continues(self, prompt: list[int], reading: Reading) -> bool:
         length = self.state.length
         same = 0 < length < len(prompt) and self.tokens[:length] == prompt[:length]
-        return same and reading.goes_on_from(length, self.state.long_steps)
+        return same and reading.continues_from(length, self.state.long_steps)
 
     def _returns(self, prompt: list[int], reading: Reading) -> bool:
         if self.turn is None:
@@ -89,10 +89,10 @@ class Slot:
         tokens, snapshot, logits = self.turn
         same = tokens == prompt[: len(tokens)] and (len(tokens) < len(prompt) or logits is not None)
         before = [step for step in self.state.long_steps if step[0] < snapshot.length]
-        return same and reading.goes_on_from(snapshot.length, before)
+        return same and reading.continues_from(snapshot.length, before)
 
     def suspend(self) -> None:
-        """Move the state to the host, and give its memory to others; raises BimetalError where it cannot be saved."""
+        """Move the state to the host and free its memory; raises BimetalError if it cannot be saved."""
         state = self.state
         if not state.can_save:
             raise BimetalError("memory ran out, and a state of this model cannot be moved to the host")
@@ -103,12 +103,12 @@ class Slot:
         self.turn = None
 
     def resume(self) -> None:
-        """Take the state back from the host; raises NoRoomError, and changes nothing, where memory is short."""
+        """Move the state back from the host; raises NoRoomError, and changes nothing, if memory is short."""
         assert self._saved is not None
         arrays, length, long_steps = self._saved
         self.state.load(arrays, length, long_steps)
         self._saved = None
 
     def mark(self, length: int, logits: Any = None) -> None:
-        """Remember the state as it is: after `length` tokens, which are the whole prompt where `logits` are given."""
+        """Take a snapshot after `length` tokens, which are the whole prompt if `logits` are given."""
         self.turn = self.tokens[:length], self.state.snapshot(), logits

@@ -13,8 +13,8 @@ SPARE = 0.05  # of free memory, for what is not predicted
 class Slots:
     """The slots for at most `parallel` sequences of at most `context` tokens, made as they are needed.
 
-    tokens  that a pool of their states holds in all; None: `parallel` times `context`
-    pool    of their states, where the backend has one for several sequences
+    tokens  that the pool holds in all; None: `parallel` times `context`
+    pool    the states of all slots, if the backend has pools; else None
     """
 
     def __init__(self, model: Model, context: int, parallel: int, tokens: int | None = None):
@@ -30,11 +30,11 @@ class Slots:
 
     @property
     def grows(self) -> bool:
-        """Whether each state takes memory of its own as it grows, which a prediction of its bytes finds first."""
+        """Test whether each state allocates memory as it grows, so that its bytes must be predicted before."""
         return self.pool is None and isinstance(self.model, Model) and not self.model.ops.reserves
 
     def renew(self) -> None:
-        """Drop all slots, and the pool with what a backend that failed has left in it."""
+        """Drop all slots and the pool, after a failure of the backend."""
         self.slots.clear()
         self.pool = None  # before another one takes its memory
         self.pool = self._new_pool()
@@ -46,7 +46,7 @@ class Slots:
                 slot.reset()
 
     def forget_one(self, taken: Collection[Slot | None]) -> bool:
-        """Forget what the idle slot used longest ago holds; whether there was one that holds anything."""
+        """Empty the least recently used idle slot; return whether one held anything."""
         held = [slot for slot in self.slots if slot not in taken and slot.state.length]
         if held:
             oldest = min(held, key=lambda slot: slot.used)
@@ -57,9 +57,9 @@ class Slots:
         return bool(held)
 
     def has_room(self, needs: Sequence[tuple[Slot, int]], taken: Collection[Slot | None]) -> bool:
-        """Test whether memory is free for slots to hold so many tokens each; drops idle slots where that helps.
+        """Test whether memory is free for slots to hold so many tokens each; drops idle slots if necessary.
 
-        True where states do not grow by themselves: a step finds out.
+        True if states do not allocate by themselves: a step then raises NoRoomError.
         """
         (slot, tokens), *others = needs
         idle = sorted((each for each in self.slots if each not in taken), key=lambda each: each.used)
@@ -68,9 +68,9 @@ class Slots:
     def take(
         self, prompt: list[int], reading: Reading, tokens: int, running: Sequence[tuple[Slot, int]]
     ) -> Slot | None:
-        """The idle slot that holds most of `prompt` as `reading` has it, else an empty one, else the oldest in use.
+        """Take the idle slot that holds most of `prompt`, read as `reading` does; else an empty one; else the oldest.
 
-        None where memory for `tokens` tokens is not free beside sequences that run. One alone always has a slot.
+        None if memory for `tokens` tokens is not free beside the running sequences. A lone sequence always gets a slot.
 
         running  slots that are taken, and the tokens that each will hold
         """
@@ -113,7 +113,7 @@ class Slots:
         return True
 
     def _fits_pool(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
-        """Test, as `_fits`, the memory that the pool's sequences share; idle slots may be emptied."""
+        """Test the memory of the pool as `_fits` does; may empty idle slots."""
         assert self.pool is not None
         needed = tokens - (slot.state.length if slot is not None else 0)
         needed += sum(max(0, most - other.state.length) for other, most in running)

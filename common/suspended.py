@@ -23,9 +23,9 @@ class Suspended:
         self.has_ended, self.count = False, 0
 
     def make_room(self, running: list[Sequence], error: NoRoomError) -> Ended | None:
-        """Free memory for a step that had none: of an idle slot, else one of `running` moves to the host.
+        """Free memory for a step that had none: empty an idle slot, else suspend one of `running`.
 
-        Returns the sequence that ends instead, where it runs alone or its state cannot be saved.
+        Returns a sequence that must end instead, because it runs alone or its state cannot be saved.
         """
         if self._memory.forget_one(self._taken(running)):
             return None
@@ -44,7 +44,7 @@ class Suspended:
         return None
 
     def grant(self, running: list[Sequence]) -> bool:
-        """Test whether all of `running` can go on; sequences that reach their granted memory are granted more."""
+        """Test whether all of `running` can continue; sequences that reach their granted memory are granted more."""
         growing = [each for each in running if each.outgrows]
         if not growing or len(running) == 1:
             return True
@@ -56,7 +56,7 @@ class Suspended:
         return True
 
     def resume(self, running: list[Sequence]) -> Ended | None:
-        """Let a sequence go on where memory may be free again; returns it where it does not fit alone."""
+        """Resume a sequence if memory may be free again; returns it if it does not even fit alone."""
         if running and not self.has_ended:
             return None
         self.has_ended = False

@@ -321,7 +321,7 @@ def test_a_process_killed_at_any_moment(tmp_path):
                 tokens = [*known.tokens.tolist(), 60]
                 reading = Reading(len(tokens), 512, {len(known.tokens): "turn"})
                 got = opened.disk.get(np.array(tokens, np.int32), reading, 0)
-                if reading.goes_on_from(len(known.tokens), known.long_steps):
+                if reading.continues_from(len(known.tokens), known.long_steps):
                     assert got is not None
                     assert got.tokens.tolist() == known.tokens.tolist()
                     Fake(True).load({"rows.0": got.rows[0], "point.0": got.point[0]}, len(got.tokens))

@@ -52,10 +52,10 @@ def test_where_a_prompt_can_go_on(end, marks, replies, at):
     at = at % end
     before = [step for step in reading.long_steps if step[1] <= at]
     crossed = any(a < at < b for a, b in reading.long_steps)
-    assert reading.goes_on_from(at, before) == (not crossed)
+    assert reading.continues_from(at, before) == (not crossed)
     if not crossed:
         assert [s for s in steps_of(reading, at) if is_long(s)] == [s for s in reading.long_steps if s[0] >= at]
-    assert not reading.goes_on_from(at, [*before, (0, 137)])
+    assert not reading.continues_from(at, [*before, (0, 137)])
 
 
 def test_where_states_are_kept():
