@@ -38,13 +38,13 @@ def build(service: Service, policy: Policy, log: Log) -> Guard:
     return Guard(Router(routes, redirect_slashes=False), policy, log)
 
 
-def _get(path: str, handler: Callable[[Request], Any], method: str = "GET") -> Route:
-    """A route whose handler's return value is sent as JSON."""
+def _get(path: str, handler: Callable[[Request], Any], *more: str) -> Route:
+    """A route of GET, and the methods `more`, whose handler's return value is sent as JSON."""
 
     async def answer(request: Request) -> Response:
         return Response(dumps(handler(request)), media_type="application/json")
 
-    return Route(path, answer, methods=[method])
+    return Route(path, answer, methods=["GET", *more])
 
 
 def _status(service: Service) -> list[BaseRoute]:
@@ -107,12 +107,11 @@ def _ollama(service: Service) -> list[BaseRoute]:
 
 
 def _stored(service: Service) -> list[BaseRoute]:
-    def get(request: Request) -> dict[str, Any]:
-        return service.store.get(request.path_params["id"]).body
-
-    def delete(request: Request) -> dict[str, Any]:
+    def stored(request: Request) -> dict[str, Any]:
         id = request.path_params["id"]
+        if request.method != "DELETE":
+            return service.store.get(id).body
         service.store.delete(id)
         return {"id": id, "object": "response", "deleted": True}
 
-    return [_get(STORED, get), _get(STORED, delete, "DELETE")]
+    return [_get(STORED, stored, "DELETE")]

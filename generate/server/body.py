@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from generate.server.errors import ApiError
 from generate.server.json_object import MOST_BYTES, parse_json
 
+CODINGS = {"gzip", "x-gzip", "deflate", "compress", "br", "zstd"}
 LONG = 1 << 18  # bytes from which a body is parsed beside the event loop
 
 
@@ -18,7 +19,10 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 
 async def read_bytes(request: Request) -> bytes:
-    """Return the whole body; raises ApiError beyond MOST_BYTES, and where the client leaves."""
+    """Return the whole body; raises ApiError for a compressed one, beyond MOST_BYTES, and where the client leaves."""
+    coding = request.headers.get("content-encoding", "")
+    if CODINGS & {name.strip().lower() for name in coding.split(",")}:
+        raise ApiError(415, f"the body's content-encoding is {coding!r:.80}; bodies are read uncompressed only")
     too_large = ApiError(413, f"the body has more than {MOST_BYTES} bytes, which is the most supported")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > MOST_BYTES:

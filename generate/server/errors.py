@@ -39,6 +39,7 @@ class ApiError(Exception):
     param    the field that is at fault
     more     further entries of the error object
     retry    seconds after which the client may try again
+    headers  of the answer, by name
     """
 
     status: int
@@ -47,13 +48,14 @@ class ApiError(Exception):
     param: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
     retry: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.retry is not None:
+            self.headers = {**self.headers, "retry-after": str(self.retry)}
 
     def __str__(self) -> str:
         return self.message
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry is None else {"retry-after": str(self.retry)}
 
 
 def dialect_of(path: str) -> str:

@@ -11,6 +11,7 @@ from common.rules import Rule
 from generate.server.errors import ApiError
 
 OPTION_RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields_of(ChatOptions)}
+EXACT = 2.0**53  # floats beyond are not exact integers
 MOST_STOPS, MOST_STOP_LENGTH = 64, 4096
 
 
@@ -75,6 +76,8 @@ class Fields:
         value = self.values.get(key)
         if value is None:
             return default
+        if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+            value = int(value)  # JSON has one kind of number
         try:
             return rule.accept(self.name(key), value)
         except UsageError as error:

@@ -42,6 +42,9 @@ class Policy:
 
     def check(self, path: str, headers: Headers) -> None:
         """Raise ApiError for a request that may not pass."""
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may count by the other one
+            message = "the request has both content-length and transfer-encoding; it must have one of them"
+            raise ApiError(400, message, headers={"connection": "close"})
         host = headers.get("host", "")
         if not self.allows_host(host):
             message = f"the host {host!r:.80} is not served here; --allow-host admits further names"
@@ -51,7 +54,8 @@ class Policy:
             message = f"the origin {origin!r:.80} may not call this server; --cors-origin admits further ones"
             raise ApiError(403, message, "origin_not_allowed")
         if self.keys and not (path in OPEN or is_page(path)) and not self.has_key(headers):
-            raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
+            asks = {"www-authenticate": "Bearer"}
+            raise ApiError(401, "the API key is missing or wrong", "invalid_api_key", headers=asks)
 
     def allows_host(self, host: str) -> bool:
         """Whether a Host header names this machine: a page that rebinds its own name to our address does not."""
@@ -146,7 +150,8 @@ def no_route(scope: Message, error: HTTPException) -> ApiError:
     """The refusal of an unknown path or method."""
     allowed = (error.headers or {}).get("Allow", "")
     known = f"; it takes {allowed}" if allowed else ""
-    return ApiError(error.status_code, f"{scope['method'][:20]} {scope['path'][:100]} is not a route here{known}")
+    message = f"{scope['method'][:20]} {scope['path'][:100]} is not a route here{known}"
+    return ApiError(error.status_code, message, headers={"allow": allowed} if allowed else {})
 
 
 def preflight(headers: Headers) -> Response:
@@ -166,28 +171,44 @@ def place(error: BaseException) -> str:
 
 
 def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> list[bytes]:
-    """Digests of the keys from the command line, a file with one per line, and the environment."""
-    found = [*given, *([environment] if environment else []), *([] if file is None else lines_of(file))]
-    return [digest(key) for key in found]
+    """Digests of the keys from the command line, a file with one per line, and the environment.
+
+    Raises BimetalError for a file without keys, and for a key that no client can send.
+    """
+    return [digest(key) for key in [*given, *key_in(environment), *([] if file is None else lines_of(file))]]
 
 
 def key_of(file: str | None, environment: str | None) -> str | None:
     """The key for another server: of a file that holds one, else from the environment; None: it asks for none."""
-    keys = ([environment] if environment else []) if file is None else lines_of(file)
+    keys = key_in(environment) if file is None else lines_of(file)
     if len(keys) > 1:
         raise BimetalError(f"{file} holds {len(keys)} API keys; it must hold one")
-    if keys and not (keys[0].isascii() and keys[0].isprintable() and " " not in keys[0]):
-        raise BimetalError("the upstream server's key has characters other than printable ASCII without spaces")
     return keys[0] if keys else None
 
 
 def lines_of(file: str) -> list[str]:
     """The keys of a file with one per line; raises BimetalError where it has none."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise BimetalError(f"{file} is not UTF-8; it must hold one API key per line") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [
+        sendable(f"line {at} of {file}", line.strip())
+        for at, line in enumerate(lines, 1)
+        if line.strip() and not line.startswith("#")
+    ]
     if not keys:
         raise BimetalError(f"{file} holds no API key; it must hold one per line")
     return keys
+
+
+def key_in(environment: str | None) -> list[str]:
+    """The key that a variable of the environment holds, if it holds one."""
+    return [sendable("the environment", key)] if (key := (environment or "").strip()) else []
+
+
+def sendable(source: str, key: str) -> str:
+    """Return a key; raises BimetalError, with its source and without the key, for one that no header can carry."""
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise BimetalError(f"the API key of {source} has characters other than printable ASCII without spaces")
+    return key

@@ -12,6 +12,7 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
 }
+VARIES = {"vary": "accept"}
 PAGES = {"/": "index.html", "/status": "status.html"}
 HEADERS = {
     "content-security-policy": (
@@ -44,7 +45,7 @@ def kind_of(name: str) -> str:
 def _answer(path: str, body: bytes, kind: str) -> Any:
     async def answer(request: Request) -> Response:
         if path == "/" and "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse("Ollama is running")  # which Ollama's clients look for
-        return Response(body, headers=HEADERS, media_type=kind)
+            return PlainTextResponse("Ollama is running", headers=VARIES)  # which Ollama's clients look for
+        return Response(body, headers=HEADERS | (VARIES if path == "/" else {}), media_type=kind)
 
     return answer

@@ -1,5 +1,6 @@
 """Finished responses, kept for requests that go on from them: bounded in number and in bytes, the oldest go first."""
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -20,31 +21,39 @@ class Stored:
 
 
 class Store:
-    """Responses by id."""
+    """Responses by id, of use to several threads: requests are read beside the event loop."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
         self._most, self._most_bytes, self._bytes = most, most_bytes, 0
         self._held: OrderedDict[str, Stored] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._held)
 
     def get(self, id: str) -> Stored:
         """Return a response; raises ApiError for one that was never stored or has been dropped."""
-        if id not in self._held:
-            message = f"previous response {id!r:.80} is not found; the last {self._most} are kept while the server runs"
-            raise ApiError(404, message, "previous_response_not_found", "previous_response_id")
-        self._held.move_to_end(id)
-        return self._held[id]
+        with self._lock:
+            if id in self._held:
+                self._held.move_to_end(id)
+                return self._held[id]
+        raise self._missing(id)
+
+    def _missing(self, id: str) -> ApiError:
+        message = f"previous response {id!r:.80} is not found; the last {self._most} are kept while the server runs"
+        return ApiError(404, message, "previous_response_not_found", "previous_response_id")
 
     def put(self, id: str, stored: Stored) -> None:
         """Keep a response, and drop the oldest beyond the bounds."""
-        self._held[id] = stored
-        self._bytes += stored.size
-        while self._held and (len(self._held) > self._most or self._bytes > self._most_bytes):
-            self._bytes -= self._held.popitem(last=False)[1].size
+        with self._lock:
+            self._held[id] = stored
+            self._bytes += stored.size
+            while self._held and (len(self._held) > self._most or self._bytes > self._most_bytes):
+                self._bytes -= self._held.popitem(last=False)[1].size
 
     def delete(self, id: str) -> None:
         """Drop a response; raises ApiError where there is none."""
-        self._bytes -= self.get(id).size
-        del self._held[id]
+        with self._lock:
+            if (stored := self._held.pop(id, None)) is None:
+                raise self._missing(id)
+            self._bytes -= stored.size

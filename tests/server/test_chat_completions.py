@@ -167,6 +167,21 @@ def test_messages_of_every_kind_are_rendered(scripted):
     )
 
 
+def test_whole_numbers_may_be_written_as_floats(scripted):
+    """JSON has one kind of number, and some languages write 4 as 4.0."""
+    fields = {"max_tokens": 4.0, "seed": -1.0, "n": 1.0, "top_logprobs": 2.0, "logprobs": True, "temperature": 1.0}
+    assert scripted.post(URL, json={"messages": USER, **fields}).status_code == 200
+    options = scripted.llm.options[-1]
+    assert [options[name] for name in ("max_tokens", "seed", "logprobs")] == [4, 2**64 - 1, 2]
+    options = {"num_predict": 3.0, "seed": 7.0}
+    chat = {"messages": USER, "stream": False, "options": options}
+    assert scripted.post("/api/chat", json=chat).status_code == 200
+    assert [scripted.llm.options[-1][name] for name in ("max_tokens", "seed")] == [3, 7]
+    for value in (4.5, 1e300, -0.5):
+        refused = scripted.post(URL, json={"messages": USER, "max_tokens": value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

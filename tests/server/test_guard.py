@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -69,6 +70,52 @@ def test_keys_come_from_flag_file_and_environment(tmp_path):
     file.write_text("# none\n")
     with pytest.raises(BimetalError, match="holds no API key"):
         keys_of([], str(file), None)
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo")  # as editors on Windows write it
+    assert keys_of([], str(file), " three\n") == [digest(key) for key in ("three", "one", "two")]
+    assert keys_of([], None, " \n") == []
+    for text in ("one\nschlüssel", "one\na b", "one\na\0"):  # which no client could send as it stands
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(BimetalError, match=r"line 2 of .* has characters other than printable ASCII") as refused:
+            keys_of([], str(file), None)
+        assert text[4:] not in str(refused.value)
+        with pytest.raises(BimetalError, match="the environment has characters other than printable ASCII"):
+            keys_of([], None, text)
+
+
+def test_refusals_have_the_headers_of_their_status(scripted, policy):
+    locked = client_of(scripted.llm, "scripted", policy)
+    assert locked.get("/v1/models").headers["www-authenticate"] == "Bearer"
+    found = scripted.put("/v1/responses/x")
+    assert (found.status_code, set(found.headers["allow"].split(", "))) == (405, {"GET", "HEAD", "DELETE"})
+    assert scripted.get(CHAT).headers["allow"] == "POST"
+    for accept in ("text/html", "*/*"):
+        assert scripted.get("/", headers={"accept": accept}).headers["vary"] == "accept"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat", "/tokenize", "/v1/responses"])
+@pytest.mark.parametrize("coding", ["gzip", "identity, ZSTD", "br"])
+def test_compressed_bodies_are_refused(scripted, path, coding):
+    found = scripted.post(path, content=gzip.compress(BODY), headers={"content-encoding": coding})
+    assert found.status_code == 415
+    assert repr(coding) in json.dumps(found.json())
+    assert "error" in found.json()
+
+
+def address_of(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def test_a_body_has_one_length(scripted):
+    """Of two lengths a proxy before the server may read the other one, and take the rest for another request."""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
+    with serving(scripted.app) as url, socket.create_connection(address_of(url), timeout=10) as connection:
+        connection.sendall(head.encode() + chunk)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # the server closes
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"it must have one of them" in answer
+    assert scripted.llm.prompts == []
 
 
 @pytest.mark.parametrize(

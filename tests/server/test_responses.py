@@ -1,6 +1,7 @@
 """Responses: objects, the order of a stream's events, conversations that go on, and what the official SDK needs."""
 
 import json
+import threading
 
 import pytest
 from wires import named
@@ -124,6 +125,30 @@ def test_a_conversation_goes_on_from_a_response(scripted):
     for id in (second["id"], ask(scripted, store=False).json()["id"]):
         response = ask(scripted, previous_response_id=id)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "previous_response_not_found")
+
+
+def test_the_store_serves_threads():
+    """A response is not dropped between the steps of a look-up, which another thread does."""
+    pytest.importorskip("starlette", reason="the server extra is not installed")
+    from generate.server.store import Store, Stored
+
+    store, stored, hashed, dropping = Store(), Stored({}, [], 10), [], []
+
+    class Id(str):
+        __slots__ = ()
+
+        def __hash__(self):
+            hashed.append(self)
+            if len(hashed) == 2:  # it has been found
+                dropping.append(threading.Thread(target=store.delete, args=("a",)))
+                dropping[0].start()
+                dropping[0].join(0.2)
+            return str.__hash__(self)
+
+    store.put("a", stored)
+    assert store.get(Id("a")) is stored
+    dropping[0].join(10)
+    assert (len(store), store._bytes) == (0, 0)
 
 
 def test_the_store_is_bounded_in_number_and_bytes():
