@@ -64,10 +64,7 @@ def bench(p: Parser) -> None:
         help="with --synthetic: rows of the steps (default: 1,2,4,8,16,22,32,64)",
     )
     p.add_argument(
-        "--prefill",
-        type=values.counts,
-        metavar="N,N",
-        help="with --synthetic: tokens of a prompt (default: 512,8192)",
+        "--prefill", type=values.counts, metavar="N,N", help="with --synthetic: tokens of a prompt (default: 512,8192)"
     )
     p.add_argument(
         "--wedlm",

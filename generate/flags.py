@@ -75,11 +75,9 @@ def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
         g.add_argument(
             f"--kv-rotate-{axis}", action=Switch, help=f"rotate {name} before they are encoded (default: by format)"
         )
+    g.add_argument("--kv-sinks", type=values.count, metavar="N", help="first tokens kept exactly (default: by format)")
     g.add_argument(
-        "--kv-sinks", type=values.count, metavar="N", help="number of first tokens kept exactly (default: by format)"
-    )
-    g.add_argument(
-        "--kv-recent", type=values.count, metavar="N", help="number of latest tokens kept exactly (default: by format)"
+        "--kv-recent", type=values.count, metavar="N", help="latest tokens kept exactly (default: by format)"
     )
     g.add_argument(
         "--kv-calibration",
@@ -88,10 +86,7 @@ def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
         help="number of first tokens that calibrate keys and are kept exactly (default: 512 with keys below 8 bits)",
     )
     g.add_argument(
-        "--kv-boundary",
-        type=values.count,
-        metavar="N",
-        help="store the first N and the last N layers in q8_0 (default: 0)",
+        "--kv-boundary", type=values.count, metavar="N", help="first N and last N layers in q8_0 (default: 0)"
     )
 
 
@@ -130,9 +125,7 @@ def expert_memory(g: Any) -> None:
         help="memory for experts, such as 8GB (default: a quarter of the machine's memory)",
     )
     g.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="limit of the program's memory, on CUDA of each GPU, such as 16GB (default: what is free)",
+        "--memory", metavar="SIZE", help="limit of memory, on CUDA of each GPU, such as 16GB (default: what is free)"
     )
 
 
@@ -207,26 +200,15 @@ def sampling(p: Parser) -> None:
     s.add_argument("--top-p", type=values.number, metavar="X", help="share of probability kept (default: 1)")
     s.add_argument("--top-k", type=values.count, metavar="N", help="number of tokens kept; 0 keeps all (default)")
     s.add_argument(
-        "--min-p",
-        type=values.number,
-        metavar="X",
-        help="drop tokens below this share of the best token's probability (default: 0)",
+        "--min-p", type=values.number, metavar="X", help="drop tokens below this share of the best one (default: 0)"
     )
     s.add_argument(
         "--repetition-penalty", "--repeat-penalty", type=values.number, metavar="X", help="1 is none (default)"
     )
     s.add_argument(
-        "--frequency-penalty",
-        type=values.number,
-        metavar="X",
-        help="subtracted per occurrence in the reply (default: 0)",
+        "--frequency-penalty", type=values.number, metavar="X", help="subtracted per occurrence (default: 0)"
     )
-    s.add_argument(
-        "--presence-penalty",
-        type=values.number,
-        metavar="X",
-        help="subtracted once if the token is in the reply (default: 0)",
-    )
+    s.add_argument("--presence-penalty", type=values.number, metavar="X", help="subtracted once per token (default: 0)")
     s.add_argument("--seed", type=values.count, metavar="N", help="the same seed gives the same text (default: random)")
 
 
@@ -318,7 +300,7 @@ def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         "--ctx",
         type=values.tokens,
         metavar="N",
-        help="limit of prompt and reply in tokens (default: as trained; on CUDA at most what fits)",
+        help="limit of prompt and reply (default: as trained; on CUDA at most what fits)",
     )
     backend(p, backends)
 

@@ -36,10 +36,7 @@ def plan(p: Parser) -> None:
         help="predict how to divide the model among the machines of this JSON file (docs/machines.md)",
     )
     p.add_argument(
-        "--prompt-tokens",
-        type=values.positive,
-        metavar="N",
-        help="with --machines: prompt tokens (default: 512)",
+        "--prompt-tokens", type=values.positive, metavar="N", help="with --machines: prompt tokens (default: 512)"
     )
     where.add_argument(
         "--machine",
