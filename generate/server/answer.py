@@ -47,7 +47,8 @@ class Generate:
             async with self._events(prompts, task, began) as found:
                 replies = await whole(found, len(prompts) * task.n)
             note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
-            response = Response(dumps(parsed.whole(replies)), media_type="application/json")
+            body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # long where it lists probabilities
+            response = Response(body, media_type="application/json")
             await response(scope, _no_receive, send)
 
     async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
@@ -118,7 +119,7 @@ class Utility:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         facts, llm = self.service.facts, self.service.llm
         fields = Fields(await read_json(Request(scope, receive)))
-        body = dumps(await run_in_threadpool(self.compute, fields, facts, llm))
+        body = await run_in_threadpool(lambda: dumps(self.compute(fields, facts, llm)))
         await Response(body, media_type="application/json")(scope, receive, send)
 
 

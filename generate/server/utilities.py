@@ -8,6 +8,7 @@ from common.rules import many, whole
 from generate.llm import LLM
 from generate.server import chat, messages, responses
 from generate.server.conversation import arrange, messages_of, tools_of
+from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields
 from generate.server.store import Store
@@ -15,6 +16,7 @@ from generate.server.task import Chat, Task, rendered
 from generate.server.thinking import template_options
 from generate.server.wire import token_text
 
+MOST_TEXT = 4 << 20  # characters of a text to tokenize: other requests' prompts wait for their turn meanwhile
 Utility = Callable[[Fields, Facts, LLM], dict[str, Any]]
 
 
@@ -32,15 +34,22 @@ def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
     if fields.has("messages"):
         ids = rendered(llm, Task([_chat(fields, facts)], {}))[0].tokens
     else:
-        text = fields.text("content") if fields.has("content") else fields.need("prompt", TEXT)
+        key = "content" if fields.has("content") else "prompt"
+        text = fields.need(key, TEXT)
+        if len(text) > MOST_TEXT:
+            most = f"at most {MOST_TEXT} are supported"
+            raise ApiError(413, f"{key} has {len(text)} characters; {most}", param=key)
         special = fields.flag("add_special", not fields.has("content"))
         special = fields.flag("add_special_tokens", special)
         ids = facts.tokenizer.encode(text, special, fields.flag("parse_special", True))
     body: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": facts.context}
-    if fields.flag("with_pieces", False):
-        body["tokens"] = [{"id": id, "piece": token_text(facts.tokenizer, id)[0]} for id in ids]
-    if fields.flag("return_token_strs", False):
-        body["token_strs"] = [token_text(facts.tokenizer, id)[0] for id in ids]
+    pieces, strings = fields.flag("with_pieces", False), fields.flag("return_token_strs", False)
+    texts = {id: token_text(facts.tokenizer, id)[0] for id in set(ids)} if pieces or strings else {}
+    if pieces:
+        shown = {id: {"id": id, "piece": text} for id, text in texts.items()}
+        body["tokens"] = [shown[id] for id in ids]
+    if strings:
+        body["token_strs"] = [texts[id] for id in ids]
     return body
 
 

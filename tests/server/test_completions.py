@@ -1,9 +1,12 @@
 """Legacy Completions as evaluation harnesses use them, and the routes about tokens, templates and figures."""
 
+import asyncio
+import threading
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from asgi import call
 from wires import sse
 
 from common.sampling import log_softmax
@@ -91,6 +94,29 @@ def test_several_prompts_and_repetitions(client, demo):
 def test_wrong_fields_are_refused(client, fields):
     response = ask(client, **fields)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_long_texts_are_not_tokenized(scripted, monkeypatch):
+    """One request's text would hold up the prompts of all others."""
+    monkeypatch.setattr("generate.server.utilities.MOST_TEXT", 5)
+    for key in ("content", "prompt"):
+        assert scripted.post("/tokenize", json={key: "a" * 5}).json()["count"] >= 5
+        refused = scripted.post("/tokenize", json={key: "a" * 6})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (413, key)
+    found = scripted.post("/tokenize", json={"content": "abab", "with_pieces": True, "return_token_strs": True}).json()
+    assert [one["piece"] for one in found["tokens"]] == found["token_strs"] == list("abab")
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_answers_are_written_beside_the_event_loop(scripted, monkeypatch, path):
+    from generate.server import answer
+
+    threads, dumps = [], answer.dumps
+    monkeypatch.setattr(answer, "dumps", lambda value: threads.append(threading.get_ident()) or dumps(value))
+    found = asyncio.run(call(scripted.app, "POST", path, b'{"prompt": "Hi"}'))
+    assert found.status == 200
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
 
 
 def test_tokens_and_templates(client, demo):
