@@ -297,6 +297,6 @@ class CudaOps(Ops):
 
 def _tokens(read: np.ndarray) -> np.ndarray:
     """Token ids as kernels wrote them, which mark a row that holds NaN by -1; raises NotFiniteError for such a row."""
-    if (read < 0).any():
+    if np.count_nonzero(read < 0):
         raise NotFiniteError("the logits of a row hold NaN")
     return read

@@ -196,9 +196,8 @@ class Replay:
 
     def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
-        T = len(step)
-        shape = bucket(T), min(pool.slots, bucket(T))
-        return self.uploaded(self.inputs_for(step), shape, step, *pool.inputs(step, runs))
+        T = bucket(len(step))
+        return self.uploaded(self.inputs_for(step), (T, min(pool.slots, T)), step, *pool.inputs(step, runs))
 
     def uploaded(
         self, inputs: Inputs, shape: tuple[int, int], step: Step, kept: int, runs: Sequence[RunInput]

@@ -76,7 +76,7 @@ def choose(entropies: np.ndarray, distances: np.ndarray, options: WedlmOptions) 
     entropies (n,) in nats; distances (n,) positions from the first mask.
     """
     adjusted = entropies + options.penalty * distances
-    below = np.flatnonzero(adjusted < options.tau)
+    (below,) = (adjusted < options.tau).nonzero()
     return below if len(below) else np.array([int(adjusted.argmin())])
 
 
