@@ -10,7 +10,7 @@ import numpy as np
 
 BLOCK = 128  # rows of queries, and of keys, that are chosen together
 SINKS, LATEST = 2, 4  # blocks of keys that are seen in any case: the first, and the last up to the queries' own
-MASS = 0.9  # of the attention that the means predict: chosen blocks have at least as much together
+MASS = 0.9  # share of the predicted attention that the chosen blocks have at least
 MOST = 16  # chosen blocks, beside those that are seen in any case
 
 

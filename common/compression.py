@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 CHUNK = 32  # tokens that are kept or left out together
-QUERY = 96  # last tokens: what a prompt asks
-QUERIES = 8  # of them, those whose attention is measured
-HEAD, TAIL = 8, 24  # chunks that are kept at either end, as far as they are at most half of all that are kept
-NGRAM = 4  # tokens of the question that mark a chunk in which they stand too: up to a quarter of those between the ends
+QUERY = 96  # last tokens of a prompt, which are taken as its question
+QUERIES = 8  # last tokens of the question whose attention is measured
+HEAD, TAIL = 8, 24  # chunks kept at either end, but at most half of all kept chunks
+NGRAM = 4  # tokens in a row of the question that mark a chunk: up to a quarter of those between the ends
 POOL = 13  # tokens over which scores are averaged
-SINKS = 64  # first tokens, which each piece of a long prompt begins with: attention without an aim falls on them
-RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # below so many chunks: neighbours kept, most places of an n-gram
+SINKS = 64  # attention sinks: first tokens of the prompt, with which each piece of it begins
+RADII = ((1024, 2, 8), (2048, 4, 16), (2**62, 8, 32))  # up to so many chunks: neighbours, places of an n-gram
 
 
 def scored(tokens: Sequence[int], attention: Callable[[list[int]], np.ndarray], room: int) -> np.ndarray:

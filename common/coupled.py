@@ -11,9 +11,9 @@ import numpy as np
 
 from common.sampling import Sampling
 
-CANDIDATES = 32  # tokens of a position that are ranked; more of them gain little, and cost a GPU rounds of its top-k
-UNLIKELY = 1e-9  # chance of a candidate, at least
-LOGISTIC = 1.7  # of a logistic distribution function that is nearest to the normal one of deviation 1
+CANDIDATES = 32  # tokens of a position that are ranked; more gain little, and need more rounds of top-k on a GPU
+UNLIKELY = 1e-9  # least chance of a candidate
+LOGISTIC = 1.7  # scale of the logistic distribution that is nearest to the normal one
 
 
 class Trust(NamedTuple):

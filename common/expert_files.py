@@ -22,7 +22,7 @@ from common.expert_forms import ExpertForm, components
 from common.tensors import MappedFile, Tensor, stored_at
 from common.weights import ExpertMatrix, Layout, Stored, account
 
-MUCH_LARGER = 4  # times the memory: files of which the system's cache would keep next to nothing
+MUCH_LARGER = 4  # times the memory: for larger files the system's cache is bypassed
 
 
 @dataclass(frozen=True)

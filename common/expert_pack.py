@@ -25,7 +25,7 @@ from common.weights import Layout
 
 MAGIC = b"BIMETAL experts\n"
 ALIGNMENT = 1 << 14  # bytes: a page of Apple Silicon
-SAMPLE = 1 << 12  # bytes of an expert's runs by which a pack is told from another model's
+SAMPLE = 1 << 12  # bytes of an expert that are compared, so that a pack of another model is refused
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from common.errors import BimetalError
 
-RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
+RETRIED = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a request is repeated
 WAITS = (1, 2, 4, 8)  # seconds before each new attempt, or longer where the server says Retry-After
 LONGEST_WAIT = 60  # seconds that a Retry-After may ask for; a longer one ends the attempts
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

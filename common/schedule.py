@@ -20,10 +20,10 @@ from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 
 MOST_SKIPS = 4
-MOST_OWED = 2.0  # seconds that a prompt waits for decoding: a step of one may take long once, to compile
+MOST_OWED = 2.0  # limit of the seconds owed to decoding, because a first step may take long to compile
 VERIFY_ROWS = 64
 QUEUE = 256  # sequences that may wait
-SHARED_PREFILL_ROWS = 1024  # of a prompt's step, at most, where the replies of others wait for its end
+SHARED_PREFILL_ROWS = 1024  # most rows of a prompt's step while other replies wait for it
 
 
 class BusyError(BimetalError):

@@ -72,7 +72,7 @@ class Call:
     priority: int = 0
 
 
-RESERVED = 1024  # tokens of a reply for which memory must be free before it begins, and whenever it has reached them
+RESERVED = 1024  # tokens of a reply for which memory is granted at a time
 
 
 class Sequence:

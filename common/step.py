@@ -20,7 +20,7 @@ PAST = -1  # the parent of a row that continues the committed past
 _CONTINUES, _FIRST_SLOT = np.array([PAST], np.int32), np.zeros(1, np.int32)
 _CONTINUES.flags.writeable = _FIRST_SLOT.flags.writeable = False
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
-MAX_DECODE_ROWS = 136  # of a step that decodes or verifies a draft; how a row is computed does not depend on how many
+MAX_DECODE_ROWS = 136  # of a step that decodes or verifies: up to here rows do not depend on each other
 
 
 @dataclass(eq=False)  # a frozen one takes three times as long to make, and each reply makes one per token

@@ -22,9 +22,9 @@ from cuda_backend.rows import dense, emit_copy
 from cuda_backend.views import float4_aligned, packed_only, view
 
 MOST_RANKS = len(PEERS.names or ())
-NUMBERS = 1 << 20  # of a GPU's that one exchange takes: 204 rows of 5,120; a longer step takes several exchanges
-SECONDS = 10  # that a GPU waits for another one's part
-RENEWED = 1 << 31  # exchanges after which the numbers begin again, long before they would come again by themselves
+NUMBERS = 1 << 20  # most numbers of one exchange: 204 rows of 5,120; a longer step takes several
+SECONDS = 10  # timeout of a GPU that waits for another one's part
+RENEWED = 1 << 31  # exchanges after which numbers are reset, before they would overflow
 RESIDENT = 10  # CTAs of exchange_scale on a multiprocessor: kernels/exchange_norm.cu
 
 

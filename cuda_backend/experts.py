@@ -30,16 +30,16 @@ from cuda_backend.weights import Weight
 R = TypeVar("R")
 
 LOGS = 4  # steps whose logs may not have been counted yet
-TURNS = 8  # steps in which the recency of every layer's experts is brought up to date once
+TURNS = 8  # steps over which the recency of all layers' experts is updated, some layers in each
 # Misses of an expert, each fading by FADE per step, from which it is copied to a slot. Tried, by simulation of 256
 # experts of which 60 % or 30 % have slots: from the first miss on -> 6.1 and 20.1 experts over the link per token and 8
 # layers against 4.4 and 12.5, hits 95.1 % and 83.8 % against 94.1 % and 83.6 %; 1.5 misses, 0.98 -> 4.6 and 13.5
 MISSES = 2.5
 FADE = 0.995
-COPIES = 8  # experts that are being copied at a time: more would keep misses from the link
-SWAPS = 64  # experts that change places between two requests
-LINK_BYTES = 1 << 28  # of a measured copy
-SWAP_GAIN = 8  # uses by which an expert must be ahead of the one whose slot it takes
+COPIES = 8  # experts copied at the same time: more would take the link from misses
+SWAPS = 64  # most experts exchanged between two requests
+LINK_BYTES = 1 << 28  # size of the copy that measures the link
+SWAP_GAIN = 8  # uses that an expert must have more than the one whose slot it takes
 
 
 class Logged(NamedTuple):

@@ -31,13 +31,13 @@ UNITS = {
     "MXFP4": (256, 2176),
 }
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
-TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # of neighbours that one `linear` kernel takes, as llama.cpp mixes them
+TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # types of adjacent matrices in one launch, as llama.cpp mixes them
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
-EXPANDED = 8192  # latents of which prefill has the keys and values of all heads at a time; a multiple of a tile
-MOST_SINGLE = 256  # tiles that are pieces by themselves: kernels/flash.cuh
-PREFILL_COLS = 32  # rows of a group of kernels/experts.cu where a step has more rows than a tree
+EXPANDED = 8192  # latents that prefill expands to keys and values at a time; a multiple of a tile
+MOST_SINGLE = 256  # most pieces of a single tile each: kernels/flash.cuh
+PREFILL_COLS = 32  # rows of a group of kernels/experts.cu in a prefill step
 
 
 def tile_defines(type_: str) -> tuple[str, ...]:

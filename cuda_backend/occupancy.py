@@ -54,10 +54,10 @@ CARDS = (
 )
 
 # Types by what products of theirs keep in registers: kernels/tile.cuh
-SUMS = ("Q4_K", "Q5_K")  # minima that meet sums of x
-APART = ("Q4_1", "Q5_1", "Q2_K")  # minima that take registers of their own
-SIXTEENS = ("Q6_K", "Q3_K", "Q2_K")  # a scale for 16 columns
-WHOLE = (*SUMS, *SIXTEENS, "IQ4_XS")  # scales in whole numbers
+SUMS = ("Q4_K", "Q5_K")  # types whose minima are multiplied by sums of x
+APART = ("Q4_1", "Q5_1", "Q2_K")  # types whose minima need separate registers
+SIXTEENS = ("Q6_K", "Q3_K", "Q2_K")  # types with a scale per 16 columns
+WHOLE = (*SUMS, *SIXTEENS, "IQ4_XS")  # types with integer scales
 
 
 class InFlight(NamedTuple):

@@ -245,7 +245,7 @@ class CudaOps(Ops):
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
         return sampling.argmax_entropy(self.context, logits, excluded)
 
-    # -- what goes on and what comes out -------------------------------------------------------------------------------
+    # -- steps and results ---------------------------------------------------------------------------------------------
 
     keep = of_context(rows.keep)
 

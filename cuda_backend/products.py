@@ -42,7 +42,7 @@ class RowNorm(NamedTuple):
 
 
 NONE = RowNorm()
-EXPAND = 1 << 26  # elements of a quantized matrix that prefill expands at a time
+EXPAND = 1 << 26  # most elements of a quantized matrix that prefill expands at a time
 
 
 def row_norm(squares: int, s: Segment, x: Lazy) -> RowNorm:

@@ -16,8 +16,8 @@ from cuda_backend.prototypes import DRAW
 from cuda_backend.rows import pieces_of
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
-MOST_BEST = 64  # tokens of a row that kernels/top_k.cu finds
-CTA_KEYS = 4096  # and what one of its CTAs chooses from
+MOST_BEST = 64  # largest k of kernels/top_k.cu
+CTA_KEYS = 4096  # logits per CTA of kernels/top_k.cu
 
 
 def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Array:

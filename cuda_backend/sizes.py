@@ -17,7 +17,7 @@ from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
 from cuda_backend.weights import UPLOAD
 
-SLACK, CHUNKS = 1.1, 3  # what chunks leave unused: a share of what they hold, and one of each part
+SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and chunks per part
 
 
 def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:

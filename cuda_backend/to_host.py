@@ -7,7 +7,7 @@ import numpy as np
 
 from cuda_backend.launch import Stream
 
-FEW = 1 << 14  # numbers that go by pinned memory where the host waits for them: the driver copies others in pieces
+FEW = 1 << 14  # most numbers copied through pinned memory; the driver copies longer arrays in pieces
 
 
 class Arrival:

@@ -16,7 +16,7 @@ from cuda_backend.several_gpus import connect
 
 Transport = Exchange | NcclExchange
 
-SLOW = 8e-6  # seconds of a sum, above which sharing layers may take a small model longer than it saves
+SLOW = 8e-6  # seconds of a sum above which tensor parallelism may slow a small model down
 SUMS, COLUMNS, RUNS = 16, 256, 3  # what `sum_seconds` measures
 
 

@@ -22,9 +22,9 @@ from cuda_backend.launch import Stream
 from cuda_backend.memory import Memory
 
 BUFFER, BUFFERS = 64 << 20, 4  # bytes of one, and how many
-READERS = min(8, os.cpu_count() or 1)  # more wait for each other
-LEAST = 1 << 20  # bytes that are not worth sharing
-FLAGS = 1 << 12  # weights that are checked together
+READERS = min(8, os.cpu_count() or 1)  # threads; more would wait for each other
+LEAST = 1 << 20  # bytes below which one thread copies alone
+FLAGS = 1 << 12  # most weights whose scales are checked together
 
 
 class Uploader:

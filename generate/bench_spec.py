@@ -32,7 +32,7 @@ from generate.loading import resolve_draft
 PLAIN = Speculation()
 WINDOWS = {f"wedlm {name}": Speculation("wedlm", wedlm=preset) for name, preset in PRESETS.items()}
 WINDOWS["wedlm verify"] = Speculation("wedlm", wedlm=WedlmOptions(16, 1.0, 0.0, verify=True))
-NEAR_TIE = 1e-3  # of logits: what rows of different steps may differ by where their number changes a sum's order
+NEAR_TIE = 1e-3  # difference of logits by rounding between steps of different numbers of rows
 
 
 @dataclass

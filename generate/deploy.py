@@ -23,7 +23,7 @@ from generate.server.service import Service
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 OWN = ("replicas", "max_replicas", "gpus_per_replica", "cpus_per_replica")
 RAYS = ("host", "port")  # of Ray's proxy, which listens
-QUEUED = 8  # requests that a replica holds beside those that it works on, so that none of its slots waits for Ray
+QUEUED = 8  # requests queued in a replica, so that no slot waits for Ray
 TARGET = 0.7  # share of a replica's slots above which another replica is started
 
 

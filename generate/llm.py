@@ -46,7 +46,7 @@ from generate.progress import PrefillBar
 from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
-AHEAD = 4  # times as many replies of a list are submitted as run at once: none waits for the oldest
+AHEAD = 4  # replies of a list that are submitted, times those that run at once, so that no slot waits for the oldest
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 

@@ -19,7 +19,7 @@ from common.prefix_cache import PrefixCache
 from common.prefix_disk import PrefixDisk
 from common.tensors import Tensor
 
-SHARE, MOST = 10, 8 << 30  # of free memory a tenth, but no more
+SHARE, MOST = 10, 8 << 30  # default budget: this part of free memory, at most so many bytes
 TRIM = 256 << 20  # bytes freed between two trims
 SAMPLE = 64  # bytes at either end of each tensor
 ROOT = Path(__file__).parents[1]

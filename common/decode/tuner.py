@@ -4,17 +4,17 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps that a running mean looks back
-FIRST = 3  # steps of a size of which the fastest counts, as one: a backend may compile or capture in the others
-OUTLIER = 3  # times the mean, which is the most that a step's time counts
-TRIALS = {True: 6, False: 4}  # steps that a trial of plain decoding takes, and one of a budget
+SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
+FIRST = 3  # first steps of a size, of which only the fastest counts: the others may compile or capture
+OUTLIER = 3  # times the mean: limit of a step's time
+TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
 SHARES = {
     True: 0.005,
     False: 0.01,
 }  # of the time, at most, that trials may lose: of plain decoding, and beside a budget
-SAVED = 32  # plain steps' time that may be saved up for trials
-STRETCH = 32  # plain steps between two choices where plain decoding is best: the host's time for a choice counts there
-PATIENCE = 2  # times its cost that must be saved for a trial in mid-reply, where the draft's context may have gaps
+SAVED = 32  # most time saved up for trials, in plain steps
+STRETCH = 32  # plain steps between two choices while plain decoding is best, because a choice takes host time
+PATIENCE = 2  # times its cost: time to be saved before a trial in mid-reply, where the draft's context may have gaps
 
 
 class Mean:

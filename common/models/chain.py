@@ -16,7 +16,7 @@ from common.step import State, Step
 from common.storage import LayerSpec
 from common.weights import Layout
 
-DEEPEST = 5  # tokens that one chain has at most: each takes a pass of the head, and is accepted less often
+DEEPEST = 5  # most tokens of a chain: each takes a pass of the head, and is accepted less often than the one before
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from common.ops import Ops
 from common.storage import LayerSpec
 from common.tensors import Tensor
 
-KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that say what kind a draft is
+KEYS = ("architectures", "general.architecture", "speculators_model_type")  # keys that name its kind
 REFUSED = {  # the kind, by a mark of it
     "domino": "Domino",
     "peagle": "P-EAGLE",
