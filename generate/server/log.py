@@ -1,6 +1,7 @@
 """The log: one line per request, without anything that a prompt, a reply or a key says."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from common.terminal import printable
 from generate.server.events import Usage
 
 MOST_PATH = 200
+PARTED = re.compile(r'[\s"]|^$')
 
 
 class Log:
@@ -25,7 +27,7 @@ class Log:
         if self._as_json:
             text = json.dumps({"time": when, "event": event} | given, ensure_ascii=True)
         else:
-            text = printable(" ".join([when, event, *(f"{name}={value}" for name, value in given.items())]))
+            text = printable(" ".join([when, event, *(f"{name}={word(value)}" for name, value in given.items())]))
         print(text, file=self._stream or sys.stderr, flush=True)
 
     def request(self, scope: Mapping[str, Any], id: str, status: int, seconds: float, note: Mapping[str, Any]) -> None:
@@ -43,3 +45,9 @@ class Log:
             error=note.get("error"),
             at=note.get("at"),
         )
+
+
+def word(value: Any) -> str:
+    """Text of a value as one word, in quotes where it has white space: a request's path must not forge an entry."""
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if PARTED.search(text) else text

@@ -322,6 +322,16 @@ def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch):
     assert "status=499" in scripted.log.getvalue()
 
 
+def test_a_path_does_not_forge_a_line_of_the_log(scripted):
+    paths = {"/a%0aforged": r'path="/a\nforged"', "/a%20status=200": 'path="/a status=200"', "/%22": r'path="/\""'}
+    for path, shown in {**paths, "/plain": "path=/plain", "/a%1b%e2%80%a8": r'path="/a\u001b\u2028"'}.items():
+        assert scripted.get(path).status_code == 404
+        *_, line, end = scripted.log.getvalue().split("\n")
+        assert f" {shown} status=404 " in line
+        assert end == ""
+    assert len(scripted.log.getvalue().splitlines()) == 5
+
+
 def test_the_log_as_json(scripted):
     from generate.server.log import Log
 
