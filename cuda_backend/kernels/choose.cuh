@@ -1,5 +1,5 @@
-// choose: the experts that a row takes and where their matrices lie, by one warp
-// Build     PER: experts of a lane
+// choose: the experts of a row and the addresses of their matrices, computed by one warp
+// Build     PER: experts per lane
 // Numbers   float32; best first, ties to the smaller number, NaN last
 
 #ifndef PER

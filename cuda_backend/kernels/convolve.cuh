@@ -1,8 +1,8 @@
 // convolve: a row of a head of q, k or v, for prepare.cu and for delta.cu's step of one row
 //
 // Build     as prepare.cu
-// Work      all that a lane reads is requested at once, from another place where it is not needed: the compiler lets a conditional
-//           read wait for the one before it
+// Work      all loads of a lane are unconditional, from another address if the value is not needed, because the compiler serializes
+//           conditional loads
 
 #ifndef SLOTS
 #define SLOTS 1

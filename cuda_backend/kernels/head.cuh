@@ -1,4 +1,4 @@
-// head: one head of an activation into shared memory, normed and turned, as `heads` and `heads_to_cache` take it
+// head: loads one head of an activation to shared memory, and applies norm and rope, for `heads` and `heads_to_cache`
 
 // One head into `v` (shared memory, room for a multiple of 4): RMS norm, weight, rope, each where requested. One warp.
 __device__ __forceinline__ void head_into(float* v, const In& x, int t, int head, int D, bool norm, const float* weight,

@@ -1,4 +1,4 @@
-// matrix: what linear.cu is given, once for each matrix and once for all
+// matrix: the parameters of linear.cu: those of each matrix, and those of the launch
 
 struct Matrix {
     const u8* w;  // units of tile.cuh

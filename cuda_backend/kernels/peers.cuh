@@ -1,11 +1,11 @@
-// peers: numbers that GPUs store into each other's buffers, and how one knows that they have arrived
-// A buffer is [3][RANKS][capacity] float32, of which exchange `number` uses third number % 3, and in it a rank's part the place
-// [rank]. Bits UNSENT, a NaN that no part has, mark what has not arrived, so that there is no flag, no fence and no second
-// message: whoever has read a part clears it in the exchange that follows.
-// Three thirds suffice. Rank A clears third n % 3 in its exchange n + 1, when its exchange n is over and has read all of it. A peer
-// stores there again in its exchange n + 3, after its n + 2, which has awaited A's part of n + 2, which A has stored after
-// its n + 1. This rests on kernels that follow one another: under programmatic launches too, since all of ours wait
-// (`depend`) for the whole of the one before, and on all exchanges of a GPU being in one stream.
+// peers: stores of numbers to the buffers of other GPUs, and the detection of their arrival
+// A buffer is [3][RANKS][capacity] float32. Exchange `number` uses third number % 3; the part of a rank is at [rank]. The bits UNSENT,
+// a NaN that no part contains, mark numbers that have not arrived, so that no flag, fence or second message is necessary. The
+// reader of a part clears it in the next exchange.
+// Three thirds are enough. Rank A clears third n % 3 in its exchange n + 1, after its exchange n has read all of it. A peer stores there
+// again in its exchange n + 3. That follows its exchange n + 2, which waited for A's part of n + 2, which A stored after its n + 1.
+// This requires that kernels of a GPU follow one another, also under programmatic launches (every kernel of ours waits for the end
+// of the previous one by `depend`), and that all exchanges of a GPU are in one stream.
 
 #define UNSENT 0xffffffffu
 #define MAX_RANKS 8

@@ -1,5 +1,5 @@
-// plane: where the rows of a cache lie: keys, values or latents, a row being the bytes of one position. Without a table a
-// sequence's are [slot][head][place]; with one they lie in pages, [page][head][PAGE], which the table lists for each slot.
+// plane: addresses of the rows of a cache: keys, values or latents; a row is the bytes of one position. Without a table the rows
+// are [slot][head][place]; with a table they are in pages, [page][head][PAGE], whose numbers the table lists for each slot.
 
 #define PAGE 256  // positions; a multiple of every tile
 

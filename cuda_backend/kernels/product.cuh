@@ -1,28 +1,28 @@
 // product: 16 rows of a quantized matrix times a unit's columns of COLS rows of x, on the tensor cores
-// In        x   int8 codes with a scale per 128 columns, or 32 (store.cuh), where a type X with these members finds them for a lane:
+// In        x   int8 codes with a scale per 128 columns, or 32 (store.cuh), which a type X returns to a lane by these members:
 //               codes(half, pair, n)    of two groups of 32 columns of rows 8 n to 8 n + 7: B fragments of two m16n8k32
 //               scales(n)               WHOLE: of either half of rows 8 n + 2 t and the next, t = lane % 4
 //               scales(half, group, n)  others: of these rows
 //               sums(n)                 WHOLE: of x, 32 columns each: B fragment of a bf16 m16n8k16, or before 8.0 of two float16 m16n8k8
 // Build     one type of tile.cuh; COLS 1 or a multiple of 8
-// Numbers   WHOLE types: 128 columns, which share a scale of x, add up in whole numbers. What follows rounds: two conversions,
-//           each times its scale of x, the second added to the first; minima times sums of x in bf16, 16 bits of a sum, which a
-//           tensor core adds up for 256 columns; minima, then scales times the sum of both halves added to the result.
-//           Q2_K adds up minima in whole numbers, as scales. Others: the dot of each group of 32 columns is exact
-// Tried     ms of a step of Qwen3.6-27B, variant against what was here then (one H200); docs/experiments/products.md has more.
+// Numbers   WHOLE types: 128 columns share a scale of x, and are added in integers. These operations round: the conversion of both
+//           halves to float, each times its scale of x, and their sum; minima times sums of x in bf16 (16 bits of a sum), added for
+//           256 columns by a tensor core; minima, then scales times the sum of both halves, added to the result. Q2_K adds minima
+//           in integers, as scales. Other types: the dot product of each group of 32 columns is exact
+// Tried     ms of a step of Qwen3.6-27B, variant against the kernel of that time (one H200); docs/experiments/products.md has more.
 //           float16 activations times 2^-6 on wgmma -> 16.1 against 21.3 at 64 rows, but 6.48 against 6.02 at one, which must have
 //             the same bits
-//           float16 on wgmma, exact weights, a scale of x per 128 columns -> 21.3 against 21.3 at 64 rows: scales cost what tensor
-//             cores gained
+//           float16 on wgmma, exact weights, a scale of x per 128 columns -> 21.3 against 21.3 at 64 rows: scales take the time
+//             that tensor cores save
 //           float16 on wgmma, codes times scales as integers, equal bits -> 15.0 against 14.2 at 64 rows, 6.70 against 6.17 at 16:
 //             twice the
-//             instructions to unpack, twice the bytes of x, and half of the cycles have no warp that can go on
-//           int8 on wgmma, 24 or 32 rows each -> 16.75 against 14.8 at 64 rows: a group's sums are all there is to do until the next
-//             has come
+//             instructions to unpack, twice the bytes of x, and in half of the cycles no warp can issue
+//           int8 on wgmma, 24 or 32 rows each -> 16.75 against 14.8 at 64 rows: only a group's sums can be
+//             computed until the next one has arrived
 //           Q4_K's scales multiplied into the codes, halves apart -> 19.1 against 17.9 at 64 rows: 647 instructions per tile, not 604
-//           weights unpacked before x is there -> 4.84 against 4.74 at one row: the first unit gains what the others lose
-//           64 rows as two batches of 32 that find the weights in L2 -> not built to the end: gate and up 61.4 us at 64 rows, twice
-//             33.8 at 32
+//           weights unpacked before x has arrived -> 4.84 against 4.74 at one row: faster in the first unit, slower in the others
+//           64 rows as two batches of 32, the second with weights in L2 -> not finished: gate and up 61.4 us at 64 rows, twice 33.8
+//             at 32
 
 #if COLS == 1
 #define NT 1

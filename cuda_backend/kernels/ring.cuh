@@ -1,20 +1,20 @@
-// ring: barriers in shared memory and copies that complete them, for products that one warp feeds and eight compute.
-// Tried     ms of a step, variant against what was here then (Q: Qwen3.6-27B, W: WeDLM-8B, one H200); docs/experiments/products.md has
-//             more.
-//           all three stages requested before the wait -> Q 4.79 against 4.70 with two: in the way of what small kernels read
-//           five stages, one to four before the wait -> Q 4.95, 4.79, 4.85, 4.89 against 4.70: shared memory, so what follows begins
-//             later
+// ring: barriers in shared memory, and copies that complete them, for products in which one warp loads and eight compute
+// Tried     ms of a step: variant against the kernel of that time (Q: Qwen3.6-27B, W: WeDLM-8B, one H200); more in
+//             docs/experiments/products.md.
+//           all three stages loaded before the wait -> Q 4.79 against 4.70 with two: delays loads of the small kernels
+//           five stages, one to four before the wait -> Q 4.95, 4.79, 4.85, 4.89 against 4.70: takes shared memory that the next kernel
+//             needs to begin
 //           four, five, six stages for more than 8 rows -> Q 14.7, 14.9, 15.1 against 14.55 at 64 rows: the products gain 0.5 us, the
 //             rest loses more
 //           one or three stages ahead at 16 rows -> W 2.157 and 2.203 against 2.10
 //           no more stages than a stripe has units -> W 2.093 against 2.111 at 16 rows, but another build for each length
-//           half a microsecond or one between the two requests -> W 1.684 against 1.689, Q 4.72 against 4.72
-//           at most two copies in flight -> Q 5.23 against 5.18: gate and up alone 28.3 us against 29.5, a step gains nothing
-//           units after the ring prefetched to L2 -> Q 5.32 against 5.08: DRAM is busy with the kernel before
-//           x of one row into registers, not through the ring -> W 1.706 against 1.686: a read to wait for in each unit
+//           half a microsecond or one between the two loads -> W 1.684 against 1.689, Q 4.72 against 4.72
+//           at most two copies in flight -> Q 5.23 against 5.18: gate and up alone 28.3 us against 29.5, a step is not faster
+//           units after the ring prefetched to L2 -> Q 5.32 against 5.08: DRAM is busy with the previous kernel
+//           x of one row loaded to registers, not through the ring -> W 1.706 against 1.686: a load to wait for in each unit
 //           x of the first two units by cp.async of the multiplying warps -> W 1.74 against 1.69: 200 instructions more
 //           stages given back by bar.arrive and bar.sync -> Q 14.847 against 14.969 at 64 rows; Q6_K of 64 rows spills on sm_120
-//           one arrival per warp -> Q 4.990 against 4.994, within spread; racecheck follows only a thread's own arrival
+//           one arrival per warp -> Q 4.990 against 4.994, within spread; racecheck associates an arrival only with its thread
 
 #if __CUDA_ARCH__ >= 900 && !defined(CP_ASYNC)
 #define BULK 1

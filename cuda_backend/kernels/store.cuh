@@ -1,4 +1,4 @@
-// store: a row-wise result in each form that its consumers want
+// store: writes a row-wise result in each form that its consumers need
 // Out       dense (T, K) float32, product (T, K) of prelude.cuh to_product, packed: each where the pointer is not null
 //           packed, per 256 columns and 8 rows: the B fragments of eight mma.m16n8k32, 16 bytes per lane and two of them; the
 //           scales of either half, row after row; the sums of 32 codes, times their scale, as the B fragment of a bf16

@@ -1,11 +1,11 @@
-// stripes: a CTA's part of y = x W' for one quantized matrix, as linear.cu describes it
+// stripes: the part of a CTA in y = x W' for one quantized matrix: linear.cu
 // Build     one type of tile.cuh; STAGES; HALVES_AT_ONCE and EIGHTS_AT_ONCE: cuda_backend/occupancy.py; COLS, STRIPES and
 //           AHEAD as linear.cu
-// Tried     ms of a step, variant against what was here then (W: WeDLM-8B, one H200).
-//           as few stripes as leave the longest as long -> Qwen3.6-27B 7.59 against 7.40 at 16 rows: CTAs stay idle at the end
+// Tried     ms of a step: variant against the kernel of that time (W: WeDLM-8B, one H200).
+//           the fewest stripes with the same longest stripe -> Qwen3.6-27B 7.59 against 7.40 at 16 rows: CTAs stay idle at the end
 //           gate and up in 256 stripes, two partial sums instead of three -> W 1.684 against 1.672 with 264; 236 to 262 1.670 to
 //             1.719 against 1.650
-//           down in 256, 250, 220 stripes -> W 1.685, 1.696, 1.703 against 1.672: CTAs that end at once let nothing begin
+//           down in 256, 250, 220 stripes -> W 1.685, 1.696, 1.703 against 1.672: CTAs that end at the same time leave no room for an early start
 //           four units a stripe of the output projection -> W 1.675 and 1.684 against 1.674 with three, 2.047 against 2.032 at 16
 //             rows
 //           three or four units where fewer CTAs than multiprocessors are left -> Laguna 1.362, 1.380 against 1.324; GLM 2.000, 2.023

@@ -1,4 +1,4 @@
-// sums: rows given as partial sums, of which kernels that follow a product have to add up many
+// sums: loads rows given as partial sums and adds them, for kernels after a product
 // Build     SLOTS: partial sums of x; OTHERS: of y, 0 without y
 
 #ifndef SLOTS
