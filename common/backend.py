@@ -164,6 +164,10 @@ class Backend(ABC):
         """Predict the peak bytes beside weights and states while `tokens` tokens are read in steps of `rows`."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
+    def logits_bytes(self, vocab: int, sequences: int) -> int:
+        """Predict the bytes beside `work_bytes` of steps that decode `sequences` sequences, by one row each."""
+        return 0
+
     def free_bytes(self) -> tuple[int, str]:
         """Return (bytes that weights, states and workspace may take on this machine now, what sets that limit)."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")

@@ -107,7 +107,7 @@ def predict_run(
     return (
         ops.held_pool_bytes(kv, parallel, tokens, tokens, rows),
         ops.held_pool_bytes(fixed, parallel, tokens, tokens, rows),
-        ops.work_bytes(sizes, tokens, rows),
+        ops.work_bytes(sizes, tokens, rows) + ops.logits_bytes(config.vocab, parallel),
     )
 
 
@@ -160,7 +160,8 @@ def what_fits(
             part = [spec[i] for i in own]
             sizes = [layer_size(layout.layers[i], spec[i], config) for i in own]
             states = ops.held_pool_bytes(part, parallel, tokens, shared or tokens, rows)
-            return states + ops.work_bytes(sizes, tokens, rows)
+            logits = ops.logits_bytes(config.vocab, parallel) if layout.out in own else 0
+            return states + ops.work_bytes(sizes, tokens, rows) + logits
 
         return all(need(own) <= (1 - spare) * free for free, own in devices)
 

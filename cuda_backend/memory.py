@@ -130,9 +130,13 @@ class Arena:
         return address
 
     def scratch(self, nbytes: int, stream: Any) -> int:
-        """Return memory that only the next launch on `stream` reads; every call returns the same memory."""
+        """Return the address of at least `nbytes` bytes for launches on `stream` until the next call.
+
+        Every call returns the same memory, which grows; no captured graph may use it.
+        """
         if nbytes > self.passing.nbytes:
             stream.synchronize()
+            self.passing = Memory(0)  # the old memory goes before the new one is taken
             self.passing = Memory(nbytes)
         return self.passing.address
 

@@ -148,6 +148,9 @@ class CudaOps(Ops):
         kept = sizes.snapshot_bytes([layer.states for layer in layers], tokens)
         return sizes.work_bytes(layers, tokens, rows) + kept
 
+    def logits_bytes(self, vocab: int, sequences: int) -> int:
+        return sizes.logits_bytes(vocab, sequences)
+
     def free_bytes(self) -> tuple[int, str]:
         give_back()
         return room()[0], f"free memory of {self.context.card.name}"

@@ -43,7 +43,6 @@ EXACT = _struct(
     *_named("u8", "q", "shift", "mean", "scale", "positions"),
     *_named("i4", "own", "slots", "first", "recent"),
 )
-DRAW = _struct(*_named("f8", "temperature", "top_p", "uniform"), ("least", "u8"), *_named("i4", "top_k", "cut"))
 
 PEERS = _struct(*_named("u8", *(f"peer{i}" for i in range(8))))
 MEETING = _struct(

@@ -1,6 +1,8 @@
 """Sampling, argmax, top-k and entropy of logits on the device; logits are not copied to the host."""
 
 import math
+import struct
+from collections.abc import Iterator
 
 import cupy
 import numpy as np
@@ -11,11 +13,12 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend.arrays import Array
 from cuda_backend.context import Context
 from cuda_backend.launch import kernel
-from cuda_backend.memory import Memory, copy_in
-from cuda_backend.prototypes import DRAW
+from cuda_backend.memory import Memory, upload
 from cuda_backend.rows import pieces_of
 
 DRAW_BINS = 2048  # kernels/draw.cu BINS
+DRAW = struct.Struct("3dQ2i")  # kernels/draw.cu Draw
+WORKSPACE = 32 << 20  # bytes for the draw weights of a group of rows; one row may take more
 MOST_BEST = 64  # largest k of kernels/top_k.cu
 CTA_KEYS = 4096  # logits per CTA of kernels/top_k.cu
 
@@ -28,10 +31,9 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
     tokens = Array((T,), memory.address, owner=(memory, keys), dtype=np.int32)
     if not sampler.is_argmax:
         if isinstance(sampler, Samplers):
-            drawn = _draw_each(context, logits, best, sampler, tokens.address)
+            _draw_each(context, logits, best, sampler, tokens.address)
         else:
-            drawn = _draw(context, logits, best, sampler, tokens.address)
-        tokens.owner = memory, keys, drawn
+            _draw(context, logits, best, sampler, tokens.address)
         return tokens
     next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
     kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step), stream=stream)
@@ -85,50 +87,60 @@ def argmax_entropy(context: Context, logits: Array, excluded: int) -> tuple[Arra
     return out[0], out[1]
 
 
-def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampler, tokens: int) -> Memory:
-    """Sampler.pick of each row, `best` its best keys by pieces. Returns memory that must last until it has run."""
+def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampler, tokens: int) -> None:
+    """Launch Sampler.pick of each row, of which `best` are the largest keys of pieces; write int32 to `tokens`."""
     s, (T, V), stream = sampler.sampling, logits.shape, context.stream
+    keys, pieces = best
     cut = s.top_k > 0 or s.top_p < 1
-    memory = Memory(8 * T * (V + 1 + 2 * DRAW_BINS * cut), stream)
-    uniform = memory.address + 8 * T * V
-    chances, bins = memory.address, uniform + 8 * T
-    copy_in(uniform, sampler.numbers(T), stream)
-    if cut:
-        cupy.cuda.runtime.memsetAsync(bins, 0, 16 * T * DRAW_BINS, stream.ptr)
-    head = logits.address, V, *best
-    weighed = (*head, s.temperature, cut, chances, bins)
-    kernel("draw", "weigh")((min(256, -(-V // 256)), T), (256,), weighed, stream=stream)
+    numbers = upload(sampler.numbers(T), stream)
     limits = min(s.top_k, V), s.top_p, _least(s)
-    kernel("draw", "draw")((T,), (1024,), (*head, chances, bins, *limits, uniform, tokens), stream=stream)
-    return memory
+    for first, rows, chances, bins in _groups(context, T, V, cut):
+        head = logits.address + 4 * V * first, V, keys + 8 * pieces * first, pieces
+        weighed = (*head, s.temperature, cut, chances, bins)
+        kernel("draw", "weigh")((min(256, -(-V // 256)), rows), (256,), weighed, stream=stream)
+        drawn = (*head, chances, bins, *limits, numbers.address + 8 * first, tokens + 4 * first)
+        kernel("draw", "draw")((rows,), (1024,), drawn, stream=stream)
+
+
+def _groups(context: Context, rows: int, V: int, cut: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first row, rows, address of their chances, address of their bins) of groups that are drawn one by one.
+
+    All of them use the memory in which prefill expands matrices, of at least WORKSPACE bytes or one row.
+    """
+    row_bytes, arena, stream = 8 * (V + 2 * DRAW_BINS), context.arena, context.stream
+    chances = arena.scratch(max(WORKSPACE, row_bytes), stream)
+    most = arena.passing.nbytes // row_bytes
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        bins = chances + 8 * V * count
+        if cut:
+            cupy.cuda.runtime.memsetAsync(bins, 0, 16 * DRAW_BINS * count, stream.ptr)
+        yield first, count, chances, bins
 
 
 def _least(s: Sampling) -> int:
-    """The least draw weight of a token that is not excluded."""
+    """Return the least draw weight of a token that is not excluded."""
     return max(1, math.ceil(s.min_p * ONE))
 
 
-def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers: Samplers, tokens: int) -> Memory:
-    """Draw as `_draw`, each row by its own sampler."""
+def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers: Samplers, tokens: int) -> None:
+    """Draw as `_draw`, each row by its own sampler; rows of greedy samplers take their largest logit."""
     (T, V), stream = logits.shape, context.stream
-    draws, at = np.zeros(T, DRAW), 0
+    draws, cut, at = list[bytes](), False, 0
     for sampler, rows in samplers.of:
         if not sampler.is_argmax:
             s = sampler.sampling
-            cut = s.top_k > 0 or s.top_p < 1
-            here = draws[at : at + rows]
-            here[:] = (s.temperature, s.top_p, 0.0, _least(s), min(s.top_k, V), cut)
-            here["uniform"] = sampler.numbers(rows)
+            least, top_k = _least(s), min(s.top_k, V)
+            cut = cut or top_k > 0 or s.top_p < 1
+            for row, number in enumerate(sampler.numbers(rows).tolist(), at):
+                draws.append(DRAW.pack(s.temperature, s.top_p, number, least, top_k, row))
         at += rows
-    cut = bool(draws["cut"].any())
-    memory = Memory(8 * T * (V + 2 * DRAW_BINS * cut) + draws.nbytes, stream)
-    bins = memory.address + 8 * T * V
-    each = bins + 16 * T * DRAW_BINS * cut
-    copy_in(each, draws, stream)
-    if cut:
-        cupy.cuda.runtime.memsetAsync(bins, 0, 16 * T * DRAW_BINS, stream.ptr)
+    if len(draws) < T:
+        kernel("sample", "final")((T,), (32,), (*best, tokens, tokens), stream=stream)
+    records = upload(np.frombuffer(b"".join(draws), np.uint8), stream)
     head = logits.address, V, *best
-    weighed = (*head, each, memory.address, bins)
-    kernel("draw", "weigh_each")((min(256, -(-V // 256)), T), (256,), weighed, stream=stream)
-    kernel("draw", "draw_each")((T,), (1024,), (*head, memory.address, bins, each, tokens), stream=stream)
-    return memory
+    for first, rows, chances, bins in _groups(context, len(draws), V, cut):
+        own = records.address + DRAW.size * first
+        weighed = (*head, own, chances, bins)
+        kernel("draw", "weigh_each")((min(256, -(-V // 256)), rows), (256,), weighed, stream=stream)
+        kernel("draw", "draw_each")((rows,), (1024,), (*head, chances, bins, own, tokens), stream=stream)

@@ -59,6 +59,9 @@ class SeveralGpus(Ops):
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         return self.gpus[0].ops.work_bytes(layers, tokens, rows)
 
+    def logits_bytes(self, vocab: int, sequences: int) -> int:
+        return self.gpus[0].ops.logits_bytes(vocab, sequences)
+
     @abstractmethod
     def new_pool(
         self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None

@@ -7,6 +7,7 @@ tests/models/test_cuda_work.py compares prediction and use.
 from collections.abc import Sequence
 
 from common.backend import LayerSize
+from common.step import MAX_DECODE_ROWS
 from common.storage import DeltaSpec, KVSpec, LatentSpec, LayerSpec, Spec, all_specs
 from cuda_backend.caches.kv import kv_planes
 from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes
@@ -15,8 +16,11 @@ from cuda_backend.caches.window import window_places
 from cuda_backend.layout import EXPANDED, padded
 from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
+from cuda_backend.rows import pieces_of
+from cuda_backend.sampling import DRAW
 from cuda_backend.weights import UPLOAD
 
+STEPS = 2  # whose logits are held at the same time, beside those that each sequence's prompt ended with
 SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and chunks per part
 
 
@@ -38,8 +42,19 @@ def _copied_bytes(s: Spec, tokens: int) -> int:
 
 def work_bytes(layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
     """Predict the peak bytes of arena and uploader while a prompt of `tokens` tokens is read in steps of `rows`."""
+    # EXPAND numbers of two bytes for matrices that prefill expands, which is more than sampling.WORKSPACE
     half = max(_layer_bytes(layer, tokens, min(rows, tokens)) for layer in layers)
     return int(2 * SLACK * half) + CHUNKS * Arena.CHUNK + 2 * EXPAND + UPLOAD
+
+
+def logits_bytes(vocab: int, sequences: int) -> int:
+    """Predict the bytes of logits and of the tokens drawn from them, where a step has a row of each of `sequences`.
+
+    Weights of draws lie in the arena's memory for expanded matrices, which `work_bytes` counts.
+    """
+    rows = min(sequences, MAX_DECODE_ROWS)
+    of_prompts, of_steps = sequences, STEPS * rows
+    return (of_prompts + of_steps) * (4 * vocab + 8 * pieces_of(vocab)) + of_steps * (DRAW.size + 4)
 
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:

@@ -16,6 +16,8 @@ from typing import Any
 
 calls: Counter[str] = Counter()  # of CuPy so far, by name: the time that CuPy and the driver take for them comes on top
 addresses = itertools.count(1 << 40, 1 << 40)
+held: Counter[str] = Counter()  # bytes of device memory, by the function that holds them, and "all"
+peaks: Counter[str] = Counter()  # the most that has been held since `peaks` was cleared
 
 
 def counted(name: str, value: Any = None) -> Callable[..., Any]:
@@ -102,6 +104,22 @@ class Handle:
         return SimpleNamespace(launch=idle.launch)
 
 
+class Allocation:
+    """Device memory, which counts while this object lives."""
+
+    def __init__(self, nbytes: int):
+        calls["alloc"] += 1
+        self.ptr, self.nbytes = next(addresses), nbytes
+        self.holders = (sys._getframe(3).f_code.co_name, "all")  # what called memory.Memory
+        for holder in self.holders:
+            held[holder] += nbytes
+            peaks[holder] = max(peaks[holder], held[holder])
+
+    def __del__(self) -> None:
+        for holder in self.holders:
+            held[holder] -= self.nbytes
+
+
 PROPERTIES = {
     "name": b"no GPU",
     "major": 8,
@@ -135,7 +153,7 @@ def install() -> None:
     cupy.RawModule, cupy.get_default_memory_pool = Handle, lambda: pool
     cupy.cuda.__dict__.update(
         runtime=runtime,
-        alloc=counted("alloc", Handle),
+        alloc=Allocation,
         alloc_pinned_memory=bytearray,
         PinnedMemoryPointer=bytearray,
         PinnedMemoryPool=lambda: SimpleNamespace(malloc=bytearray),

@@ -1,6 +1,7 @@
 """Microseconds of Python per step of several replies, over a model whose steps cost nothing.
 
-python tests/host_time.py [STREAMS] [--cuda [SHAPE:RECIPE]] [--spec KIND] [--budget N] [--steps N] [--profile]
+python tests/host_time.py [STREAMS] [--cuda [SHAPE:RECIPE]] [--spec KIND] [--budget N] [--temperature T] [--steps N]
+    [--profile]
 
 --cuda  counts the CUDA backend's Python too, of a step that is replayed; what CuPy and the driver take comes on top
 --spec  lookup; with --cuda also chain, tree and wedlm, whose steps then give 3 tokens
@@ -118,12 +119,15 @@ def main() -> None:
     parser.add_argument("--cuda", nargs="?", const="wedlm-8b:q4_k_m", metavar="SHAPE:RECIPE")
     parser.add_argument("--spec", default="off")
     parser.add_argument("--budget", type=int)
+    parser.add_argument("--temperature", type=float)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     model = cuda_model(args.cuda, args.spec) if args.cuda else free_model()
     budget = {} if args.budget is None else {"tree_budget": args.budget}
-    how: dict[str, Any] = {"spec": args.spec} | (WINDOW if args.spec == "wedlm" else budget)
+    how: dict[str, Any] = {"spec": args.spec, "temperature": args.temperature} | (
+        WINDOW if args.spec == "wedlm" else budget
+    )
     options = GenerationOptions(**how)
     seconds, idle, tokens = min(turns(begun(model, args.streams, options), args.steps) for _ in range(REPEATS))
     print(f"{args.streams} streams: {1e6 * seconds:.0f} us per step of {tokens:.1f} tokens")

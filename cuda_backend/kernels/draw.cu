@@ -4,7 +4,8 @@
 // Scratch   chances [T][V]; with top-k or top-p, bins [T][2][BINS]: sums of chances and counts of tokens by the first bits of
 //           a logit's key, zero before `weigh`
 // Out       tokens [T] int32, -1 where a logit is NaN
-// Functions weigh, draw: one Draw for all rows; weigh_each, draw_each: a Draw per row, for several sequences
+// Functions weigh, draw: all rows by the same parameters; weigh_each, draw_each: rows of several sequences, each by its Draw,
+//           which names its row of logits, best and tokens; chances and bins are those of the drawn rows alone
 // Work      weigh: many CTAs per row, an exponential per token
 //           draw: a CTA per row. Rounds over 11, 11 and 10 bits of the keys find the smallest logit that top-k and top-p keep.
 //           Then each warp adds the chances of 1/32 of the tokens, the random number selects a warp, and so on to one token
@@ -18,20 +19,19 @@
 #define FLIGHT 8  // loads of a thread that are under way together: one CTA has only these to hide their latency
 #define ONE 1099511627776.0
 
-// How a row is drawn; its largest logit is taken where the temperature is 0.
-struct Draw {
+struct Draw {  // how a row is drawn
     double temperature, top_p, uniform;
     u64 least;
-    int top_k, cut;
+    int top_k, row;
 };
 
-__device__ __forceinline__ void weigh_row(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
-                                          u64* chances, u64* bins) {
+__device__ __forceinline__ void weigh_row(const float* logits, int V, const u64* best, int pieces, int row, double temperature,
+                                          int cut, u64* chances, u64* bins) {
     __shared__ u64 chance_of[BINS];
     __shared__ u32 tokens_of[BINS];
-    logits += (s64)blockIdx.y * V, chances += (s64)blockIdx.y * V, bins += blockIdx.y * 2 * BINS;
+    logits += (s64)row * V, chances += (s64)blockIdx.y * V, bins += blockIdx.y * 2 * BINS;
     u64 key = 0;
-    for (int i = threadIdx.x % 32; i < pieces; i += 32) key = max(key, best[blockIdx.y * pieces + i]);
+    for (int i = threadIdx.x % 32; i < pieces; i += 32) key = max(key, best[row * pieces + i]);
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
     if (key == ~0ull) return;
     for (int i = threadIdx.x; i < BINS; i += THREADS) chance_of[i] = tokens_of[i] = 0;
@@ -57,13 +57,13 @@ __device__ __forceinline__ void weigh_row(const float* logits, int V, const u64*
 
 extern "C" __global__ void weigh(const float* logits, int V, const u64* best, int pieces, double temperature, int cut,
                                  u64* chances, u64* bins) {
-    weigh_row(logits, V, best, pieces, temperature, cut, chances, bins);
+    weigh_row(logits, V, best, pieces, blockIdx.y, temperature, cut, chances, bins);
 }
 
 extern "C" __global__ void weigh_each(const float* logits, int V, const u64* best, int pieces, const Draw* draws, u64* chances,
                                       u64* bins) {
     const Draw draw = draws[blockIdx.y];
-    if (draw.temperature > 0) weigh_row(logits, V, best, pieces, draw.temperature, draw.cut, chances, bins);
+    weigh_row(logits, V, best, pieces, draw.row, draw.temperature, draw.top_k || draw.top_p < 1.0, chances, bins);
 }
 
 // What is kept: tokens whose key is larger, and the first `ties` of those with it, of `chance` each; above: the sum of
@@ -129,6 +129,7 @@ struct OfAll {  // what all rows are drawn by, and the number of each
     __device__ __forceinline__ double top_p() const { return p; }
     __device__ __forceinline__ u64 least() const { return weight; }
     __device__ __forceinline__ double uniform() const { return numbers[blockIdx.x]; }
+    __device__ __forceinline__ int row() const { return blockIdx.x; }
 };
 struct OfRow {  // in shared memory, read each time that it is used: registers are short
     const volatile Draw* draw;
@@ -136,19 +137,20 @@ struct OfRow {  // in shared memory, read each time that it is used: registers a
     __device__ __forceinline__ double top_p() const { return draw->top_p; }
     __device__ __forceinline__ u64 least() const { return draw->least; }
     __device__ __forceinline__ double uniform() const { return draw->uniform; }
+    __device__ __forceinline__ int row() const { return draw->row; }
 };
 
 template <class How>
 __device__ __forceinline__ void draw_row(const float* logits, int V, const u64* best, int pieces, const u64* chances,
                                          const u64* bins, How how, int* tokens) {
     __shared__ Shared shared;
-    logits += (s64)blockIdx.x * V, chances += (s64)blockIdx.x * V, bins += blockIdx.x * 2 * BINS;
+    logits += (s64)how.row() * V, chances += (s64)blockIdx.x * V, bins += blockIdx.x * 2 * BINS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 nan = 0;
-    for (int i = lane; i < pieces; i += 32) nan = max(nan, best[blockIdx.x * pieces + i]);
+    for (int i = lane; i < pieces; i += 32) nan = max(nan, best[how.row() * pieces + i]);
     for (int m = 16; m; m >>= 1) nan = max(nan, __shfl_xor_sync(FULL, nan, m));
     if (nan == ~0ull) {
-        if (threadIdx.x == 0) tokens[blockIdx.x] = -1;
+        if (threadIdx.x == 0) tokens[how.row()] = -1;
         return;
     }
     Cut cut = {0, 0, 0, 0};  // below every key
@@ -198,9 +200,9 @@ __device__ __forceinline__ void draw_row(const float* logits, int V, const u64* 
             }
             at -= here, cut.ties -= tied;
         }
-        if (end - first == 1 && threadIdx.x == 0) tokens[blockIdx.x] = first;
+        if (end - first == 1 && threadIdx.x == 0) tokens[how.row()] = first;
     }
-    if (V == 1 && threadIdx.x == 0) tokens[blockIdx.x] = 0;
+    if (V == 1 && threadIdx.x == 0) tokens[how.row()] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(1024) draw(const float* logits, int V, const u64* best, int pieces,
@@ -215,12 +217,5 @@ extern "C" __global__ void __launch_bounds__(1024) draw_each(const float* logits
     __shared__ Draw draw;
     if (threadIdx.x == 0) draw = draws[blockIdx.x];
     __syncthreads();
-    if (draw.temperature > 0) {
-        draw_row(logits, V, best, pieces, chances, bins, OfRow{&draw}, tokens);
-        return;
-    }
-    u64 key = 0;
-    for (int i = threadIdx.x % 32; i < pieces; i += 32) key = max(key, best[blockIdx.x * pieces + i]);
-    for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
-    if (threadIdx.x == 0) tokens[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
+    draw_row(logits, V, best, pieces, chances, bins, OfRow{&draw}, tokens);
 }

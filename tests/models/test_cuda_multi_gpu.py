@@ -140,7 +140,8 @@ def test_the_fullest_sets_the_context(full, monkeypatch):
     definition = ARCHITECTURES["qwen3"]
     config = replace(definition.read_config(checkpoint), context=1 << 20)
     layout, spec = definition.layout(config, checkpoint), definition.state_spec(config)
-    monkeypatch.setattr(CudaOps, "work_bytes", lambda *_: 0)
+    for name in ("work_bytes", "logits_bytes"):
+        monkeypatch.setattr(CudaOps, name, lambda *_: 0)
     own = [[s for i, s in enumerate(spec) if ops.layers[i].index == device] for device in (0, 1)]
     limit = state_bytes(own[full], 5000)
     monkeypatch.setattr(multi_gpu, "free", lambda gpu: limit / (1 - SPARE) if gpu.index == full else 10**15)

@@ -15,6 +15,8 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 from cuda_rows import poisoned_ops, random_matrix, rows_on  # noqa: E402
 
 from cuda_backend import rows as rows_of  # noqa: E402
+from cuda_backend import sampling as sampling_of  # noqa: E402
+from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -76,9 +78,29 @@ def test_draws_are_the_hosts(asked, vocab, ops):
         ops.read(ops.sample(rows_on(ops, logits), device))
 
 
+@pytest.fixture
+def launched(ops, monkeypatch):
+    """The name of each launch of sampling.py, with its grid."""
+    grids, kernel = [], sampling_of.kernel
+
+    def noted(stem, name):
+        function = kernel(stem, name)
+        return lambda grid, *of, **options: (grids.append((name, grid)), function(grid, *of, **options))
+
+    monkeypatch.setattr(sampling_of, "kernel", noted)
+    return grids
+
+
+def in_groups_of(rows, vocab, ops, monkeypatch):
+    """Bound the memory for drawing to that of so many rows."""
+    monkeypatch.setattr(sampling_of, "WORKSPACE", rows * 8 * (vocab + 2 * sampling_of.DRAW_BINS) + 100)
+    ops.context.arena.passing = Memory(0)
+
+
+@pytest.mark.parametrize("group", [0, 1, 7, 1000])
 @pytest.mark.parametrize("vocab", [1, 33, 5003])
-def test_draws_of_several_sequences(vocab, ops):
-    """One call for samplers that differ, greedy ones among them, each of which has rows of its own."""
+def test_draws_of_several_sequences(vocab, group, ops, launched, monkeypatch):
+    """One call for samplers that differ, of which the greedy ones' rows take no memory, in groups that fit into it."""
     logits = hard_rows(vocab)
     logits = np.concatenate([logits, logits[::-1]])
     logits[30, vocab // 2] = np.nan
@@ -91,10 +113,13 @@ def test_draws_of_several_sequences(vocab, ops):
     )
     want = Samplers(host).pick(logits)
     assert want[30] == NOT_A_TOKEN
-    on_device = rows_on(ops, logits)
-    before = ops.launches
-    tokens = ops.sample(on_device, Samplers(device))
-    assert ops.launches - before == 3
+    in_groups_of(group, vocab, ops, monkeypatch)
+    tokens = ops.sample(rows_on(ops, logits), Samplers(device))
+    drawn, most = len(logits) - rows[0] - rows[-1], max(group, 1)
+    groups = [min(most, drawn - first) for first in range(0, drawn, most)]
+    assert [grid[1] for name, grid in launched if name == "weigh_each"] == groups
+    assert [grid[0] for name, grid in launched if name == "draw_each"] == groups
+    assert ops.context.arena.passing.nbytes <= most * 8 * (vocab + 2 * sampling_of.DRAW_BINS) + 100
     assert all(ops.read(tokens[i : i + 1]) == want[i] for i in range(len(logits)) if i != 30)
     with pytest.raises(NotFiniteError):
         ops.read(tokens)
@@ -102,6 +127,15 @@ def test_draws_of_several_sequences(vocab, ops):
         ops.read(ops.sample(rows_on(ops, logits[:2]), Samplers(host[:1] * 2))).tolist()
         == logits[:2].argmax(-1).tolist()
     )
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0.8}, {"temperature": 1.3, "top_k": 64, "top_p": 0.9}])
+def test_draws_of_one_sequence_in_groups(asked, ops, launched, monkeypatch):
+    logits, sampling = hard_rows(1027), Sampling(**asked, seed=11)
+    in_groups_of(5, 1027, ops, monkeypatch)
+    tokens = ops.read(ops.sample(rows_on(ops, logits), Sampler(sampling)))
+    assert tokens.tolist() == Samplers([(Sampler(sampling), len(logits))]).pick(logits).tolist()
+    assert [grid for name, grid in launched if name == "draw"] == [(5,)] * 4 + [(4,)]
 
 
 def test_argmax(ops):
