@@ -17,6 +17,7 @@ from generate.llm import LLM
 from generate.server import proxy
 from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
+from generate.server.connection import Connection
 from generate.server.guard import Policy, key_of, keys_of
 from generate.server.log import Log
 from generate.server.service import Service
@@ -117,7 +118,7 @@ def config_of(app: Any, **more: Any) -> uvicorn.Config:
     """Settings of the HTTP server, the same whatever else is installed: httptools would put no bound on headers."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=Connection,
         h11_max_incomplete_event_size=MOST_HEAD,
         log_config=None,
         access_log=False,

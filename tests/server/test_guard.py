@@ -110,9 +110,8 @@ def test_a_body_has_one_length(scripted):
     """Of two lengths a proxy before the server may read the other one, and take the rest for another request."""
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
-    with serving(scripted.app) as url, socket.create_connection(address_of(url), timeout=10) as connection:
-        connection.sendall(head.encode() + chunk)
-        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # the server closes
+    with serving(scripted.app) as url:
+        answer = exchanged(url, head.encode() + chunk)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"it must have one of them" in answer
     assert scripted.llm.prompts == []
@@ -228,6 +227,50 @@ def test_headers_that_do_not_end_are_refused(scripted, part):
                 asked.sendall(part * (4096 // len(part)))
                 sent += 4096
         assert sent < 1 << 22
+
+
+def exchanged(url, *parts):
+    """Everything that a server sends to a client that sends `parts`, until it closes the connection."""
+    with socket.create_connection(address_of(url), timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.1)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+HEAD = b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def test_what_is_not_http_is_refused_in_json(scripted):
+    with serving(scripted.app) as url:
+        for sent in (b"G@T / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" * 99, b"GET / HTTP/1.1\r\n\r\n"):
+            head, _, body = exchanged(url, sent).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_broken_body_after_its_refusal_ends_the_connection(scripted, policy, caplog):
+    """The answer has been sent when the rest of the request turns out not to be HTTP."""
+    app = client_of(scripted.llm, "scripted", policy).app
+    with serving(app) as url:
+        answer = exchanged(url, HEAD + b"transfer-encoding: chunked\r\n\r\n", b"no number\r\n")
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_clients_that_send_no_whole_request_are_sent_away(scripted, monkeypatch):
+    monkeypatch.setattr("generate.server.connection.PATIENCE", 0.2)
+    scripted.llm.pause = 0.15  # a reply may take longer
+    asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving(scripted.app) as url:
+        assert exchanged(url) == exchanged(url, HEAD, b"x: y\r\n") == b""
+        assert exchanged(url, asked, HEAD).count(b"HTTP/1.1 200 ") == 1
+        late = exchanged(url, HEAD + b"content-length: 99\r\n\r\n", b"{", b" ")
+        assert late.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(late.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("nothing of the request's")
+        length = b"connection: close\r\ncontent-length: 15\r\n\r\n"
+        assert b'"status":"completed"' in exchanged(url, HEAD + length + b'{"input": "Hi"}')
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,52 @@
+"""HTTP connections: refusals below the routes are in JSON too, and a client that sends no whole request must leave."""
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from generate.server.errors import ApiError, envelope
+from generate.server.wire import dumps
+
+PATIENCE = 60.0  # seconds for the headers of a request, and between the parts of its body
+
+
+class Connection(H11Protocol):
+    """A connection as uvicorn serves it, closed where PATIENCE seconds bring no request."""
+
+    _timer: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Look in PATIENCE seconds whether a request has come, or one from before is still answered."""
+        before = self.cycle
+
+        def look() -> None:
+            if self.cycle is before and (before is None or before.response_complete):
+                self.transport.close()
+            else:
+                self._watch()
+
+        self._timer = self.loop.call_later(PATIENCE, look)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; where an answer has begun, the connection just ends."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        body = dumps(envelope(ApiError(400, msg), "openai", ""))
+        head = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        events = h11.Response(status_code=400, headers=head, reason=b"Bad Request"), h11.Data(body), h11.EndOfMessage()
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
