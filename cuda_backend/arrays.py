@@ -116,7 +116,10 @@ class Array:
             partials = max(
                 n for begin, (end, n) in zip(begins, self.needs, strict=False) if begin < last and end > first
             )
-        return self._view(shape, strides, offset, partials)
+        out = self._view(shape, strides, offset, partials)
+        if self.best and not offset and tuple(shape[1:]) == self.shape[1:] and tuple(strides) == self.strides:
+            out.best = self.best  # of the first rows
+        return out
 
     def _view(self, shape: Sequence[int], strides: Sequence[int], offset: int, partials: int = 0) -> "Array":
         return Array(

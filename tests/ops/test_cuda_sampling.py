@@ -206,6 +206,12 @@ def test_sampled_steps(vocab):
     del logits
     assert memory() is None  # a step's may have 135 MB, and tokens outlive it
     assert ops.read(sampled).tolist() == rows[:2].argmax(-1).tolist()
+    logits = rows_of.kept(ops.context, rows_on(ops, rows), 4)
+    for part, launches in ((slice(3), 1), (slice(1, 4), 2)):  # the best of the first rows are known
+        before = ops.launches
+        found = ops.read(ops.sample(logits[part], greedy))
+        assert found.tolist() == rows[:4][part].argmax(-1).tolist()
+        assert ops.launches - before == launches
     rows[1, -1] = np.nan
     with pytest.raises(NotFiniteError):
         ops.read(ops.sample(rows_of.kept(ops.context, rows_on(ops, rows), 2), greedy))
