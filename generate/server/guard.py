@@ -4,7 +4,6 @@ import hashlib
 import hmac
 import ipaddress
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from starlette.responses import Response
 
 from common.errors import BimetalError
 from generate.server.errors import ApiError, dialect_of, envelope, refusal
-from generate.server.log import Log
+from generate.server.log import Log, place
 from generate.server.page import is_page
 from generate.server.sending import ClientGoneError, Message, Receive, Send
 from generate.server.wire import dumps, new_id
@@ -162,12 +161,6 @@ def preflight(headers: Headers) -> Response:
         "access-control-max-age": "600",
     }
     return Response(status_code=204, headers=found)
-
-
-def place(error: BaseException) -> str:
-    """Return where an error was raised, without its message, which may hold a prompt."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    return f"{type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))
 
 
 def keys_of(given: Sequence[str], file: str | None, environment: str | None) -> list[bytes]:

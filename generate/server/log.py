@@ -1,16 +1,21 @@
 """The log: one line per request, without anything that a prompt, a reply or a key says."""
 
 import json
+import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 from common.terminal import printable
 from generate.server.events import Usage
 
 MOST_PATH = 200
+LIBRARIES = ("uvicorn", "asyncio")
 PARTED = re.compile(r'[\s"]|^$')
 
 
@@ -51,3 +56,39 @@ def word(value: Any) -> str:
     """Text of a value as one word, in quotes where it has white space: a request's path must not forge an entry."""
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if PARTED.search(text) else text
+
+
+def place(error: BaseException) -> str:
+    """Return where an error was raised, without its message, which may hold a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return f"{type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))
+
+
+class _Handler(logging.Handler):
+    """Writes warnings and errors of libraries as lines of a log, without messages of exceptions."""
+
+    def __init__(self, log: Log):
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage().partition("\n")[0][:MOST_PATH]
+        at = None if error is None else place(error)
+        self._log.line(record.levelname.lower(), source=record.name, message=text, at=at)
+
+
+@contextmanager
+def forwarding(log: Log) -> Iterator[None]:
+    """Have the HTTP server and the event loop write to `log` in a block, in whose form all lines then are."""
+    loggers, handler = [logging.getLogger(name) for name in LIBRARIES], _Handler(log)
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagates in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagates

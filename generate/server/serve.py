@@ -19,7 +19,7 @@ from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
 from generate.server.connection import Connection
 from generate.server.guard import Policy, key_of, keys_of
-from generate.server.log import Log
+from generate.server.log import Log, forwarding
 from generate.server.service import Service
 from generate.server.upstream import Upstream
 
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     service.load(make, ended)
     try:
-        server.run([listening])
+        with forwarding(log):
+            server.run([listening])
     finally:
         service.close()
         for number, handler in before.items():

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -234,7 +235,7 @@ def exchanged(url, *parts):
     with socket.create_connection(address_of(url), timeout=10) as connection:
         for part in parts:
             connection.sendall(part)
-            time.sleep(0.1)
+            time.sleep(0.05)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
@@ -260,8 +261,8 @@ def test_a_broken_body_after_its_refusal_ends_the_connection(scripted, policy, c
 
 
 def test_clients_that_send_no_whole_request_are_sent_away(scripted, monkeypatch):
-    monkeypatch.setattr("generate.server.connection.PATIENCE", 0.2)
-    scripted.llm.pause = 0.15  # a reply may take longer
+    monkeypatch.setattr("generate.server.connection.PATIENCE", 0.15)
+    scripted.llm.pause = 0.12  # a reply may take longer
     asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with serving(scripted.app) as url:
         assert exchanged(url) == exchanged(url, HEAD, b"x: y\r\n") == b""
@@ -398,6 +399,26 @@ def test_a_fault_of_ours_names_its_place_and_nothing_else(scripted):
     written = scripted.log.getvalue()
     assert "RuntimeError at test_guard.py" in written
     assert "secret" not in written + response.text
+
+
+def test_libraries_write_to_the_log(scripted, capfd):
+    """What the HTTP server and the event loop warn of has the log's form, and no message of an exception."""
+    from generate.server.log import Log, forwarding
+
+    stream = io.StringIO()
+    with forwarding(Log(as_json=True, stream=stream)):
+        with serving(scripted.app) as url:
+            exchanged(url, b"G@T / HTTP/1.1\r\n\r\n")
+        try:
+            raise RuntimeError("secret")
+        except RuntimeError:
+            logging.getLogger("asyncio").exception("a task\nsecret")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["event"], first["source"]) == ("warning", "uvicorn.error")
+    assert (second["event"], second["message"]) == ("error", "a task")
+    assert second["at"].startswith("RuntimeError at test_guard.py")
+    assert "secret" not in stream.getvalue() + "".join(capfd.readouterr())
+    assert logging.getLogger("asyncio").propagate
 
 
 def test_many_clients_are_served_in_order(demo):
