@@ -294,7 +294,9 @@ class MlxOps(Ops):
         return mx.where(mx.isnan(total), NOT_A_TOKEN, ids), logs
 
     def argmax_entropy(self, logits: Array, excluded: int) -> tuple[Array, Array]:
-        return best_and_entropy(logits, excluded)
+        found = best_and_entropy(logits, excluded)
+        mx.async_eval(*found)  # as `sample`
+        return found
 
     def read(self, x: Array) -> np.ndarray:
         if mx.issubdtype(x.dtype, mx.floating):
