@@ -12,7 +12,8 @@
 //           ones are gathered for the group of each, its ancestors in the order of their positions. Rows that are not
 //           float16 arrive as the cache has them, and each tile is unpacked, rotated as it was stored, before its products.
 //           EXACT: a tile that holds codes and exact rows is multiplied twice; a row takes nothing from the form that is not
-//           its own, which leaves its sums as they were
+//           its own, which leaves its sums as they were. Both forms are added up before they join the tiles before them, which
+//           wait where the sums of the piece lie: a tile that is a piece by itself gives these bits as well
 // Assumes   memory beyond the last row of the cache holds finite numbers
 // Numbers   float16 products, float32 sums; a tile is summed by itself and scaled by powers of 2, which is exact: what a
 //           row gets depends on the positions that it sees, not on how they are cut into pieces, on where the step's rows
@@ -92,14 +93,15 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
     if (!WINDOWED) window = keep = 0;
     extern __shared__ __align__(16) u16 shared[];
     __shared__ Pieces pieces;
-    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if its piece ends with it, and that one's place
-    __shared__ int place;  // of the piece that is fetched next; thread 0's
+    __shared__ int2 coming[4];  // tiles requested: where each begins, + 1 if sums are written after it, + 2 exact rows, + 4 joins what was written, and the place of its piece
+    __shared__ int place, opened;  // of the piece that is fetched next, and its first tile; thread 0's
     __shared__ int items, jobs;  // pieces for all rows, tiles for rows of a tree
     __shared__ int ctas, first_job, past;  // of the run; of those tiles, this CTA's first; committed positions
     __shared__ int2 spans[ROWS];  // the positions that a row sees, the first and the last
     __shared__ int heads[ROWS];   // where a row lies in (T, H)
     __shared__ int from[TILE];    // where in the cache a tree's row finds the positions of a tile: its ancestors in their order; EXACT: as positions, which are the places of codes
     __shared__ float shifts[EXACT ? ROWS : 1];    // of a row's products with codes
+    [[maybe_unused]] __shared__ float2 written[2][EXACT ? ROWS : 1];  // stats by tiles in turn: a warp may write those of a tile while another joins it to the one before
     [[maybe_unused]] __shared__ u8 offsets[EXACT ? MAX_DECODE_ROWS + 1 : 1];  // positions of the step's rows after the committed ones
     u16 *qs = shared, *tiles = qs + ROWS * STRIDE, *ps = tiles + TILES * TILE * STRIDE;
     float* tops = (float*)(ps + ROWS * PROBABILITIES);  // of each row, by 16 positions
@@ -148,7 +150,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         auto has_codes = [&](int at) { return at + TILE > exact.first && at <= mask.past + mask.rows - 1 - exact.recent; };
         auto has_exact = [&](int at) { return at < exact.first || at + TILE > mask.past - exact.recent + 1; };
         bool goes_exact = EXACT && (job < 0 || !has_codes(ahead));  // the exact rows of the tile at `ahead` are next
-        if (job >= 0 && threadIdx.x == 0) place = trunk + job / parts % pieces.tails;
+        if (job >= 0 && threadIdx.x == 0) place = trunk + job / parts % pieces.tails, opened = ahead;
         if (job >= 0 && ahead >= mask.past + seen) continue;  // no row that this one sees
         auto advance = [&] {
             if (EXACT && !goes_exact && has_exact(ahead)) {
@@ -164,7 +166,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
             ahead = pieces.from(number), stop = pieces.to(number);
             if (EXACT) goes_exact = !has_codes(ahead);
-            if (threadIdx.x == 0) place = pieces.place(number);
+            if (threadIdx.x == 0) place = pieces.place(number), opened = ahead;
         };
         if (job >= 0) __syncthreads();
         if (threadIdx.x < ROWS) {
@@ -195,8 +197,10 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             const bool of_values = i % 2;
             if (!of_values) start = place_of(keys, ahead);
             if (!of_values && threadIdx.x == 0) {
-                const bool ends = ahead + TILE >= stop && (!EXACT || goes_exact || !has_exact(ahead));
-                coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0), place);
+                const bool both = EXACT && has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
+                const bool ends = (ahead + TILE >= stop || both) && (!EXACT || goes_exact || !has_exact(ahead));
+                const bool joins = EXACT && goes_exact && ahead != opened && has_codes(ahead);
+                coming[i / 2 % 4] = make_int2(ahead + ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0), place);
             }
             if (EXACT && goes_exact) {  // they are read when it is their turn, since they are few
                 if (of_values && ahead < NOWHERE) advance();
@@ -377,6 +381,26 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                             x = __fmaf_rn(sum[j][e], after[e / 2], x * before[e / 2]);  // both products are exact
                         }
                 }
+                if (EXACT && coming[tile % 4].x & 4) {
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const int r = m * 16 + lane / 4 + half * 8;
+                        if (r >= rows) continue;
+                        const float2 rest = written[coming[tile % 4].x / TILE % 2 ^ 1][r];
+                        const float both = fmaxf(top[half], rest.x), here = power(top[half] - both), there = power(rest.x - both);
+                        l[half] = l[half] * here + rest.y * there, top[half] = both;
+                        const float* in = sums + ((s64)coming[tile % 4].y * T * H + heads[r]) * D + c * 16 + lane % 4 * 2;
+#pragma unroll
+                        for (int n = 0; n < NV; n++)
+#pragma unroll
+                            for (int j = 0; j < 2; j++) {
+                                if (D % 64 && (n * 4 + c) * 16 >= D) continue;
+                                const float2 x = *(const float2*)(in + n * 64 + j * 8);
+                                o[2 * n + j][2 * half] = __fmaf_rn(o[2 * n + j][2 * half], here, x.x * there);
+                                o[2 * n + j][2 * half + 1] = __fmaf_rn(o[2 * n + j][2 * half + 1], here, x.y * there);
+                            }
+                    }
+                }
                 if (coming[tile % 4].x % 2) {
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
@@ -384,6 +408,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
                         if (r >= rows) continue;
                         const s64 to = (s64)coming[tile % 4].y * T * H + heads[r];
                         if (c == 0 && lane % 4 == 0) stats[to] = make_float2(top[half], l[half]);
+                        if (EXACT && c == 0 && lane % 4 == 0) written[coming[tile % 4].x / TILE % 2][r] = make_float2(top[half], l[half]);
                         float* out = sums + to * D + c * 16 + lane % 4 * 2;
 #pragma unroll
                         for (int n = 0; n < NV; n++)

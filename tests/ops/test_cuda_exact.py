@@ -143,6 +143,26 @@ def test_rows_of_a_tree_have_the_bits_of_plain_decoding(counts, pair, past, ops)
         one.state.restore(before)
 
 
+@pytest.mark.parametrize("rows", [3, 130])
+@pytest.mark.parametrize("past", [70, 300])
+@pytest.mark.parametrize("heads", [(6, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("counts", [(6, 2, 3), (20, 70, 130)], ids=str)
+@pytest.mark.parametrize("pair", FEW, ids="/".join)
+def test_one_row_has_the_bits_of_many(pair, counts, heads, past, rows, ops):
+    """Tiles are pieces by themselves in steps of few rows; one of them may hold both codes and exact rows."""
+    packing = dict(zip(("calibration", "sinks", "recent"), counts, strict=True))
+    one, many = (Read(ops, spec_of(pair, K=heads[1], D=256, **packing), H=heads[0]) for _ in range(2))
+    for read in (one, many):
+        read.chain(range(past))
+    for token in range(500, 503):
+        alone = one.chain([token])
+        others = np.array([token, *range(9, 8 + rows)], np.int32)
+        among = many.step(Step.chain(others, many.state.length, many.state.slot))
+        many.state.commit([0])
+        assert np.isfinite(alone).all()
+        assert np.array_equal(alone[0], among[0])
+
+
 @pytest.mark.parametrize("past", [3, 6, 40, 200])
 def test_snapshots(past, ops):
     """What was read after a snapshot leaves no trace: neither rows nor statistics, of chains or of a long step."""
