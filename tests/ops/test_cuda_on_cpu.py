@@ -163,7 +163,7 @@ def test_formats_of_caches(chosen):
             "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150", marks=pytest.mark.compile
         ),
         pytest.param("one_row_has and lm4/lm4 and (130-8 or 130-6) and 300", marks=pytest.mark.compile),
-        "outliers",
+        pytest.param("outliers", marks=pytest.mark.compile),
         pytest.param("not every_pair", marks=pytest.mark.slow),
         pytest.param("every_pair", marks=pytest.mark.slow),
     ],
@@ -174,7 +174,10 @@ def test_exact_tokens(chosen):
 
 @pytest.mark.parametrize(
     "chosen",
-    ["rms_norm or route", pytest.param("not moe and not attention", marks=pytest.mark.slow)],
+    [
+        pytest.param("rms_norm or route", marks=pytest.mark.compile),
+        pytest.param("not moe and not attention", marks=pytest.mark.slow),
+    ],
 )
 def test_races_in_shared_memory(chosen):
     """Run kernels under the race detector, except for those that order shared memory by asynchronous copies."""
