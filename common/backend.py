@@ -164,8 +164,12 @@ class Backend(ABC):
         """Predict the peak bytes beside weights and states while `tokens` tokens are read in steps of `rows`."""
         raise BimetalError(f"the {self.name} backend does not predict what a model takes")
 
+    def decode_bytes(self, layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
+        """Predict what layers take beside `work_bytes` in steps that decode sequences of up to `tokens` tokens."""
+        return 0
+
     def logits_bytes(self, vocab: int, sequences: int) -> int:
-        """Predict the bytes beside `work_bytes` of steps that decode `sequences` sequences, by one row each."""
+        """Predict the bytes of logits in steps that decode `sequences` sequences, by one row each."""
         return 0
 
     def free_bytes(self) -> tuple[int, str]:

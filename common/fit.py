@@ -107,7 +107,9 @@ def predict_run(
     return (
         ops.held_pool_bytes(kv, parallel, tokens, tokens, rows),
         ops.held_pool_bytes(fixed, parallel, tokens, tokens, rows),
-        ops.work_bytes(sizes, tokens, rows) + ops.logits_bytes(config.vocab, parallel),
+        ops.work_bytes(sizes, tokens, rows)
+        + ops.decode_bytes(sizes, tokens, parallel)
+        + ops.logits_bytes(config.vocab, parallel),
     )
 
 
@@ -161,7 +163,8 @@ def what_fits(
             sizes = [layer_size(layout.layers[i], spec[i], config) for i in own]
             states = ops.held_pool_bytes(part, parallel, tokens, shared or tokens, rows)
             logits = ops.logits_bytes(config.vocab, parallel) if layout.out in own else 0
-            return states + ops.work_bytes(sizes, tokens, rows) + logits
+            work = ops.work_bytes(sizes, tokens, rows) + ops.decode_bytes(sizes, tokens, parallel)
+            return states + work + logits
 
         return all(need(own) <= (1 - spare) * free for free, own in devices)
 

@@ -20,18 +20,20 @@ from cuda_backend.launch import kernel
 from cuda_backend.layout import (
     SPLIT_TILE,
     latent_tiles,
+    most_sums_bytes,
     padded,
     piece_places,
     row_blocks,
     run_count,
     split_rows,
     split_tiles,
+    sums_bytes,
     tail_places,
     whole_tiles,
 )
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.occupancy import Card
-from cuda_backend.replay import DeviceStep
+from cuda_backend.replay import DeviceStep, bucket
 from cuda_backend.rows import before_heads, emit_copy, norm_and_rope
 from cuda_backend.views import NOTHING, float4_aligned, out_of, packed_only, turns, view
 
@@ -109,7 +111,8 @@ def attention(
         shares = min(shares, (window + keep) // SPLIT_TILE + 4 + T)
     trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
-    sums, stats = context.arena.take(count * T * H * wide * 4), context.arena.take(count * T * H * 8)
+    sums = sums_memory(context, (count, T, H, wide), kv.store.most, len(kv.store.lengths))
+    stats = sums + count * T * H * wide * 4
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
     kernel("split", "split", (*defines, *formats, *ways), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
@@ -139,6 +142,16 @@ def attention(
     cut = SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk
     pieces = Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
     return combined(context, pieces, (T, H, D), step)
+
+
+def sums_memory(context: Context, shape: tuple[int, int, int, int], most: int, sequences: int) -> int:
+    """Allocate (places, rows, heads, width) = `shape` sums, then stats.
+
+    The chunk has room for a row of each of `sequences` sequences of up to `most` positions, so that a pool that fills
+    up does not take a larger chunk at each bucket of rows.
+    """
+    room = most_sums_bytes(most, bucket(sequences), *shape[2:]) if sequences > 1 else 0
+    return context.arena.take_for_layer(sums_bytes(*shape), room)
 
 
 def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:

@@ -7,7 +7,7 @@ import cupy
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
 from cuda_backend.arrays import Array
-from cuda_backend.attention import LOG2_E, Pieces, combine, combined, part, whole, windowed
+from cuda_backend.attention import LOG2_E, Pieces, combine, combined, part, sums_memory, whole, windowed
 from cuda_backend.caches.formats import turn_back
 from cuda_backend.caches.latent import Latent
 from cuda_backend.caches.planes import TILE, Places, Plane, move, planes_at
@@ -44,7 +44,8 @@ def latent_attention(
     shares = max(1, context.card.shared // (shared + 2048) * context.card.sms // blocks)
     trunk = piece_places(most, tile, 0, 0, shares)
     count = trunk + tail_places(tile, rows)
-    sums, stats = context.arena.take(count * rows * H * wide * 4), context.arena.take(count * rows * H * 8)
+    sums = sums_memory(context, (count, rows, H, wide), kv.rows.places.capacity, len(kv.store.lengths))
+    stats = sums + count * rows * H * wide * 4
     out = 0 if rows == T else context.arena.take(T * H * R * 4)
     for first in range(0, T, MAX_DECODE_ROWS):
         n = min(rows, T - first)

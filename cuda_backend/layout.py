@@ -318,6 +318,16 @@ def piece_places(most: int, tile: int, window: int, keep: int, shares: int) -> i
     return max(group_count(most), shares)
 
 
+def sums_bytes(places: int, rows: int, heads: int, width: int) -> int:
+    """Count the bytes of sums and stats of kernels/split.cu or latent.cu, with `places` for each row and head."""
+    return places * rows * heads * (4 * width + 8)
+
+
+def most_sums_bytes(most: int, rows: int, heads: int, width: int) -> int:
+    """Return what `rows` rows need, each of a sequence of up to `most` positions."""
+    return sums_bytes(group_count(most) + tail_places(SPLIT_TILE, rows), rows, heads, width)
+
+
 def tail_places(tile: int, rows: int) -> int:
     """Return the largest number of tiles that `rows` rows of a step occupy."""
     return (tile - 1 + rows + tile - 1) // tile

@@ -97,13 +97,14 @@ class Arena:
     """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
 
     A layer's output survives the next layer and no longer. What must last until the end of the step is in a third part.
-    Memory that a captured graph uses is never freed.
+    A fourth holds what lasts until the end of a layer, so that one layer's serves the next. Memory that a captured
+    graph uses is never freed.
     """
 
     CHUNK = 32 << 20
 
     def __init__(self) -> None:
-        self.parts: list[list[Memory]] = [[], [], []]
+        self.parts: list[list[Memory]] = [[], [], [], []]
         self.passing = Memory(0)
         self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
         self.reset()
@@ -113,17 +114,24 @@ class Arena:
 
     def turn(self) -> None:
         self.half = 1 - self.half
-        self.used[self.half] = [0] * len(self.parts[self.half])
+        for part in (self.half, 3):
+            self.used[part] = [0] * len(self.parts[part])
 
     def take(self, nbytes: int, lasting: bool = False) -> int:
         """Allocate from the first chunk with room, so that a repeated step gets the same addresses."""
-        part = 2 if lasting else self.half
+        return self._take(nbytes, 2 if lasting else self.half)
+
+    def take_for_layer(self, nbytes: int, most: int) -> int:
+        """Allocate memory until `turn`, of which a step may need as many bytes as `most`: steps share one chunk."""
+        return self._take(nbytes, 3, most)
+
+    def _take(self, nbytes: int, part: int, most: int = 0) -> int:
         chunks, used = self.parts[part], self.used[part]
         at = next((i for i, chunk in enumerate(chunks) if used[i] + nbytes <= chunk.nbytes), len(chunks))
         if at == len(chunks):
             if self.frozen:
                 raise RuntimeError("a captured step took more memory than the same step run before it")
-            chunks.append(Memory(max(nbytes, self.CHUNK)))
+            chunks.append(Memory(max(nbytes, most, self.CHUNK)))
             used.append(0)
         address = chunks[at].address + used[at]
         used[at] += -(-nbytes // ALIGN) * ALIGN

@@ -148,6 +148,9 @@ class CudaOps(Ops):
         kept = sizes.snapshot_bytes([layer.states for layer in layers], tokens)
         return sizes.work_bytes(layers, tokens, rows) + kept
 
+    def decode_bytes(self, layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
+        return sizes.decode_bytes(layers, tokens, sequences)
+
     def logits_bytes(self, vocab: int, sequences: int) -> int:
         return sizes.logits_bytes(vocab, sequences)
 

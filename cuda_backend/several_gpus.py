@@ -59,6 +59,9 @@ class SeveralGpus(Ops):
     def work_bytes(self, layers: Sequence[LayerSize], tokens: int, rows: int) -> int:
         return self.gpus[0].ops.work_bytes(layers, tokens, rows)
 
+    def decode_bytes(self, layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
+        return self.gpus[0].ops.decode_bytes(layers, tokens, sequences)
+
     def logits_bytes(self, vocab: int, sequences: int) -> int:
         return self.gpus[0].ops.logits_bytes(vocab, sequences)
 

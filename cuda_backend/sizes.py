@@ -11,11 +11,12 @@ from common.step import MAX_DECODE_ROWS
 from common.storage import DeltaSpec, KVSpec, LatentSpec, LayerSpec, Spec, all_specs
 from cuda_backend.caches.kv import kv_planes
 from cuda_backend.caches.packed import exact_spec, keeps_exact, stats_bytes
-from cuda_backend.caches.planes import TILE, planes_bytes
+from cuda_backend.caches.planes import TILE, planes_bytes, rows_held
 from cuda_backend.caches.window import window_places
-from cuda_backend.layout import EXPANDED, padded
+from cuda_backend.layout import EXPANDED, most_sums_bytes, padded
 from cuda_backend.memory import Arena
 from cuda_backend.products import EXPAND
+from cuda_backend.replay import bucket
 from cuda_backend.rows import pieces_of
 from cuda_backend.sampling import DRAW
 from cuda_backend.weights import UPLOAD
@@ -55,6 +56,15 @@ def logits_bytes(vocab: int, sequences: int) -> int:
     rows = min(sequences, MAX_DECODE_ROWS)
     of_prompts, of_steps = sequences, STEPS * rows
     return (of_prompts + of_steps) * (4 * vocab + 8 * pieces_of(vocab)) + of_steps * (DRAW.size + 4)
+
+
+def decode_bytes(layers: Sequence[LayerSize], tokens: int, sequences: int) -> int:
+    """Predict the bytes of attention's sums in steps that decode several sequences of up to `tokens` tokens."""
+    rows, held = bucket(min(sequences, MAX_DECODE_ROWS)), rows_held(tokens)
+    states = [(layer.heads, s) for layer in layers for s in layer.states.values() if sequences > 1]
+    widths = {(heads, padded(s.key_dim)) for heads, s in states if isinstance(s, KVSpec)}
+    widths |= {(heads, padded(s.latent_dim)) for heads, s in states if isinstance(s, LatentSpec)}
+    return max((most_sums_bytes(held, rows, *shape) for shape in widths), default=0)
 
 
 def _layer_bytes(layer: LayerSize, tokens: int, rows: int) -> int:

@@ -38,7 +38,7 @@ def test_notebook_of_a_free_gpu():
     first, model, reply, stream, _ = (cell.outputs for cell in notebook.cells if cell.cell_type == "code")
     assert "chosen" in first[0].text
     assert "demo" in model[-1].data["text/html"]
-    assert "16 tokens" in reply[-1].data["text/markdown"]
+    assert re.search(r"\b\d+ tokens at", reply[-1].data["text/markdown"])  # at most 16: a drawn reply may end by itself
     assert "".join(out.text for out in stream).strip()
 
 

@@ -48,3 +48,31 @@ def test_memory_of_several_sequences_that_sample(shape, streams):
     taken, predicted, drawing, expanded = map(int, done.stdout.split())
     assert taken <= predicted <= 1.03 * taken
     assert 0 < drawing <= expanded
+
+
+FILLING = """
+import host_time
+
+from common.fit import layer_size
+from common.options import GenerationOptions
+
+model = host_time.cuda_model("{shape}:q4_k_m", "off")
+arena = model.ops.context.arena
+spec = model.state_spec
+sizes = [layer_size(table, states, model.config) for table, states in zip(model.layout.layers, spec, strict=True)]
+host_time.begun(model, {streams}, GenerationOptions(spec="off"))
+print(sum(chunk.nbytes for chunk in arena.parts[3]), model.ops.decode_bytes(sizes, host_time.CONTEXT, {streams}))
+print(arena.nbytes, model.ops.work_bytes(sizes, host_time.CONTEXT, 1024))
+"""
+
+
+@pytest.mark.parametrize(("shape", "streams"), [("wedlm-8b", 64), ("qwen3.6-27b", 20), ("glm-4.7-flash", 16)])
+def test_memory_of_a_pool_that_fills_up(shape, streams):
+    """Attention's sums take one chunk, as predicted, while the rows of a step grow from one bucket to the next."""
+    command = [sys.executable, "-c", FILLING.format(shape=shape, streams=streams)]
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": path})
+    assert not done.returncode, done.stderr
+    taken, predicted, arena, work = map(int, done.stdout.split())
+    assert taken <= predicted <= 1.03 * taken
+    assert arena <= work + predicted
