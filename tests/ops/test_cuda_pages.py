@@ -10,7 +10,7 @@ from test_cuda_pool import Beside, Ids
 import generate
 from common.engine import Engine
 from common.errors import BimetalError, NoRoomError
-from common.fit import predict_run
+from common.fit import layer_size, predict_run
 from common.models.drafts import load_pair
 from common.options import GenerationOptions
 from common.sequence import Call
@@ -236,5 +236,7 @@ def test_what_slots_take_is_predicted(ops):
     assert sum(three[:2]) == held
     assert 0 < two[1] - one[1] == three[1] - two[1]
     logits = [ops.logits_bytes(model.config.vocab, sequences) for sequences in (1, 3)]
-    assert one[2] - logits[0] == three[2] - logits[1]
+    layers = [layer_size(t, s, model.config) for t, s in zip(model.layout.layers, model.state_spec, strict=True)]
+    assert ops.decode_bytes(layers, 2000, 3) > ops.decode_bytes(layers, 2000, 1) == 0
+    assert one[2] - logits[0] == three[2] - logits[1] - ops.decode_bytes(layers, 2000, 3)
     assert three[0] < 1.7 * one[0]
