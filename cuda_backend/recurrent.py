@@ -36,6 +36,7 @@ class Rule(NamedTuple):
     decay   addresses of decay and dt_bias
     step    address of the StepState, for `runs` sequences at most
     wide    columns of a CTA of kernels/delta.cu
+    one_row_each  whether each of several sequences has one row
     """
 
     delta: Delta
@@ -46,6 +47,7 @@ class Rule(NamedTuple):
     runs: int = 1
     taps: Taps | None = None
     wide: int = 64
+    one_row_each: bool = False
 
 
 class GatedNorm(NamedTuple):
@@ -110,7 +112,9 @@ def delta_mixer(
     step: Any,
     is_part: bool = False,
 ) -> Array:
-    """Convolution, delta rule and gated norm: from compute capability 9.0 on one launch for one row, two for more.
+    """Convolution, delta rule and gated norm, from compute capability 9.0 on in one launch for a row of each sequence.
+
+    More rows take two launches.
 
     is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these: `_is_narrow`
     """
@@ -118,9 +122,9 @@ def delta_mixer(
     step = context.step_of(step, delta.store, recurrent=True)
     inputs = view(_float4_rows(context, qkv)), NOTHING, NOTHING, view(a), view(b)
     taps = Taps(conv, w.taps.address)
-    narrow = is_part and _is_narrow(context, delta, T, step.runs)
-    wide = 32 if narrow else 64
-    rule = Rule(delta, inputs, (w.decay.address, w.dt_bias.address), step.address, T, step.runs, taps, wide)
+    narrow = is_part and not step.one_row_each and _is_narrow(context, delta, T, step.runs)
+    wide, decay = 32 if narrow else 64, (w.decay.address, w.dt_bias.address)
+    rule = Rule(delta, inputs, decay, step.address, T, step.runs, taps, wide, step.one_row_each)
     joins = context.card.capability >= 90 and Dv == 128 and delta.spec.key_dim <= 128 and float4_aligned(z, flat=False)
     if narrow or not joins:
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
@@ -183,18 +187,18 @@ def _conv(
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
     """kernels/prepare.cu and delta.cu; with `norm`, what follows the rule as well."""
-    delta, inputs, (decay, bias), step, T, runs, before, wide = rule
+    delta, inputs, (decay, bias), step, T, runs, before, wide, one_row_each = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
     conv, taps = before or (None, 0)
-    alone = T == 1 and conv is not None
-    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs, wide)
-    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide)[2]
+    alone = 0 if conv is None else 1 if T == 1 else 2 if one_row_each else 0
+    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs, wide, alone == 2)
+    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide, one_row_each=alone == 2)[2]
     spill = arena.take(Hv * -(-Dv // wide) * spilled * delta_slot(Dk, wide)) if spilled else 0
     widths = f"DK={Dk}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"SLOTS": inputs[0], "A_SLOTS": inputs[3], "B_SLOTS": inputs[4]}
     partials = tuple(f"{name}={x['partials']}" for name, x in sums.items())
-    ways = f"NORM={int(norm is not None)}", f"ALONE={int(alone)}"
+    ways = f"NORM={int(norm is not None)}", f"ALONE={alone}"
     narrow = () if wide == 64 else (f"WIDE={wide}",)
     defines = *widths, *ways, *narrow, *(partials if alone else ()), *packed_only(out)
     head = (*inputs, decay, bias, step, Hk, Hv, Dv)
@@ -212,7 +216,7 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
     kept = delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // wide), runs),
-        (4 * wide + (192 if alone and Dk <= 128 else 128),),
+        (4 * wide + (192 if alone == 1 and Dk <= 128 else 128),),
         (*head, *kept, *tail, *prepared, spill, shared_slots, spilled, *(norm or GatedNorm()), out),
         shared_mem=shared,
         stream=context.stream,

@@ -14,7 +14,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph
 from cuda_backend.memory import Memory
 from cuda_backend.ops import CudaOps
-from cuda_backend.replay import DeviceStep, bucket, check, table_of
+from cuda_backend.replay import DeviceStep, check, shape_of, table_of
 from cuda_backend.runs import Run
 from cuda_backend.segments import HostCall, Program, Segment, run_step
 
@@ -144,10 +144,11 @@ class Relay:
         runs = state.runs(step)
         check(step, runs, state.pool.lengths, state.capacity)
         state.pool.note_runs(step, runs)
-        T, table = bucket(len(step)), table_of(state, fn)
+        shape, table = shape_of(state.pool, step, runs), table_of(state, fn)
+        call, captured = (partial(run, fn, state, shape.T) for run in (self._call, self._captured))
         self.running = state, step, runs
         try:
-            return run_step(table, T, partial(self._call, fn, state, T), partial(self._captured, fn, state, T))
+            return run_step(table, shape, call, captured)
         finally:
             for gpu in self.steps:
                 gpu.context.replay.active = None

@@ -1,4 +1,4 @@
-"""A step in device memory, and captured programs: one per function and bucket of rows, for every position.
+"""A step in device memory, and captured programs: one per function and Shape, for every position.
 
 The inputs that change between steps (lengths, positions, tokens, masks, the committed path) are copied to fixed
 addresses before each run. Kernels read them there, so that a captured graph stays valid.
@@ -22,7 +22,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
 from cuda_backend.runs import MAX_RUNS, Run
-from cuda_backend.segments import Program, run_step
+from cuda_backend.segments import Program, Shape, run_step
 from cuda_backend.tree_order import depth_first, lines
 
 NO_PATH = np.empty(0, np.int32)
@@ -58,6 +58,7 @@ class DeviceStep:
 
     address     of the StepState
     runs        largest number of sequences
+    one_row_each  whether each of several sequences has one row
     is_block    whether all rows of a sequence see each other
     slot, past  slot and committed positions of the one sequence of a prefill step
     """
@@ -68,6 +69,7 @@ class DeviceStep:
     T: int
     owner: Any = None
     runs: int = 1
+    one_row_each: bool = False
     is_block: bool = False
     slot: int = 0
     past: int = 0
@@ -102,7 +104,7 @@ class Inputs:
         self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
         self.sampled: Array | None = None  # those that lie there since they were sampled
-        self.steps: dict[tuple[int, int, bool], DeviceStep] = {}
+        self.steps: dict[tuple[Shape, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
     def place_for(self, tokens: Array) -> int:
@@ -159,20 +161,21 @@ class Inputs:
                 given = step.tokens.address
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
-    def step(self, T: int, runs: int = 1, is_block: bool = False) -> DeviceStep:
-        """The step of up to T rows of up to `runs` sequences that lies here."""
-        if (T, runs, is_block) not in self.steps:
+    def step(self, shape: Shape, is_block: bool = False) -> DeviceStep:
+        """The step of a shape that lies here."""
+        if (shape, is_block) not in self.steps:
             positions = self.memory.address + END
-            self.steps[T, runs, is_block] = DeviceStep(
-                Array((T,), self.tokens, dtype=np.int32),
-                Array((T,), positions, dtype=np.int32),
+            self.steps[shape, is_block] = DeviceStep(
+                Array((shape.T,), self.tokens, dtype=np.int32),
+                Array((shape.T,), positions, dtype=np.int32),
                 self.memory.address,
-                T,
+                shape.T,
                 self.memory,
-                runs,
+                shape.runs,
+                shape.one_row_each,
                 is_block,
             )
-        return self.steps[T, runs, is_block]
+        return self.steps[shape, is_block]
 
 
 class Replay:
@@ -191,23 +194,20 @@ class Replay:
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)
         here, table = self.upload(pool, step, runs), table_of(state, fn)
-        out = run_step(table, here.T, partial(self._call, fn, state, here), partial(self._captured, fn, state, here))
+        call, captured = (partial(run, fn, state, here) for run in (self._call, self._captured))
+        out = run_step(table, shape_of(pool, step, runs), call, captured)
         return out, len(step)
 
     def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
-        T = bucket(len(step))
-        return self.uploaded(self.inputs_for(step), (T, min(pool.slots, T)), step, *pool.inputs(step, runs))
+        return self.uploaded(self.inputs_for(step), shape_of(pool, step, runs), step, *pool.inputs(step, runs))
 
-    def uploaded(
-        self, inputs: Inputs, shape: tuple[int, int], step: Step, kept: int, runs: Sequence[RunInput]
-    ) -> DeviceStep:
-        """A step in `inputs`, for launches of (rows, sequences at most) = `shape`."""
-        T, most = shape
+    def uploaded(self, inputs: Inputs, shape: Shape, step: Step, kept: int, runs: Sequence[RunInput]) -> DeviceStep:
+        """A step in `inputs`, for launches of `shape`."""
         inputs.upload(step, kept, runs)
-        if T <= MAX_DECODE_ROWS:
-            return inputs.step(T, most, step.parents is None)
-        return replace(inputs.step(T), slot=runs[0].run.slot, past=runs[0].past)
+        if shape.T <= MAX_DECODE_ROWS:
+            return inputs.step(shape, step.parents is None)
+        return replace(inputs.step(Shape(shape.T)), slot=runs[0].run.slot, past=runs[0].past)
 
     def inputs_for(self, step: Step, own: bool = False) -> Inputs:
         """Return memory for a step: that which graphs read, or separate memory for a call outside of `run`."""
@@ -260,9 +260,20 @@ def bucket(T: int) -> int:
     return T if T > MAX_DECODE_ROWS else next(b for b in BUCKETS if b >= T)
 
 
-def table_of(state: Any, fn: Callable[..., Any]) -> MutableMapping[int, Program | None]:
+def shape_of(pool: Any, step: Step, runs: Sequence[Run]) -> Shape:
+    """Return the shape of a step; only recurrent layers launch other kernels where each sequence has one row."""
+    T = bucket(len(step))
+    return Shape(T, min(pool.slots, T), pool.is_recurrent and one_row_each(step, runs))
+
+
+def one_row_each(step: Step, runs: Sequence[Run]) -> bool:
+    """Test whether a step has several sequences and one row of each."""
+    return 1 < len(step) == len(runs)
+
+
+def table_of(state: Any, fn: Callable[..., Any]) -> MutableMapping[Shape, Program | None]:
     """Return the captured steps of `fn`; an empty table for a step that calibrates, whose launches occur only once."""
-    table: MutableMapping[int, Program | None] = {} if state.calibrates else state.graphs.setdefault(fn, {})
+    table: MutableMapping[Shape, Program | None] = {} if state.calibrates else state.graphs.setdefault(fn, {})
     return table
 
 

@@ -23,6 +23,19 @@ class HostCall:
         self.fn()
 
 
+class Shape(NamedTuple):
+    """Name what decides the launches of a step.
+
+    T             largest number of rows
+    runs          largest number of sequences
+    one_row_each  whether each of several sequences has one row
+    """
+
+    T: int
+    runs: int = 1
+    one_row_each: bool = False
+
+
 class Program(NamedTuple):
     """A captured step: its segments, and what it returns, in arena memory that they write."""
 
@@ -31,20 +44,20 @@ class Program(NamedTuple):
 
 
 def run_step(
-    table: MutableMapping[int, Program | None], T: int, call: Callable[[], Any], capture: Callable[[], Program]
+    table: MutableMapping[Shape, Program | None], shape: Shape, call: Callable[[], Any], capture: Callable[[], Program]
 ) -> Any:
-    """Run a step of T rows and return its result.
+    """Run a step and return its result.
 
-    The first step of T rows is run by `call`, the second is captured, later ones are replayed. A prefill step, whose
+    The first step of a shape is run by `call`, the second is captured, later ones are replayed. A prefill step, whose
     number of rows is rarely repeated, is always run by `call`.
     """
-    if T > MAX_DECODE_ROWS or T not in table:
-        if T <= MAX_DECODE_ROWS:
-            table[T] = None
+    if shape.T > MAX_DECODE_ROWS or shape not in table:
+        if shape.T <= MAX_DECODE_ROWS:
+            table[shape] = None
         return call()
-    program = table[T]
+    program = table[shape]
     if program is None:
-        program = table[T] = capture()
+        program = table[shape] = capture()
     for segment in program.segments:
         segment.play()
     return program.out

@@ -27,7 +27,7 @@ from cuda_backend.exchange import MOST_RANKS
 from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
 from cuda_backend.relay import Gpu, Input, MultiGpuStep
-from cuda_backend.replay import DeviceStep, check, table_of
+from cuda_backend.replay import DeviceStep, check, shape_of, table_of
 from cuda_backend.segments import Program, run_step
 from cuda_backend.several_gpus import SeveralGpus, check_devices, each, free
 from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
@@ -126,7 +126,7 @@ class TensorParallelOps(SeveralGpus):
         try:
             self.steps = self._each(lambda rank: self._uploaded(rank, state.pool, step, runs))
             call, captured = partial(self._call, fn, state), partial(self._captured, fn, state)
-            out = run_step(table_of(state, fn), len(self.steps[0]), call, captured)
+            out = run_step(table_of(state, fn), shape_of(state.pool, step, runs), call, captured)
         except BaseException:
             self.exchange.renew()  # the ranks may have launched different parts of the step
             raise

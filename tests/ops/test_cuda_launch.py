@@ -12,7 +12,7 @@ from cuda_backend.attention import ATTENTION  # noqa: E402
 from cuda_backend.exchange import SUM  # noqa: E402
 from cuda_backend.launch import Stream, converter, kernel  # noqa: E402
 from cuda_backend.prototypes import IN, OUT, prototypes, type_of  # noqa: E402
-from cuda_backend.segments import HostCall, Program, run_step  # noqa: E402
+from cuda_backend.segments import HostCall, Program, Shape, run_step  # noqa: E402
 from cuda_backend.sources import KERNELS  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -77,7 +77,7 @@ def test_segments_are_played_in_order():
             played.append("capture")
             return Program([HostCall(lambda: played.append(1)), HostCall(lambda: played.append(2))], "captured")
 
-        return run_step(table, T, lambda: "called", captured)
+        return run_step(table, Shape(T), lambda: "called", captured)
 
     assert [step(8) for _ in range(3)] == ["called", "captured", "captured"]
     assert played == ["capture", 1, 2, 1, 2]
