@@ -11,16 +11,18 @@ from common.step import MAX_DECODE_ROWS
 from common.storage import KVSpec, LatentSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
-from cuda_backend.caches.kv import KV
+from cuda_backend.caches.kv import KV, KVStore
 from cuda_backend.caches.planes import Places, Planes, of_slot, plane_of
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
 from cuda_backend.launch import kernel
 from cuda_backend.layout import (
+    ONE_ROW_FORMATS,
     SPLIT_TILE,
     latent_tiles,
     most_sums_bytes,
+    one_row_tiles,
     padded,
     piece_places,
     row_blocks,
@@ -102,6 +104,8 @@ def attention(
         close_exact(context, kv, step, exact)
         return out
     formats = *format_defines(keys, values), *exact.defines
+    if T == 1 and not window and one_row_decodes(context, (keys, values), H // K, exact):
+        return one_row(context, q16, (keys, values), kv.store, (H, D), step, scale, exact)
     cache = packed_bytes(keys, values), bool(exact.defines)
     rows = split_rows(context.card, wide, T * (H // K), *cache)  # of a block
     defines, shared, ctas = split_tiles(context.card, wide, rows, *cache)
@@ -152,6 +156,58 @@ def sums_memory(context: Context, shape: tuple[int, int, int, int], most: int, s
     """
     room = most_sums_bytes(most, bucket(sequences), *shape[2:]) if sequences > 1 else 0
     return context.arena.take_for_layer(sums_bytes(*shape), room)
+
+
+def one_row_decodes(context: Context, planes: Planes, group: int, exact: ExactStep) -> bool:
+    """Whether kernels/one_row.cu has a build for the planes; `group` counts query heads of a head of keys."""
+    keys, values = planes
+    known = keys.width == 256 and group <= 8 and {keys.format, values.format} <= ONE_ROW_FORMATS
+    return known and one_row_tiles(context.card, keys.row_bytes + values.row_bytes, bool(exact.defines))[2] > 0
+
+
+def one_row(
+    context: Context,
+    q16: int,
+    planes: Planes,
+    store: KVStore,
+    shape: tuple[int, int],
+    step: DeviceStep,
+    scale: float,
+    exact: ExactStep,
+) -> Array:
+    """Attention of a step of one row over codes, H query heads of D = `shape`: the bits of kernels/split.cu."""
+    (H, D), (keys, values) = shape, planes
+    K, wide, most = keys.heads, keys.width, store.most
+    formats = *format_defines(keys, values), *exact.defines
+    tiles, shared, ctas = one_row_tiles(context.card, keys.row_bytes + values.row_bytes, bool(exact.defines))
+    shares = ctas * context.card.sms // K
+    trunk = piece_places(most, SPLIT_TILE, 0, 0, shares)
+    count = trunk + tail_places(SPLIT_TILE, 1)
+    sums = sums_memory(context, (count, 1, H, wide), most, len(store.lengths))
+    stats = sums + count * H * wide * 4
+    kernel("one_row", "one_row", (*tiles, *formats, windowed(0)), shared)(
+        (shares, K),
+        (128,),
+        (
+            q16,
+            keys.record,
+            values.record,
+            H,
+            H // K,
+            step.address,
+            step.positions.address,
+            scale * LOG2_E,
+            trunk,
+            sums,
+            stats,
+            exact.record,
+        ),
+        shared_mem=shared,
+        stream=context.stream,
+    )
+    cut = SPLIT_TILE.bit_length() - 1, 0, 0, shares, trunk
+    pieces = Pieces(run_count(most, 0, 0), sums, stats, 1, H, wide, 0, *cut, turn_back(values))
+    return combined(context, pieces, (1, H, D), step)
 
 
 def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:

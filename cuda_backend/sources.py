@@ -9,13 +9,13 @@ KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17", "-fmad=false")  # a sum is rounded as written, in whichever kernel it is compiled
 HEADERS = (  # each header, and the kernels that need it, all of them after prelude.cuh
     ("tile.cuh", ("experts", "single", "repack", "expand")),
-    ("flash.cuh", ("attention", "split", "latent", "pieces")),
+    ("flash.cuh", ("attention", "split", "one_row", "latent", "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
-    ("plane.cuh", ("attention", "split", "latent", "keep", "heads_to_cache", "to_cache", "calibrate")),
-    ("exact.cuh", ("attention", "split", "latent", "heads_to_cache", "to_cache")),
-    ("formats.cuh", ("attention", "split", "latent", "heads_to_cache", "to_cache", "pieces")),
+    ("plane.cuh", ("attention", "split", "one_row", "latent", "keep", "heads_to_cache", "to_cache", "calibrate")),
+    ("exact.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache")),
+    ("formats.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache", "pieces")),
     ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),
-    ("decode.cuh", ("attention", "split", "latent")),
+    ("decode.cuh", ("attention", "split", "one_row", "latent")),
     ("head.cuh", ("rows", "heads_to_cache")),
     ("ring.cuh", ("experts", "single")),
     ("product.cuh", ("experts", "single")),

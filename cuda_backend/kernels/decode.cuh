@@ -15,8 +15,8 @@ __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
 // N words from an even address.
 template <int N>
 __device__ __forceinline__ void load_words(u32 (&w)[N], const u8* from) {
-    const u32 shift = ((u64)from & 2) * 8;
-    const u32* at = (const u32*)((u64)from & ~(u64)3);
+    const u32 odd = (u32)(u64)from & 2, shift = odd * 8;
+    const u32* at = (const u32*)(from - odd);  // still known to lie in shared memory, where it does
     u32 a = at[0];
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -115,8 +115,11 @@ __device__ __forceinline__ void read_32(const u8* row, int block, u32 (&out)[16]
     }
 }
 
-// 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes.
-template <Format F, int WIDE>
+// Where pair `i` of 32 values goes if eight values that follow one another are a lane's operands of two products: product, half, lane.
+__device__ constexpr int operand_place(int i) { return i / 2 % 2 * 8 + i % 2 * 4 + i / 4; }
+
+// 32 values of a row as float16 to where `to` points, at a multiple of 16 bytes; AS_OPERANDS: in the order of operand_place.
+template <Format F, int WIDE, bool AS_OPERANDS = false>
 __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
     if constexpr (F == BF16) {  // few at a time, for registers
 #pragma unroll 1
@@ -124,15 +127,20 @@ __device__ __forceinline__ void unpack_32(u16* to, const u8* row, int block) {
             u32 w[4];
             load_words(w, row + block * 64 + i * 16);
 #pragma unroll
-            for (int j = 0; j < 4; j++) w[j] = to_half2(__uint_as_float(w[j] << 16), __uint_as_float(w[j] & 0xffff0000u));
-            ((uint4*)to)[i] = make_uint4(w[0], w[1], w[2], w[3]);
+            for (int j = 0; j < 4; j++) {
+                w[j] = to_half2(__uint_as_float(w[j] << 16), __uint_as_float(w[j] & 0xffff0000u));
+                if (AS_OPERANDS) ((u32*)to)[operand_place(j) + i] = w[j];
+            }
+            if (!AS_OPERANDS) ((uint4*)to)[i] = make_uint4(w[0], w[1], w[2], w[3]);
         }
         return;
     }
-    u32 w[16];
+    u32 w[16], v[16];
     read_32<F, WIDE>(row, block, w);
 #pragma unroll
-    for (int i = 0; i < 4; i++) ((uint4*)to)[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+    for (int i = 0; i < 16; i++) v[AS_OPERANDS ? operand_place(i) : i] = w[i];
+#pragma unroll
+    for (int i = 0; i < 4; i++) ((uint4*)to)[i] = make_uint4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
 }
 
 // A number of tq3_0 by its code.

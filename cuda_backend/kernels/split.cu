@@ -53,10 +53,11 @@
 #define STAGE (TILE * (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES))  // a tile as the cache has it
 
 #define TILES (PACKED ? 1 : BUFFERS)  // of float16, as layout.py split_tiles counts them
+#define AS_OPERANDS (PACKED && KEYS != TURBOQUANT)  // columns of keys, and of queries, in the order that one_row.cu has them in
 #define AT_ONCE (KEYS == TURBOQUANT && D > 128 && ROWS == 32 ? 1 : CTAS)  // two spill registers
 
 // A tile of rows as float16.
-template <Format F>
+template <Format F, bool IN_ORDER>
 __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
     if constexpr (F == TURBOQUANT) {
         constexpr int chunks = (D + 127) / 128;
@@ -67,10 +68,16 @@ __device__ __forceinline__ void unpack_tile(u16* tile, const u8* stage) {
 #pragma unroll 1
         for (int n = threadIdx.x; n < TILE * BLOCKS; n += CTA) {  // neighbours take other rows and other blocks, for the banks
             const int row = n % TILE, block = (n / TILE + row) % BLOCKS;
-            unpack_32<F, D>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
+            unpack_32<F, D, !IN_ORDER>(tile + row * STRIDE + block * 32, stage + row * row_bytes(F, D), block);
         }
     }
     __syncthreads();
+}
+
+// Columns 8 * part to 8 * part + 7 of a query, to where unpack_32 puts those of keys.
+__device__ __forceinline__ void as_operands(u16* row, int part, uint4 eight) {
+    u32* to = (u32*)row + part / 4 * 16 + part % 4;
+    to[operand_place(0)] = eight.x, to[operand_place(1)] = eight.y, to[operand_place(2)] = eight.z, to[operand_place(3)] = eight.w;
 }
 
 // A tile of float16 rows: from position `at` on, or those that `from` lists. Waits for all copies of the CTA.
@@ -253,7 +260,9 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         for (int n = threadIdx.x; n < ROWS * LINE; n += CTA) {
             const int r = n / LINE;
             u16* to = qs + r * STRIDE + n % LINE * 8;
-            if (r < rows)
+            if (r < rows && AS_OPERANDS)
+                as_operands(qs + r * STRIDE, n % LINE, *(const uint4*)(q + (s64)heads[r] * D + n % LINE * 8));
+            else if (r < rows)
                 copy16(shared_address(to), q + (s64)heads[r] * D + n % LINE * 8);
             else
                 *(uint4*)to = make_uint4(0, 0, 0, 0);
@@ -273,13 +282,18 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             if (EXACT && is_exact() != (tile && coming[(tile + 3) % 4].x & 2)) {  // the queries there are those of the tile before
                 const u16* queries = is_exact() ? exact.q : q;
 #pragma unroll 1
-                for (int n = threadIdx.x; n < rows * LINE; n += CTA)
-                    *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = *(const uint4*)(queries + (s64)heads[n / LINE] * D + n % LINE * 8);
+                for (int n = threadIdx.x; n < rows * LINE; n += CTA) {
+                    const uint4 eight = *(const uint4*)(queries + (s64)heads[n / LINE] * D + n % LINE * 8);
+                    if (AS_OPERANDS && !is_exact())
+                        as_operands(qs + n / LINE * STRIDE, n % LINE, eight);
+                    else
+                        *(uint4*)(qs + n / LINE * STRIDE + n % LINE * 8) = eight;
+                }
             }
             if (is_exact())
                 copy_exact(exact.keys);
             else if constexpr (PACKED)
-                unpack_tile<KEYS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
+                unpack_tile<KEYS, !AS_OPERANDS>(tiles, stages + 2 * tile % BUFFERS * STAGE);
             float s[2][2][4] = {};
             if (EXACT && !is_exact())
 #pragma unroll
@@ -344,7 +358,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
             if (is_exact())
                 copy_exact(exact.values);
             else if constexpr (PACKED)
-                unpack_tile<VALUES>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
+                unpack_tile<VALUES, true>(tiles, stages + (2 * tile + 1) % BUFFERS * STAGE);
             if (active) {
                 const u32 p_at = shared_address(ps + (m * 16 + lane % 16) * PROBABILITIES + lane / 16 * 8);
                 u32 p[TILE / 16][4];

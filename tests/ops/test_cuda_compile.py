@@ -22,6 +22,7 @@ from common.step import MAX_DECODE_ROWS
 from cuda_backend import occupancy
 from cuda_backend.layout import (
     COLS,
+    ONE_ROW_FORMATS,
     PREFILL_COLS,
     TOGETHER,
     UNITS,
@@ -31,6 +32,7 @@ from cuda_backend.layout import (
     group_count,
     latent_tiles,
     linear_launch,
+    one_row_tiles,
     padded,
     partition,
     ring,
@@ -121,6 +123,10 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         plain += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
         tiles = splits(card, d, longest, exact=True)
         plain += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
+        if d == 256 and {keys.lower(), values.lower()} <= ONE_ROW_FORMATS:
+            nbytes = sum(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
+            builds = [(one_row_tiles(card, nbytes, form is exact), form) for form in (formats, exact)]
+            plain += [("one_row", (*t, *form, "WINDOWED=0")) for (t, _, ctas), form in builds if ctas]
     plain += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]

@@ -49,6 +49,7 @@ def test_row_ops():
         pytest.param("mixtures", "quantized_experts", marks=pytest.mark.slow),
         pytest.param("attention", "of_trees and (65-7) and 6.2.16", marks=pytest.mark.slow),
         pytest.param("ops", "before_they_are_stored and 256", marks=pytest.mark.slow),
+        pytest.param("exact", "one_row_has and (lm4/lm4 or q8_0/q8_0) and 20 and 300-130", marks=pytest.mark.slow),
         pytest.param("ops", "test_op and not 65", marks=pytest.mark.slow),
     ],
 )
@@ -162,7 +163,8 @@ def test_formats_of_caches(chosen):
         pytest.param(
             "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150", marks=pytest.mark.compile
         ),
-        pytest.param("one_row_has and lm4/lm4 and 20 and 300", marks=pytest.mark.compile),
+        pytest.param("one_row_has and (lm4/lm4 or lm4/q4_0 or q8_0/q8_0) and 20 and 300", marks=pytest.mark.compile),
+        pytest.param("one_row_has and not (lm4/lm4 or lm4/q4_0 or q8_0/q8_0)", marks=pytest.mark.slow),
         pytest.param("outliers", marks=pytest.mark.compile),
         pytest.param("not every_pair", marks=pytest.mark.slow),
         pytest.param("every_pair", marks=pytest.mark.slow),

@@ -1,0 +1,347 @@
+// one_row: grouped-query attention of a step of one row over a compressed cache: codes become operands in registers
+// Meaning   common/reference_packed.py NumpyPacked        Launcher  cuda_backend/attention.py
+// In, out   as split.cu, whose sums these are bit for bit: the same products, added in the same order
+// Build     formats.cuh: Lloyd-Max, q8_0 or q4_0; D = 256; BUFFERS: tiles of keys and values in shared memory; CTAS of a
+//           multiprocessor; EXACT: exact.cuh
+// Work      the rows of a product are positions or columns, its columns are at most eight query heads of a group. A CTA of four warps
+//           goes through its share of the pieces; tiles arrive as the cache has them. Of a tile's keys a warp takes 16 positions: a
+//           lane decodes eight codes that follow one another, which are its operands of two products, and split.cu has its columns
+//           in the same order. Of the values a warp takes 64 columns: a lane mixes the codes of two positions, since an operand
+//           holds two positions of a column. Exact tiles, of which there are few, are copied when it is their turn
+// Assumes   memory beyond the last row of the cache holds finite numbers; the step's row is not a tree's
+// Numbers   float16 products, float32 sums; split.cu
+// Bound     half-rate instructions that decode: three per value
+
+#define TILE 64
+#define CTA 128
+#define STRIDE (D + 8)  // halves of a row of an exact tile
+#define HEADS 8         // of q, at most
+#define PROBABILITIES (TILE + 8)
+#define MINUS_INFINITY (-__int_as_float(0x7f800000))
+#define NOWHERE (1 << 30)
+#define KEY_BYTES row_bytes(KEYS, D)
+#define VALUE_BYTES row_bytes(VALUES, D)
+#define STAGE (TILE * (KEY_BYTES + VALUE_BYTES))
+#define APART (KEY_BYTES / 4 % 8 % 2 ? 4 : 1)  // positions from one row of a product with keys to the next, for the banks
+
+// A word `odd` bytes after a multiple of four, 0 or 2; what follows it is read too, and lies in shared memory.
+__device__ __forceinline__ u32 load_word(const u8* from, int odd) {
+    const u32* at = (const u32*)(from - odd);
+    return __funnelshift_r(at[0], at[1], odd * 8);
+}
+
+// Nibbles of eight Lloyd-Max codes, values `first` to `first` + 7 of a group that begins `odd` bytes after a multiple of four.
+template <Format F>
+__device__ __forceinline__ u32 nibbles(const u8* group, int first, int odd) {
+    if constexpr (F == LM4) {
+        return load_word(group + 2 + first / 2, 2 - odd);
+    } else {
+        const u32 codes = spread2(*(const u16*)(group + 2 + first / 4));
+        if constexpr (F == LM2) return codes;
+        return codes | spread1(group[2 + 32 + first / 8]) << 2;
+    }
+}
+// Bytes of eight codes of a ggml format, of which a block of 32 begins at `block`; part: which eight.
+template <Format F>
+__device__ __forceinline__ void code_bytes(const u8* block, int part, int odd, u32 (&w)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        w[i] = load_word(block + 2 + (F == Q8_0 ? part : part % 2) * 8 + i * 4, 2 - odd);
+        w[i] = F == Q8_0 ? w[i] ^ 0x80808080u : w[i] >> part / 2 * 4 & 0x0f0f0f0fu;
+    }
+}
+template <Format F>
+__device__ __forceinline__ u32 scaled(u32 bytes, u32 which, u32 scale) {  // two codes
+    return mul_half2(add_half2(__byte_perm(bytes, 0x64646464u, which), F == Q8_0 ? 0xe480e480u : 0xe408e408u), scale);
+}
+
+// Keys 32 * BLOCK + 8 * part to + 7 of a row.
+template <Format F, int BLOCK>
+__device__ __forceinline__ void eight_keys(const u8* row, int part, u32 (&out)[4]) {
+    if constexpr (is_lloyd_max(F)) {
+        const u8* group = row + BLOCK / 4 * block_bytes(F, D);
+        look_up<F, 128>(nibbles<F>(group, BLOCK % 4 * 32 + part * 8, BLOCK / 4 * block_bytes(F, D) % 4), twice(*(const u16*)group), out);
+    } else {
+        const u8* block = row + BLOCK * block_bytes(F, D);
+        const u32 scale = twice(*(const u16*)block);
+        u32 w[2];
+        code_bytes<F>(block, part, BLOCK * block_bytes(F, D) % 4, w);
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[i] = scaled<F>(w[i / 2], i % 2 ? 0x4342 : 0x4140, scale);
+    }
+}
+
+// Columns first to first + 7 of two rows: even[i] and odd[i] hold columns 2 i and 2 i + 1 of both.
+template <Format F>
+__device__ __forceinline__ void eight_values(const u8* a, const u8* b, int first, u32 (&even)[4], u32 (&odd)[4]) {
+    if constexpr (is_lloyd_max(F)) {
+        const int at = first / 128 * block_bytes(F, D);
+        const u32 scale = *(const u16*)(a + at) | (u32)*(const u16*)(b + at) << 16;
+        const u32 x = nibbles<F>(a + at, first % 128, at % 4), y = nibbles<F>(b + at, first % 128, at % 4);
+        look_up<F, 128>((x & 0x0f0f0f0fu) | (y & 0x0f0f0f0fu) << 4, scale, even);
+        look_up<F, 128>((x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u), scale, odd);
+    } else {
+        const int at = first / 32 * block_bytes(F, D);
+        const u32 scale = *(const u16*)(a + at) | (u32)*(const u16*)(b + at) << 16;
+        u32 v[2], w[2];
+        code_bytes<F>(a + at, first / 8 % 4, at % 4, v), code_bytes<F>(b + at, first / 8 % 4, at % 4, w);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 both = __byte_perm(v[i / 2], w[i / 2], i % 2 ? 0x7362 : 0x5140);  // a, b of one column and of the next
+            even[i] = scaled<F>(both, 0x4140, scale), odd[i] = scaled<F>(both, 0x4342, scale);
+        }
+    }
+}
+// The same of rows of float16.
+__device__ __forceinline__ void eight_exact(const u16* a, const u16* b, u32 (&even)[4], u32 (&odd)[4]) {
+    const uint4 x = *(const uint4*)a, y = *(const uint4*)b;
+    const u32 v[4] = {x.x, x.y, x.z, x.w}, w[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) even[i] = __byte_perm(v[i], w[i], 0x5410), odd[i] = __byte_perm(v[i], w[i], 0x7632);
+}
+
+// A tile of rows of float16 that lies in one run of the cache.
+__device__ __forceinline__ void copy_exact(u16* tile, const Plane& plane, int slot, int head, int at) {
+    const u16* from = (const u16*)row_at(plane, slot, head, place_of(plane, at), 2 * D);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < TILE * (D / 8); n += CTA)
+        copy16(shared_address(tile + n / (D / 8) * STRIDE + n % (D / 8) * 8), from + n * 8);
+    commit();
+    wait_all_but<0>();
+}
+
+template <int BLOCK>
+struct Keys {  // products of 16 positions with q, 32 columns at a time
+    static __device__ __forceinline__ void multiply(float (&s)[2][4], const u8* a, const u8* b, int part, const u32 (&q)[D / 32][4]) {
+        u32 v[4], w[4];
+        eight_keys<KEYS, BLOCK>(a, part, v), eight_keys<KEYS, BLOCK>(b, part, w);
+        const u32 first[4] = {v[0], w[0], v[1], w[1]}, second[4] = {v[2], w[2], v[3], w[3]};
+        mma(s[0], first, q[BLOCK][0], q[BLOCK][1]), mma(s[1], second, q[BLOCK][2], q[BLOCK][3]);
+        if constexpr (BLOCK + 1 < D / 32) Keys<BLOCK + 1>::multiply(s, a, b, part, q);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(CTA, CTAS)
+one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, float scale, int trunk,
+        float* sums, float2* stats, Exact exact) {
+    release_next();
+    extern __shared__ __align__(16) u8 stages[];
+    u16 *tile16 = (u16*)(stages + BUFFERS * STAGE), *ps = tile16 + EXACT * TILE * STRIDE;  // ps: probabilities of a head at each position
+    __shared__ Pieces pieces;
+    __shared__ int2 coming[4];  // split.cu
+    __shared__ float tops[4][HEADS];
+    [[maybe_unused]] __shared__ float2 written[2][HEADS];  // split.cu
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.y, share = blockIdx.x;
+    const int past = step->run[0].past, slot = step->run[0].slot;
+    if (threadIdx.x == 0) pieces.cut(6, past, 1, 0, 0, 0, min((int)gridDim.x, MOST_SINGLE), trunk);
+    const HeadRows planes[2] = {rows_of(keys, slot, head, KEY_BYTES), rows_of(values, slot, head, VALUE_BYTES)};
+    __syncthreads();
+    const int items = pieces.count + pieces.tails;
+    if (share >= items) return;
+
+    // the tile that is fetched next, where its piece ends and where that one's sums lie, and the pieces of the CTA so far
+    int ahead = 0, stop = 0, turn = 0, place = 0, opened = 0;  // opened: the first tile of that piece
+    auto has_codes = [&](int at) { return !EXACT || (at + TILE > exact.first && at <= past - exact.recent); };
+    auto has_exact = [&](int at) { return EXACT && (at < exact.first || at + TILE > past - exact.recent + 1); };
+    bool goes_exact = true;
+    auto advance = [&] {
+        if (!goes_exact && has_exact(ahead)) {
+            goes_exact = true;
+            return;
+        }
+        ahead += TILE;
+        if (ahead >= stop) {
+            const int item = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - share : share);  // forth and back, for equal shares
+            turn++, ahead = NOWHERE;
+            if (item >= items) return;
+            const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
+            ahead = pieces.from(number), stop = pieces.to(number), place = pieces.place(number), opened = ahead;
+        }
+        goes_exact = !has_codes(ahead);
+    };
+    advance();
+    auto fetch = [&](int i) {
+        if (threadIdx.x == 0) {
+            const bool both = has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
+            const bool ends = (ahead + TILE >= stop || both) && (goes_exact || !has_exact(ahead));
+            const bool joins = EXACT && goes_exact && ahead != opened && has_codes(ahead);
+            coming[i % 4] = make_int2(ahead + (ahead < NOWHERE ? ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0) : 0), place);
+        }
+        if (ahead < NOWHERE) {
+            if (!goes_exact) {
+                int at = place_of(keys, ahead);
+                const s64 page = planes[0].page_of(at), other = planes[1].table ? page / planes[0].block * planes[1].block : 0;
+                const u8* from[2] = {planes[0].rows + page + (s64)at * KEY_BYTES, planes[1].rows + other + (s64)at * VALUE_BYTES};
+                const u32 to = shared_address(stages + i % BUFFERS * STAGE);
+#pragma unroll 1
+                for (int n = threadIdx.x; n < TILE / 16 * KEY_BYTES; n += CTA) copy16(to + n * 16, (const u16*)(from[0] + n * 16));
+#pragma unroll 1
+                for (int n = threadIdx.x; n < TILE / 16 * VALUE_BYTES; n += CTA)
+                    copy16(to + TILE * KEY_BYTES + n * 16, (const u16*)(from[1] + n * 16));
+            }
+            advance();
+        }
+        commit();
+    };
+    bool waits = true;
+#pragma unroll 1
+    for (int i = 0; i <= BUFFERS; i++) {
+        if (waits && (i == BUFFERS || ahead + TILE > past)) depend(), waits = false;
+        if (i < BUFFERS) fetch(i);
+    }
+    const int first_head = head * group;
+    u32 query[D / 32][4];
+    bool exact_query = false;
+    auto load_query = [&](bool exactly) {
+        const u16* row = (exactly ? exact.q : q) + (s64)(first_head + min(g, group - 1)) * D;
+#pragma unroll
+        for (int n = 0; n < D / 32; n++) {
+            if (exactly) {  // as the columns lie
+                const u32* words = (const u32*)(row + n * 32) + t;
+                query[n][0] = words[0], query[n][1] = words[4], query[n][2] = words[8], query[n][3] = words[12];
+            } else {
+                const uint4 eight = *(const uint4*)(row + n * 32 + t * 8);
+                query[n][0] = eight.x, query[n][1] = eight.y, query[n][2] = eight.z, query[n][3] = eight.w;
+            }
+        }
+        exact_query = exactly;
+    };
+    load_query(false);
+    float shifts[2] = {0.0f, 0.0f};
+    if (EXACT)
+        for (int e = 0; e < 2; e++) shifts[e] = exact.shift[first_head + min(2 * t + e, group - 1)];
+#if EXACT
+    const int coded = max(0, positions[0] - exact.recent + 1 - exact.first);  // positions that it reads from codes
+#endif
+
+    float o[D / 64][4] = {}, l[2] = {0.0f, 0.0f}, top[2] = {MINUS_INFINITY, MINUS_INFINITY}, best[2];  // of heads 2 t and 2 t + 1
+#pragma unroll 1
+    for (int i = 0;; i++) {
+        wait_all_but<BUFFERS - 1>();
+        const int kind = coming[i % 4].x % TILE, at = coming[i % 4].x - kind;
+        if (at >= NOWHERE) break;
+        const bool exactly = EXACT && kind & 2;
+        if (EXACT && exactly != exact_query) load_query(exactly);
+        float s[2][4] = {};
+        const int apart = exactly ? 1 : APART, own = apart == 4 ? warp + 4 * g : warp * 16 + g, second = 8 * apart;
+        if (exactly) {
+            copy_exact(tile16, exact.keys, slot, head, at);
+            const u32 k_at = shared_address(tile16 + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8);
+#pragma unroll
+            for (int n = 0; n < D / 32; n++) {
+                u32 k[4];
+                ldmatrix(k, k_at + n * 64);
+                mma(s[0], k, query[n][0], query[n][1]);
+                ldmatrix(k, k_at + n * 64 + 32);
+                mma(s[1], k, query[n][2], query[n][3]);
+            }
+        } else {
+            s[0][0] = s[0][2] = shifts[0], s[0][1] = s[0][3] = shifts[1];
+            const u8* rows = stages + i % BUFFERS * STAGE + own * KEY_BYTES;
+            Keys<0>::multiply(s, rows, rows + second * KEY_BYTES, t, query);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float most = MINUS_INFINITY;
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                float& x = s[0][e + 2 * n];
+                const int position = at + own + n * second;
+                bool see = position <= past;
+#if EXACT
+                see &= (u32)(position - exact.first) < (u32)coded != exactly;
+#endif
+                x = see ? (x + s[1][e + 2 * n]) * scale : MINUS_INFINITY;
+                most = fmaxf(most, x);
+            }
+#pragma unroll
+            for (int m = 4; m < 32; m <<= 1) most = fmaxf(most, __shfl_xor_sync(FULL, most, m));
+            if (g == 0) tops[warp][2 * t + e] = most;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int r = 2 * t + e;
+            best[e] = ceilf(fmaxf(fmaxf(tops[0][r], tops[1][r]), fmaxf(tops[2][r], tops[3][r])));
+            const float base = best[e] == MINUS_INFINITY ? 0.0f : best[e];
+            const u32 both = to_half2(exp2f(s[0][e] - base), exp2f(s[0][e + 2] - base));
+            ps[r * PROBABILITIES + own] = (u16)both, ps[r * PROBABILITIES + own + second] = (u16)(both >> 16);
+        }
+        if (exactly) copy_exact(tile16, exact.values, slot, head, at);
+        __syncthreads();
+        u32 p[TILE / 16][2];
+        float before[2], after[2], ones[4] = {};  // factors; times ones
+        const u32 p_at = shared_address(ps + lane % 8 * PROBABILITIES + lane / 8 * 8), one[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k += 2) {
+            u32 r[4];
+            ldmatrix(r, p_at + k * 32);
+            p[k][0] = r[0], p[k][1] = r[1], p[k + 1][0] = r[2], p[k + 1][1] = r[3];
+            mma(ones, one, p[k][0], p[k][1]), mma(ones, one, p[k + 1][0], p[k + 1][1]);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float both = fmaxf(top[e], best[e]);
+            before[e] = power(top[e] - both), after[e] = power(best[e] - both);
+            l[e] = l[e] * before[e] + ones[e] * after[e], top[e] = both;
+        }
+        float sum[D / 64][4] = {};
+        const int first = warp * 64 + g * 8;  // of the lane's columns
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) {
+            u32 even[2][4], odd[2][4];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = k * 16 + t * 2 + h * 8;
+                if (exactly) {
+                    eight_exact(tile16 + row * STRIDE + first, tile16 + (row + 1) * STRIDE + first, even[h], odd[h]);
+                } else {
+                    const u8* v = stages + i % BUFFERS * STAGE + TILE * KEY_BYTES + row * VALUE_BYTES;
+                    eight_values<VALUES>(v, v + VALUE_BYTES, first, even[h], odd[h]);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < D / 64; n++) {
+                const u32 v[4] = {even[0][n], odd[0][n], even[1][n], odd[1][n]};
+                mma(sum[n], v, p[k][0], p[k][1]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < D / 64; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[n][e] = __fmaf_rn(sum[n][e], after[e % 2], o[n][e] * before[e % 2]);  // both products are exact
+        if (EXACT && kind & 4) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (2 * t + e >= group) continue;
+                const float2 rest = written[at / TILE % 2 ^ 1][2 * t + e];
+                const float both = fmaxf(top[e], rest.x), here = power(top[e] - both), there = power(rest.x - both);
+                l[e] = l[e] * here + rest.y * there, top[e] = both;
+                const float4* in = (const float4*)(sums + ((s64)coming[i % 4].y * H + first_head + 2 * t + e) * D + first);
+                const float4 x = in[0], y = in[1];
+                const float old[4][2] = {{x.x, x.y}, {x.z, x.w}, {y.x, y.y}, {y.z, y.w}};
+#pragma unroll
+                for (int n = 0; n < D / 64; n++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) o[n][e + 2 * h] = __fmaf_rn(o[n][e + 2 * h], here, old[n][h] * there);
+            }
+        }
+        if (kind % 2) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (2 * t + e >= group) continue;
+                const s64 to = (s64)coming[i % 4].y * H + first_head + 2 * t + e;
+                if (warp == 0 && g == 0) stats[to] = make_float2(top[e], l[e]);
+                if (EXACT && warp == 0 && g == 0) written[at / TILE % 2][2 * t + e] = make_float2(top[e], l[e]);
+                float4* out = (float4*)(sums + to * D + first);
+                out[0] = make_float4(o[0][e], o[0][e + 2], o[1][e], o[1][e + 2]);
+                out[1] = make_float4(o[2][e], o[2][e + 2], o[3][e], o[3][e + 2]);
+            }
+            l[0] = l[1] = 0.0f, top[0] = top[1] = MINUS_INFINITY;
+#pragma unroll
+            for (int n = 0; n < D / 64; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
+        }
+        __syncthreads();
+        fetch(i + BUFFERS);
+    }
+}
