@@ -93,11 +93,13 @@ class PrefixCache:
         if entry is not None and entry.length > max(more_than, PAGE * page):
             length = entry.length
             self._touch(entry)
+            state.finish_saving()
             _load(state, Saved(ids[:length], _before(reading, length), 0, self._rows(entry.page, entry), entry.point))
         elif PAGE * page > more_than:
             length = PAGE * page
             for held in path[:page]:
                 held.used = self.clock
+            state.finish_saving()
             _load(state, Saved(ids[:length], _before(reading, length), 0, self._rows(path[page - 1]), []))
         saved = None if self.store is None else self.store.get(ids, reading, max(length, more_than))
         if saved is not None:
@@ -131,6 +133,7 @@ class PrefixCache:
             if first is not None and self.store is not None:
                 point = state.save_point() if entry is None else entry.point
                 rows = state.save_rows(first, state.length)
+                state.finish_saving()
                 self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point))
 
     # -- keeping -------------------------------------------------------------------------------------------------------

@@ -217,7 +217,10 @@ class State:
         return [shape for state in self._all() for shape in state.point_shapes(length)]
 
     def save_rows(self, first: int, last: int) -> list[np.ndarray]:
-        """Copy the appended rows of committed tokens first to last - 1, (heads, tokens, width) each."""
+        """Copy the appended rows of committed tokens first to last - 1, (heads, tokens, width) each.
+
+        These arrays, and those of `save_point`, may be complete only after `finish_saving`.
+        """
         if not 0 <= first <= last <= self.length:
             raise ValueError(f"rows {first} to {last} of a state of {self.length} tokens")
         return [array for state in self._all() for array in state.save_rows(first, last)]
@@ -228,10 +231,15 @@ class State:
 
     def save(self) -> dict[str, np.ndarray]:
         """Copy all committed contents, for `load`."""
-        return {
+        saved = {
             **{f"rows.{i}": array for i, array in enumerate(self.save_rows(0, self.length))},
             **{f"point.{i}": array for i, array in enumerate(self.save_point())},
         }
+        self.finish_saving()
+        return saved
+
+    def finish_saving(self) -> None:
+        """Wait until arrays that `save_rows` and `save_point` of states of this pool have returned are complete."""
 
     def load(self, arrays: Mapping[str, np.ndarray], length: int, long_steps: Sequence[LongStep] = ()) -> None:
         """Replace the contents by `arrays`, saved at `length` tokens; later steps have the bits of the saved state.

@@ -28,7 +28,7 @@ def turns_of(
     bare = _rendered(render, messages, add_generation_prompt=False)
     if later is None:
         return Turns()
-    shared = len(prompt.tokens) if later.text.startswith(prompt.text) else common_length(prompt.tokens, later.tokens)
+    shared = common_length(prompt.tokens, later.tokens)
     before = len(prompt.tokens) if bare is None else common_length(prompt.tokens, bare.tokens)
     header = prompt.tokens[before:shared]
     return Turns(shared or None, _system(render, messages, prompt, tools), replies_in(prompt.tokens, header, ends))

@@ -10,6 +10,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
+from cuda_backend.later import LaterCopies
 from cuda_backend.prototypes import prototypes, type_of
 from cuda_backend.sources import OPTIONS, source
 
@@ -20,12 +21,14 @@ class Stream:
     overlaps  launches may begin before the previous kernel has ended; set while a graph is captured
     joined    the stream has just waited for another stream: the next launch must not overlap
     launches  number of kernels launched, including those of replayed graphs
+    copies    of its results to the host, beside it
     """
 
     def __init__(self) -> None:
         self.cuda = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = self.joined = False
         self.launches = 0
+        self.copies = LaterCopies(self.cuda)
 
     @property
     def ptr(self) -> int:

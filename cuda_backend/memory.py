@@ -84,15 +84,6 @@ def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
     )
 
 
-def copy_out(address: int, nbytes: int, stream: Stream) -> np.ndarray:
-    """Device memory as uint8 (nbytes,) on the host, once what was launched before is done."""
-    out = np.empty(nbytes, np.uint8)
-    runtime = cupy.cuda.runtime
-    runtime.memcpyAsync(out.ctypes.data, address, nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-    stream.synchronize()
-    return out
-
-
 class Arena:
     """Memory for what one step computes, in two halves: `turn` frees the half that was used before the current one.
 

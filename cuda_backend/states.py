@@ -53,7 +53,7 @@ class CudaPool:
     ):
         if not 1 <= slots <= MAX_RUNS:
             raise BimetalError(f"a pool of {slots} sequences; the CUDA kernels take 1 to {MAX_RUNS}")
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity, self.copies = slots, capacity, stream.copies
         self.lengths, self.vacant = [0] * slots, list(range(slots))
         flat = [(i, name, s) for i, layer in enumerate(spec) for name, s in layer.items()]
         cached = [(i, name, s) for i, name, s in flat if isinstance(s, RowSpec)]
@@ -236,6 +236,9 @@ class CudaState(State):
 
     def _all(self) -> list[Any]:
         return self._parts
+
+    def finish_saving(self) -> None:
+        self.pool.copies.finish()
 
     @property
     def nbytes(self) -> int:

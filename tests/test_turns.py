@@ -6,6 +6,8 @@ from itertools import takewhile
 import pytest
 from tiny_chat import TEMPLATE, write
 
+from common.checkpoint import open_checkpoint
+from common.demo import demo_path
 from common.errors import BimetalError
 from common.reading import Reading
 from common.tokenizer import load_tokenizer
@@ -66,6 +68,22 @@ def test_a_template_that_refuses_the_other_conversations(tokenizer):
     assert shown(tokenizer, never, CHAT)[1] == [None, ""]
     with pytest.raises(BimetalError):
         shown(tokenizer, STRICT, [*SYSTEM, *CHAT])
+
+
+def test_a_prompt_whose_last_token_the_reply_may_extend():
+    """Later prompts have one token for the end of the header and the beginning of the reply."""
+    checkpoint = open_checkpoint(demo_path())
+    tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
+    tokenizer.chat_templates["default"] = (
+        "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    prompt = tokenizer.chat_prompt(CHAT)
+    later = tokenizer.chat_prompt([*CHAT, {"role": "assistant", "content": "of"}, {"role": "user", "content": "on"}])
+    turns = turns_of(tokenizer.chat_prompt, CHAT, prompt, tokenizer.end_ids)
+    assert later.text.startswith(prompt.text)
+    assert turns.shared == len(prompt.tokens) - 1
+    assert later.tokens[: turns.shared] == prompt.tokens[:-1]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, THINKING])

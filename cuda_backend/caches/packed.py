@@ -17,7 +17,7 @@ from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import HALF, Plane, copy
 from cuda_backend.caches.window import WindowStore, window_bytes
 from cuda_backend.launch import Stream, kernel
-from cuda_backend.memory import Memory, copy_in, copy_out
+from cuda_backend.memory import Memory, copy_in
 from cuda_backend.runs import Run
 
 
@@ -116,7 +116,9 @@ class PackedStore(KVStore):
     def save_point(self, slot: int) -> list[np.ndarray]:
         rows = self.exact.save_point(slot)
         if 0 < self.calibration <= self.lengths[slot]:
-            rows.append(copy_out(self._stats(slot), self.slot_stats, self.stream).view(np.float32))
+            held = Memory(self.slot_stats, self.stream)
+            copy(held.address, self._stats(slot), held.nbytes, self.stream)
+            rows.append(self.stream.copies.copy(held).view(np.float32))
         return rows
 
     def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:

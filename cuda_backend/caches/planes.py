@@ -1,5 +1,6 @@
 """Planes: where the rows of a cache lie on the device, and the one launch that moves rows from one cache to another."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from common.kv_formats import FORMATS
 from common.step import MAX_DECODE_ROWS, Shape
 from cuda_backend.launch import Stream, kernel
 from cuda_backend.layout import group_count, padded, tail_places
-from cuda_backend.memory import Memory, copy_in, copy_out
+from cuda_backend.memory import Memory, copy_in
 from cuda_backend.prototypes import PLANE
 
 HALF = "f16"  # the format of the backend's own rows
@@ -218,15 +219,22 @@ def shapes_of(planes: Planes, rows: int) -> list[Shape]:
     return [((plane.heads, rows, plane.row_bytes), np.dtype(np.uint8)) for plane in planes]
 
 
-def read_rows(planes: Planes, first: int, last: int, stream: Stream) -> list[np.ndarray]:
-    """Copies of positions first to last - 1 of every plane, (heads, positions, bytes of a row)."""
-    n = last - first
+def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stream) -> list[np.ndarray]:
+    """Copy the positions of stretches (first, last + 1) of every plane, (heads, positions, bytes of a row).
+
+    The arrays are complete after stream.copies.finish().
+    """
+    n = sum(last - first for first, last in stretches)
     if n == 0:
         return [np.empty(shape, dtype) for shape, dtype in shapes_of(planes, 0)]
-    dense = planes_at(0, planes, Places(n - 1, 1))
+    dense, at = planes_at(0, planes, Places(n - 1, 1)), 0
+    stream.copies.make_room(planes_bytes(dense))
     aside = Memory(planes_bytes(dense), stream)
-    move(planes, first, planes_at(aside.address, dense), 0, n, stream)
-    flat = copy_out(aside.address, aside.nbytes, stream)
+    for first, last in stretches:
+        if last > first:
+            move(planes, first, planes_at(aside.address, dense), at, last - first, stream)
+        at += last - first
+    flat = stream.copies.copy(aside)
     ends = np.cumsum([plane.nbytes for plane in dense])[:-1]
     return [part.reshape(plane.heads, n, -1) for plane, part in zip(dense, np.split(flat, ends), strict=True)]
 

@@ -18,7 +18,7 @@ from cuda_backend.caches.planes import copy, zeros
 from cuda_backend.caches.window import NOT_IN_PART
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
-from cuda_backend.memory import Memory, copy_in, copy_out
+from cuda_backend.memory import Memory, copy_in
 from cuda_backend.replay import NO_PATH
 from cuda_backend.runs import Run
 
@@ -219,8 +219,8 @@ class Recurrent:
 
     def save_point(self, slot: int) -> list[np.ndarray]:
         """The states of all layers as they lie on the device, with the path applied."""
-        held = self.snapshot(slot)
-        return [copy_out(held.address, held.nbytes, self.stream).view(np.float32)]
+        self.stream.copies.make_room(4 * self.flip)
+        return [self.stream.copies.copy(self.snapshot(slot)).view(np.float32)]
 
     def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
         copy_in(self._state(slot), np.ascontiguousarray(point[0]), self.stream)

@@ -52,7 +52,7 @@ class RowStore:
         return []
 
     def save_rows(self, slot: int, first: int, last: int) -> list[np.ndarray]:
-        return read_rows(of_slot(self.planes, slot), first, last, self.stream)
+        return read_rows(of_slot(self.planes, slot), [(first, last)], self.stream)
 
     def save_point(self, slot: int) -> list[np.ndarray]:
         return []

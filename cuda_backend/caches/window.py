@@ -104,9 +104,7 @@ class WindowStore(KVStore):
 
     def save_point(self, slot: int) -> list[np.ndarray]:
         """The first positions and those of the window, in order, wherever the ring has them."""
-        ring = of_slot(self.planes, slot)
-        parts = [read_rows(ring, first, last, self.stream) for first, last in self._seen(self.lengths[slot])]
-        return [np.concatenate(pair, axis=1) for pair in zip(*parts, strict=True)]
+        return read_rows(of_slot(self.planes, slot), self._seen(self.lengths[slot]), self.stream)
 
     def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
         at, ring = 0, of_slot(self.planes, slot)

@@ -13,6 +13,7 @@ from generate.synthetic import synthetic
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend import later  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
 
@@ -74,3 +75,24 @@ def test_formats(pair, counts, monkeypatch):
     coded = CacheOptions(*pair, **dict(zip(("sinks", "recent", "calibration"), counts, strict=True)))
     model = replace(synthetic("wedlm-8b:q4_k_m", RandomOps()), cache=coded)
     check(model, np.random.default_rng(1).integers(0, 512, 100).astype(np.int32), 37, 120)
+
+
+@pytest.mark.parametrize("most", [0, 1 << 30])
+@pytest.mark.parametrize("name", ["qwen35", "laguna", "glm"])
+def test_copies_are_made_beside_later_steps(ops, name, most, monkeypatch):
+    """What is saved is what the state held then, though its rows are overwritten before the copies are complete."""
+    monkeypatch.setattr(later, "MOST", most)
+    model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)
+    state = model.new_state(tiny.CAPACITY)
+    tiny.run(model, state, ids[:9])
+    before, saved = state.snapshot(), []
+    for turn in range(6):
+        tiny.run(model, state, ids[10 + turn : 20 + turn], [turn + 1])
+        expected = {k: v.copy() for k, v in state.save().items()} if turn % 2 else None
+        saved.append((state.save_rows(3, state.length), state.save_point(), expected))
+        state.restore(before)
+    state.finish_saving()
+    for rows, point, expected in saved[1::2]:
+        whole = [v[:, 3:] for k, v in expected.items() if k.startswith("rows")]
+        assert all(np.array_equal(a, b) for a, b in zip(rows, whole, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(point, list(expected.values())[len(whole) :], strict=True))

@@ -22,7 +22,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from cuda_backend.caches.pages import page_count, pages_of  # noqa: E402
 from cuda_backend.caches.planes import PAGE  # noqa: E402
-from cuda_backend.memory import copy_in, copy_out  # noqa: E402
+from cuda_backend.memory import copy_in  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.sizes import snapshot_bytes  # noqa: E402
 from cuda_backend.states import pool_bytes  # noqa: E402
@@ -43,6 +43,14 @@ def model(request, ops):
 
 def chain(rows: int, past: int, slot: int = 0) -> Step:
     return Step.chain(np.arange(rows, dtype=np.int32), past, slot)
+
+
+def copy_out(address: int, nbytes: int, stream) -> np.ndarray:
+    """Device memory as uint8, once what was launched before is done."""
+    out, runtime = np.empty(nbytes, np.uint8), cupy.cuda.runtime
+    runtime.memcpyAsync(out.ctypes.data, address, nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+    stream.synchronize()
+    return out
 
 
 def table(pool) -> np.ndarray:

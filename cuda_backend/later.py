@@ -1,0 +1,53 @@
+"""Copies from the device to the host that a thread of its own makes, while the stream goes on."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import cupy
+import numpy as np
+
+MOST = 256 << 20  # bytes of device memory that wait for their copies, unless one copy is larger
+
+
+class LaterCopies:
+    """Copies of memory that one stream has written, in order."""
+
+    def __init__(self, stream: cupy.cuda.Stream):
+        self.stream = stream
+        self.waiting: deque[tuple[Future[None], int]] = deque()  # copies, and bytes of each
+        self.thread: ThreadPoolExecutor | None = None
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until `nbytes` more of device memory may wait for their copy."""
+        while self.waiting and nbytes + sum(size for _, size in self.waiting) > MOST:
+            self._finish_first()
+
+    def copy(self, memory: Any) -> np.ndarray:
+        """Copy `memory`, which nobody else writes from now on; returns uint8 that are complete after `finish`."""
+        while self.waiting and self.waiting[0][0].done():
+            self._finish_first()
+        out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
+        written.record(self.stream)
+        if self.thread is None:
+            self.thread = ThreadPoolExecutor(1, "bimetal copies to the host")
+        device = cupy.cuda.runtime.getDevice()
+        self.waiting.append((self.thread.submit(_copy, memory, out, written, device), memory.nbytes))
+        return out
+
+    def finish(self) -> None:
+        """Wait until all copies are complete."""
+        while self.waiting:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        self.waiting.popleft()[0].result()
+
+
+def _copy(memory: Any, out: np.ndarray, written: cupy.cuda.Event, device: int) -> None:
+    runtime = cupy.cuda.runtime
+    with cupy.cuda.Device(device):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(written)
+        runtime.memcpyAsync(out.ctypes.data, memory.address, memory.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+        stream.synchronize()
