@@ -125,8 +125,11 @@ class PrefixCache:
         return self._matched(ids, path)
 
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
-        """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room."""
-        if state.can_save and state.length:
+        """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room.
+
+        While saving lags behind decoding, only ends of system prompts are kept: what is left out is read again.
+        """
+        if state.can_save and state.length and (why == "system" or not state.saving_lags):
             ids = np.asarray(tokens, np.int32)
             entry = self._keep(ids, state, why)
             first = None if self.store is None else self.store.first_missing(ids, state.long_steps)

@@ -238,6 +238,11 @@ class State:
         self.finish_saving()
         return saved
 
+    @property
+    def saving_lags(self) -> bool:
+        """Whether earlier arrays take so long to complete that what may be left out should not be saved."""
+        return False
+
     def finish_saving(self) -> None:
         """Wait until arrays that `save_rows` and `save_point` of states of this pool have returned are complete."""
 

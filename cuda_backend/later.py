@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-MOST = 256 << 20  # bytes of device memory that wait for their copies, unless one copy is larger
+MANY = 256 << 20  # bytes of device memory that wait for their copies: more of them are too many
 
 
 class LaterCopies:
@@ -18,15 +18,20 @@ class LaterCopies:
         self.waiting: deque[tuple[Future[None], int]] = deque()  # copies, and bytes of each
         self.thread: ThreadPoolExecutor | None = None
 
-    def make_room(self, nbytes: int) -> None:
-        """Wait until `nbytes` more of device memory may wait for their copy."""
-        while self.waiting and nbytes + sum(size for _, size in self.waiting) > MOST:
+    @property
+    def lag(self) -> bool:
+        """Whether so much waits that a further copy should be made only if nothing can take its place."""
+        self._forget_finished()
+        return self._bytes() > MANY
+
+    def make_room(self, nbytes: int, free: int) -> None:
+        """Wait until `nbytes` more may wait for their copy: MANY, or a quarter of the `free` bytes of the device."""
+        while self.waiting and nbytes + self._bytes() > max(MANY, free // 4):
             self._finish_first()
 
     def copy(self, memory: Any) -> np.ndarray:
         """Copy `memory`, which nobody else writes from now on; returns uint8 that are complete after `finish`."""
-        while self.waiting and self.waiting[0][0].done():
-            self._finish_first()
+        self._forget_finished()
         out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
         written.record(self.stream)
         if self.thread is None:
@@ -38,6 +43,13 @@ class LaterCopies:
     def finish(self) -> None:
         """Wait until all copies are complete."""
         while self.waiting:
+            self._finish_first()
+
+    def _bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.waiting)
+
+    def _forget_finished(self) -> None:
+        while self.waiting and self.waiting[0][0].done():
             self._finish_first()
 
     def _finish_first(self) -> None:

@@ -131,6 +131,10 @@ class MultiGpuState(State):
         (self.slot,) = {share.slot for share in self.shares.values()}
         super().__init__([vars(layer) for layer in pool.layers], pool.capacity)
 
+    @property
+    def saving_lags(self) -> bool:
+        return any(share.saving_lags for share in self.shares.values())
+
     def finish_saving(self) -> None:
         for share in self.shares.values():
             share.finish_saving()

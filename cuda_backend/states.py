@@ -237,6 +237,10 @@ class CudaState(State):
     def _all(self) -> list[Any]:
         return self._parts
 
+    @property
+    def saving_lags(self) -> bool:
+        return self.pool.copies.lag
+
     def finish_saving(self) -> None:
         self.pool.copies.finish()
 

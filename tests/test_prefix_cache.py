@@ -131,6 +131,18 @@ def test_what_is_larger_than_the_budget_is_not_kept(points):
     assert none.bytes == none.check() == 0
 
 
+def test_system_prompts_alone_are_kept_while_saving_lags(cache, points, monkeypatch):
+    tokens = text(300)
+    monkeypatch.setattr(Fake, "saving_lags", True)
+    for why in ("turn", "grid", "branch"):
+        offer(cache, points, tokens, why=why)
+    assert cache.check() == 0
+    assert restored(cache, points, [*tokens, 5], turn=300).length == 0
+    offer(cache, points, tokens[:280], why="system")
+    monkeypatch.setattr(Fake, "saving_lags", False)
+    assert restored(cache, points, [*tokens, 5], system=280).length == 280
+
+
 def test_bytes_are_counted_before_anything_is_saved(points, monkeypatch):
     cache = PrefixCache(b"", sizes(points, [300]))
     offer(cache, points, text(300))

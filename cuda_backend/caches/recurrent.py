@@ -18,7 +18,7 @@ from cuda_backend.caches.planes import copy, zeros
 from cuda_backend.caches.window import NOT_IN_PART
 from cuda_backend.launch import Stream
 from cuda_backend.layout import padded
-from cuda_backend.memory import Memory, copy_in
+from cuda_backend.memory import Memory, copy_in, room
 from cuda_backend.replay import NO_PATH
 from cuda_backend.runs import Run
 
@@ -219,7 +219,7 @@ class Recurrent:
 
     def save_point(self, slot: int) -> list[np.ndarray]:
         """The states of all layers as they lie on the device, with the path applied."""
-        self.stream.copies.make_room(4 * self.flip)
+        self.stream.copies.make_room(4 * self.flip, room()[0])
         return [self.stream.copies.copy(self.snapshot(slot)).view(np.float32)]
 
     def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:

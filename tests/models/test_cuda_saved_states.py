@@ -77,11 +77,11 @@ def test_formats(pair, counts, monkeypatch):
     check(model, np.random.default_rng(1).integers(0, 512, 100).astype(np.int32), 37, 120)
 
 
-@pytest.mark.parametrize("most", [0, 1 << 30])
+@pytest.mark.parametrize("many", [0, 1 << 30])
 @pytest.mark.parametrize("name", ["qwen35", "laguna", "glm"])
-def test_copies_are_made_beside_later_steps(ops, name, most, monkeypatch):
+def test_copies_are_made_beside_later_steps(ops, name, many, monkeypatch):
     """What is saved is what the state held then, though its rows are overwritten before the copies are complete."""
-    monkeypatch.setattr(later, "MOST", most)
+    monkeypatch.setattr(later, "MANY", many)
     model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)
     state = model.new_state(tiny.CAPACITY)
     tiny.run(model, state, ids[:9])
