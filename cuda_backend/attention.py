@@ -107,9 +107,8 @@ def attention(
     if T == 1 and not window and one_row_decodes(context, (keys, values), H // K, exact):
         return one_row(context, q16, (keys, values), kv.store, (H, D), step, scale, exact)
     cache = packed_bytes(keys, values), bool(exact.defines)
-    rows = split_rows(context.card, wide, T * (H // K), *cache)  # of a block
+    rows, blocks = split_blocks(context.card, wide, step, H // K, K, *cache)
     defines, shared, ctas = split_tiles(context.card, wide, rows, *cache)
-    blocks = row_blocks(T, step.runs, H // K, rows)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     if window and step.runs == 1:  # the others would find nothing to do
         shares = min(shares, (window + keep) // SPLIT_TILE + 4 + T)
@@ -146,6 +145,20 @@ def attention(
     cut = SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk
     pieces = Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
     return combined(context, pieces, (T, H, D), step)
+
+
+def split_blocks(card: Card, width: int, step: DeviceStep, group: int, heads: int, *cache: Any) -> tuple[int, int]:
+    """Rows of a CTA of kernels/split.cu, of which each row of the step has `group`; blocks of so many rows.
+
+    cache  as split_tiles takes it
+    """
+    T = step.T
+    if step.one_row_each and width <= 128 and group <= 16:  # where two or more CTAs of 16 rows share each sequence
+        ctas = split_tiles(card, width, 16, *cache)[2]
+        if ctas * card.sms >= 2 * T * heads:
+            return 16, T
+    rows = split_rows(card, width, T * group, *cache)
+    return rows, row_blocks(T, step.runs, group, rows)
 
 
 def sums_memory(context: Context, shape: tuple[int, int, int, int], most: int, sequences: int) -> int:

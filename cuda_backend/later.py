@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 
 MANY = 256 << 20  # bytes of device memory that wait for their copies: more of them are too many
+CHUNK = 16 << 20  # bytes that are copied at a time
 
 
 class LaterCopies:
@@ -17,6 +18,7 @@ class LaterCopies:
         self.stream = stream
         self.waiting: deque[tuple[Future[None], int]] = deque()  # copies, and bytes of each
         self.thread: ThreadPoolExecutor | None = None
+        self.staging: Staging | None = None
 
     @property
     def lag(self) -> bool:
@@ -32,12 +34,13 @@ class LaterCopies:
     def copy(self, memory: Any) -> np.ndarray:
         """Copy `memory`, which nobody else writes from now on; returns uint8 that are complete after `finish`."""
         self._forget_finished()
-        out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
-        written.record(self.stream)
         if self.thread is None:
             self.thread = ThreadPoolExecutor(1, "bimetal copies to the host")
-        device = cupy.cuda.runtime.getDevice()
-        self.waiting.append((self.thread.submit(_copy, memory, out, written, device), memory.nbytes))
+            self.staging = Staging(cupy.cuda.runtime.getDevice())
+        assert self.staging is not None
+        out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
+        written.record(self.stream)
+        self.waiting.append((self.thread.submit(self.staging.copy, memory, out, written), memory.nbytes))
         return out
 
     def finish(self) -> None:
@@ -56,10 +59,24 @@ class LaterCopies:
         self.waiting.popleft()[0].result()
 
 
-def _copy(memory: Any, out: np.ndarray, written: cupy.cuda.Event, device: int) -> None:
-    runtime = cupy.cuda.runtime
-    with cupy.cuda.Device(device):
-        stream = cupy.cuda.Stream(non_blocking=True)
-        stream.wait_event(written)
-        runtime.memcpyAsync(out.ctypes.data, memory.address, memory.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        stream.synchronize()
+class Staging:
+    """Pinned memory through which one thread copies, on a stream of its own.
+
+    A copy straight to pageable memory holds locks of the driver, for which launches of other threads wait.
+    """
+
+    def __init__(self, device: int):
+        self.device = cupy.cuda.Device(device)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.pool = cupy.cuda.PinnedMemoryPool()
+        self.bytes = np.frombuffer(self.pool.malloc(CHUNK), np.uint8, CHUNK)
+
+    def copy(self, memory: Any, out: np.ndarray, written: cupy.cuda.Event) -> None:
+        runtime = cupy.cuda.runtime
+        with self.device:
+            self.stream.wait_event(written)
+            for first in range(0, memory.nbytes, CHUNK):
+                n, to = min(CHUNK, memory.nbytes - first), self.bytes.ctypes.data
+                runtime.memcpyAsync(to, memory.address + first, n, runtime.memcpyDeviceToHost, self.stream.ptr)
+                self.stream.synchronize()
+                np.copyto(out[first : first + n], self.bytes[:n])

@@ -107,10 +107,6 @@ class MultiGpuPool:
                 pool.note_runs(step, runs)
 
     @property
-    def is_recurrent(self) -> bool:
-        return any(pool.is_recurrent for pool in self.pools.values())
-
-    @property
     def calibrates(self) -> bool:
         return any(pool.calibrates for pool in self.pools.values())
 

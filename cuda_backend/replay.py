@@ -261,9 +261,8 @@ def bucket(T: int) -> int:
 
 
 def shape_of(pool: Any, step: Step, runs: Sequence[Run]) -> Shape:
-    """Return the shape of a step; only recurrent layers launch other kernels where each sequence has one row."""
     T = bucket(len(step))
-    return Shape(T, min(pool.slots, T), pool.is_recurrent and one_row_each(step, runs))
+    return Shape(T, min(pool.slots, T), one_row_each(step, runs))
 
 
 def one_row_each(step: Step, runs: Sequence[Run]) -> bool:

@@ -135,10 +135,6 @@ class CudaPool:
                 store.note_step(step, runs)
 
     @property
-    def is_recurrent(self) -> bool:
-        return self.recurrent is not None
-
-    @property
     def calibrates(self) -> bool:
         """Test whether the step noted last completes a calibration; a sequence has one such step."""
         return any(isinstance(store, PackedStore) and store.calibrates for store in self.stores)
