@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.block_sparse import BLOCK
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 from common.storage import KVSpec, LatentSpec, LayerSpec, all_specs
@@ -303,6 +304,13 @@ def heads_to_cache(
     )
 
 
+class Sight(NamedTuple):
+    """The address of the bits of kernels/choose_blocks.cu, and words of them for a block of rows."""
+
+    address: int
+    words: int
+
+
 def whole(
     context: Context,
     q16: int,
@@ -312,16 +320,18 @@ def whole(
     scale: float,
     seen: tuple[int, int] = (0, 0),
     exact: ExactStep = NO_EXACT,
+    sight: Sight | None = None,
 ) -> Array:
     """Attention of a long step, (T, H, D) = `shape`, whose rows the planes hold.
 
-    seen  positions of the window, 0: all; and those of the first ones that every row sees
+    seen   positions of the window, 0: all; and those of the first ones that every row sees
+    sight  blocks of keys that blocks of rows see; None: all
     """
     (T, H, D), (keys, values) = shape, room
     K, wide = keys.heads, keys.width
     out = Array((T, H, D), context.arena.take(T * H * D * 4))
     tiles, shared = whole_tiles(context.card, wide)
-    formats = *format_defines(keys, values), *exact.defines
+    formats = *format_defines(keys, values), *exact.defines, *((f"SPARSE={BLOCK}",) if sight else ())
     kernel("attention", "whole", (*tiles, f"DIM={D}", *formats), shared)(
         (-(-T * (H // K) // 64), K),
         (128,),
@@ -338,6 +348,7 @@ def whole(
             *seen,
             out.address,
             exact.record,
+            *(sight or (0, 0)),
         ),
         shared_mem=shared,
         stream=context.stream,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common import block_sparse
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.occupancy import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
@@ -37,6 +38,13 @@ SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
 ONE_ROW_FORMATS = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # that kernels/one_row.cu decodes
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 EXPANDED = 8192  # latents that prefill expands to keys and values at a time; a multiple of a tile
+BLOCK_CHOICE = (  # of kernels/choose_blocks.cu
+    f"BLOCK={block_sparse.BLOCK}",
+    f"SINKS={block_sparse.SINKS}",
+    f"LATEST={block_sparse.LATEST}",
+    f"MOST={block_sparse.MOST}",
+    f"MASS={round(1000 * block_sparse.MASS)}",
+)
 MOST_SINGLE = 256  # most pieces of a single tile each: kernels/flash.cuh
 PREFILL_COLS = 32  # rows of a group of kernels/experts.cu in a prefill step
 

@@ -22,7 +22,7 @@ from common.step import MAX_DECODE_ROWS, State, Step
 from common.storage import LayerSpec
 from common.tensors import Tensor
 from cuda_backend import attention as attending
-from cuda_backend import latent, mixture, recurrent, rows, sampling, sizes, weights
+from cuda_backend import block_sparse, latent, mixture, recurrent, rows, sampling, sizes, weights
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
@@ -199,6 +199,7 @@ class CudaOps(Ops):
     mul_sigmoid = of_context(rows.mul_sigmoid)
     mul_softplus = of_context(rows.mul_softplus)
     attention = of_context(attending.attention)
+    block_sparse_attention = of_context(block_sparse.block_sparse_attention)
     write_kv = of_context(attending.write_kv)
     latent_attention = of_context(latent.latent_attention)
     expanded_attention = of_context(latent.expanded_attention)

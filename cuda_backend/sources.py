@@ -11,7 +11,10 @@ HEADERS = (  # each header, and the kernels that need it, all of them after prel
     ("tile.cuh", ("experts", "single", "repack", "expand")),
     ("flash.cuh", ("attention", "split", "one_row", "latent", "pieces")),
     ("keys.cuh", ("sample", "draw", "top_k", "entropy")),
-    ("plane.cuh", ("attention", "split", "one_row", "latent", "keep", "heads_to_cache", "to_cache", "calibrate")),
+    (
+        "plane.cuh",
+        ("attention", "choose_blocks", "split", "one_row", "latent", "keep", "heads_to_cache", "to_cache", "calibrate"),
+    ),
     ("exact.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache")),
     ("formats.cuh", ("attention", "split", "one_row", "latent", "heads_to_cache", "to_cache", "pieces")),
     ("encode.cuh", ("latent", "heads_to_cache", "to_cache")),

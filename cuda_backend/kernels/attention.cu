@@ -4,6 +4,7 @@
 //           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros after it in q and cache
 //           IN_PARTS: for `part`, over positions that come a stretch at a time
+//           SPARSE: positions of a block of keys, or of queries, of which `sight` has the bits of choose_blocks.cu; 0: all keys are seen
 // Work      rows are (t, query head of the group), 64 per CTA of four warps; tiles of 64 positions, or POSITIONS, up to the rows' last
 //           Rows that are not float16 are unpacked as they are read, in the rotated domain; o is rotated back at the end.
 //           EXACT: first tiles of codes, then the first tiles and the latest ones of float16 rows
@@ -19,6 +20,9 @@
 #else
 #define TILE TILE_POSITIONS
 #define ONE_TILE false
+#endif
+#ifndef SPARSE
+#define SPARSE 0
 #endif
 #define BLOCKS ((D + 31) / 32)  // of a row of the cache that is not float16
 #if D > 64 && !defined(PLAIN_FLOAT16)
@@ -53,21 +57,29 @@ __device__ __forceinline__ void load_tile(u16* to, const Plane& plane, int at) {
 
 // Tiles [begin, end) of positions for 64 rows of q that lie in `qs`; o and m, l per lane: rows g and g + 8 of its warp.
 // Of an EXACT cache those that the rows read as KEYS_AS and VALUES_AS; CODED: these are codes, whose products with a row
-// lack its `shifts`.
+// lack its `shifts`. SPARSE: of the blocks of which `seen` has a bit, as it has of the first.
 template <Format KEYS_AS, Format VALUES_AS, bool CODED>
 __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], float (&l)[2], const u16* qs, u16* ks, u16* vs,
                                        Plane keys, Plane values, int begin, int end,
                                        const Mask& mask, int first_row, int group, int rows, float scale,
-                                       const Exact& exact, const float* shifts) {
+                                       const Exact& exact, const float* shifts, const u32* seen) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int t_of[2] = {(first_row + warp * 16 + lane / 4) / group, (first_row + warp * 16 + lane / 4 + 8) / group};
     const bool active = first_row + warp * 16 < rows;
     const u32 q_at = shared_address(qs + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8);
     const u32 k_at = shared_address(ks + (lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8);
     const u32 v_at = shared_address(vs + (lane % 16) * STRIDE + lane / 16 * 8);
+    auto after = [&](int at) {
+        at += TILE;
+#if SPARSE
+        while (at < end && !(seen[at / SPARSE / 32] >> at / SPARSE % 32 & 1)) at += TILE;
+#endif
+        return at;
+    };
     if (begin < end) load_tile<KEYS_AS>(ks, keys, begin);
     commit();
-    for (int at = begin; at < end; at += TILE) {
+    for (int at = begin, next; at < end; at = next) {
+        next = after(at);
         if (!ONE_TILE) load_tile<VALUES_AS>(vs, values, at);
         commit();
         wait_all_but<ONE_TILE ? 0 : 1>();
@@ -87,11 +99,11 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
             }
         }
         __syncthreads();
-        const bool more = at + TILE < end;
+        const bool more = next < end;
         if (ONE_TILE)
             load_tile<VALUES_AS>(vs, values, at);
         else if (more)
-            load_tile<KEYS_AS>(ks, keys, at + TILE);
+            load_tile<KEYS_AS>(ks, keys, next);
         commit();
         u32 p[TILE / 8][2];
         if (active) {
@@ -145,7 +157,7 @@ __device__ __forceinline__ void attend(float (&o)[D / 8][4], float (&m)[2], floa
             }
         }
         __syncthreads();
-        if (ONE_TILE && more) load_tile<KEYS_AS>(ks, keys, at + TILE);
+        if (ONE_TILE && more) load_tile<KEYS_AS>(ks, keys, next);
     }
     wait_all_but<0>();
 }
@@ -216,7 +228,7 @@ __device__ __forceinline__ void load_queries(u16* qs, const u16* q, int first_ro
 
 extern "C" __global__ void __launch_bounds__(128 AND_BLOCKS)
 whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* step,
-      const int* positions, int T, float scale, int window, int keep, float* out, Exact exact) {
+      const int* positions, int T, float scale, int window, int keep, float* out, Exact exact, const u32* sight, int words) {
     begin();
     extern __shared__ __align__(16) u16 shared[];
     u16 *qs = shared, *ks = qs + 64 * STRIDE, *vs = ONE_TILE ? ks : ks + TILE * STRIDE;
@@ -240,7 +252,7 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     const int sinks = min(stop, (exact.first + TILE - 1) / TILE * TILE);
     __syncthreads();
     attend<KEYS, VALUES, true>(o, m, l, qs, ks, vs, keys, values, exact.first / TILE * TILE, stop - exact.recent, mask, first_row,
-                               group, rows, scale, exact, shifts);
+                               group, rows, scale, exact, shifts, 0);
     load_queries(qs, exact.q, first_row, group, H, head * group, rows);
     keys = exact.keys, values = exact.values;
     keys.rows = head_at(keys, head, 2 * D), values.rows = head_at(values, head, 2 * D);
@@ -248,15 +260,18 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     for (int turn = 0; turn < 2; turn++) {
         __syncthreads();
         attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, turn ? max(sinks, oldest) : 0, turn ? stop : sinks, mask, first_row,
-                                group, rows, scale, exact, shifts);
+                                group, rows, scale, exact, shifts, 0);
     }
 #else
+#if SPARSE
+    sight += ((s64)head * ((T + SPARSE - 1) / SPARSE) + first_row / group / SPARSE) * words;
+#endif
     const int begin = max(0, mask.low(first_row / group)) / TILE * TILE, kept = min(begin, window ? (keep + 63) / 64 * 64 : 0);
 #pragma unroll 1
     for (int turn = kept ? 0 : 1; turn < 2; turn++) {
         __syncthreads();
         attend<KEYS, VALUES, PACKED>(o, m, l, qs, ks, vs, keys, values, turn ? begin : 0, turn ? mask.past + last + 1 : kept, mask,
-                                     first_row, group, rows, scale, exact, 0);
+                                     first_row, group, rows, scale, exact, 0, sight);
     }
 #endif
     add_lanes(l);
@@ -310,7 +325,7 @@ part(const u16* q, Plane keys, Plane values, int H, const StepState* step, const
     keys.fixed = values.fixed = 0x7fffffff;
     keys.rows = head_at(keys, head, 2 * D) - (s64)from * 2 * D, values.rows = head_at(values, head, 2 * D) - (s64)from * 2 * D;
     __syncthreads();
-    attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, from, min(to, stop), mask, first_row, 1, T, scale, Exact(), 0);
+    attend<F16, F16, false>(o, m, l, qs, ks, vs, keys, values, from, min(to, stop), mask, first_row, 1, T, scale, Exact(), 0, 0);
     if (ends) add_lanes(l);
 #pragma unroll
     for (int half = 0; half < 2; half++) {

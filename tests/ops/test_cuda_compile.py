@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from common.block_sparse import BLOCK
 from common.errors import BimetalError
 from common.kv_formats import FORMATS
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import occupancy
 from cuda_backend.layout import (
+    BLOCK_CHOICE,
     COLS,
     ONE_ROW_FORMATS,
     PREFILL_COLS,
@@ -158,6 +160,9 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     if card.capability >= 90:
         plain += [("delta", delta(d, 4, 1, alone)) for d in (64, 128) for alone in (0, 1, 2)]
     plain += [("attention", defines) for defines in heads(card)]
+    plain += [("attention", (*defines, f"SPARSE={BLOCK}")) for defines in heads(card)] + [
+        ("choose_blocks", BLOCK_CHOICE)
+    ]
     for type_ in UNITS:
         plain += [("linear", linear(card, type_, cols)) for cols in COLS]
         plain += [("experts", expert_defines(card, type_, cols)) for cols in (8, PREFILL_COLS)]

@@ -159,6 +159,17 @@ def test_formats_of_caches(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
+        pytest.param("left_out and 16 or scores", marks=pytest.mark.compile),
+        pytest.param("not 16 and not scores", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_keys_that_are_left_out(chosen):
+    on_cpu("ops/test_cuda_block_sparse.py", chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
         pytest.param("as_numpy and lm4/lm4 or snapshots and (6 or 200) or bytes or alone", marks=pytest.mark.compile),
         pytest.param(
             "bits and (62 and lm4-60 or not 62 and (lm4-4 or lm4-60)) or counts and 150", marks=pytest.mark.compile
