@@ -156,6 +156,7 @@ class MultiGpuOps(SeveralGpus):
     mul_sigmoid = forwarded("mul_sigmoid")
     mul_softplus = forwarded("mul_softplus")
     attention = forwarded("attention")
+    block_sparse_attention = forwarded("block_sparse_attention")
     latent_attention = forwarded("latent_attention")
     expanded_attention = forwarded("expanded_attention")
     write_kv = forwarded("write_kv")

@@ -226,6 +226,7 @@ class TensorParallelOps(SeveralGpus):
     mul_sigmoid = on_all("mul_sigmoid")
     mul_softplus = on_all("mul_softplus")
     attention = on_all("attention")
+    block_sparse_attention = on_all("block_sparse_attention")
     latent_attention = on_all("latent_attention")
     expanded_attention = on_all("expanded_attention")
     write_kv = on_all("write_kv")
