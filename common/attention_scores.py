@@ -53,11 +53,13 @@ def attention_to(
 
     Of each query the largest share of any layer and head counts; the shares of the queries are averaged. The model
     runs on its backend, where all rows but the last FULL may leave out keys, and the shares are computed on the host,
-    from keys in float16. Raises UsageError for a model
-    without such layers, and BimetalError when `cancel` is set.
+    from keys in float16. Raises UsageError for a model without such layers or with tensor parallelism, and BimetalError
+    when `cancel` is set.
     """
     if not isinstance(model, Model):
         raise UsageError("models that mlx-lm runs do not show their attention; use one that bimetal defines")
+    if model.ops.ranks.size > 1:
+        raise UsageError(f"{model.ops.ranks.size} ranks share each layer, and none has all heads; score with one GPU")
     ids = check_tokens(tokens, model.config.vocab)
     check_fits(len(ids), context, model.config.context)
     state, at, rows = model.new_state(context), 0, min(model.ops.prefill_rows, ROWS)

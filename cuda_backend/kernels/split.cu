@@ -25,7 +25,7 @@
 //           one CTA per multiprocessor -> 48.4 us: too few warps to hide latency
 //           16 rows per CTA above 16 rows -> 17.4 against 12.6 at 22 rows, 48 against 32.5 at 64: tiles are read more often
 //           16 rows per CTA for a row of each of 64 sequences (8B shapes) -> 9,184 tokens per second against 9,284; of 16, where
-//             CTAs share each context, 6,456 against 5,541: kept for these
+//             CTAs share each context, 6,456 against 5,541 of another call: kept for these
 //           64 rows per CTA -> 435 against 495 at 64 rows and 32K, but one CTA per multiprocessor: 48 against 37 at one row; as a
 //             third build 30.8 against 32.5 at 64 rows, but 20.5 against 12.6 at 22
 //           four warps for 32 rows, a quarter less read of shared memory -> step 950 against 947 at 22 rows: tiles wait for one phase

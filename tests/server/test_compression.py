@@ -25,6 +25,7 @@ from common.compression import CHUNK, HEAD, QUERY, SINKS, TAIL, kept_spans, scor
 from common.errors import BimetalError, UsageError
 from common.ops import Ops
 from common.reference import NumpyOps
+from common.shards import Ranks
 from generate import values
 from generate.__main__ import main
 
@@ -225,6 +226,13 @@ def test_attention_of_each_architecture(name):
     assert found.shape == (40,)
     assert found.sum() > 0.99
     assert np.isfinite(found).all()
+
+
+def test_a_rank_without_all_heads_gives_no_scores():
+    model = load("qwen3", NumpyOps())
+    model.ops.ranks = Ranks(0, 2)
+    with pytest.raises(UsageError, match="2 ranks share each layer"):
+        attention_to(model, list(range(40)), 4, 64)
 
 
 def test_a_drafter_is_refused_when_it_is_loaded(drafter, tmp_path):
