@@ -13,7 +13,7 @@ from common.storage import KVSpec, LatentSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV, KVStore
-from cuda_backend.caches.planes import Places, Planes, of_slot, plane_of
+from cuda_backend.caches.planes import Places, Plane, Planes, of_slot, plane_of
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
@@ -113,10 +113,7 @@ def attention(
     shares = max(1, ctas * context.card.sms // (K * blocks))
     if window and step.runs == 1:  # the others would find nothing to do
         shares = min(shares, (window + keep) // SPLIT_TILE + 4 + T)
-    trunk = piece_places(kv.store.most, SPLIT_TILE, window or 0, keep, shares)
-    count = trunk + tail_places(SPLIT_TILE, T)
-    sums = sums_memory(context, (count, T, H, wide), kv.store.most, len(kv.store.lengths))
-    stats = sums + count * T * H * wide * 4
+    pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, keep))
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
     kernel("split", "split", (*defines, *formats, *ways), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
@@ -134,18 +131,33 @@ def attention(
             window or 0,
             keep,
             causal,
-            trunk,
-            sums,
-            stats,
+            pieces.trunk,
+            pieces.sums,
+            pieces.stats,
             exact.record,
         ),
         shared_mem=shared,
         stream=context.stream,
     )
-    runs = run_count(kv.store.most, window or 0, keep)
-    cut = SPLIT_TILE.bit_length() - 1, window or 0, keep, shares, trunk
-    pieces = Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
     return combined(context, pieces, (T, H, D), step)
+
+
+def new_pieces(
+    context: Context,
+    store: KVStore,
+    shape: tuple[int, int],
+    values: Plane,
+    shares: int,
+    seen: tuple[int, int] = (0, 0),
+) -> Pieces:
+    """Memory for the sums of rows and heads = `shape`, whose pieces `shares` CTAs share; `seen` as `whole` takes it."""
+    (T, H), (window, keep), wide, most = shape, seen, values.width, store.most
+    trunk = piece_places(most, SPLIT_TILE, window, keep, shares)
+    count = trunk + tail_places(SPLIT_TILE, T)
+    sums = sums_memory(context, (count, T, H, wide), most, len(store.lengths))
+    cut = SPLIT_TILE.bit_length() - 1, window, keep, shares, trunk
+    runs, stats = run_count(most, window, keep), sums + count * T * H * wide * 4
+    return Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
 
 
 def split_blocks(card: Card, width: int, step: DeviceStep, group: int, heads: int, *cache: Any) -> tuple[int, int]:
@@ -191,14 +203,11 @@ def one_row(
 ) -> Array:
     """Attention of a step of one row over codes, H query heads of D = `shape`: the bits of kernels/split.cu."""
     (H, D), (keys, values) = shape, planes
-    K, wide, most = keys.heads, keys.width, store.most
+    K = keys.heads
     formats = *format_defines(keys, values), *exact.defines
     tiles, shared, ctas = one_row_tiles(context.card, keys.row_bytes + values.row_bytes, bool(exact.defines))
     shares = ctas * context.card.sms // K
-    trunk = piece_places(most, SPLIT_TILE, 0, 0, shares)
-    count = trunk + tail_places(SPLIT_TILE, 1)
-    sums = sums_memory(context, (count, 1, H, wide), most, len(store.lengths))
-    stats = sums + count * H * wide * 4
+    pieces = new_pieces(context, store, (1, H), values, shares)
     kernel("one_row", "one_row", (*tiles, *formats, windowed(0)), shared)(
         (shares, K),
         (128,),
@@ -211,16 +220,14 @@ def one_row(
             step.address,
             step.positions.address,
             scale * LOG2_E,
-            trunk,
-            sums,
-            stats,
+            pieces.trunk,
+            pieces.sums,
+            pieces.stats,
             exact.record,
         ),
         shared_mem=shared,
         stream=context.stream,
     )
-    cut = SPLIT_TILE.bit_length() - 1, 0, 0, shares, trunk
-    pieces = Pieces(run_count(most, 0, 0), sums, stats, 1, H, wide, 0, *cut, turn_back(values))
     return combined(context, pieces, (1, H, D), step)
 
 

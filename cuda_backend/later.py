@@ -17,8 +17,7 @@ class LaterCopies:
     def __init__(self, stream: cupy.cuda.Stream):
         self.stream = stream
         self.waiting: deque[tuple[Future[None], int]] = deque()  # copies, and bytes of each
-        self.thread: ThreadPoolExecutor | None = None
-        self.staging: Staging | None = None
+        self.worker: tuple[ThreadPoolExecutor, Staging] | None = None  # made by the first copy
 
     @property
     def lag(self) -> bool:
@@ -34,13 +33,12 @@ class LaterCopies:
     def copy(self, memory: Any) -> np.ndarray:
         """Copy `memory`, which nobody else writes from now on; returns uint8 that are complete after `finish`."""
         self._forget_finished()
-        if self.thread is None:
-            self.thread = ThreadPoolExecutor(1, "bimetal copies to the host")
-            self.staging = Staging(cupy.cuda.runtime.getDevice())
-        assert self.staging is not None
+        if self.worker is None:
+            self.worker = ThreadPoolExecutor(1, "bimetal copies to the host"), Staging(cupy.cuda.runtime.getDevice())
+        thread, staging = self.worker
         out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
         written.record(self.stream)
-        self.waiting.append((self.thread.submit(self.staging.copy, memory, out, written), memory.nbytes))
+        self.waiting.append((thread.submit(staging.copy, memory, out, written), memory.nbytes))
         return out
 
     def finish(self) -> None:

@@ -56,11 +56,11 @@ class RunInput(NamedTuple):
 class DeviceStep:
     """The `step` that ops receive: T rows; the device knows how many are real, and of which sequences.
 
-    address     of the StepState
-    runs        largest number of sequences
+    address       of the StepState
+    runs          largest number of sequences
     one_row_each  whether each of several sequences has one row
-    is_block    whether all rows of a sequence see each other
-    slot, past  slot and committed positions of the one sequence of a prefill step
+    is_block      whether all rows of a sequence see each other
+    slot, past    slot and committed positions of the one sequence of a prefill step
     """
 
     tokens: Array

@@ -1,5 +1,6 @@
 """Saving a state of the GPU on the host and loading it: each later step has the same bits."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -96,3 +97,16 @@ def test_copies_are_made_beside_later_steps(ops, name, many, monkeypatch):
         whole = [v[:, 3:] for k, v in expected.items() if k.startswith("rows")]
         assert all(np.array_equal(a, b) for a, b in zip(rows, whole, strict=True))
         assert all(np.array_equal(a, b) for a, b in zip(point, list(expected.values())[len(whole) :], strict=True))
+
+
+def test_copies_lag_while_many_bytes_wait(ops):
+    copies, slow = later.LaterCopies(ops.context.stream.cuda), Future()
+    assert not copies.lag
+    copies.waiting.append((slow, later.MANY + 1))
+    assert copies.lag
+    copies.make_room(later.MANY, 12 * later.MANY)  # returns at once: a quarter of what is free is more
+    slow.set_result(None)
+    assert not copies.lag
+    copies.waiting.append((slow, later.MANY))
+    copies.make_room(1, 0)
+    assert not copies.waiting
