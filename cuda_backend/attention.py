@@ -13,13 +13,13 @@ from common.storage import KVSpec, LatentSpec, LayerSpec, all_specs
 from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import format_defines, packed_bytes, turn_back
 from cuda_backend.caches.kv import KV, KVStore
-from cuda_backend.caches.planes import Places, Plane, Planes, of_slot, plane_of
+from cuda_backend.caches.planes import HALF, Places, Plane, Planes, of_slot, plane_of
 from cuda_backend.caches.window import rolled, unrolled
 from cuda_backend.context import Context
 from cuda_backend.exact import NO_EXACT, ExactStep, calibrated, close_exact, open_exact
 from cuda_backend.launch import kernel
 from cuda_backend.layout import (
-    ONE_ROW_FORMATS,
+    ONE_ROW_CODES,
     SPLIT_TILE,
     latent_tiles,
     most_sums_bytes,
@@ -105,19 +105,15 @@ def attention(
         close_exact(context, kv, step, exact)
         return out
     formats = *format_defines(keys, values), *exact.defines
-    if T == 1 and not window and one_row_decodes(context, (keys, values), H // K, exact):
-        return one_row(context, q16, (keys, values), kv.store, (H, D), step, scale, exact)
-    cache = packed_bytes(keys, values), bool(exact.defines)
-    rows, blocks = split_blocks(context.card, wide, step, H // K, K, *cache)
-    defines, shared, ctas = split_tiles(context.card, wide, rows, *cache)
+    name, sizes, shared, (threads, blocks), ctas = pieces_launch(context.card, kv, step, H // K, exact, window or 0)
     shares = max(1, ctas * context.card.sms // (K * blocks))
     if window and step.runs == 1:  # the others would find nothing to do
         shares = min(shares, (window + keep) // SPLIT_TILE + 4 + T)
     pieces = new_pieces(context, kv.store, (T, H), values, shares, (window or 0, keep))
     ways = windowed(window or 0), f"ALONE={int(step.runs == 1)}"
-    kernel("split", "split", (*defines, *formats, *ways), shared)(
+    kernel(name, name, (*sizes, *formats, *ways), shared)(
         (blocks, K, shares),  # those that have work first: one to a multiprocessor
-        (8 * rows,),
+        (threads,),
         (
             q16,
             keys.record,
@@ -160,18 +156,30 @@ def new_pieces(
     return Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
 
 
-def split_blocks(card: Card, width: int, step: DeviceStep, group: int, heads: int, *cache: Any) -> tuple[int, int]:
-    """Rows of a CTA of kernels/split.cu, of which each row of the step has `group`; blocks of so many rows.
+def pieces_launch(
+    card: Card, kv: KV, step: DeviceStep, group: int, exact: ExactStep, window: int
+) -> tuple[str, tuple[str, ...], int, tuple[int, int], int]:
+    """Choose the kernel that computes pieces, of which each row of the step has `group` query heads of a head of keys.
 
-    cache  as split_tiles takes it
+    Returns its name, the definitions of its sizes, its shared memory in bytes, the threads of a CTA and the blocks of
+    rows, and the CTAs of a multiprocessor.
     """
-    T = step.T
-    if step.one_row_each and width <= 128 and group <= 16:  # where two or more CTAs of 16 rows share each sequence
-        ctas = split_tiles(card, width, 16, *cache)[2]
-        if ctas * card.sms >= 2 * T * heads:
-            return 16, T
-    rows = split_rows(card, width, T * group, *cache)
-    return rows, row_blocks(T, step.runs, group, rows)
+    keys, values, T = kv.keys, kv.values, step.T
+    cache = packed_bytes(keys, values), bool(exact.defines)
+    if (T == 1 or step.one_row_each) and one_row_reads(keys, values, group, window):
+        sizes, shared, ctas = one_row_tiles(card, keys.width, *cache)
+        if ctas:
+            return "one_row", sizes, shared, (128, T), ctas
+    rows = split_rows(card, keys.width, T * group, *cache)
+    sizes, shared, ctas = split_tiles(card, keys.width, rows, *cache)
+    return "split", sizes, shared, (8 * rows, row_blocks(T, step.runs, group, rows)), ctas
+
+
+def one_row_reads(keys: Plane, values: Plane, group: int, window: int) -> bool:
+    """Test whether kernels/one_row.cu has builds for the planes; `group` counts query heads of a head of keys."""
+    formats = {keys.format, values.format}
+    known = keys.width in (128, 256) and formats <= ONE_ROW_CODES and not window
+    return group <= 8 and (known or (keys.width in (64, 128, 256) and formats == {HALF}))
 
 
 def sums_memory(context: Context, shape: tuple[int, int, int, int], most: int, sequences: int) -> int:
@@ -182,53 +190,6 @@ def sums_memory(context: Context, shape: tuple[int, int, int, int], most: int, s
     """
     room = most_sums_bytes(most, bucket(sequences), *shape[2:]) if sequences > 1 else 0
     return context.arena.take_for_layer(sums_bytes(*shape), room)
-
-
-def one_row_decodes(context: Context, planes: Planes, group: int, exact: ExactStep) -> bool:
-    """Whether kernels/one_row.cu has a build for the planes; `group` counts query heads of a head of keys."""
-    keys, values = planes
-    known = keys.width == 256 and group <= 8 and {keys.format, values.format} <= ONE_ROW_FORMATS
-    return known and one_row_tiles(context.card, keys.row_bytes + values.row_bytes, bool(exact.defines))[2] > 0
-
-
-def one_row(
-    context: Context,
-    q16: int,
-    planes: Planes,
-    store: KVStore,
-    shape: tuple[int, int],
-    step: DeviceStep,
-    scale: float,
-    exact: ExactStep,
-) -> Array:
-    """Attention of a step of one row over codes, H query heads of D = `shape`: the bits of kernels/split.cu."""
-    (H, D), (keys, values) = shape, planes
-    K = keys.heads
-    formats = *format_defines(keys, values), *exact.defines
-    tiles, shared, ctas = one_row_tiles(context.card, keys.row_bytes + values.row_bytes, bool(exact.defines))
-    shares = ctas * context.card.sms // K
-    pieces = new_pieces(context, store, (1, H), values, shares)
-    kernel("one_row", "one_row", (*tiles, *formats, windowed(0)), shared)(
-        (shares, K),
-        (128,),
-        (
-            q16,
-            keys.record,
-            values.record,
-            H,
-            H // K,
-            step.address,
-            step.positions.address,
-            scale * LOG2_E,
-            pieces.trunk,
-            pieces.sums,
-            pieces.stats,
-            exact.record,
-        ),
-        shared_mem=shared,
-        stream=context.stream,
-    )
-    return combined(context, pieces, (1, H, D), step)
 
 
 def write_kv(context: Context, k: Array, v: Array, kv: KV, step: Any) -> None:

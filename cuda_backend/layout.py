@@ -35,7 +35,7 @@ FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
 TOGETHER = ("Q4_K", "Q6_K"), ("Q5_K", "Q6_K")  # types of adjacent matrices in one launch, as llama.cpp mixes them
 COLS = (1, 8, 16, 24, 32, 40, 48, 64, 72)  # rows of x that one `linear` kernel takes
 SPLIT_TILE = 64  # positions of a tile of kernels/split.cu
-ONE_ROW_FORMATS = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # that kernels/one_row.cu decodes
+ONE_ROW_CODES = {"q4_0", "q8_0", "lm2", "lm3", "lm4", "tq3_0"}  # that kernels/one_row.cu decodes
 LATENT_ROWS = 32  # of a CTA of kernels/latent.cu
 EXPANDED = 8192  # latents that prefill expands to keys and values at a time; a multiple of a tile
 BLOCK_CHOICE = (  # of kernels/choose_blocks.cu
@@ -253,18 +253,20 @@ def split_tiles(
     return (f"D={width}", f"ROWS={rows}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
 
 
-def one_row_tiles(card: Card, nbytes: int, exact: bool) -> tuple[tuple[str, ...], int, int]:
+def one_row_tiles(card: Card, width: int, packed: int = 0, exact: bool = False) -> tuple[tuple[str, ...], int, int]:
     """Definitions of kernels/one_row.cu, its shared memory, bytes, CTAs of a multiprocessor; 0 where it does not fit.
 
-    nbytes  of a row of keys and one of values
+    width, packed, exact  as split_tiles takes them
     """
+    line = packed or 2 * (width + 8)
+    most, choices = (3, (4, 6)) if packed else (min(4, 512 // width), (3, 4))
 
     def fit(buffers: int) -> tuple[int, int, int]:
-        shared = buffers * SPLIT_TILE * nbytes + exact * SPLIT_TILE * 2 * (256 + 8) + 8 * 2 * (SPLIT_TILE + 8)
-        return min(3, card.shared // (shared + 4096)), buffers, shared
+        shared = SPLIT_TILE * (buffers * line + exact * 2 * (width + 8)) + 8 * 2 * (SPLIT_TILE + 8)
+        return min(most, card.shared // (shared + (4096 if packed else 3072))), buffers, shared
 
-    ctas, buffers, shared = max(fit(n) for n in (2, 3))
-    return ("D=256", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
+    ctas, buffers, shared = max(fit(n) for n in choices)
+    return (f"D={width}", f"BUFFERS={buffers}", f"CTAS={ctas}"), shared, ctas
 
 
 def split_rows(card: Card, width: int, rows: int, packed: int = 0, exact: bool = False) -> int:

@@ -1,6 +1,7 @@
 """`python -m generate bench --synthetic SHAPE:RECIPE --wedlm`: steps of a window, on real shapes and random weights.
 
 Random weights choose nothing useful: a step commits a fixed number of tokens, and speed is computed from that number.
+Each run begins at the context that the table names and lasts REPEATS steps.
 `host ms` is what a step takes longer than one that is queued behind others: the time in which the device waits for the
 host, from the read of a choice to the launch of the next step.
 """
@@ -25,8 +26,7 @@ PHASES = ("forward", "choice", "commit")
 
 def run(options: SyntheticWindowBench) -> int:
     """Milliseconds of a step of ROWS rows with its choice, at each context."""
-    steps = 3 + 2 * options.runs * REPEATS
-    room = steps * COMMITTED + ROWS
+    steps, room = 3 + 2 * options.runs * REPEATS, REPEATS * COMMITTED + ROWS
     model = open_synthetic(options, max(options.contexts) + room)
     ops = model.ops
     print(f"{options.synthetic}, random weights, on {ops.name}, {machine(ops.name)}")
@@ -41,10 +41,13 @@ def run(options: SyntheticWindowBench) -> int:
         state = model.new_state(context + room)
         with announced(f"{steps} steps at a context of {context} tokens"):
             read_prompt(model, state, context)
+            read = state.snapshot()
             _steps(model, state, 3)
             taken, queued = [], []
             for _ in range(options.runs):
+                state.restore(read)
                 taken.append(_steps(model, state, REPEATS))
+                state.restore(read)
                 queued.append(1e3 * _queued_steps(model, state, REPEATS))
         totals = [1e3 * sum(seconds) for seconds in taken]
         ms, split = statistics.median(totals), [1e3 * statistics.median(part) for part in zip(*taken, strict=True)]

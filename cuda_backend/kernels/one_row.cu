@@ -1,30 +1,34 @@
-// one_row: grouped-query attention of a step of one row over a compressed cache: codes become operands in registers
-// Meaning   common/reference_packed.py NumpyPacked        Launcher  cuda_backend/attention.py
+// one_row: grouped-query attention of a step that has one row of each of its sequences, with what the cache holds in registers
+// Meaning   common/reference.py NumpyOps.attention, common/reference_packed.py NumpyPacked      Launcher  cuda_backend/attention.py
 // In, out   as split.cu, whose sums these are bit for bit: the same products, added in the same order
-// Build     formats.cuh: Lloyd-Max, q8_0 or q4_0; D = 256; BUFFERS: tiles of keys and values in shared memory; CTAS of a
-//           multiprocessor; EXACT: exact.cuh
+// Build     formats.cuh: float16, or both of Lloyd-Max, q8_0 or q4_0; D = 64 (float16 alone), 128 or 256; BUFFERS: tiles of keys or values in shared memory;
+//           CTAS of a multiprocessor; WINDOWED: flash.cuh; ALONE: split.cu; EXACT: exact.cuh
 // Work      the rows of a product are positions or columns, its columns are at most eight query heads of a group. A CTA of four warps
-//           goes through its share of the pieces; tiles arrive as the cache has them. Of a tile's keys a warp takes 16 positions: a
-//           lane decodes eight codes that follow one another, which are its operands of two products, and split.cu has its columns
-//           in the same order. Of the values a warp takes 64 columns: a lane mixes the codes of two positions, since an operand
-//           holds two positions of a column. Exact tiles, of which there are few, are copied when it is their turn
-// Assumes   memory beyond the last row of the cache holds finite numbers; the step's row is not a tree's
+//           goes through its share of the pieces of a sequence; tiles arrive as the cache has them. Of a tile's keys a warp takes 16
+//           positions, of the values a quarter of the columns. Float16 becomes operands as it lies. Of codes, a lane decodes eight of a
+//           key that follow one another, which are its operands of two products, and split.cu has its columns in the same order; of
+//           values it mixes the codes of two positions, since an operand holds two positions of a column. Exact tiles, of which
+//           there are few, are copied when it is their turn
+// Assumes   memory beyond the last row of the cache holds finite numbers; no row is a tree's
 // Numbers   float16 products, float32 sums; split.cu
-// Bound     half-rate instructions that decode: three per value
+// Bound     bytes of keys and values; of codes, half-rate instructions that decode: three per value
 // Tried     us per layer of Qwen3.6-27B at 32K on one H200, variant against what is here; docs/experiments/attention.md has more.
 //           tiles unpacked to float16 in shared memory, as in split.cu -> 49.7 against 30.9 (q8_0), 48.5 against 35.5 (lm4)
 
 #define TILE 64
 #define CTA 128
-#define STRIDE (D + 8)  // halves of a row of an exact tile
+#define STRIDE (D + 8)  // halves of a row of a float16 tile
+#define MINE (D / 32)   // columns of values of a lane, of codes
 #define HEADS 8         // of q, at most
 #define PROBABILITIES (TILE + 8)
 #define MINUS_INFINITY (-__int_as_float(0x7f800000))
 #define NOWHERE (1 << 30)
 #define KEY_BYTES row_bytes(KEYS, D)
 #define VALUE_BYTES row_bytes(VALUES, D)
-#define STAGE (TILE * (KEY_BYTES + VALUE_BYTES))
-#define APART (KEY_BYTES / 4 % 8 % 2 ? 4 : 1)  // positions from one row of a product with keys to the next, for the banks
+#define LONGER (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES)
+#define STAGE (TILE * (PACKED ? LONGER : 2 * STRIDE))
+// positions from one row of a product with keys to the next, for the banks
+#define APART (PACKED && (KEY_BYTES / 4 % 8 % 2 || KEY_BYTES == 136) ? 4 : 1)
 
 // A word `odd` bytes after a multiple of four, 0 or 2; what follows it is read too, and lies in shared memory.
 __device__ __forceinline__ u32 load_word(const u8* from, int odd) {
@@ -43,13 +47,24 @@ __device__ __forceinline__ u32 nibbles(const u8* group, int first, int odd) {
         return codes | spread1(group[2 + 32 + first / 8]) << 2;
     }
 }
-// Bytes of eight codes of a ggml format, of which a block of 32 begins at `block`; part: which eight.
+// Of four.
 template <Format F>
-__device__ __forceinline__ void code_bytes(const u8* block, int part, int odd, u32 (&w)[2]) {
+__device__ __forceinline__ u32 four_nibbles(const u8* group, int first) {
+    if constexpr (F == LM4) {
+        return *(const u16*)(group + 2 + first / 2);
+    } else {
+        const u32 codes = spread2(group[2 + first / 4]);
+        if constexpr (F == LM2) return codes;
+        return codes | spread1(group[2 + 32 + first / 8] >> first % 8 & 15) << 2;
+    }
+}
+// Bytes of 4 N codes of a ggml format, from `first` on of the block of 32 that begins at `block`.
+template <Format F, int N>
+__device__ __forceinline__ void code_bytes(const u8* block, int first, int odd, u32 (&w)[N]) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        w[i] = load_word(block + 2 + (F == Q8_0 ? part : part % 2) * 8 + i * 4, 2 - odd);
-        w[i] = F == Q8_0 ? w[i] ^ 0x80808080u : w[i] >> part / 2 * 4 & 0x0f0f0f0fu;
+    for (int i = 0; i < N; i++) {
+        w[i] = load_word(block + 2 + (F == Q8_0 ? first : first % 16) + i * 4, 2 - odd);
+        w[i] = F == Q8_0 ? w[i] ^ 0x80808080u : w[i] >> first / 16 * 4 & 0x0f0f0f0fu;
     }
 }
 template <Format F>
@@ -57,49 +72,59 @@ __device__ __forceinline__ u32 scaled(u32 bytes, u32 which, u32 scale) {  // two
     return mul_half2(add_half2(__byte_perm(bytes, 0x64646464u, which), F == Q8_0 ? 0xe480e480u : 0xe408e408u), scale);
 }
 
-// Keys 32 * BLOCK + 8 * part to + 7 of a row.
+// Keys 32 * BLOCK + 8 * part to + 7 of a row that begins `odd` bytes after a multiple of four.
 template <Format F, int BLOCK>
-__device__ __forceinline__ void eight_keys(const u8* row, int part, u32 (&out)[4]) {
+__device__ __forceinline__ void eight_keys(const u8* row, int part, int odd, u32 (&out)[4]) {
     if constexpr (is_lloyd_max(F)) {
-        const u8* group = row + BLOCK / 4 * block_bytes(F, D);
-        look_up<F, 128>(nibbles<F>(group, BLOCK % 4 * 32 + part * 8, BLOCK / 4 * block_bytes(F, D) % 4), twice(*(const u16*)group), out);
+        constexpr int at = BLOCK / 4 * block_bytes(F, D);
+        const u32 codes = nibbles<F>(row + at, BLOCK % 4 * 32 + part * 8, (odd + at) % 4);
+        look_up<F, 128>(codes, twice(*(const u16*)(row + at)), out);
     } else {
         const u8* block = row + BLOCK * block_bytes(F, D);
         const u32 scale = twice(*(const u16*)block);
         u32 w[2];
-        code_bytes<F>(block, part, BLOCK * block_bytes(F, D) % 4, w);
+        code_bytes<F>(block, part * 8, BLOCK * block_bytes(F, D) % 4, w);
 #pragma unroll
         for (int i = 0; i < 4; i++) out[i] = scaled<F>(w[i / 2], i % 2 ? 0x4342 : 0x4140, scale);
     }
 }
 
-// Columns first to first + 7 of two rows: even[i] and odd[i] hold columns 2 i and 2 i + 1 of both.
+// Columns first to first + MINE - 1 of two rows, of which the first begins at a multiple of four: even[i] and odd[i] hold
+// columns 2 i and 2 i + 1 of both.
 template <Format F>
-__device__ __forceinline__ void eight_values(const u8* a, const u8* b, int first, u32 (&even)[4], u32 (&odd)[4]) {
+__device__ __forceinline__ void mixed_values(const u8* a, const u8* b, int first, u32 (&even)[MINE / 2], u32 (&odd)[MINE / 2]) {
     if constexpr (is_lloyd_max(F)) {
         const int at = first / 128 * block_bytes(F, D);
         const u32 scale = *(const u16*)(a + at) | (u32)*(const u16*)(b + at) << 16;
-        const u32 x = nibbles<F>(a + at, first % 128, at % 4), y = nibbles<F>(b + at, first % 128, at % 4);
-        look_up<F, 128>((x & 0x0f0f0f0fu) | (y & 0x0f0f0f0fu) << 4, scale, even);
-        look_up<F, 128>((x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u), scale, odd);
+        if constexpr (MINE == 8) {
+            const u32 x = nibbles<F>(a + at, first % 128, at % 4), y = nibbles<F>(b + at, first % 128, at % 4);
+            look_up<F, 128>((x & 0x0f0f0f0fu) | (y & 0x0f0f0f0fu) << 4, scale, even);
+            look_up<F, 128>((x >> 4 & 0x0f0f0f0fu) | (y & 0xf0f0f0f0u), scale, odd);
+        } else {
+            const u32 x = four_nibbles<F>(a, first), y = four_nibbles<F>(b, first);
+            u32 both[4];
+            look_up<F, 128>((x & 0x0f0fu) | (y & 0x0f0fu) << 4 | (x >> 4 & 0x0f0fu) << 16 | (y & 0xf0f0u) << 16, scale, both);
+            even[0] = both[0], even[1] = both[1], odd[0] = both[2], odd[1] = both[3];
+        }
     } else {
         const int at = first / 32 * block_bytes(F, D);
         const u32 scale = *(const u16*)(a + at) | (u32)*(const u16*)(b + at) << 16;
-        u32 v[2], w[2];
-        code_bytes<F>(a + at, first / 8 % 4, at % 4, v), code_bytes<F>(b + at, first / 8 % 4, at % 4, w);
+        u32 v[MINE / 4], w[MINE / 4];
+        code_bytes<F>(a + at, first % 32, at % 4, v), code_bytes<F>(b + at, first % 32, at % 4, w);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < MINE / 2; i++) {
             const u32 both = __byte_perm(v[i / 2], w[i / 2], i % 2 ? 0x7362 : 0x5140);  // a, b of one column and of the next
             even[i] = scaled<F>(both, 0x4140, scale), odd[i] = scaled<F>(both, 0x4342, scale);
         }
     }
 }
 // The same of rows of float16.
-__device__ __forceinline__ void eight_exact(const u16* a, const u16* b, u32 (&even)[4], u32 (&odd)[4]) {
-    const uint4 x = *(const uint4*)a, y = *(const uint4*)b;
-    const u32 v[4] = {x.x, x.y, x.z, x.w}, w[4] = {y.x, y.y, y.z, y.w};
+__device__ __forceinline__ void mixed_exact(const u16* a, const u16* b, u32 (&even)[MINE / 2], u32 (&odd)[MINE / 2]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) even[i] = __byte_perm(v[i], w[i], 0x5410), odd[i] = __byte_perm(v[i], w[i], 0x7632);
+    for (int i = 0; i < MINE / 2; i++) {
+        const u32 v = ((const u32*)a)[i], w = ((const u32*)b)[i];
+        even[i] = __byte_perm(v, w, 0x5410), odd[i] = __byte_perm(v, w, 0x7632);
+    }
 }
 
 // A tile of rows of float16 that lies in one run of the cache.
@@ -114,32 +139,48 @@ __device__ __forceinline__ void copy_exact(u16* tile, const Plane& plane, int sl
 
 template <int BLOCK>
 struct Keys {  // products of 16 positions with q, 32 columns at a time
-    static __device__ __forceinline__ void multiply(float (&s)[2][4], const u8* a, const u8* b, int part, const u32 (&q)[D / 32][4]) {
+    static __device__ __forceinline__ void multiply(float (&s)[2][4], const u8* a, const u8* b, int part, int odd, const u32 (&q)[D / 32][4]) {
         u32 v[4], w[4];
-        eight_keys<KEYS, BLOCK>(a, part, v), eight_keys<KEYS, BLOCK>(b, part, w);
+        eight_keys<KEYS, BLOCK>(a, part, odd, v), eight_keys<KEYS, BLOCK>(b, part, odd, w);
         const u32 first[4] = {v[0], w[0], v[1], w[1]}, second[4] = {v[2], w[2], v[3], w[3]};
         mma(s[0], first, q[BLOCK][0], q[BLOCK][1]), mma(s[1], second, q[BLOCK][2], q[BLOCK][3]);
-        if constexpr (BLOCK + 1 < D / 32) Keys<BLOCK + 1>::multiply(s, a, b, part, q);
+        if constexpr (BLOCK + 1 < D / 32) Keys<BLOCK + 1>::multiply(s, a, b, part, odd, q);
     }
 };
+// The same of a tile of float16; 16 positions from `rows` on.
+__device__ __forceinline__ void multiply_exact(float (&s)[2][4], const u16* rows, int lane, const u32 (&q)[D / 32][4]) {
+    const u32 k_at = shared_address(rows + lane % 16 * STRIDE + lane / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < D / 32; n++) {
+        u32 k[4];
+        ldmatrix(k, k_at + n * 64);
+        mma(s[0], k, q[n][0], q[n][1]);
+        ldmatrix(k, k_at + n * 64 + 32);
+        mma(s[1], k, q[n][2], q[n][3]);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(CTA, CTAS)
-one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, float scale, int trunk,
-        float* sums, float2* stats, Exact exact) {
+one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepState* step, const int* positions, int T, float scale, int window,
+        int keep, int causal, int trunk, float* sums, float2* stats, Exact exact) {
     release_next();
+    if (!WINDOWED) window = keep = 0;
     extern __shared__ __align__(16) u8 stages[];
     u16 *tile16 = (u16*)(stages + BUFFERS * STAGE), *ps = tile16 + EXACT * TILE * STRIDE;  // ps: probabilities of a head at each position
     __shared__ Pieces pieces;
     __shared__ int2 coming[4];  // split.cu
     __shared__ float tops[4][HEADS];
     [[maybe_unused]] __shared__ float2 written[2][HEADS];  // split.cu
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.y, share = blockIdx.x;
-    const int past = step->run[0].past, slot = step->run[0].slot;
-    if (threadIdx.x == 0) pieces.cut(6, past, 1, 0, 0, 0, min((int)gridDim.x, MOST_SINGLE), trunk);
-    const HeadRows planes[2] = {rows_of(keys, slot, head, KEY_BYTES), rows_of(values, slot, head, VALUE_BYTES)};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.y;
+    const Part own = ALONE ? Part{0, 0, 1, (int)blockIdx.z, (int)gridDim.z} : part_of(step, group, HEADS, window, blockIdx.z, gridDim.z);
+    if (own.run < 0) return;
+    const Run& run = step->run[own.run];
+    const int past = run.past, slot = run.slot, row = ALONE ? 0 : run.first, low = window ? positions[row] - window + 1 : 0;
+    if (threadIdx.x == 0) pieces.cut(6, past, 1, window, keep, low, min((int)gridDim.z, MOST_SINGLE), trunk);
+    const HeadRows of_keys = rows_of(keys, slot, head, KEY_BYTES), of_values = rows_of(values, slot, head, VALUE_BYTES);
     __syncthreads();
     const int items = pieces.count + pieces.tails;
-    if (share >= items) return;
+    if (own.share >= items) return;
 
     // the tile that is fetched next, where its piece ends and where that one's sums lie, and the pieces of the CTA so far
     int ahead = 0, stop = 0, turn = 0, place = 0, opened = 0;  // opened: the first tile of that piece
@@ -153,7 +194,7 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         }
         ahead += TILE;
         if (ahead >= stop) {
-            const int item = turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - share : share);  // forth and back, for equal shares
+            const int item = turn * own.shares + (turn % 2 ? own.shares - 1 - own.share : own.share);  // forth and back, for equal shares
             turn++, ahead = NOWHERE;
             if (item >= items) return;
             const int number = item < pieces.count ? pieces.count - 1 - item : item;  // from the newest on, which are the largest
@@ -162,85 +203,88 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
         goes_exact = !has_codes(ahead);
     };
     advance();
-    auto fetch = [&](int i) {
-        if (threadIdx.x == 0) {
+    int start = 0, page = 0;  // of the tile at `ahead`: where its rows lie, and in which page
+    auto fetch = [&](int i, bool is_values) {  // load i of keys and values in turns
+        if (!is_values && threadIdx.x == 0) {
             const bool both = has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
             const bool ends = (ahead + TILE >= stop || both) && (goes_exact || !has_exact(ahead));
             const bool joins = EXACT && goes_exact && ahead != opened && has_codes(ahead);
-            coming[i % 4] = make_int2(ahead + (ahead < NOWHERE ? ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0) : 0), place);
+            coming[i / 2 % 4] = make_int2(ahead + (ahead < NOWHERE ? ends + (goes_exact ? 2 : 0) + (joins ? 4 : 0) : 0), place);
         }
         if (ahead < NOWHERE) {
-            if (!goes_exact) {
-                int at = place_of(keys, ahead);
-                const s64 page = planes[0].page_of(at), other = planes[1].table ? page / planes[0].block * planes[1].block : 0;
-                const u8* from[2] = {planes[0].rows + page + (s64)at * KEY_BYTES, planes[1].rows + other + (s64)at * VALUE_BYTES};
+            if (!goes_exact || !EXACT) {
+                if (!is_values) start = place_of(keys, ahead);
+                if (!is_values && of_keys.table) page = of_keys.table[start / PAGE], start %= PAGE;  // of the values as well
+                const int bytes = is_values ? VALUE_BYTES : KEY_BYTES;
+                const u8* from = (is_values ? of_values.rows + page * of_values.block : of_keys.rows + page * of_keys.block) + (s64)start * bytes;
                 const u32 to = shared_address(stages + i % BUFFERS * STAGE);
+                if (PACKED) {
 #pragma unroll 1
-                for (int n = threadIdx.x; n < TILE / 16 * KEY_BYTES; n += CTA) copy16(to + n * 16, (const u16*)(from[0] + n * 16));
-#pragma unroll 1
-                for (int n = threadIdx.x; n < TILE / 16 * VALUE_BYTES; n += CTA)
-                    copy16(to + TILE * KEY_BYTES + n * 16, (const u16*)(from[1] + n * 16));
+                    for (int n = threadIdx.x; n < TILE / 16 * bytes; n += CTA) copy16(to + n * 16, (const u16*)(from + n * 16));
+                } else {
+                    const u16* begin = (const u16*)from + threadIdx.x * 8;
+                    const u32 line = to + threadIdx.x / (D / 8) * STRIDE * 2 + threadIdx.x % (D / 8) * 16;
+#pragma unroll 4
+                    for (int n = 0; n < TILE * (D / 8); n += CTA) copy16(line + n / (D / 8) * STRIDE * 2, begin + n * 8);
+                }
             }
-            advance();
+            if (is_values) advance();
         }
         commit();
     };
     bool waits = true;
 #pragma unroll 1
-    for (int i = 0; i <= BUFFERS; i++) {
-        if (waits && (i == BUFFERS || ahead + TILE > past)) depend(), waits = false;
-        if (i < BUFFERS) fetch(i);
+    for (int i = 0; i < BUFFERS; i++) {
+        if (waits && (i == BUFFERS - 1 || ahead + TILE > past)) depend(), waits = false;
+        if (i < BUFFERS - 1) fetch(i, i % 2);
     }
-    const int first_head = head * group;
+    const int first_head = row * H + head * group;
     u32 query[D / 32][4];
     bool exact_query = false;
     auto load_query = [&](bool exactly) {
-        const u16* row = (exactly ? exact.q : q) + (s64)(first_head + min(g, group - 1)) * D;
+        const u16* from = (exactly && PACKED ? exact.q : q) + (s64)(first_head + min(g, group - 1)) * D;
 #pragma unroll
         for (int n = 0; n < D / 32; n++) {
             if (exactly) {  // as the columns lie
-                const u32* words = (const u32*)(row + n * 32) + t;
+                const u32* words = (const u32*)(from + n * 32) + t;
                 query[n][0] = words[0], query[n][1] = words[4], query[n][2] = words[8], query[n][3] = words[12];
             } else {
-                const uint4 eight = *(const uint4*)(row + n * 32 + t * 8);
+                const uint4 eight = *(const uint4*)(from + n * 32 + t * 8);
                 query[n][0] = eight.x, query[n][1] = eight.y, query[n][2] = eight.z, query[n][3] = eight.w;
             }
         }
         exact_query = exactly;
     };
-    load_query(false);
+    load_query(!PACKED);
     float shifts[2] = {0.0f, 0.0f};
     if (EXACT)
         for (int e = 0; e < 2; e++) shifts[e] = exact.shift[first_head + min(2 * t + e, group - 1)];
 #if EXACT
-    const int coded = max(0, positions[0] - exact.recent + 1 - exact.first);  // positions that it reads from codes
+    const int coded = max(0, positions[row] - exact.recent + 1 - exact.first);  // positions that it reads from codes
 #endif
 
     float o[D / 64][4] = {}, l[2] = {0.0f, 0.0f}, top[2] = {MINUS_INFINITY, MINUS_INFINITY}, best[2];  // of heads 2 t and 2 t + 1
+    const int first = warp * (D / 4) + g * (PACKED ? MINE : 1);  // of the lane's columns
 #pragma unroll 1
     for (int i = 0;; i++) {
-        wait_all_but<BUFFERS - 1>();
+        wait_all_but<BUFFERS - 2>();
         const int kind = coming[i % 4].x % TILE, at = coming[i % 4].x - kind;
         if (at >= NOWHERE) break;
+        fetch(2 * i + BUFFERS - 1, BUFFERS % 2 == 0);
         const bool exactly = EXACT && kind & 2;
         if (EXACT && exactly != exact_query) load_query(exactly);
         float s[2][4] = {};
-        const int apart = exactly ? 1 : APART, own = apart == 4 ? warp + 4 * g : warp * 16 + g, second = 8 * apart;
+        const u8* stage = stages + 2 * i % BUFFERS * STAGE;
+        const int apart = exactly ? 1 : APART, mine = apart == 4 ? warp + 4 * g : warp * 16 + g, second = 8 * apart;
         if (exactly) {
             copy_exact(tile16, exact.keys, slot, head, at);
-            const u32 k_at = shared_address(tile16 + (warp * 16 + lane % 16) * STRIDE + lane / 16 * 8);
-#pragma unroll
-            for (int n = 0; n < D / 32; n++) {
-                u32 k[4];
-                ldmatrix(k, k_at + n * 64);
-                mma(s[0], k, query[n][0], query[n][1]);
-                ldmatrix(k, k_at + n * 64 + 32);
-                mma(s[1], k, query[n][2], query[n][3]);
-            }
-        } else {
+            multiply_exact(s, tile16 + warp * 16 * STRIDE, lane, query);
+        } else if constexpr (PACKED) {
             s[0][0] = s[0][2] = shifts[0], s[0][1] = s[0][3] = shifts[1];
-            const u8* rows = stages + i % BUFFERS * STAGE + own * KEY_BYTES;
-            Keys<0>::multiply(s, rows, rows + second * KEY_BYTES, t, query);
+            const u8* rows = stage + mine * KEY_BYTES;
+            Keys<0>::multiply(s, rows, rows + second * KEY_BYTES, t, mine * KEY_BYTES % 4, query);
+        } else {
+            multiply_exact(s, (const u16*)stage + warp * 16 * STRIDE, lane, query);
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -248,8 +292,8 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 float& x = s[0][e + 2 * n];
-                const int position = at + own + n * second;
-                bool see = position <= past;
+                const int position = at + mine + n * second;
+                bool see = position <= past && (!WINDOWED || position >= low || position < keep);
 #if EXACT
                 see &= (u32)(position - exact.first) < (u32)coded != exactly;
 #endif
@@ -261,16 +305,17 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
             if (g == 0) tops[warp][2 * t + e] = most;
         }
         __syncthreads();
+        fetch(2 * i + BUFFERS, BUFFERS % 2);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int r = 2 * t + e;
             best[e] = ceilf(fmaxf(fmaxf(tops[0][r], tops[1][r]), fmaxf(tops[2][r], tops[3][r])));
             const float base = best[e] == MINUS_INFINITY ? 0.0f : best[e];
             const u32 both = to_half2(exp2f(s[0][e] - base), exp2f(s[0][e + 2] - base));
-            ps[r * PROBABILITIES + own] = (u16)both, ps[r * PROBABILITIES + own + second] = (u16)(both >> 16);
+            ps[r * PROBABILITIES + mine] = (u16)both, ps[r * PROBABILITIES + mine + second] = (u16)(both >> 16);
         }
         if (exactly) copy_exact(tile16, exact.values, slot, head, at);
-        __syncthreads();
+        wait_all_but<BUFFERS - 1>();
         u32 p[TILE / 16][2];
         float before[2], after[2], ones[4] = {};  // factors; times ones
         const u32 p_at = shared_address(ps + lane % 8 * PROBABILITIES + lane / 8 * 8), one[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
@@ -288,25 +333,37 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
             l[e] = l[e] * before[e] + ones[e] * after[e], top[e] = both;
         }
         float sum[D / 64][4] = {};
-        const int first = warp * 64 + g * 8;  // of the lane's columns
+        stage = stages + (2 * i + 1) % BUFFERS * STAGE;
+        if constexpr (PACKED) {
 #pragma unroll
-        for (int k = 0; k < TILE / 16; k++) {
-            u32 even[2][4], odd[2][4];
+            for (int k = 0; k < TILE / 16; k++) {
+                u32 even[2][MINE / 2], odd[2][MINE / 2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int row = k * 16 + t * 2 + h * 8;
-                if (exactly) {
-                    eight_exact(tile16 + row * STRIDE + first, tile16 + (row + 1) * STRIDE + first, even[h], odd[h]);
-                } else {
-                    const u8* v = stages + i % BUFFERS * STAGE + TILE * KEY_BYTES + row * VALUE_BYTES;
-                    eight_values<VALUES>(v, v + VALUE_BYTES, first, even[h], odd[h]);
+                for (int h = 0; h < 2; h++) {
+                    const int position = k * 16 + t * 2 + h * 8;
+                    if (exactly) {
+                        mixed_exact(tile16 + position * STRIDE + first, tile16 + (position + 1) * STRIDE + first, even[h], odd[h]);
+                    } else {
+                        const u8* v = stage + position * VALUE_BYTES;
+                        mixed_values<VALUES>(v, v + VALUE_BYTES, first, even[h], odd[h]);
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < D / 64; n++) {
+                    const u32 v[4] = {even[0][n], odd[0][n], even[1][n], odd[1][n]};
+                    mma(sum[n], v, p[k][0], p[k][1]);
                 }
             }
+        } else {
+            const u32 v_at = shared_address((const u16*)stage + (lane % 8 + lane / 16 * 8) * STRIDE + warp * (D / 4) + lane / 8 % 2 * 8);
 #pragma unroll
-            for (int n = 0; n < D / 64; n++) {
-                const u32 v[4] = {even[0][n], odd[0][n], even[1][n], odd[1][n]};
-                mma(sum[n], v, p[k][0], p[k][1]);
-            }
+            for (int k = 0; k < TILE / 16; k++)
+#pragma unroll
+                for (int n = 0; n < D / 64; n++) {
+                    u32 v[4];
+                    ldmatrix_transposed(v, v_at + (k * 16 * STRIDE + n * 16) * 2);
+                    mma(sum[n], v, p[k][0], p[k][1]);
+                }
         }
 #pragma unroll
         for (int n = 0; n < D / 64; n++)
@@ -319,31 +376,34 @@ one_row(const u16* q, Plane keys, Plane values, int H, int group, const StepStat
                 const float2 rest = written[at / TILE % 2 ^ 1][2 * t + e];
                 const float both = fmaxf(top[e], rest.x), here = power(top[e] - both), there = power(rest.x - both);
                 l[e] = l[e] * here + rest.y * there, top[e] = both;
-                const float4* in = (const float4*)(sums + ((s64)coming[i % 4].y * H + first_head + 2 * t + e) * D + first);
-                const float4 x = in[0], y = in[1];
-                const float old[4][2] = {{x.x, x.y}, {x.z, x.w}, {y.x, y.y}, {y.z, y.w}};
+                const float2* in = (const float2*)(sums + ((s64)coming[i % 4].y * T * H + first_head + 2 * t + e) * D + first);
 #pragma unroll
-                for (int n = 0; n < D / 64; n++)
-#pragma unroll
-                    for (int h = 0; h < 2; h++) o[n][e + 2 * h] = __fmaf_rn(o[n][e + 2 * h], here, old[n][h] * there);
+                for (int n = 0; n < D / 64; n++) {
+                    const float2 x = in[n];
+                    o[n][e] = __fmaf_rn(o[n][e], here, x.x * there), o[n][e + 2] = __fmaf_rn(o[n][e + 2], here, x.y * there);
+                }
             }
         }
         if (kind % 2) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 if (2 * t + e >= group) continue;
-                const s64 to = (s64)coming[i % 4].y * H + first_head + 2 * t + e;
+                const s64 to = (s64)coming[i % 4].y * T * H + first_head + 2 * t + e;
                 if (warp == 0 && g == 0) stats[to] = make_float2(top[e], l[e]);
                 if (EXACT && warp == 0 && g == 0) written[at / TILE % 2][2 * t + e] = make_float2(top[e], l[e]);
-                float4* out = (float4*)(sums + to * D + first);
-                out[0] = make_float4(o[0][e], o[0][e + 2], o[1][e], o[1][e + 2]);
-                out[1] = make_float4(o[2][e], o[2][e + 2], o[3][e], o[3][e + 2]);
+                float* out = sums + to * D + first;
+                if (PACKED) {
+#pragma unroll
+                    for (int n = 0; n < D / 64; n += 2)
+                        *(float4*)(out + 2 * n) = make_float4(o[n][e], o[n][e + 2], o[n + 1][e], o[n + 1][e + 2]);
+                } else {
+#pragma unroll
+                    for (int n = 0; n < D / 64; n++) out[n * 16] = o[n][e], out[n * 16 + 8] = o[n][e + 2];
+                }
             }
             l[0] = l[1] = 0.0f, top[0] = top[1] = MINUS_INFINITY;
 #pragma unroll
             for (int n = 0; n < D / 64; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.0f;
         }
-        __syncthreads();
-        fetch(i + BUFFERS);
     }
 }

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from cases import TOLERANCE
 
+from common.joined_step import JoinedStep
+from common.kv_cache import CacheOptions, packed
 from common.ops import Rope
 from common.reference import NumpyOps
 from common.step import MAX_DECODE_ROWS, PAST, Step
@@ -75,6 +77,9 @@ class Attention:
         (6, 2, 16, KVSpec(2, 16, 16), 33),
         (6, 2, 16, KVSpec(2, 16, 16, 33), 33),
         (6, 2, 16, KVSpec(2, 16, 16, 100, 5), 100),
+        (16, 2, 128, KVSpec(2, 128, 128), None),
+        (8, 2, 128, KVSpec(2, 128, 128, 100, 5), 100),
+        (6, 1, 256, KVSpec(1, 256, 256), None),
         (3, 1, 16, LatentSpec(16, 8), None),
         (40, 1, 48, LatentSpec(48, 8), None),
     ],
@@ -83,6 +88,47 @@ class Attention:
 def test_rows_of_trees_are_plain(layer, past, n, ops):
     """Rows of trees have the bits of plain decoding, whatever their siblings and wherever they lie in the cache."""
     Attention(ops, *layer).check(past, n)
+
+
+@pytest.mark.parametrize("lengths", [(300, 5, 64), (1, 700, 1100, 40, 450, 300)], ids=len)
+@pytest.mark.parametrize(("H", "K", "D"), [(8, 2, 64), (6, 2, 128), (6, 1, 256), (9, 1, 128)])
+@pytest.mark.parametrize("cache", ["f16", "window", "q8_0", "lm4"])
+def test_one_row_of_each_sequence(cache, H, K, D, lengths, ops):
+    """A row of each of many sequences has the bits of its own sequence alone, whoever shares the multiprocessors."""
+    spec = [{"kv": KVSpec(K, D, D, 100, 5) if cache == "window" else KVSpec(K, D, D)}]
+    if cache not in ("f16", "window"):
+        spec = packed(spec, CacheOptions(cache, cache, sinks=2, recent=30, calibration=6))
+    random, window = np.random.default_rng(5), 100 if cache == "window" else None
+    pool = ops.new_pool(spec, len(lengths), 1200)
+    many, alone = [pool.new_state() for _ in lengths], [ops.new_state(spec, 1200) for _ in lengths]
+
+    def attend(state, rows, step):
+        ops.context.arena.reset()
+        arrays = [rows_on(ops, x.reshape(len(x), -1)).reshape(x.shape) for x in rows]
+        return ops.read(ops.attention(*arrays, state[0].kv, step, 0.3, window))
+
+    def rows_of(n):
+        return [random.normal(size=(n, heads, D)).astype(np.float32) for heads in (H, K, K)]
+
+    for own, other, length in zip(many, alone, lengths, strict=True):
+        for start in range(0, length, 130):
+            n = min(130, length - start)
+            rows = rows_of(n)
+            for state in (own, other):
+                step = Step.chain(np.zeros(n, np.int32), start, state.slot)
+                pool.note_step(step) if state is own else None
+                attend(pool if state is own else other, rows, step)
+                state.commit(range(n))
+    for _ in range(2):
+        steps = [Step.chain(np.zeros(1, np.int32), state.length) for state in many]
+        joined = JoinedStep.of(steps, np.zeros(len(many), np.int32), [state.slot for state in many])
+        rows = rows_of(len(many))
+        pool.note_step(joined)
+        out = attend(pool, rows, joined)
+        for i, (own, other) in enumerate(zip(many, alone, strict=True)):
+            single = attend(other, [x[i : i + 1] for x in rows], Step.chain(np.zeros(1, np.int32), other.length))
+            assert np.array_equal(out[i], single[0]), f"sequence {i}"
+            own.commit([0]), other.commit([0])
 
 
 @pytest.mark.parametrize("slots", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])

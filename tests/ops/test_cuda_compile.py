@@ -24,7 +24,7 @@ from cuda_backend import occupancy
 from cuda_backend.layout import (
     BLOCK_CHOICE,
     COLS,
-    ONE_ROW_FORMATS,
+    ONE_ROW_CODES,
     PREFILL_COLS,
     TOGETHER,
     UNITS,
@@ -125,10 +125,14 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
         plain += [("split", (*t, *formats, f"WINDOWED={w}", f"ALONE={w}")) for t in tiles for w in (0, 1)]
         tiles = splits(card, d, longest, exact=True)
         plain += [("split", (*t, *exact, "WINDOWED=0", "ALONE=0")) for t in tiles]
-        if d == 256 and {keys.lower(), values.lower()} <= ONE_ROW_FORMATS:
-            nbytes = sum(FORMATS[name.lower()].row_bytes(d) for name in (keys, values))
-            builds = [(one_row_tiles(card, nbytes, form is exact), form) for form in (formats, exact)]
-            plain += [("one_row", (*t, *form, "WINDOWED=0")) for (t, _, ctas), form in builds if ctas]
+        if d in (128, 256) and {keys.lower(), values.lower()} <= ONE_ROW_CODES:
+            builds = [(one_row_tiles(card, d, longest, form is exact), form) for form in (formats, exact)]
+            plain += [
+                ("one_row", (*t, *form, "WINDOWED=0", f"ALONE={alone}"))
+                for (t, _, ctas), form in builds
+                for alone in (0, 1)
+                if ctas
+            ]
     plain += [("attention", (*whole_tiles(card, 256)[0], "DIM=256", "IN_PARTS=1"))]
     turned = itertools.product((1, 2), (0, 1), (32, 64, 128))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
@@ -154,6 +158,8 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("prepare", prepare(d, taps, (1, 1, 1))) for d in (12, 128, 256) for taps in (0, 2)]
     tiles = [t for d in (16, 64, 80, 128, 256) for t in splits(card, d)]
     plain += [("split", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
+    tiles = [t for t, _, ctas in (one_row_tiles(card, d) for d in (64, 128, 256)) if ctas]
+    plain += [("one_row", (*t, f"WINDOWED={w}", f"ALONE={alone}")) for t in tiles for w in (0, 1) for alone in (0, 1)]
     keys = (12, 64, 128, 256) if card.capability >= 80 else (12, 64, 128)  # test_too_little_shared_memory
     plain += [("delta", delta(d, *e)) for d in keys for e in ((0, 0, 0), (4, 0, 0), (4, 0, 1), (4, 0, 2))]
     plain += [("delta", (*delta(128, 4, 0, 0), "WIDE=32"))]

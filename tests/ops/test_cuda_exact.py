@@ -18,12 +18,12 @@ from cases import array  # noqa: E402
 from cuda_rows import attend, outliers, rows_of  # noqa: E402
 
 from cuda_backend.caches.formats import KEYS, PACKED  # noqa: E402
-from cuda_backend.layout import ONE_ROW_FORMATS  # noqa: E402
+from cuda_backend.layout import ONE_ROW_CODES  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 FEW = [("lm4", "lm4"), ("tq3_0", "tq3_0"), ("q8_0", "lm4"), ("q4_0", "q5_1")]
-ONE_ROW = [*FEW, *((f, f) for f in sorted(ONE_ROW_FORMATS - {"lm4", "tq3_0"})), ("lm4", "q4_0")]
+ONE_ROW = [*FEW, *((f, f) for f in sorted(ONE_ROW_CODES - {"lm4", "tq3_0"})), ("lm4", "q4_0")]
 EVERY = [(k, v) for k in (NATIVE, *KEYS) for v in (NATIVE, *PACKED) if (k, v) not in [(NATIVE, NATIVE), *FEW]]
 
 
@@ -147,13 +147,13 @@ def test_rows_of_a_tree_have_the_bits_of_plain_decoding(counts, pair, past, ops)
 
 @pytest.mark.parametrize("rows", [3, 130])
 @pytest.mark.parametrize("past", [70, 300])
-@pytest.mark.parametrize("heads", [(6, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize(("H", "K", "D"), [(6, 1, 256), (8, 2, 128)])
 @pytest.mark.parametrize("counts", [(6, 2, 3), (20, 70, 130)], ids=str)
 @pytest.mark.parametrize("pair", ONE_ROW, ids="/".join)
-def test_one_row_has_the_bits_of_many(pair, counts, heads, past, rows, ops):
+def test_one_row_has_the_bits_of_many(pair, counts, H, K, D, past, rows, ops):
     """Tiles are pieces by themselves in steps of few rows; one of them may hold both codes and exact rows."""
     packing = dict(zip(("calibration", "sinks", "recent"), counts, strict=True))
-    one, many = (Read(ops, spec_of(pair, K=heads[1], D=256, **packing), H=heads[0]) for _ in range(2))
+    one, many = (Read(ops, spec_of(pair, K, D, **packing), H) for _ in range(2))
     for read in (one, many):
         read.chain(range(past))
     for token in range(500, 503):

@@ -47,7 +47,8 @@ def test_row_ops():
         ("products", "bf16_where"),
         pytest.param("products", "extremes or prefill or largest_sums or two_types and Q4_K", marks=pytest.mark.slow),
         pytest.param("mixtures", "quantized_experts", marks=pytest.mark.slow),
-        pytest.param("attention", "of_trees and (65-7) and 6.2.16", marks=pytest.mark.slow),
+        pytest.param("attention", "of_trees and 65-7 and (6.2.16 or .2.128)", marks=pytest.mark.slow),
+        pytest.param("attention", "one_row_of_each and 3", marks=pytest.mark.slow),
         pytest.param("ops", "before_they_are_stored and 256", marks=pytest.mark.slow),
         pytest.param("exact", "one_row_has and (lm4/lm4 or q8_0/q8_0) and 20 and 300-130", marks=pytest.mark.slow),
         pytest.param("ops", "test_op and not 65", marks=pytest.mark.slow),
@@ -200,6 +201,7 @@ def test_races_in_shared_memory(chosen):
 @pytest.mark.compile
 def test_one_row_of_each_sequence():
     on_cpu("ops/test_cuda_delta.py", "one_row_of_each and not 64")
+    on_cpu("ops/test_cuda_attention.py", "one_row_of_each and 3 or of_trees and (65-7 or 300-2) and .2.128")
 
 
 @pytest.mark.slow
