@@ -210,8 +210,7 @@ class Engine:
             self.running.append(sequence)
             sequence.slot = slot
             if not sequence.begin(slot, slot.rewind(sequence.prompt, sequence.reading), self.prefixes):
-                whole = slot.turn is not None and sequence.cached == len(sequence.prompt)
-                logits = slot.turn[2] if slot.turn is not None and whole else ()
+                logits = slot.logits_after(len(sequence.prompt)) if sequence.cached == len(sequence.prompt) else ()
                 self._decode(sequence, logits)
         except Exception as error:
             self._end(sequence, error)

@@ -24,7 +24,8 @@ class Reading:
 
     grid     multiples of it end a step
     marks    further ends of steps, and why a state is kept there: "system", "turn"
-    replies  stretches (first, end) of earlier replies, which are read in short steps, as they were decoded
+    replies  stretches (first, end) of earlier replies, which are read in short steps, as they were decoded; an empty
+             one ends a step
     """
 
     end: int
@@ -66,7 +67,9 @@ class Reading:
 
 
 def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int]) -> list[Span]:
-    """The stretches of a chat's prompt that are replies: after each `header`, to the next end token included.
+    """List the stretches of a chat's prompt that are replies: after each `header`, to the next end token included.
+
+    A stretch without an end token is empty: a reply begins there, and where it ends is unknown.
 
     header  tokens by which the template begins a reply; none: no stretches
     """
@@ -79,11 +82,9 @@ def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int
     stops = np.flatnonzero(np.isin(ids, list(ends))) + 1
     spans, free = list[Span](), 0
     for start in starts.tolist():
-        if start >= free and start < len(ids):
+        if start >= free:
             at = int(np.searchsorted(stops, start, side="right"))
-            if at == len(stops):
-                break
-            free = int(stops[at])
+            free = int(stops[at]) if at < len(stops) else start
             spans.append((start, free))
     return spans
 
@@ -92,14 +93,17 @@ def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int
 class Turns:
     """Counts of a prompt's tokens, by what its chat template shows.
 
-    shared   those that the next prompt will begin with, whatever the reply; None: all
+    shared   those that the next prompt will begin with, if it is the user's; None: all
     system   those before the first message that is not of the system; 0: none
     replies  stretches of earlier replies
+    begun    those before the reply, which the next prompt will begin with, if it is a tool's; templates that drop
+             earlier thinking write more of them than are `shared`. 0: unknown
     """
 
     shared: int | None = None
     system: int = 0
     replies: Sequence[Span] = ()
+    begun: int = 0
 
 
 def common_length(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:

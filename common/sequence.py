@@ -114,6 +114,7 @@ class Sequence:
         reply = min(call.options.max_tokens or RESERVED, RESERVED)
         self.granted = min(len(self.prompt) + reply, target.context)
         self.kept: dict[int, str] = {}  # cuts after which a store is offered the state, and why
+        self.turns: set[int] = set()  # cuts after which its slot keeps a snapshot
         self.experts: ExpertStats | None = None  # before it began
         self.pending = Piece()
         self.reason = "length"
@@ -149,14 +150,14 @@ class Sequence:
         if prefixes is not None and cached < len(self.prompt):
             found = prefixes.restore(self.prompt, slot.state, self.reading, cached)
             if found.length:
-                cached, slot.turn = found.length, None
+                cached, slot.marks = found.length, []
             self.matched = found.matched
             self.kept = {found.branch: "branch", **self.reading.kept()}
         self.cached, self.matched = cached, max(self.matched, cached)
         self.end = len(self.prompt) - self._unread(len(self.prompt) - cached)
-        self.shared = self._shared(self.end)
-        if cached == self.shared and cached < len(self.prompt):
-            slot.mark(cached)
+        self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}
+        if cached in self.turns and cached not in [mark.length for mark in slot.marks]:
+            slot.mark(cached, self.turns)
         return cached < self.end
 
     def _shared(self, end: int) -> int:
@@ -195,8 +196,8 @@ class Sequence:
         state, end = self.slot.state, self.end
         state.commit(np.arange(len(step)))
         at = state.length
-        if at == self.shared:
-            self.slot.mark(at, logits if at == len(self.prompt) else None)
+        if at in self.turns:
+            self.slot.mark(at, self.turns, logits if at == len(self.prompt) else None)
         if prefixes is not None and at in self.kept:
             prefixes.offer(self.prompt[:at], state, self.kept[at])
         if self.options.on_prefill:

@@ -1,13 +1,13 @@
 """The state of one sequence, and its reuse by later prompts."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from common.errors import BimetalError
 from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
-from common.reading import Reading
+from common.reading import Reading, common_length
 from common.step import LongStep, Pool, Snapshot, State
 
 
@@ -30,11 +30,19 @@ class Prefixes(Protocol):
         ...
 
 
+class Mark(NamedTuple):
+    """A snapshot of a slot's state after `length` tokens, and the logits after them if the prompt ended there."""
+
+    length: int
+    snapshot: Snapshot
+    logits: Array | None
+
+
 class Slot:
-    """A state, the tokens committed to it, and a snapshot to which it can be restored.
+    """A state, the tokens committed to it, and snapshots to which it can be restored.
 
     tokens  the last prompt and its reply
-    turn    tokens with which the next prompt may begin, the snapshot after them, and the logits after a whole prompt
+    marks   places in `tokens` with which the next prompt may begin, in their order
     used    when the slot was last taken, as a count
     """
 
@@ -44,7 +52,7 @@ class Slot:
         self.used = 0
         self.tokens: list[int] = []
         self._saved: tuple[dict[str, Any], int, list[LongStep]] | None = None  # while it is suspended
-        self.turn: tuple[list[int], Snapshot, Array | None] | None = None
+        self.marks: list[Mark] = []
 
     @property
     def committed(self) -> list[int]:
@@ -54,42 +62,49 @@ class Slot:
     def reset(self) -> None:
         """Empty the state; the object is kept, with the graphs that a backend has captured for it."""
         self.state.restore(self._empty)
-        self.tokens, self.turn = [], None
+        self.tokens, self.marks = [], []
 
     def reusable(self, prompt: list[int], reading: Reading) -> int:
         """Count the tokens of `prompt`, divided into steps by `reading`, that `rewind` would keep."""
         if self._continues(prompt, reading):
             return self.state.length
-        return len(self.turn[0]) if self._returns(prompt, reading) and self.turn else 0
+        mark = self._mark(prompt, reading)
+        return mark.length if mark else 0
 
     def rewind(self, prompt: list[int], reading: Reading) -> int:
         """Bring the state to a prefix of `prompt` that has the bits of `reading`, and return its length.
 
-        A recurrent state cannot drop tokens, so that there are three choices: the state as it is, the snapshot of
-        `turn`, or an empty state.
+        A recurrent state cannot drop tokens, so that there are three choices: the state as it is, a mark, or an empty
+        state.
         """
-        kept = self.reusable(prompt, reading)
         if not self._continues(prompt, reading):
-            if kept:
-                assert self.turn
-                self.state.restore(self.turn[1])
+            mark = self._mark(prompt, reading)
+            if mark:
+                self.state.restore(mark.snapshot)
+                self.marks = [each for each in self.marks if each.length <= mark.length]
             else:
                 self.reset()
         self.tokens = list(prompt)
-        return kept
+        return self.state.length
+
+    def logits_after(self, length: int) -> Array | None:
+        """The logits after `length` tokens, if a prompt ended there."""
+        return next((mark.logits for mark in self.marks if mark.length == length), None)
 
     def _continues(self, prompt: list[int], reading: Reading) -> bool:
         length = self.state.length
         same = 0 < length < len(prompt) and self.tokens[:length] == prompt[:length]
         return same and reading.continues_from(length, self.state.long_steps)
 
-    def _returns(self, prompt: list[int], reading: Reading) -> bool:
-        if self.turn is None:
-            return False
-        tokens, snapshot, logits = self.turn
-        same = tokens == prompt[: len(tokens)] and (len(tokens) < len(prompt) or logits is not None)
-        before = [step for step in self.state.long_steps if step[0] < snapshot.length]
-        return same and reading.continues_from(snapshot.length, before)
+    def _mark(self, prompt: list[int], reading: Reading) -> Mark | None:
+        """The last mark at which the prompt can continue; a prompt that ends there needs its logits."""
+        same = common_length(self.tokens, prompt)
+        for mark in reversed(self.marks):
+            needed = mark.length < len(prompt) or mark.logits is not None
+            before = [step for step in self.state.long_steps if step[0] < mark.length]
+            if mark.length <= same and needed and reading.continues_from(mark.length, before):
+                return mark
+        return None
 
     def suspend(self) -> None:
         """Move the state to the host and free its memory; raises BimetalError if it cannot be saved."""
@@ -100,7 +115,7 @@ class Slot:
         state.restore(self._empty)
         if state.pool is None:
             state.load(state.save(), 0)  # arrays without rows, in place of those that had grown
-        self.turn = None
+        self.marks = []
 
     def resume(self) -> None:
         """Move the state back from the host; raises NoRoomError, and changes nothing, if memory is short."""
@@ -109,6 +124,10 @@ class Slot:
         self.state.load(arrays, length, long_steps)
         self._saved = None
 
-    def mark(self, length: int, logits: Any = None) -> None:
-        """Take a snapshot after `length` tokens, which are the whole prompt if `logits` are given."""
-        self.turn = self.tokens[:length], self.state.snapshot(), logits
+    def mark(self, length: int, turns: Collection[int], logits: Any = None) -> None:
+        """Take a snapshot after `length` tokens, which are the whole prompt if `logits` are given.
+
+        turns  lengths at which marks are kept
+        """
+        self.marks = [mark for mark in self.marks if mark.length in turns and mark.length != length]
+        self.marks.append(Mark(length, self.state.snapshot(), logits))

@@ -26,7 +26,7 @@ SLACK, CHUNKS = 1.1, 3  # unused memory of chunks: a factor on their size, and c
 
 
 def snapshot_bytes(spec: Sequence[LayerSpec], tokens: int) -> int:
-    """Count the bytes of a slot's snapshots of recurrent states and rings: empty, and the last turn's."""
+    """Count the bytes of a slot's two snapshots of recurrent states and rings, from which a prompt may continue."""
     return 2 * sum(_copied_bytes(s, tokens) for s in all_specs(spec))
 
 

@@ -399,7 +399,7 @@ class LLM:
             on_prefill = options.on_prefill or (prefill.update if self._progress and bar else None)
             how = replace(options, on_prefill=on_prefill)
             turns = prompt.turns
-            marks = {turns.system: "system"}
+            marks = {turns.system: "system", turns.begun: "turn"}
             call = Call(prompt.tokens, how, put_parsed, ended, cancel, turns.shared, marks, turns.replies)
             self._engine.submit(call)
             self._running.add(cancel)

@@ -27,7 +27,7 @@ from common.prefix_cache import PrefixCache
 from common.reference import NumpyOps
 from common.schedule import VERIFY_ROWS, BusyError
 from common.sequence import Call, Sequence
-from common.step import Step
+from common.step import State, Step
 
 CONTEXT, MASK = 400, 90
 
@@ -398,6 +398,40 @@ def test_the_slot_that_holds_most_of_a_prompt_is_taken():
     other = drain(engine, [submit(engine, [30, 31], max_tokens=3)])[0]
     assert other.sequence.cached == 0
     assert len(engine.slots) == 3
+
+
+@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+def test_a_slot_returns_to_where_a_reply_began(name, monkeypatch):
+    """Another reply and a tool's result follow in the next prompt; at last the user, after whom a template drops more.
+
+    No store can help: its saving lags.
+    """
+    monkeypatch.setattr(State, "saving_lags", True)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 150)
+    model, ids = tiny.load(name, NumpyOps()), tiny.golden(name)["ids"].tolist() * 4
+    engine = Engine(model, Ids(), 900, parallel=4, prefixes=PrefixCache(b"a test", 10**9))
+
+    def ask(engine, tokens, replies):
+        """The prompt's replies began at 160 and so on; a user's next prompt keeps 160 tokens alone."""
+        got, how = Reply(), GenerationOptions(max_tokens=5, logprobs=1)
+        marks = {at: "turn" for at in (160, *replies) if at <= len(tokens)}
+        spans = [(at, at) for at in (160, *replies)]
+        got.sequence = engine.submit(Call(tokens, how, got.put, got.end, shared=160, marks=marks, replies=spans))
+        return drain(engine, [got])[0]
+
+    def check(tokens, replies, cached):
+        hit, miss = ask(engine, tokens, replies), ask(Engine(model, Ids(), 900), tokens, replies)
+        assert (hit.sequence.cached, hit.tokens, hit.logprobs) == (cached, miss.tokens, miss.logprobs)
+        assert np.array_equal(hit.after, miss.after)
+
+    check(ids[:163], [], 0)
+    check(ids[:163], [], 160)
+    check([*ids[:160], *ids[100:300]], [355], 160)
+    check([*ids[:160], *ids[100:295], *ids[:200]], [355, 540], 355)
+    check([*ids[:160], *ids[100:295], *ids[:185], *ids[10:40]], [355, 540, 560], 540)
+    check([*ids[:160], 7, 7, 7], [], 160)
+    assert len(engine.slots) == 1
+    assert len(engine.slots[0].marks) <= 2
 
 
 def test_prompts_are_cut_at_places_of_their_own(monkeypatch):

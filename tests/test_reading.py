@@ -69,8 +69,9 @@ def test_where_states_are_kept():
     [
         ([7, 8, 1, 2, 9, 7, 8, 3, 9, 5], [(2, 5), (7, 9)]),
         ([7, 8, 1, 7, 8, 9, 4], [(2, 6)]),  # a header inside a reply
-        ([7, 8, 1, 2], []),  # a reply without an end
-        ([1, 2, 7, 8], []),  # one that begins
+        ([7, 8, 1, 2], [(2, 2)]),  # a reply without an end
+        ([7, 8, 1, 9, 7, 8, 1, 2], [(2, 4), (6, 6)]),
+        ([1, 2, 7, 8], [(4, 4)]),  # one that begins
         ([7], []),
     ],
 )

@@ -23,6 +23,19 @@ THINKING = (  # as Qwen's: reasoning of earlier turns is left out, that of the l
 STRICT = (  # refuses two replies in a row, and a conversation that does not begin with the user
     "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
 )
+UNASKED = (  # as Llama 2's: add_generation_prompt changes nothing
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>"
+    "{% else %}[{{ m.role }}]{{ m.content }}[/{{ m.role }}]{% endif %}{% endfor %}"
+)
+ENDLESS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}<|assistant|>\n"
+AGENT = (  # as Qwen3.5's: reasoning before the user's last message is left out
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.thinking }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 CHAT = [
     {"role": "user", "content": "aaa"},
@@ -53,6 +66,12 @@ def test_parts(tokenizer, template):
     assert shared == text.removesuffix("<think>")
     assert system == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
     assert replies == ["bbb<|im_end|>"]
+
+
+def test_replies_of_a_template_without_a_generation_prompt(tokenizer):
+    assert shown(tokenizer, UNASKED, CHAT)[1][2:] == ["bbb<|im_end|>"]
+    assert shown(tokenizer, ENDLESS, CHAT)[1][2:] == [""]  # which nothing ends
+    assert shown(tokenizer, ENDLESS.removesuffix("<|assistant|>\n"), CHAT)[1][2:] == []
 
 
 def test_tools_belong_to_the_system_prompt(tokenizer):
@@ -86,7 +105,7 @@ def test_a_prompt_whose_last_token_the_reply_may_extend():
     assert later.tokens[: turns.shared] == prompt.tokens[:-1]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, THINKING])
+@pytest.mark.parametrize("template", [TEMPLATE, THINKING, UNASKED, ENDLESS])
 @pytest.mark.parametrize("system", [[], SYSTEM])
 def test_each_turn_reads_what_the_one_before_it_kept(tokenizer, template, system):
     """The long steps of a turn are those of the turn before it, and then others: so that its state serves."""
@@ -96,7 +115,8 @@ def test_each_turn_reads_what_the_one_before_it_kept(tokenizer, template, system
         prompt = tokenizer.chat_prompt(messages)
         turns = turns_of(tokenizer.chat_prompt, messages, prompt, tokenizer.end_ids)
         end = len(prompt.tokens)
-        reading = Reading(end, 512, {turns.system: "system", turns.shared or end: "turn"}, turns.replies)
+        marks = {turns.system: "system", turns.begun: "turn", turns.shared or end: "turn"}
+        reading = Reading(end, 512, marks, turns.replies)
         if before:
             tokens, earlier = before
             kept = max(at for at, why in earlier.kept().items() if why == "turn")
@@ -108,3 +128,28 @@ def test_each_turn_reads_what_the_one_before_it_kept(tokenizer, template, system
         before = prompt.tokens, reading
         reply = {"role": "assistant", "content": f"{turn}" * 200, "reasoning_content": "hm" * 100}
         messages += [reply, {"role": "user", "content": "b" * (150 + turn)}]
+
+
+def test_an_agent_reads_the_results_of_its_tools_alone(tokenizer):
+    """Each prompt continues at the beginning of the last reply; after the user's message at that of the first one."""
+    tokenizer.chat_templates["default"] = AGENT
+    messages, kept = [*SYSTEM, {"role": "user", "content": "a" * 300}], []
+    results = ["tool", "tool", "tool", "user", "tool"]
+    for role in (*results, None):
+        prompt = tokenizer.chat_prompt(messages)
+        turns = turns_of(tokenizer.chat_prompt, messages, prompt, tokenizer.end_ids)
+        marks = {turns.system: "system", turns.begun: "turn", turns.shared: "turn"}
+        reading = Reading(len(prompt.tokens), 512, marks, turns.replies)
+        if kept:
+            at = max(
+                at
+                for tokens, steps in kept
+                if tokens == prompt.tokens[: (at := len(tokens))] and reading.continues_from(at, steps)
+            )
+            if messages[-1]["role"] == "tool":
+                assert prompt.text.count("assistant\n", len(tokenizer.decode(prompt.tokens[:at]))) == 1
+            else:
+                assert tokenizer.decode(prompt.tokens[:at]).count("assistant\n") == 1
+        for at in (turns.begun, turns.shared):
+            kept.append((prompt.tokens[:at], [step for step in reading.long_steps if step[1] <= at]))
+        messages += [{"role": "assistant", "content": "b" * 200}, {"role": role, "content": "c" * 400}]

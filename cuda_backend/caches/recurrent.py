@@ -61,6 +61,7 @@ class Pair:
     path     committed rows that are still to be applied, rows of the step that filled the store `at`
     step     the rows that may be committed, which the store `left` holds; the state `next` has the path applied
     whole    is that step kept whole or not at all? Its rows are in no store, and `next` has them applied
+    empty    nothing was committed: the current state is zeros
     """
 
     current: int = 0
@@ -70,6 +71,7 @@ class Pair:
     left: int = 0
     next: int = 0
     whole: bool = False
+    empty: bool = True
 
 
 class Recurrent:
@@ -184,7 +186,7 @@ class Recurrent:
         if pair.whole and not np.array_equal(path, np.arange(rows)):
             raise ValueError(NOT_IN_PART.format(rows))
         pair.path = NO_PATH if pair.whole else (pair.step.first + path).astype(np.int32)
-        pair.current, pair.at, pair.step = pair.next, pair.left, None
+        pair.current, pair.at, pair.step, pair.empty = pair.next, pair.left, None, False
 
     def apply(self, slots: Sequence[int]) -> None:
         """Apply the paths of `slots`, whose rows lie in one store, as the next step would."""
@@ -197,7 +199,12 @@ class Recurrent:
                 pair.step = None  # its state was there
 
     def snapshot(self, slot: int) -> Any:
-        """A copy of the states with the path applied."""
+        """A copy of the states with the path applied; None, without memory, of an empty one."""
+        if self.pairs[slot].empty:
+            return None
+        return self._copy(slot)
+
+    def _copy(self, slot: int) -> Memory:
         if len(self.pairs[slot].path):
             self.apply([slot])
         held = Memory(self.flip * 4, self.stream)
@@ -205,8 +212,16 @@ class Recurrent:
         return held
 
     def restore(self, slot: int, snapshot: Any) -> None:
+        if snapshot is None:
+            self.clear(slot)
+            return
         copy(self._state(slot), snapshot.address, snapshot.nbytes, self.stream)
-        self.pairs[slot].path, self.pairs[slot].step = NO_PATH, None
+        self._replaced(slot)
+
+    def _replaced(self, slot: int) -> None:
+        """Note that the current state has been written as a whole."""
+        pair = self.pairs[slot]
+        pair.path, pair.step, pair.empty = NO_PATH, None, False
 
     def row_shapes(self, tokens: int) -> list[Shape]:
         return []
@@ -220,11 +235,11 @@ class Recurrent:
     def save_point(self, slot: int) -> list[np.ndarray]:
         """The states of all layers as they lie on the device, with the path applied."""
         self.stream.copies.make_room(4 * self.flip, room()[0])
-        return [self.stream.copies.copy(self.snapshot(slot)).view(np.float32)]
+        return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 
     def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
         copy_in(self._state(slot), np.ascontiguousarray(point[0]), self.stream)
-        self.pairs[slot].path, self.pairs[slot].step = NO_PATH, None
+        self._replaced(slot)
 
     def clear(self, slot: int) -> None:
         """Make the slot a new sequence's."""

@@ -79,7 +79,7 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
 
     def snapshot(self, slot: int) -> Any:
-        if not self.is_ring:
+        if not self.is_ring or not self.lengths[slot]:
             return None
         held = Memory(self.slot_bytes, self.stream)
         copy(held.address, self._ring(slot), held.nbytes, self.stream)
@@ -89,6 +89,8 @@ class WindowStore(KVStore):
         self.step_rows[slot] = 0
         if snapshot:
             copy(self._ring(slot), snapshot.address, snapshot.nbytes, self.stream)
+        elif self.is_ring:  # of an empty state
+            cupy.cuda.runtime.memsetAsync(self._ring(slot), 0, self.slot_bytes, self.stream.ptr)
 
     def _ring(self, slot: int) -> int:
         return self.memory.address + slot * self.slot_bytes

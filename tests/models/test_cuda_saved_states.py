@@ -78,6 +78,18 @@ def test_formats(pair, counts, monkeypatch):
     check(model, np.random.default_rng(1).integers(0, 512, 100).astype(np.int32), 37, 120)
 
 
+@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+def test_a_state_that_is_emptied(ops, name):
+    model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)
+    state = model.new_state(tiny.CAPACITY)
+    empty = state.snapshot()
+    assert not any(empty.layers)  # it takes no memory
+    expected = tiny.run(model, state, ids[:9], [4])
+    tiny.run(model, state, ids[20:200])
+    state.restore(empty)
+    assert np.array_equal(tiny.run(model, state, ids[:9], [4]), expected)
+
+
 @pytest.mark.parametrize("many", [0, 1 << 30])
 @pytest.mark.parametrize("name", ["qwen35", "laguna", "glm"])
 def test_copies_are_made_beside_later_steps(ops, name, many, monkeypatch):
