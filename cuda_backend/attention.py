@@ -46,11 +46,11 @@ LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 class Pieces(NamedTuple):
     """Output of kernels/split.cu for pieces.cu: sums and stats, rows, heads and their width, and how it was cut.
 
-    runs       the most that there may be, kernels/pieces.cu
+    most       positions that a sequence may have
     turn_back  columns that are rotated back together, 0: none
     """
 
-    runs: int
+    most: int
     sums: int
     stats: int
     T: int
@@ -152,8 +152,8 @@ def new_pieces(
     count = trunk + tail_places(SPLIT_TILE, T)
     sums = sums_memory(context, (count, T, H, wide), most, len(store.lengths))
     cut = SPLIT_TILE.bit_length() - 1, window, keep, shares, trunk
-    runs, stats = run_count(most, window, keep), sums + count * T * H * wide * 4
-    return Pieces(runs, sums, stats, T, H, wide, 0, *cut, turn_back(values))
+    stats = sums + count * T * H * wide * 4
+    return Pieces(most, sums, stats, T, H, wide, 0, *cut, turn_back(values))
 
 
 def pieces_launch(
@@ -394,11 +394,12 @@ def combine(
     context: Context, pieces: Pieces, D: int, step: DeviceStep, out: np.ndarray, op: int = 0, gate: np.ndarray = NOTHING
 ) -> None:
     """The pieces added up, D columns of a head."""
-    runs, sums, stats, T, H, wide, first, *cut, turn_back = pieces
-    blocks = H, T, -(-D // 128)
+    most, sums, stats, T, H, wide, first, *cut, turn_back = pieces
+    runs, blocks = run_count(most, pieces.window, pieces.keep), (H, T, -(-D // 128))
     # warps of a CTA where all CTAs run at once and the next product begins beside them
     room = 15 * context.card.sms // math.prod(blocks)
-    of_run = 2 if room >= 6 else 1
+    is_one_run = 8 < most >> pieces.tile_bits <= 16  # that two warps read at once, and one warp in two halves
+    of_run = 2 if room >= (3 if is_one_run else 6) else 1
     warps = of_run * max(1, min(runs + bool(op), min(room, 12) // of_run))
     gated = int(op > 0 or pieces.window > 0)  # without it those with windows would spill
     built = f"WARPS={of_run}", f"GATED={gated}", windowed(pieces.window), *packed_only(out)

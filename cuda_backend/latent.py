@@ -21,7 +21,6 @@ from cuda_backend.layout import (
     padded,
     piece_places,
     row_blocks,
-    run_count,
     tail_places,
 )
 from cuda_backend.lazy import Target
@@ -70,7 +69,7 @@ def latent_attention(
             stream=context.stream,
         )
         cut = tile.bit_length() - 1, 0, 0, shares, trunk
-        pieces = Pieces(run_count(most, 0, 0), sums, stats, n, H, wide, first, *cut, turn_back(kv.rows))
+        pieces = Pieces(most, sums, stats, n, H, wide, first, *cut, turn_back(kv.rows))
         if out:
             combine(context, pieces, R, step, out_of(Target(dense=out), H * R))
     return Array((T, H, R), out) if out else combined(context, pieces, (T, H, R), step)

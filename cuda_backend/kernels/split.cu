@@ -204,7 +204,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         // load i of keys and values in turns, -1: none, before the first tile; `later`: not the first tiles, which alone may be a tree's row's
         auto fetch = [&](int i, bool later) {
             const bool of_values = i % 2;
-            if (!of_values) start = place_of(keys, ahead);
+            if (!of_values && ahead < NOWHERE) start = place_of(keys, ahead);
             if (!of_values && threadIdx.x == 0) {
                 const bool both = EXACT && has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
                 const bool ends = (ahead + TILE >= stop || both) && (!EXACT || goes_exact || !has_exact(ahead));
