@@ -14,7 +14,8 @@ import numpy as np
 from common.errors import BimetalError
 from common.prefix_tree import PAGE, Entry, Page, chained_key, overlapping, page_part, root_key
 from common.reading import GRID_POINTS, Reading, common_length
-from common.step import LongStep, Shape, State
+from common.saving import bytes_after, load, may_save
+from common.step import LongStep, Parts, State
 
 
 class Found(NamedTuple):
@@ -36,8 +37,8 @@ class Saved(NamedTuple):
     tokens: np.ndarray
     long_steps: tuple[LongStep, ...]
     first: int
-    rows: list[np.ndarray]
-    point: list[np.ndarray]
+    rows: Sequence[np.ndarray]
+    point: Sequence[np.ndarray]
 
 
 class Store(Protocol):
@@ -87,28 +88,26 @@ class PrefixCache:
             return Found()
         self.clock += 1
         ids = np.asarray(tokens, np.int32)
-        path = self._path(ids, reading)
+        path = self._path(ids, reading.long_steps)
         matched, length = self._matched(ids, path), 0
         entry, page = self._resumable(ids, path, reading, not state.point_shapes(1))
         if entry is not None and entry.length > max(more_than, PAGE * page):
             length = entry.length
             self._touch(entry)
-            state.finish_saving()
-            _load(state, Saved(ids[:length], _before(reading, length), 0, self._rows(entry.page, entry), entry.point))
+            load(state, ids[:length], _before(reading, length), self._rows(entry.page, entry), entry.point)
         elif PAGE * page > more_than:
             length = PAGE * page
             for held in path[:page]:
                 held.used = self.clock
-            state.finish_saving()
-            _load(state, Saved(ids[:length], _before(reading, length), 0, self._rows(path[page - 1]), []))
+            load(state, ids[:length], _before(reading, length), self._rows(path[page - 1]), [])
         saved = None if self.store is None else self.store.get(ids, reading, max(length, more_than))
         if saved is not None:
             try:
-                _load(state, saved)
+                load(state, saved.tokens, saved.long_steps, [[array] for array in saved.rows], saved.point)
             except BimetalError:  # of another layout, in spite of its fingerprint
                 return Found(length, matched)
             length = len(saved.tokens)
-            self._keep(saved.tokens, state, "turn")
+            self._keep(saved.tokens, state, "turn", [self.root, *self._path(saved.tokens, state.long_steps)])
         best = max(length, more_than)
         branch = max((cut for cut in reading.cuts.tolist() if best < cut <= matched), default=0)
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
@@ -127,32 +126,33 @@ class PrefixCache:
     def offer(self, tokens: Sequence[int], state: State, why: str = "turn") -> None:
         """Keep `state`, which holds exactly `tokens`, if it is new and fits; less valuable states make room.
 
-        While saving lags behind decoding, only ends of system prompts are kept: what is left out is read again.
+        While earlier states are still being saved, less is kept: what is left out is read again.
         """
-        if state.can_save and state.length and (why == "system" or not state.saving_lags):
-            ids = np.asarray(tokens, np.int32)
-            entry = self._keep(ids, state, why)
-            first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
-            if first is not None and self.store is not None:
-                point = state.save_point() if entry is None else entry.point
-                rows = state.save_rows(first, state.length)
-                state.finish_saving()
-                self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point))
+        if not state.can_save or not state.length:
+            return
+        if len(tokens) != state.length:
+            raise ValueError(f"a state of {state.length} tokens is offered with {len(tokens)}")
+        ids = np.asarray(tokens, np.int32)
+        path = [self.root, *self._path(ids, state.long_steps)]
+        if not may_save(state, why, bytes_after(state, PAGE * (len(path) - 1))):
+            return
+        entry = self._keep(ids, state, why, path)
+        first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
+        if first is not None and self.store is not None:
+            point = state.save_point() if entry is None else entry.point
+            rows = state.save_rows(first, state.length)
+            state.finish_saving([*rows, *point])
+            self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point))
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 
-    def _keep(self, ids: np.ndarray, state: State, why: str) -> Entry | None:
-        """The entry of `state`, new or old; None if the budget is too small."""
-        if len(ids) != state.length:
-            raise ValueError(f"a state of {state.length} tokens is offered with {len(ids)}")
+    def _keep(self, ids: np.ndarray, state: State, why: str, path: list[Page]) -> Entry | None:
+        """The entry of `state`, new or old; None if the budget is too small.
+
+        path  the root and the kept pages with which `ids` begins; the new ones are added
+        """
         self.clock += 1
         steps, whole = tuple(state.long_steps), len(ids) // PAGE
-        path = [self.root]
-        for at in range(whole):
-            page = path[-1].child(ids, at, steps)
-            if page is None:
-                break
-            path.append(page)
         tail, over = ids[whole * PAGE :], overlapping(steps, whole * PAGE, len(ids))
         if len(path) > whole and (entry := path[-1].entries.get(chained_key(path[-1].key, tail, over))) is not None:
             if not np.array_equal(entry.tail, tail):
@@ -162,8 +162,7 @@ class PrefixCache:
             return entry
         if len(path) <= whole and chained_key(path[-1].key, *page_part(ids, len(path) - 1, steps)) in path[-1].children:
             return None
-        need = _bytes(state.row_shapes(len(ids) - PAGE * (len(path) - 1))) + _bytes(state.point_shapes(len(ids)))
-        if not self._make_room(need, path):
+        if not self._make_room(bytes_after(state, PAGE * (len(path) - 1)), path):
             return None
         for at in range(len(path) - 1, whole):
             page = self._page(path[-1], ids, at, steps, state.save_rows(at * PAGE, (at + 1) * PAGE))
@@ -202,11 +201,11 @@ class PrefixCache:
 
     # -- matching ------------------------------------------------------------------------------------------------------
 
-    def _path(self, ids: np.ndarray, reading: Reading) -> list[Page]:
-        """The kept pages with which the prompt begins, read in the steps of `reading`."""
+    def _path(self, ids: np.ndarray, long_steps: Sequence[LongStep]) -> list[Page]:
+        """The kept pages with which the tokens begin, read in such steps."""
         path, parent = list[Page](), self.root
         for at in range(len(ids) // PAGE):
-            page = parent.child(ids, at, reading.long_steps)
+            page = parent.child(ids, at, long_steps)
             if page is None:
                 break
             path.append(page)
@@ -234,15 +233,14 @@ class PrefixCache:
         pages = [n for n in range(1, len(path) + 1) if PAGE * n < len(ids) and _is_cut(reading, PAGE * n)]
         return best, (pages[-1] if any_page and pages else 0)
 
-    def _rows(self, page: Page, entry: Entry | None = None) -> list[np.ndarray]:
+    def _rows(self, page: Page, entry: Entry | None = None) -> list[Parts]:
+        """The rows up to the end of `page`, or of `entry` after it, in parts."""
         parts = [] if entry is None or not len(entry.tail) else [entry.rows]
         held: Page | None = page
         while held is not None and held.parent is not None:
             parts.append(held.rows)
             held = held.parent
-        if not parts:
-            return []
-        return [np.concatenate(arrays, axis=1) for arrays in zip(*reversed(parts), strict=True)]
+        return list(zip(*reversed(parts), strict=True))
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 
@@ -326,12 +324,6 @@ class PrefixCache:
         return len(pages) - 1
 
 
-def _load(state: State, saved: Saved) -> None:
-    arrays = {f"rows.{i}": array for i, array in enumerate(saved.rows)}
-    arrays |= {f"point.{i}": array for i, array in enumerate(saved.point)}
-    state.load(arrays, len(saved.tokens), saved.long_steps)
-
-
 def _before(reading: Reading, length: int) -> tuple[LongStep, ...]:
     return tuple(step for step in reading.long_steps if step[1] <= length)
 
@@ -339,7 +331,3 @@ def _before(reading: Reading, length: int) -> tuple[LongStep, ...]:
 def _is_cut(reading: Reading, at: int) -> bool:
     """Whether no long step of the reading spans position `at`."""
     return not any(first < at < end for first, end in reading.long_steps)
-
-
-def _bytes(shapes: Sequence[Shape]) -> int:
-    return sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes)

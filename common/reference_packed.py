@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.reference_rows import Held, NumpyRows, NumpyWindow, decoded, encoded
-from common.step import Shape, Step
+from common.step import Parts, Shape, Step
 from common.storage import LEAST_USE, KVSpec
 
 
@@ -128,7 +128,7 @@ class NumpyPacked:
     def save_point(self) -> list[np.ndarray]:
         return [*self.exact.save_point(), *(part.copy() for part in self.calibration or ())]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.codes.load(length, rows, [])
         n = len(self.spec.exact.planes)
         self.exact.load(length, [], point[:n])

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from common.step import Shape
+from common.step import Parts, Shape
 from common.storage import ConvSpec, DeltaSpec
 
 
@@ -38,7 +38,7 @@ class NumpyConv:
     def save_point(self) -> list[np.ndarray]:
         return [self.tail.copy()]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.tail = point[0].copy()
         self.rows = self.tail[:0]
 
@@ -81,7 +81,7 @@ class NumpyDelta:
     def save_point(self) -> list[np.ndarray]:
         return [self.matrix.copy()]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.matrix, self.rows, self.after = point[0].copy(), (), {}
 
     @property

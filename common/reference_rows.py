@@ -6,7 +6,7 @@ import numpy as np
 
 from common.hadamard import rotate, unrotate
 from common.kv_formats import FORMATS
-from common.step import Shape, Step
+from common.step import Parts, Shape, Step
 from common.storage import NATIVE, Plane, RowSpec
 
 
@@ -86,8 +86,9 @@ class NumpyRows:
     def save_point(self) -> list[np.ndarray]:
         return []
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        self.planes, self.past = [saved.swapaxes(0, 1).copy() for saved in rows], length
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
+        self.planes = [np.concatenate([part.swapaxes(0, 1) for part in parts]) for parts in rows]
+        self.past = length
 
     @property
     def nbytes(self) -> int:
@@ -183,6 +184,6 @@ class NumpyWindow(NumpyRows):
     def save_point(self) -> list[np.ndarray]:
         return super().save_rows(0, len(self.planes[0]))
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        super().load(length, point, [])
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
+        super().load(length, [[array] for array in point], [])
         self.rows = [held[:0] for held in self.planes]

@@ -104,6 +104,7 @@ class Step:
 
 LongStep = tuple[int, int]  # tokens first to last - 1, more than MAX_DECODE_ROWS, read in one step
 Shape = tuple[tuple[int, ...], Any]  # of an array on the host, and its NumPy dtype
+Parts = Sequence[np.ndarray]  # (heads, tokens, width) each, of consecutive tokens
 
 
 class LayerState(Protocol):
@@ -135,8 +136,8 @@ class LayerState(Protocol):
 
     def save_point(self) -> list[np.ndarray]: ...
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        """Replace the contents by what was saved at `length` tokens; `rows` are those of all tokens."""
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
+        """Replace the contents by what was saved at `length` tokens; `rows` are those of all tokens, in parts."""
         ...
 
     @property
@@ -239,16 +240,20 @@ class State:
         return saved
 
     @property
-    def saving_lags(self) -> bool:
-        """Whether earlier arrays take so long to complete that what may be left out should not be saved."""
-        return False
+    def saving(self) -> tuple[int, int | None]:
+        """Bytes of saved arrays that are not complete, and most of them before saving waits; None: any number."""
+        return 0, None
 
-    def finish_saving(self) -> None:
-        """Wait until arrays that `save_rows` and `save_point` of states of this pool have returned are complete."""
+    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
+        """Wait until `arrays`, or all that states of this pool have saved, are complete.
 
-    def load(self, arrays: Mapping[str, np.ndarray], length: int, long_steps: Sequence[LongStep] = ()) -> None:
+        arrays  results of `save_rows` and `save_point`
+        """
+
+    def load(self, arrays: Mapping[str, np.ndarray | Parts], length: int, long_steps: Sequence[LongStep] = ()) -> None:
         """Replace the contents by `arrays`, saved at `length` tokens; later steps have the bits of the saved state.
 
+        arrays      as `save` returns them; rows may be in parts
         long_steps  of the saved state
 
         Raises BimetalError, and changes nothing, for arrays of another number, shape or dtype.
@@ -261,20 +266,22 @@ class State:
         }
         if arrays.keys() != shapes.keys():
             raise BimetalError(f"a saved state has {len(arrays)} arrays; this one takes {len(shapes)}, by other names")
+        rows, point = list[Parts](), list[np.ndarray]()
         for name, (shape, dtype) in shapes.items():
-            if (arrays[name].shape, arrays[name].dtype) != (shape, np.dtype(dtype)):
+            array = arrays[name]
+            parts: Parts = [array] if isinstance(array, np.ndarray) else array
+            if (found := _joined(parts)) != (shape, np.dtype(dtype)):
                 raise BimetalError(
-                    f"array {name} of a saved state is {arrays[name].dtype} {arrays[name].shape}; "
-                    f"this one takes {np.dtype(dtype)} {shape}"
+                    f"array {name} of a saved state is {found[1]} {found[0]}; this one takes {np.dtype(dtype)} {shape}"
                 )
-        self.load_parts(
-            length,
-            [arrays[name] for name in shapes if name.startswith("rows.")],
-            [arrays[name] for name in shapes if name.startswith("point.")],
-        )
+            if name.startswith("rows."):
+                rows.append(parts)
+            else:
+                point += parts
+        self.load_parts(length, rows, point)
         self.long_steps = list(long_steps)
 
-    def load_parts(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load_parts(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         """`load` of arrays that are known to fit."""
         for state in self._all():
             own, beside = len(state.row_shapes(length)), len(state.point_shapes(length))
@@ -282,6 +289,16 @@ class State:
             rows, point = rows[own:], point[beside:]
         self.length = length
         self._rewound_to.append(0)  # the rows of earlier snapshots are gone
+
+
+def _joined(parts: Parts) -> Shape:
+    """Shape and dtype of all parts together, or of the first one that does not fit the one before it."""
+    shape, dtype = parts[0].shape, parts[0].dtype
+    for part in parts[1:]:
+        if (part.shape[0], *part.shape[2:], part.dtype) != (shape[0], *shape[2:], dtype):
+            return part.shape, part.dtype
+        shape = shape[0], shape[1] + part.shape[1], *shape[2:]
+    return shape, dtype
 
 
 class Pool(Protocol):

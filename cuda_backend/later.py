@@ -1,13 +1,14 @@
 """Copies from the device to the host that a thread of its own makes, while the stream goes on."""
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import cupy
 import numpy as np
 
-MANY = 256 << 20  # bytes of device memory that wait for their copies: more of them are too many
+MANY = 256 << 20  # bytes of device memory that may wait for their copies however little is free
 CHUNK = 16 << 20  # bytes that are copied at a time
 
 
@@ -16,18 +17,23 @@ class LaterCopies:
 
     def __init__(self, stream: cupy.cuda.Stream):
         self.stream = stream
-        self.waiting: deque[tuple[Future[None], int]] = deque()  # copies, and bytes of each
+        self.waiting: deque[tuple[Future[None], np.ndarray]] = deque()  # copies, and what each fills
         self.worker: tuple[ThreadPoolExecutor, Staging] | None = None  # made by the first copy
 
     @property
-    def lag(self) -> bool:
-        """Whether so much waits that a further copy should be made only if nothing can take its place."""
+    def waiting_bytes(self) -> int:
+        """Bytes of device memory that wait for their copies."""
         self._forget_finished()
-        return self._bytes() > MANY
+        return sum(out.nbytes for _, out in self.waiting)
+
+    def most(self, free: int) -> int:
+        """Bytes that may wait where `free` bytes of the device are free beside them: MANY, or a quarter of both."""
+        return max(MANY, (free + self.waiting_bytes) // 4)
 
     def make_room(self, nbytes: int, free: int) -> None:
-        """Wait until `nbytes` more may wait for their copy: MANY, or a quarter of the `free` bytes of the device."""
-        while self.waiting and nbytes + self._bytes() > max(MANY, free // 4):
+        """Wait until `nbytes` more may wait for their copy."""
+        most = self.most(free)
+        while self.waiting and nbytes + self.waiting_bytes > most:
             self._finish_first()
 
     def copy(self, memory: Any) -> np.ndarray:
@@ -38,16 +44,18 @@ class LaterCopies:
         thread, staging = self.worker
         out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
         written.record(self.stream)
-        self.waiting.append((thread.submit(staging.copy, memory, out, written), memory.nbytes))
+        self.waiting.append((thread.submit(staging.copy, memory, out, written), out))
         return out
 
-    def finish(self) -> None:
-        """Wait until all copies are complete."""
-        while self.waiting:
+    def finish(self, arrays: Sequence[np.ndarray] | None = None) -> None:
+        """Wait until all copies are complete, or those of which `arrays` are parts."""
+        if arrays is None:
+            count = len(self.waiting)
+        else:
+            owners = {id(array if array.base is None else array.base) for array in arrays}
+            count = max((n for n, (_, out) in enumerate(self.waiting, 1) if id(out) in owners), default=0)
+        for _ in range(count):
             self._finish_first()
-
-    def _bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.waiting)
 
     def _forget_finished(self) -> None:
         while self.waiting and self.waiting[0][0].done():

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from common.step import Shape, State, Step
+from common.step import Parts, Shape, State, Step
+from cuda_backend.memory import room
 from cuda_backend.relay import Gpu
 from cuda_backend.replay import graphs
 from cuda_backend.runs import Run
@@ -47,7 +48,7 @@ class Share:
         with self.gpu.device:
             return self.state.save_point()
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         with self.gpu.device:
             self.state.load_parts(length, rows, point)
 
@@ -128,12 +129,18 @@ class MultiGpuState(State):
         super().__init__([vars(layer) for layer in pool.layers], pool.capacity)
 
     @property
-    def saving_lags(self) -> bool:
-        return any(share.saving_lags for share in self.shares.values())
+    def saving(self) -> tuple[int, int | None]:
+        """Bytes of all GPUs, of which each has a share."""
+        waiting = most = 0
+        for gpu, share in self.shares.items():
+            with gpu.device:
+                copies = share.pool.copies
+                waiting, most = waiting + copies.waiting_bytes, most + copies.most(room()[0])
+        return waiting, most
 
-    def finish_saving(self) -> None:
+    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
         for share in self.shares.values():
-            share.finish_saving()
+            share.finish_saving(arrays)
 
     @property
     def graphs(self) -> Any:

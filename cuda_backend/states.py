@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import Shape, State, Step
+from common.step import Parts, Shape, State, Step
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
 from cuda_backend.caches.kv import KVStore, kv_planes
 from cuda_backend.caches.latent import LatentStore, latent_planes
@@ -22,6 +22,7 @@ from cuda_backend.caches.planes import PAGE, Planes, all_places, check_capacity,
 from cuda_backend.caches.recurrent import Recurrent, rows_bytes, state_size
 from cuda_backend.caches.window import WindowStore, window_bytes
 from cuda_backend.launch import Stream
+from cuda_backend.memory import room
 from cuda_backend.replay import RunInput, graphs
 from cuda_backend.runs import MAX_RUNS, Run, runs_of
 
@@ -187,7 +188,7 @@ class OfSlot(NamedTuple):
     def save_point(self) -> list[np.ndarray]:
         return self.store.save_point(self.slot)
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.store.load(self.slot, length, rows, point)
 
 
@@ -234,17 +235,17 @@ class CudaState(State):
         return self._parts
 
     @property
-    def saving_lags(self) -> bool:
-        return self.pool.copies.lag
+    def saving(self) -> tuple[int, int | None]:
+        return self.pool.copies.waiting_bytes, self.pool.copies.most(room()[0])
 
-    def finish_saving(self) -> None:
-        self.pool.copies.finish()
+    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
+        self.pool.copies.finish(arrays)
 
     @property
     def nbytes(self) -> int:
         return self.pool.bytes_of(self.slot)
 
-    def load_parts(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load_parts(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         """Load parts as State.load_parts; raises NoRoomError, and changes nothing, where too few pages are free."""
         if self.pool.pages:
             self.pool.pages.hold([(self.slot, length)])

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.ops import Array
-from common.step import Shape, State, Step
+from common.step import Parts, Shape, State, Step
 from common.storage import LayerSpec
 from mlx_backend.group import Group, Order
 from mlx_backend.ops import MlxOps
@@ -59,7 +59,7 @@ class Mirror:
     def save_point(self) -> list[np.ndarray]:
         return []
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         raise AssertionError("a shared state cannot be saved")
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from common.step import Shape, Step
+from common.step import Parts, Shape, Step
 from common.storage import LEAST_USE, KVSpec, Plane
 from mlx_backend.kv_formats import encoded, rotate
 from mlx_backend.kv_kernels import CODES, EXACT, CachePart, encode, encodes
@@ -190,7 +190,7 @@ class MlxPacked:
     def save_point(self) -> list[np.ndarray]:
         return [*self.exact.save_point(), *(to_host(part) for part in self.calibration or ())]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.codes.load(length, rows, [])
         n = len(self.spec.exact.planes)
         self.exact.load(length, [], point[:n])

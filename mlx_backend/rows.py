@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from common.step import Shape
+from common.step import Parts, Shape
 from common.storage import RowSpec
 from mlx_backend.kv_formats import Coder, encoded
 from mlx_backend.saved import from_host, shape_of, to_host
@@ -111,8 +111,8 @@ class MlxRows:
     def save_point(self) -> list[np.ndarray]:
         return [] if self.window is None else [to_host(held[0]) for held in self.committed()]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        saved = rows if self.window is None else point
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
+        saved = [np.concatenate(parts, axis=1) for parts in rows] if self.window is None else point
         held = [from_host(array[None], b.dtype) for array, b in zip(saved, self.buffers, strict=True)]
         early = min(self.keep, length)
         self.first = [array[:, :, :early] for array in held if self.keep]

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from common.step import LayerState, Shape, State
+from common.step import LayerState, Parts, Shape, State
 from common.storage import ConvSpec, DeltaSpec, KVSpec, LayerSpec, RowSpec, Spec, all_specs
 from mlx_backend.packed import MlxPacked
 from mlx_backend.recurrent import Rows, replay
@@ -49,7 +49,7 @@ class MlxConv:
     def save_point(self) -> list[np.ndarray]:
         return [to_host(self.tail)]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.tail = self.stream = from_host(point[0], self.tail.dtype)
 
     @property
@@ -94,7 +94,7 @@ class MlxDelta:
     def save_point(self) -> list[np.ndarray]:
         return [to_host(self.matrix)]
 
-    def load(self, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         self.matrix, self.rows, self.after = from_host(point[0], mx.float32), None, None
 
     @property

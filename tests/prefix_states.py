@@ -30,8 +30,8 @@ class Rows:
         return [np.full(3, self.rows[..., 0].sum())] if self.points else []
 
     def load(self, length, rows, point):
-        assert not any((array == POISON).any() for array in (*rows, *point)), "freed rows are read"
-        self.rows = rows[0].copy()
+        assert not any((array == POISON).any() for array in (*rows[0], *point)), "freed rows are read"
+        self.rows = np.concatenate(rows[0], axis=1)
         assert all((array == self.rows[..., 0].sum()).all() for array in point), "rows and point are of two texts"
 
     nbytes = 0

@@ -404,9 +404,9 @@ def test_the_slot_that_holds_most_of_a_prompt_is_taken():
 def test_a_slot_returns_to_where_a_reply_began(name, monkeypatch):
     """Another reply and a tool's result follow in the next prompt; at last the user, after whom a template drops more.
 
-    No store can help: its saving lags.
+    No store can help: too much waits to be saved.
     """
-    monkeypatch.setattr(State, "saving_lags", True)
+    monkeypatch.setattr(State, "saving", (1, 1))
     monkeypatch.setattr(NumpyOps, "prefill_rows", 150)
     model, ids = tiny.load(name, NumpyOps()), tiny.golden(name)["ids"].tolist() * 4
     engine = Engine(model, Ids(), 900, parallel=4, prefixes=PrefixCache(b"a test", 10**9))

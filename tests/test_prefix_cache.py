@@ -131,16 +131,36 @@ def test_what_is_larger_than_the_budget_is_not_kept(points):
     assert none.bytes == none.check() == 0
 
 
-def test_system_prompts_alone_are_kept_while_saving_lags(cache, points, monkeypatch):
-    tokens = text(300)
-    monkeypatch.setattr(Fake, "saving_lags", True)
-    for why in ("turn", "grid", "branch"):
+@pytest.mark.parametrize(
+    ("waiting", "most", "kept"),
+    [
+        (10**4, 10**4, ["system"]),
+        (10**3, 10**4, ["turn", "branch", "system"]),
+        (0, 10**4, ["grid", "turn", "branch", "system"]),
+        (0, 10**3, ["turn", "branch", "system"]),
+    ],
+)
+def test_less_is_kept_while_earlier_states_are_saved(points, waiting, most, kept, monkeypatch):
+    """System prompts always; a point of the grid only if it leaves room for the end of the turn."""
+    tokens = text(200)
+    monkeypatch.setattr(Fake, "saving", (waiting, most))
+    for why in ("grid", "turn", "branch", "system"):
+        cache = PrefixCache(b"", 10**9)
         offer(cache, points, tokens, why=why)
-    assert cache.check() == 0
-    assert restored(cache, points, [*tokens, 5], turn=300).length == 0
-    offer(cache, points, tokens[:280], why="system")
-    monkeypatch.setattr(Fake, "saving_lags", False)
-    assert restored(cache, points, [*tokens, 5], system=280).length == 280
+        assert restored(cache, points, [*tokens, 5], turn=200).length == (200 if why in kept else 0)
+
+
+def test_a_hit_waits_for_its_own_arrays_alone(cache, points, monkeypatch):
+    waited = []
+    monkeypatch.setattr(Fake, "finish_saving", lambda self, arrays=None: waited.append(arrays))
+    tokens = text(700)
+    offer(cache, points, tokens, turn=600)
+    offer(cache, points, text(300, 1))
+    assert not waited
+    assert restored(cache, points, [*tokens, 5], turn=700, system=600).length == 700
+    (arrays,) = waited
+    assert sum(array.shape[1] for array in arrays if array.ndim == 3) == 700
+    assert len(arrays) == 3 + points
 
 
 def test_bytes_are_counted_before_anything_is_saved(points, monkeypatch):

@@ -105,6 +105,14 @@ def test_rows_come_in_ranges(model):
         assert np.array_equal(array, np.concatenate([page[i] for page in pages], axis=1))
     with pytest.raises(ValueError, match="rows 45 to 51 of a state of 50 tokens"):
         state.save_rows(45, 51)
+    pages.append(state.save_rows(40, 50))
+    parts = {f"rows.{i}": arrays for i, arrays in enumerate(zip(*pages, strict=True))}
+    saved, expected = state.save(), after(model, state)
+    state.load(saved | parts, 50)
+    assert np.array_equal(after(model, state), expected)
+    if parts:
+        with pytest.raises(BimetalError, match=r"array rows.0 of a saved state is"):
+            state.load(saved | {"rows.0": parts["rows.0"][1:]}, 50)
 
 
 def test_snapshots_from_before_a_load_are_gone(model):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.step import Shape
+from common.step import Parts, Shape
 from common.storage import LEAST_USE, NATIVE, KVSpec, Packing
 from cuda_backend.caches.kv import KV, KVStore
 from cuda_backend.caches.pages import Pages
@@ -121,7 +121,7 @@ class PackedStore(KVStore):
             rows.append(self.stream.copies.copy(held).view(np.float32))
         return rows
 
-    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         super().load(slot, length, rows, [])
         exact = len(self.exact.point_shapes(length))
         self.exact.load(slot, length, [], point[:exact])

@@ -239,7 +239,7 @@ def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stre
     return [part.reshape(plane.heads, n, -1) for plane, part in zip(dense, np.split(flat, ends), strict=True)]
 
 
-def write_rows(planes: Planes, first: int, rows: list[np.ndarray], stream: Stream) -> None:
+def write_rows(planes: Planes, first: int, rows: Sequence[np.ndarray], stream: Stream) -> None:
     """Write the result of `read_rows` to the positions from `first` on."""
     n = rows[0].shape[1]
     if n == 0:

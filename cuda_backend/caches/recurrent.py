@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, Shape, Step
+from common.step import MAX_DECODE_ROWS, Parts, Shape, Step
 from common.storage import ConvSpec, DeltaSpec
 from cuda_backend.caches.planes import copy, zeros
 from cuda_backend.caches.window import NOT_IN_PART
@@ -237,7 +237,7 @@ class Recurrent:
         self.stream.copies.make_room(4 * self.flip, room()[0])
         return [self.stream.copies.copy(self._copy(slot)).view(np.float32)]
 
-    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         copy_in(self._state(slot), np.ascontiguousarray(point[0]), self.stream)
         self._replaced(slot)
 

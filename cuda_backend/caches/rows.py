@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from common.step import Shape
+from common.step import Parts, Shape
 from cuda_backend.caches.pages import Pages
 from cuda_backend.caches.planes import (
     Planes,
@@ -57,8 +57,11 @@ class RowStore:
     def save_point(self, slot: int) -> list[np.ndarray]:
         return []
 
-    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
-        write_rows(of_slot(self.planes, slot), 0, rows, self.stream)
+    def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
+        at = 0
+        for part in zip(*rows, strict=True):
+            write_rows(of_slot(self.planes, slot), at, part, self.stream)
+            at += part[0].shape[1]
 
     @property
     def nbytes(self) -> int:

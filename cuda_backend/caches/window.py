@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from common.step import MAX_DECODE_ROWS, Shape
+from common.step import MAX_DECODE_ROWS, Parts, Shape
 from common.storage import KVSpec
 from cuda_backend.caches.kv import KV, KVStore, kv_planes
 from cuda_backend.caches.planes import (
@@ -108,7 +108,7 @@ class WindowStore(KVStore):
         """The first positions and those of the window, in order, wherever the ring has them."""
         return read_rows(of_slot(self.planes, slot), self._seen(self.lengths[slot]), self.stream)
 
-    def load(self, slot: int, length: int, rows: list[np.ndarray], point: list[np.ndarray]) -> None:
+    def load(self, slot: int, length: int, rows: list[Parts], point: list[np.ndarray]) -> None:
         at, ring = 0, of_slot(self.planes, slot)
         for first, last in self._seen(length):
             write_rows(ring, first, [array[:, at : at + last - first] for array in point], self.stream)

@@ -48,8 +48,9 @@ def check(model, ids, length, capacity):
     expected = after(model, state, ids)
     other = model.new_state(capacity)
     tiny.run(model, other, ids[30:60], [7])
-    for loaded in (model.new_state(capacity), other, state):
-        loaded.load(saved, length)
+    parts = {k: np.split(v, [1, 3], axis=1) if k.startswith("rows") else v for k, v in saved.items()}
+    for loaded, arrays in ((model.new_state(capacity), saved), (other, parts), (state, saved)):
+        loaded.load(arrays, length)
         again = loaded.save()
         assert all(np.array_equal(again[name], saved[name]) for name in saved)
         assert np.array_equal(after(model, loaded, ids), expected)
@@ -111,14 +112,29 @@ def test_copies_are_made_beside_later_steps(ops, name, many, monkeypatch):
         assert all(np.array_equal(a, b) for a, b in zip(point, list(expected.values())[len(whole) :], strict=True))
 
 
-def test_copies_lag_while_many_bytes_wait(ops):
-    copies, slow = later.LaterCopies(ops.context.stream.cuda), Future()
-    assert not copies.lag
-    copies.waiting.append((slow, later.MANY + 1))
-    assert copies.lag
-    copies.make_room(later.MANY, 12 * later.MANY)  # returns at once: a quarter of what is free is more
+def test_copies_that_wait(ops, monkeypatch):
+    monkeypatch.setattr(later, "MANY", 100)
+    copies, slow, out = later.LaterCopies(ops.context.stream.cuda), Future(), np.empty(101, np.uint8)
+    copies.waiting.append((slow, out))
+    assert (copies.waiting_bytes, copies.most(0), copies.most(699)) == (101, 100, 200)
+    copies.make_room(100, 1200)  # returns at once: a quarter of what is free is more
     slow.set_result(None)
-    assert not copies.lag
-    copies.waiting.append((slow, later.MANY))
+    assert copies.waiting_bytes == 0
+    copies.waiting.append((slow, out))
     copies.make_room(1, 0)
+    assert not copies.waiting
+
+
+def test_arrays_are_waited_for_up_to_the_last_one(ops):
+    copies, outs = later.LaterCopies(ops.context.stream.cuda), [np.empty(8, np.uint8) for _ in range(4)]
+    done = [Future() for _ in outs]
+    copies.waiting.extend(zip(done, outs, strict=True))
+    for future in done[:3]:
+        future.set_result(None)
+    copies.finish([outs[0], outs[2].view(np.float32)[:1], np.empty(3)])  # the last one is still being copied
+    assert [out is outs[3] for _, out in copies.waiting] == [True]
+    copies.finish([outs[1]])
+    assert len(copies.waiting) == 1
+    done[3].set_result(None)
+    copies.finish()
     assert not copies.waiting

@@ -1,0 +1,46 @@
+"""Saving a state on the host, and loading it: what a cache of states asks of one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.step import LongStep, Parts, Shape, State
+
+
+def load(
+    state: State,
+    tokens: np.ndarray,
+    long_steps: Sequence[LongStep],
+    rows: Sequence[Parts],
+    point: Sequence[np.ndarray],
+) -> None:
+    """Load what was saved of a state that holds `tokens`, once its arrays are complete; raises as State.load does."""
+    state.finish_saving([*point, *(part for parts in rows for part in parts)])
+    arrays: dict[str, np.ndarray | Parts] = {f"rows.{i}": parts for i, parts in enumerate(rows)}
+    arrays |= {f"point.{i}": array for i, array in enumerate(point)}
+    state.load(arrays, len(tokens), long_steps)
+
+
+def may_save(state: State, why: str, nbytes: int) -> bool:
+    """Test whether `nbytes` of a state should be saved now, beside those that are being saved.
+
+    The end of a system prompt always is. A point of the grid leaves room for the end of the turn, which comes after it
+    and is worth more.
+
+    why  as Reading.kept gives it
+    """
+    waiting, most = state.saving
+    if why == "system" or most is None:
+        return True
+    if why == "grid":
+        return not waiting and nbytes <= most // 2
+    return not waiting or waiting + nbytes <= most
+
+
+def bytes_after(state: State, tokens: int) -> int:
+    """Count the bytes of a saved state of which the rows of the first `tokens` tokens are kept already."""
+    return _bytes(state.row_shapes(state.length - tokens)) + _bytes(state.point_shapes(state.length))
+
+
+def _bytes(shapes: Sequence[Shape]) -> int:
+    return sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes)
