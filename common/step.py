@@ -8,7 +8,7 @@ path are forgotten.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -17,10 +17,18 @@ import numpy as np
 from common.errors import BimetalError
 
 PAST = -1  # the parent of a row that continues the committed past
-_CONTINUES, _FIRST_SLOT = np.array([PAST], np.int32), np.zeros(1, np.int32)
-_CONTINUES.flags.writeable = _FIRST_SLOT.flags.writeable = False
 NO_ORDER = "a block whose rows all see each other has no order for a recurrent layer"
 MAX_DECODE_ROWS = 136  # of a step that decodes or verifies: up to here rows do not depend on each other
+_FIRST_SLOT = np.zeros(MAX_DECODE_ROWS, np.int32)
+_FIRST_SLOT.flags.writeable = False
+
+
+@cache
+def chain_parents(T: int) -> np.ndarray:
+    """`parents` of a chain of T rows, (T,) int32; read-only, and one array for all steps."""
+    parents = np.arange(PAST, T - 1, dtype=np.int32)
+    parents.flags.writeable = False
+    return parents
 
 
 @dataclass(eq=False)  # a frozen one takes three times as long to make, and each reply makes one per token
@@ -43,10 +51,11 @@ class Step:
     def chain(cls, tokens: Any, start: int, slot: int = 0) -> "Step":
         """Make a step of rows that follow one another from position `start`: decoding, prefill, verifying a chain."""
         T = len(tokens)
-        if T == 1 and slot == 0:  # plain decoding, whose steps may take less than the host's work for them
-            return cls(tokens, np.array([start], np.int32), _CONTINUES, _FIRST_SLOT)
         positions = np.arange(start, start + T, dtype=np.int32)
-        return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), np.full(T, slot, np.int32))
+        if T > MAX_DECODE_ROWS:
+            return cls(tokens, positions, np.arange(PAST, T - 1, dtype=np.int32), np.full(T, slot, np.int32))
+        # of few rows, whose steps may take less than the host's work for them
+        return cls(tokens, positions, chain_parents(T), _FIRST_SLOT[:T] if slot == 0 else np.full(T, slot, np.int32))
 
     @classmethod
     def tree(cls, tokens: Any, parents: Sequence[int] | np.ndarray, start: int, slot: int = 0) -> "Step":
@@ -72,7 +81,10 @@ class Step:
 
     @cached_property
     def is_chain(self) -> bool:
-        return self.parents is not None and bool(np.all(self.parents == np.arange(PAST, len(self) - 1)))
+        T = len(self)
+        if T <= MAX_DECODE_ROWS and self.parents is chain_parents(T):
+            return True
+        return self.parents is not None and bool(np.all(self.parents == np.arange(PAST, T - 1)))
 
     @cached_property
     def visible(self) -> np.ndarray:

@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, PAST, Step
+from common.step import MAX_DECODE_ROWS, PAST, Step, chain_parents
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
@@ -96,6 +96,12 @@ def chain_sees(T: int, is_block: bool) -> bytes:
     return seen(None if is_block else list(range(PAST, T - 1)), T)
 
 
+@cache
+def _chain(nbytes: int, T: int) -> bytes:
+    """Return the memory of an Inputs that holds a chain of T rows of one sequence, of which the rest is zero."""
+    return bytes(SEEN) + chain_sees(T, False).ljust(nbytes - SEEN, b"\0")
+
+
 class Inputs:
     """Device memory for a StepState, `rows` positions and `rows` tokens."""
 
@@ -115,7 +121,9 @@ class Inputs:
     def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
         """Copy the step to the device; `kept`: the store that holds the rows of paths."""
         T = len(step)
-        host = bytearray(self.memory.nbytes)  # the device waits for it, and NumPy's records take twice as long
+        is_known = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
+        # the device waits for it, and NumPy's records take twice as long
+        host = bytearray(_chain(self.memory.nbytes, T) if is_known else self.memory.nbytes)
 
         def put(at: int, data: bytes) -> None:
             host[at : at + len(data)] = data
@@ -124,7 +132,7 @@ class Inputs:
         applied, records, paths, sees, numbers = 0, [], [], [], []  # `applied`: rows of all paths so far
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             branches = 0
-            if T <= MAX_DECODE_ROWS:
+            if T <= MAX_DECODE_ROWS and not is_known:
                 # a row by itself continues the past, so that nothing needs to be read of its parents
                 parents = None if step.parents is None or rows == 1 else step.parents[first : first + rows].tolist()
                 if parents is not None and first:
@@ -144,8 +152,9 @@ class Inputs:
                 applied += len(path)
         put(0, HEAD.pack(T, len(runs), kept))
         put(PATH, b"".join(paths))
-        put(SEEN, b"".join(sees))
-        put(RUN_OF, bytes(numbers))
+        if not is_known:
+            put(SEEN, b"".join(sees))
+            put(RUN_OF, bytes(numbers))
         put(RUNS, b"".join(records))
         put(END, np.asarray(step.positions, np.int32).tobytes())
         on_host = not isinstance(step.tokens, Array)
@@ -193,9 +202,10 @@ class Replay:
         pool, runs = state.pool, state.runs(step)
         check(step, runs, pool.lengths, state.capacity)
         pool.note_runs(step, runs)
-        here, table = self.upload(pool, step, runs), table_of(state, fn)
+        shape, table = shape_of(pool, step, runs), table_of(state, fn)
+        here = self.uploaded(self.inputs_for(step), shape, step, *pool.inputs(step, runs))
         call, captured = (partial(run, fn, state, here) for run in (self._call, self._captured))
-        out = run_step(table, shape_of(pool, step, runs), call, captured)
+        out = run_step(table, shape, call, captured)
         return out, len(step)
 
     def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:

@@ -23,6 +23,8 @@ class Run(NamedTuple):
 def runs_of(step: Step) -> list[Run]:
     """Return the runs; raises BimetalError if a sequence's rows are not adjacent, or a prompt's step has other rows."""
     slots, T = step.slots.tolist(), len(step)
+    if slots and slots.count(slots[0]) == T:
+        return [Run(slots[0], 0, T)]
     starts = [first for first in range(T) if not first or slots[first] != slots[first - 1]]
     runs = [Run(slots[first], first, end - first) for first, end in pairwise([*starts, T])]
     sequences = len({slots[first] for first in starts})
