@@ -13,6 +13,7 @@ from common.errors import BimetalError
 from cuda_backend.later import LaterCopies
 from cuda_backend.prototypes import prototypes, type_of
 from cuda_backend.sources import OPTIONS, source
+from cuda_backend.staged import StagedCopies
 
 
 class Stream:
@@ -22,13 +23,14 @@ class Stream:
     joined    the stream has just waited for another stream: the next launch must not overlap
     launches  number of kernels launched, including those of replayed graphs
     copies    of its results to the host, beside it
+    staged    copies of large arrays from the host
     """
 
     def __init__(self) -> None:
         self.cuda = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = self.joined = False
         self.launches = 0
-        self.copies = LaterCopies(self.cuda)
+        self.copies, self.staged = LaterCopies(self.cuda), StagedCopies(self.cuda)
 
     @property
     def ptr(self) -> int:

@@ -12,6 +12,7 @@ from common.errors import BimetalError
 from cuda_backend.launch import Stream
 
 ALIGN = 256
+LARGE = 1 << 20  # bytes from which several threads copy an array sooner than the driver
 
 
 def limit(nbytes: int, devices: Sequence[int] = ()) -> None:
@@ -78,7 +79,10 @@ def upload(array: np.ndarray, stream: Stream) -> Memory:
 
 
 def copy_in(address: int, array: np.ndarray, stream: Stream) -> None:
-    """Copy from pageable memory, which the driver has read when this returns."""
+    """Copy a contiguous array from pageable memory, which has been read when this returns."""
+    if array.nbytes >= LARGE:
+        stream.staged.copy(address, array)
+        return
     cupy.cuda.runtime.memcpyAsync(
         address, array.ctypes.data, array.nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr
     )

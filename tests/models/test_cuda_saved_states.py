@@ -14,7 +14,7 @@ from generate.synthetic import synthetic
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import later  # noqa: E402
+from cuda_backend import later, memory, staged  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
 
@@ -110,6 +110,24 @@ def test_copies_are_made_beside_later_steps(ops, name, many, monkeypatch):
         whole = [v[:, 3:] for k, v in expected.items() if k.startswith("rows")]
         assert all(np.array_equal(a, b) for a, b in zip(rows, whole, strict=True))
         assert all(np.array_equal(a, b) for a, b in zip(point, list(expected.values())[len(whole) :], strict=True))
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 65, 64 * 8, 64 * 21 + 5])
+def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
+    """Arrays of any size, also when the next one comes at once and its source is overwritten after it."""
+    monkeypatch.setattr(staged, "CHUNK", 64)
+    monkeypatch.setattr(memory, "LARGE", 1)
+    stream, found = ops.context.stream, np.empty((3, nbytes), np.uint8)
+    stream.staged.made, source = None, np.empty(nbytes, np.uint8)
+    device = memory.Memory(3 * nbytes, stream)
+    expected = np.random.default_rng(0).integers(0, 255, (3, nbytes), np.uint8)
+    for i, array in enumerate(expected):
+        source[:] = array
+        memory.copy_in(device.address + i * nbytes, source, stream)
+    cupy.cuda.runtime.memcpyAsync(found.ctypes.data, device.address, found.nbytes, 2, stream.ptr)
+    stream.synchronize()
+    stream.staged.made = None
+    assert np.array_equal(found, expected)
 
 
 def test_copies_that_wait(ops, monkeypatch):

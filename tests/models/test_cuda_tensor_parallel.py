@@ -99,6 +99,7 @@ def story(model, ids):
     assert np.array_equal(*out[-2:])
     arrays, length = state.save(), state.length
     chain(40, 2)
+    assert not state.saving[0]
     other = model.new_state(160)
     other.load(arrays, length)
     assert np.array_equal(read(model, model.forward(other, Step.chain(ids[40:42], length))), out[-1])
