@@ -43,7 +43,7 @@ class Vocabulary(Protocol):
 
     def encode_plain(self, text: str) -> list[int]: ...
 
-    def find_control(self, text: str) -> list[tuple[int, int, int]]: ...
+    def encode_and_find(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]: ...
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def chat_prompt(
         vocabulary.check_fits(text, context)
     if parse_special:
         return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
-    control = vocabulary.find_control(text)
+    ids, control = vocabulary.encode_and_find(text)
     own = control and _templates_own(vocabulary, source, inputs, text, control)
     # A tokenizer's normalizer can make a control token of other characters, which no template writes.
     own = [(start, end, id) for start, end, id in own if vocabulary.decode([id]) in text[start:end]]
     if len(own) == len(control):
-        return ChatPrompt(text, vocabulary.encode(text, add_special_tokens=False), source)
+        return ChatPrompt(text, ids, source)
     tokens, at = list[int](), 0
     for start, end, token in own:
         tokens += [*vocabulary.encode_plain(text[at:start]), token]
@@ -121,7 +121,7 @@ def _templates_own(
             continue
         if shadow.translate(table) == text.translate(table):
             return [(start, end, id) for start, end, id in control if shadow[start:end] == text[start:end]]
-        if [id for *_, id in vocabulary.find_control(shadow)] == [id for *_, id in control]:
+        if [id for *_, id in vocabulary.encode_and_find(shadow)[1]] == [id for *_, id in control]:
             return control
     raise BimetalError(
         "the chat template takes punctuation of the messages as its own syntax, so that control tokens in them cannot "

@@ -7,7 +7,7 @@ from common.errors import BimetalError
 from common.models import Model
 from common.ops import Array
 from common.prefix_cache import Found
-from common.reading import Reading, common_length
+from common.reading import Reading
 from common.step import LongStep, Pool, Snapshot, State
 
 
@@ -98,11 +98,11 @@ class Slot:
 
     def _mark(self, prompt: list[int], reading: Reading) -> Mark | None:
         """The last mark at which the prompt can continue; a prompt that ends there needs its logits."""
-        same = common_length(self.tokens, prompt)
         for mark in reversed(self.marks):
-            needed = mark.length < len(prompt) or mark.logits is not None
-            before = [step for step in self.state.long_steps if step[0] < mark.length]
-            if mark.length <= same and needed and reading.continues_from(mark.length, before):
+            n = mark.length
+            goes_on = n < len(prompt) or (n == len(prompt) and mark.logits is not None)
+            before = [step for step in self.state.long_steps if step[0] < n]
+            if goes_on and self.tokens[:n] == prompt[:n] and reading.continues_from(n, before):
                 return mark
         return None
 

@@ -127,13 +127,14 @@ class Tokenizer:
         """The texts of the control tokens, by id: those that files mark as special, and those that end a reply."""
         return [self._added[id].decode() for id in sorted(self._control)]
 
-    def find_control(self, text: str, parse_special: bool = True) -> list[tuple[int, int, int]]:
-        """Start, end and id of each control token that `encode` finds in `text`."""
+    def encode_and_find(self, text: str, parse_special: bool = True) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Return the ids of `text`, without bos, and start, end and id of each control token in it."""
         _check_text(text)
         with self._lock, _without_panic():
             self._backend.encode_special_tokens = not parse_special
             found = self._backend.encode(text, add_special_tokens=False)
-        return [(*span, id) for id, span in zip(found.ids, found.offsets, strict=True) if id in self._control]
+        ids: list[int] = found.ids
+        return ids, [(*span, id) for id, span in zip(ids, found.offsets, strict=True) if id in self._control]
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text`, none of them a control token.
@@ -143,11 +144,12 @@ class Tokenizer:
         ids, left = list[int](), [text]
         while left:
             text = left.pop()
-            cuts = [start + 1 for start, _, _ in self.find_control(text, parse_special=False)]
+            found, control = self.encode_and_find(text, parse_special=False)
+            cuts = [start + 1 for start, _, _ in control]
             if cuts:
                 left += [text[a:b] for a, b in pairwise([0, *cuts, len(text)])][::-1]
             else:
-                ids += self.encode(text, add_special_tokens=False, parse_special=False)
+                ids += found
         return ids
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> "ChatPrompt":
