@@ -32,13 +32,17 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A state as `State.load` takes it, or its end: `rows` are those of the tokens from `first` on."""
+    """A state as `State.load` takes it, or its end: `rows` are those of the tokens from `first` on.
+
+    finish  waits until the arrays are complete, in any thread
+    """
 
     tokens: np.ndarray
     long_steps: tuple[LongStep, ...]
     first: int
     rows: Sequence[np.ndarray]
     point: Sequence[np.ndarray]
+    finish: Callable[[], object] = lambda: None
 
 
 class Store(Protocol):
@@ -107,7 +111,9 @@ class PrefixCache:
             except BimetalError:  # of another layout, in spite of its fingerprint
                 return Found(length, matched)
             length = len(saved.tokens)
-            self._keep(saved.tokens, state, "turn", [self.root, *self._path(saved.tokens, state.long_steps)])
+            kept = [self.root, *self._path(saved.tokens, state.long_steps)]
+            if may_save(state, "turn", bytes_after(state, PAGE * (len(kept) - 1))):
+                self._keep(saved.tokens, state, "turn", kept)
         best = max(length, more_than)
         branch = max((cut for cut in reading.cuts.tolist() if best < cut <= matched), default=0)
         return Found(length, max(matched, length), branch if state.point_shapes(1) and branch < len(ids) else 0)
@@ -141,8 +147,8 @@ class PrefixCache:
         if first is not None and self.store is not None:
             point = state.save_point() if entry is None else entry.point
             rows = state.save_rows(first, state.length)
-            state.finish_saving([*rows, *point])
-            self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point))
+            finish = state.when_saved([*rows, *point])
+            self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 

@@ -216,12 +216,13 @@ class PrefixDisk:
             self._forget(key)  # the file that it continues could not be written
             return
         try:
+            saved.finish()
             if not self._make_room(file_bytes(saved), base):
                 self._forget(key)
                 return
             write(self._path(key), self.fingerprint, saved, base)
             header = read_header(self._path(key), self.fingerprint)
-        except (BimetalError, OSError) as error:
+        except (BimetalError, OSError, RuntimeError) as error:  # the last one of a backend's copy
             self.report(f"a state of {len(saved.tokens)} tokens is not written to {self.folder}: {error}")
             self._forget(key)
             return

@@ -6,7 +6,7 @@ that a later step can see, so that it may be run twice. Only `commit(path)` adva
 path are forgotten.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import SimpleNamespace
@@ -256,11 +256,16 @@ class State:
         """Bytes of saved arrays that are not complete, and most of them before saving waits; None: any number."""
         return 0, None
 
-    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
-        """Wait until `arrays`, or all that states of this pool have saved, are complete.
+    def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
+        """Return a function that waits until `arrays`, or all that were saved, are complete; any thread may call it.
 
-        arrays  results of `save_rows` and `save_point`
+        arrays  results of `save_rows` and `save_point` of states of this pool
         """
+        return lambda: None
+
+    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
+        """Wait until arrays are complete, as `when_saved` has them."""
+        self.when_saved(arrays)()
 
     def load(self, arrays: Mapping[str, np.ndarray | Parts], length: int, long_steps: Sequence[LongStep] = ()) -> None:
         """Replace the contents by `arrays`, saved at `length` tokens; later steps have the bits of the saved state.

@@ -1,7 +1,7 @@
 """Copies from the device to the host that a thread of its own makes, while the stream goes on."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,7 @@ class LaterCopies:
             self._finish_first()
 
     def copy(self, memory: Any) -> np.ndarray:
-        """Copy `memory`, which nobody else writes from now on; returns uint8 that are complete after `finish`."""
+        """Copy `memory`, which nobody else writes from now on; returns uint8, whose `completion` can be waited for."""
         self._forget_finished()
         if self.worker is None:
             self.worker = ThreadPoolExecutor(1, "bimetal copies to the host"), Staging(cupy.cuda.runtime.getDevice())
@@ -47,15 +47,14 @@ class LaterCopies:
         self.waiting.append((thread.submit(staging.copy, memory, out, written), out))
         return out
 
-    def finish(self, arrays: Sequence[np.ndarray] | None = None) -> None:
-        """Wait until all copies are complete, or those of which `arrays` are parts."""
-        if arrays is None:
-            count = len(self.waiting)
-        else:
-            owners = {id(array if array.base is None else array.base) for array in arrays}
-            count = max((n for n, (_, out) in enumerate(self.waiting, 1) if id(out) in owners), default=0)
-        for _ in range(count):
-            self._finish_first()
+    def completion(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
+        """Return a function that waits until all copies are complete, or those of which `arrays` are parts.
+
+        Any thread may call it.
+        """
+        owners = None if arrays is None else {id(array if array.base is None else array.base) for array in arrays}
+        copies = [copied for copied, out in self.waiting if owners is None or id(out) in owners]
+        return lambda: [copied.result() for copied in copies]
 
     def _forget_finished(self) -> None:
         while self.waiting and self.waiting[0][0].done():

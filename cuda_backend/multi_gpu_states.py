@@ -1,6 +1,6 @@
 """States of sequences on several GPUs: a pool on each, of its layers or its part of every layer, with equal slots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -138,9 +138,9 @@ class MultiGpuState(State):
                 waiting, most = waiting + copies.waiting_bytes, most + copies.most(room()[0])
         return waiting, most
 
-    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
-        for share in self.shares.values():
-            share.finish_saving(arrays)
+    def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
+        waits = [share.when_saved(arrays) for share in self.shares.values()]
+        return lambda: [wait() for wait in waits]
 
     @property
     def graphs(self) -> Any:

@@ -238,8 +238,8 @@ class CudaState(State):
     def saving(self) -> tuple[int, int | None]:
         return self.pool.copies.waiting_bytes, self.pool.copies.most(room()[0])
 
-    def finish_saving(self, arrays: Sequence[np.ndarray] | None = None) -> None:
-        self.pool.copies.finish(arrays)
+    def when_saved(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:
+        return self.pool.copies.completion(arrays)
 
     @property
     def nbytes(self) -> int:

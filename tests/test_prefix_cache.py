@@ -152,7 +152,7 @@ def test_less_is_kept_while_earlier_states_are_saved(points, waiting, most, kept
 
 def test_a_hit_waits_for_its_own_arrays_alone(cache, points, monkeypatch):
     waited = []
-    monkeypatch.setattr(Fake, "finish_saving", lambda self, arrays=None: waited.append(arrays))
+    monkeypatch.setattr(Fake, "when_saved", lambda self, arrays=None: lambda: waited.append(arrays))
     tokens = text(700)
     offer(cache, points, tokens, turn=600)
     offer(cache, points, text(300, 1))

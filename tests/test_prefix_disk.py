@@ -6,12 +6,13 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prefix_states import Fake, reading_of, restored, text
+from prefix_states import Fake, Rows, reading_of, restored, text
 
 from common import prefix_file
 from common.errors import BimetalError
@@ -67,6 +68,38 @@ def test_a_restart(tmp_path, points):
         assert second.lines == []
     with Opened(tmp_path, fingerprint=OTHER) as other:
         assert other.found(points, tokens, **cuts) == 0
+
+
+def test_a_state_is_written_once_its_copies_are_complete(tmp_path, points, monkeypatch):
+    """Offering it waits for nothing; copies that fail leave no file."""
+    copied, tokens, save_rows = threading.Event(), text(300), Rows.save_rows
+    late = []
+
+    def save_later(self, first, last):
+        late.append((np.zeros_like(rows := save_rows(self, first, last)[0]), rows))
+        return [late[-1][0]]
+
+    def wait():
+        assert copied.wait(10)
+        for empty, rows in late:
+            empty[:] = rows
+
+    def fail():
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(Rows, "save_rows", save_later)
+    monkeypatch.setattr(Fake, "when_saved", lambda self, arrays=None: wait)
+    with Opened(tmp_path, memory=0) as first:
+        first.cache.offer(tokens, Fake(points, tokens))
+        copied.set()
+        first.disk.flush()
+        monkeypatch.setattr(Fake, "when_saved", lambda self, arrays=None: fail)
+        first.offer(points, text(200, 1))
+        assert [line.partition(" to ")[0] for line in first.lines] == ["a state of 200 tokens is not written"]
+    monkeypatch.undo()
+    with Opened(tmp_path) as second:
+        assert second.found(points, [*tokens, 5], turn=300) == 300
+        assert second.found(points, [*text(200, 1), 5], turn=200) == 0
 
 
 def test_a_file_holds_what_its_base_lacks(tmp_path):

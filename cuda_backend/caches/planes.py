@@ -222,7 +222,7 @@ def shapes_of(planes: Planes, rows: int) -> list[Shape]:
 def read_rows(planes: Planes, stretches: Sequence[tuple[int, int]], stream: Stream) -> list[np.ndarray]:
     """Copy the positions of stretches (first, last + 1) of every plane, (heads, positions, bytes of a row).
 
-    The arrays are complete after stream.copies.finish().
+    The arrays are complete when stream.copies.completion says so.
     """
     n = sum(last - first for first, last in stretches)
     if n == 0:

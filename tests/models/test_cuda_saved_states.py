@@ -143,16 +143,15 @@ def test_copies_that_wait(ops, monkeypatch):
     assert not copies.waiting
 
 
-def test_arrays_are_waited_for_up_to_the_last_one(ops):
+def test_arrays_are_waited_for_alone(ops):
     copies, outs = later.LaterCopies(ops.context.stream.cuda), [np.empty(8, np.uint8) for _ in range(4)]
     done = [Future() for _ in outs]
     copies.waiting.extend(zip(done, outs, strict=True))
-    for future in done[:3]:
-        future.set_result(None)
-    copies.finish([outs[0], outs[2].view(np.float32)[:1], np.empty(3)])  # the last one is still being copied
-    assert [out is outs[3] for _, out in copies.waiting] == [True]
-    copies.finish([outs[1]])
-    assert len(copies.waiting) == 1
-    done[3].set_result(None)
-    copies.finish()
-    assert not copies.waiting
+    of_two, of_all = copies.completion([outs[0], outs[2].view(np.float32)[:1], np.empty(3)]), copies.completion()
+    done[0].set_result(None)
+    done[2].set_result(None)
+    of_two()
+    done[1].set_result(None)
+    done[3].set_exception(RuntimeError("the GPU is gone"))
+    with pytest.raises(RuntimeError, match="gone"):
+        of_all()
