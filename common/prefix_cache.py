@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import BimetalError
 from common.prefix_tree import PAGE, Entry, Page, chained_key, overlapping, page_part, root_key
 from common.reading import GRID_POINTS, Reading, common_length
-from common.saving import bytes_after, load, may_save
+from common.saving import bytes_after, load, may_save, rows_after
 from common.step import LongStep, Parts, State
 
 
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A state as `State.load` takes it, or its end: `rows` are those of the tokens from `first` on.
+    """A state as `State.load` takes it, or its end: `rows` are those of the tokens from `first` on, in parts.
 
     finish  waits until the arrays are complete, in any thread
     """
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     tokens: np.ndarray
     long_steps: tuple[LongStep, ...]
     first: int
-    rows: Sequence[np.ndarray]
+    rows: Sequence[Parts]
     point: Sequence[np.ndarray]
     finish: Callable[[], object] = lambda: None
 
@@ -107,7 +107,7 @@ class PrefixCache:
         saved = None if self.store is None else self.store.get(ids, reading, max(length, more_than))
         if saved is not None:
             try:
-                load(state, saved.tokens, saved.long_steps, [[array] for array in saved.rows], saved.point)
+                load(state, saved.tokens, saved.long_steps, saved.rows, saved.point)
             except BimetalError:  # of another layout, in spite of its fingerprint
                 return Found(length, matched)
             length = len(saved.tokens)
@@ -145,9 +145,11 @@ class PrefixCache:
         entry = self._keep(ids, state, why, path)
         first = None if self.store is None else self.store.first_missing(ids, state.long_steps)
         if first is not None and self.store is not None:
-            point = state.save_point() if entry is None else entry.point
-            rows = state.save_rows(first, state.length)
-            finish = state.when_saved([*rows, *point])
+            if entry is None:
+                rows, point = [[array] for array in state.save_rows(first, state.length)], state.save_point()
+            else:
+                rows, point = [rows_after(parts, first) for parts in self._rows(entry.page, entry)], entry.point
+            finish = state.when_saved([*point, *(part for parts in rows for part in parts)])
             self.store.put(Saved(ids, tuple(state.long_steps), first, rows, point, finish))
 
     # -- keeping -------------------------------------------------------------------------------------------------------

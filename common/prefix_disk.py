@@ -177,8 +177,9 @@ class PrefixDisk:
             if not known.base:
                 break
             at = known.base
-        rows = [np.concatenate(arrays, axis=1) for arrays in zip(*(part.rows for part in reversed(parts)), strict=True)]
-        return Saved(parts[0].tokens, parts[0].long_steps, 0, rows, parts[0].point)
+        rows = zip(*(part.rows for part in reversed(parts)), strict=True)
+        joined = [[array for arrays in files for array in arrays] for files in rows]
+        return Saved(parts[0].tokens, parts[0].long_steps, 0, joined, parts[0].point)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -273,4 +274,4 @@ def _end(jobs: "queue.Queue[tuple[str, Saved] | None]", thread: threading.Thread
 
 def _rows_alike(saved: Saved) -> list[tuple[int, int, str]]:
     """Return what rows that follow one another have in common."""
-    return [(array.shape[0], array.shape[2], array.dtype.str) for array in saved.rows]
+    return [(parts[0].shape[0], parts[0].shape[2], parts[0].dtype.str) for parts in saved.rows]

@@ -64,8 +64,9 @@ def key_of(fingerprint: str, tokens: np.ndarray, long_steps: Sequence[LongStep])
 
 def file_bytes(saved: Saved) -> int:
     """About the size of a state's file, and not less."""
-    head, point = _parts(saved)
-    return 4096 + sum(array.nbytes + 256 for array in (*head.values(), *point.values()))
+    ids = 4 * len(saved.tokens) + 16 * len(saved.long_steps)
+    rows = (part for parts in saved.rows for part in parts)
+    return 5120 + ids + sum(array.nbytes + 256 for array in (*rows, *saved.point))
 
 
 def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
@@ -133,7 +134,7 @@ def read_header(path: Path, fingerprint: str) -> Header:
 
 
 def read(header: Header, point: bool) -> Saved:
-    """The rows of a file, and with `point` its point, in memory of their own; raises DamagedError, OSError."""
+    """Read the rows of a file, and with `point` its point, in memory of their own; raises DamagedError, OSError."""
     try:
         tensors = read_safetensors(header.path)
     except BimetalError as error:
@@ -150,7 +151,7 @@ def read(header: Header, point: bool) -> Saved:
         raise DamagedError(f"{header.path} is damaged: the checksum of its point is another")
     if any(array.ndim != 3 or array.shape[1] != len(header.tokens) - header.first for array in rows):
         raise DamagedError(f"{header.path} has not the rows of its tokens")
-    return Saved(header.tokens, header.long_steps, header.first, rows, beside)
+    return Saved(header.tokens, header.long_steps, header.first, [[array] for array in rows], beside)
 
 
 def _names(kind: str, count: int) -> list[str]:
@@ -162,7 +163,8 @@ def _parts(saved: Saved) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     head = {"tokens": saved.tokens.astype(np.int32)}
     if saved.long_steps:
         head["long_steps"] = np.array(saved.long_steps, np.int64)
-    head |= dict(zip(_names("rows", len(saved.rows)), saved.rows, strict=True))
+    rows = [parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1) for parts in saved.rows]
+    head |= dict(zip(_names("rows", len(rows)), rows, strict=True))
     point = dict(zip(_names("point", len(saved.point)), saved.point, strict=True))
     return tuple({name: np.ascontiguousarray(a) for name, a in part.items()} for part in (head, point))  # type: ignore[return-value]
 

@@ -42,5 +42,16 @@ def bytes_after(state: State, tokens: int) -> int:
     return _bytes(state.row_shapes(state.length - tokens)) + _bytes(state.point_shapes(state.length))
 
 
+def rows_after(parts: Parts, tokens: int) -> list[np.ndarray]:
+    """Return the rows after the first `tokens` tokens, as views."""
+    at, kept = 0, list[np.ndarray]()
+    for part in parts:
+        n = part.shape[1]
+        if at + n > tokens:
+            kept.append(part[:, max(tokens - at, 0) :])
+        at += n
+    return kept
+
+
 def _bytes(shapes: Sequence[Shape]) -> int:
     return sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for shape, dtype in shapes)

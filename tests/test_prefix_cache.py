@@ -163,6 +163,34 @@ def test_a_hit_waits_for_its_own_arrays_alone(cache, points, monkeypatch):
     assert len(arrays) == 3 + points
 
 
+class Disk:
+    """A store that lacks the rows from token `first` on."""
+
+    def __init__(self, first):
+        self.first, self.states = first, []
+
+    def first_missing(self, tokens, long_steps):
+        return self.first
+
+    def put(self, saved):
+        self.states.append(saved)
+
+
+@pytest.mark.parametrize("first", [0, 256, 300, 511])
+def test_rows_leave_the_device_once(points, first, monkeypatch):
+    """Those of pages that are kept already, and those that the store takes as well, are not copied again."""
+    copied, save_rows = [], Rows.save_rows
+    monkeypatch.setattr(Rows, "save_rows", lambda self, *span: (copied.append(span), save_rows(self, *span))[1])
+    cache = PrefixCache(b"", 10**9, Disk(first))
+    offer(cache, points, text(520), turn=500)
+    assert copied == [(0, 256), (256, 512), (512, 520)]
+    offer(cache, points, text(530), turn=500, system=520)
+    assert copied[3:] == [(512, 530)]
+    for saved, length in zip(cache.store.states, (520, 530), strict=True):
+        (rows,) = saved.rows
+        assert np.array_equal(np.concatenate(rows, axis=1), Fake(points, text(length))[0].kv.rows[:, first:])
+
+
 def test_bytes_are_counted_before_anything_is_saved(points, monkeypatch):
     cache = PrefixCache(b"", sizes(points, [300]))
     offer(cache, points, text(300))
