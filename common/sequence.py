@@ -156,6 +156,8 @@ class Sequence:
         self.cached, self.matched = cached, max(self.matched, cached)
         self.end = len(self.prompt) - self._unread(len(self.prompt) - cached)
         self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}
+        if self.call.shared is None and slot.state.can_save:  # a longer prompt has no cut where this one ends
+            self.turns.update(self.reading.cuts[-2:-1].tolist())
         if cached in self.turns and cached not in [mark.length for mark in slot.marks]:
             slot.mark(cached, self.turns)
         return cached < self.end

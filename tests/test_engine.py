@@ -434,6 +434,20 @@ def test_a_slot_returns_to_where_a_reply_began(name, monkeypatch):
     assert len(engine.slots[0].marks) <= 2
 
 
+@pytest.mark.parametrize("name", ["qwen35", "laguna"])
+def test_a_longer_prompt_without_turns_continues_at_the_last_whole_step(name, monkeypatch):
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 150)
+    model, ids = tiny.load(name, NumpyOps()), tiny.golden(name)["ids"].tolist() * 4
+    engine = Engine(model, Ids(), 900, parallel=2)
+    for length, cached in ((590, 0), (740, 450), (740, 740), (800, 600)):
+        hit, miss = (
+            drain(each, [submit(each, ids[:length], max_tokens=4, logprobs=1)])[0]
+            for each in (engine, Engine(model, Ids(), 900))
+        )
+        assert (hit.sequence.cached, hit.tokens, hit.logprobs) == (cached, miss.tokens, miss.logprobs)
+        assert np.array_equal(hit.after, miss.after)
+
+
 def test_prompts_are_cut_at_places_of_their_own(monkeypatch):
     """On a fixed grid and at the shared point, whatever the state held before and what else runs."""
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
