@@ -132,7 +132,7 @@ class Tokenizer:
         _check_text(text)
         with self._lock, _without_panic():
             self._backend.encode_special_tokens = not parse_special
-            found = self._backend.encode(text, add_special_tokens=False)
+            (found,) = self._backend.encode_batch([text], add_special_tokens=False)  # which leaves the interpreter free
         ids: list[int] = found.ids
         return ids, [(*span, id) for id, span in zip(ids, found.offsets, strict=True) if id in self._control]
 

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import tiny_chat
@@ -70,6 +71,31 @@ def test_content_never_becomes_control(name, text):
     old = own.chat_prompt(*conversation(text, text), parse_special=True)
     assert (old.text, old.tokens) == (hostile.text, own.encode(hostile.text, add_special_tokens=False))
     assert len(control(own, old.tokens)) > len(control(own, plain.tokens))
+
+
+@pytest.mark.parametrize("work", ["encode", "encode_and_find"])
+def test_a_long_text_leaves_the_interpreter_to_other_threads(work):
+    """A server encodes prompts beside replies that are generated."""
+    own, text, times, ended = (
+        tokenizer(next(iter(TEMPLATES.values()))),
+        "a text <|im_end|> " * 40000,
+        list[float](),
+        Event(),
+    )
+
+    def look():
+        while not ended.wait(0.001):
+            times.append(time.perf_counter())
+
+    beside = Thread(target=look)
+    beside.start()
+    began = time.perf_counter()
+    getattr(own, work)(text)
+    took = time.perf_counter() - began
+    ended.set()
+    beside.join()
+    inside = [at for at in times if began + took / 10 < at < began + took * 0.4]
+    assert inside, f"no other thread ran in the first part of {took:.2f} s"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
