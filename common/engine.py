@@ -46,6 +46,8 @@ class Engine:
     tokens            that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
 
     step_tokens  steps so far by their tokens: those of a prompt, or the new ones of replies
+    deliver      called when pieces that were put should reach their callers: at the end of a turn, or, if the next turn
+                 launches a step at once, after that launch, since threads that wake up may hold up the launch
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         self.suspended = self._suspended.sequences
         self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
         self.step_tokens = Histogram(STEP_TOKENS)
+        self.deliver: Callable[[], object] = lambda: None
         self._rows = RowRunner(decoding)
         self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are handed out later
         self._inbox: deque[Sequence] = deque()
@@ -121,7 +124,15 @@ class Engine:
             if not self.running:
                 raise
             self._fail(error)
+        if not self._launches_next:
+            self.deliver()
         return bool(self.running or self.waiting or self.suspended or self._inbox)
+
+    @property
+    def _launches_next(self) -> bool:
+        """Test whether the next turn launches a step of decoding without waiting for the device before."""
+        decodes = bool(self.running) and all([type(each.request) is Rows for each in self.running])
+        return decodes and self.model.ops.runs_ahead and not self._inbox
 
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
@@ -326,6 +337,7 @@ class Engine:
             launched = self._run(chosen, lambda: self._rows.together([each.asked_rows for each in chosen]))
         if launched:
             self._launched.append(launched)
+        self.deliver()
         left = self.schedule.batches - 1
         if left and not any(type(each.request) is Rows and each not in chosen for each in self.running):
             left = 0

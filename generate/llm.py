@@ -123,7 +123,7 @@ class LLM:
         prefixes = self._open_prefixes(model, checkpoint, options)
         how = options.attention_window, options.queue, prefixes, room.tokens
         engine = Engine(model, self.tokenizer, self.context, self.parallel, *how)
-        self._owner.turn = engine.turn
+        self._owner.turn, engine.deliver = engine.turn, self._owner.deliver
         return engine
 
     def _open_prefixes(self, model: Model, checkpoint: Checkpoint, options: LoadOptions) -> PrefixCache | None:

@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import BimetalError
@@ -18,29 +17,38 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Hands what the owner thread makes to the tasks of one event loop, which one wake-up brings all that has come.
+    """Hands what the owner thread makes to the tasks of one event loop.
 
-    A wake-up is a system call, in which another thread may take the interpreter: one for each token of each reply would
-    hold up the model's thread.
+    Items are held until `deliver`, which wakes the loop once for all of them: a woken loop takes the interpreter from
+    the owner thread, which should first launch the device's next step.
+
+    due  called with `deliver` when there is an item to deliver
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, due: Callable[[Callable[[], None]], object]) -> None:
         # queues refer to their loop, and a loop must not outlive its close for items that nobody fetched
+        self._loop, self._due = weakref.ref(loop), due
         self._items: deque[tuple[weakref.ref[asyncio.Queue[Any]], Any]] = deque()
-        self._is_woken = False
+        self._is_due = False
 
-    def put(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Any]", item: Any) -> None:
-        """Put `item` into a queue of `loop`, from the owner thread; nothing happens once the loop is closed."""
-        if loop.is_closed():
-            return
+    def put(self, queue: "asyncio.Queue[Any]", item: Any) -> None:
+        """Put `item` into a queue of the loop, from the owner thread."""
         self._items.append((weakref.ref(queue), item))
-        if not self._is_woken:
-            self._is_woken = True
-            with suppress(RuntimeError):  # the loop has been closed since
-                loop.call_soon_threadsafe(self._deliver)
+        if not self._is_due:
+            self._is_due = True
+            self._due(self.deliver)
 
-    def _deliver(self) -> None:
-        self._is_woken = False  # before the queues are filled: what comes from here on wakes the loop again
+    def deliver(self) -> None:
+        """Wake the loop, from the owner thread; a closed loop is sent nothing."""
+        self._is_due = False
+        loop = self._loop()
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(self._fill)
+        except RuntimeError:  # the loop is closed
+            self._items.clear()
+
+    def _fill(self) -> None:
         while self._items:
             reader, item = self._items.popleft()
             if (queue := reader()) is not None:
@@ -53,15 +61,15 @@ class Owner:
     MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
 
     at_end   called in the thread when it ends
-    inboxes  of the event loops in which streams are read
-    turn     one step of what runs beside jobs; whether more is left. A job sets it; nothing calls it before the first
-             `wake`
+    turn     one step of what runs beside jobs; whether more is left. It calls `deliver` itself. A job sets it; nothing
+             calls it before the first `wake`
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]):
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self.turn: Callable[[], bool] = lambda: False
-        self.inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
+        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
+        self._due: deque[Callable[[], None]] = deque()
         self._at_end = at_end
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -96,6 +104,15 @@ class Owner:
         self._jobs.put((future, job))
         return future
 
+    def inbox(self, loop: asyncio.AbstractEventLoop) -> Inbox:
+        """Return the inbox of an event loop in which streams are read."""
+        return self._inboxes.setdefault(loop, Inbox(loop, self._due.append))
+
+    def deliver(self) -> None:
+        """Wake each event loop for which something has come, from this thread."""
+        while self._due:
+            self._due.popleft()()
+
     def wake(self) -> None:
         """Have `turn` called until nothing is left."""
         self.put(lambda: None)
@@ -114,16 +131,19 @@ class Owner:
                 if item is None:
                     while self.turn():
                         pass
+                    self.deliver()
                     del self.turn, item  # and with it the model
                     self._at_end()
                     return
                 _serve(*item)
                 del item  # a job holds the caller's objects
+                self.deliver()
                 busy = True
             try:
                 busy = self.turn()
             except Exception:  # of nobody's call
                 traceback.print_exc()
+                self.deliver()
                 busy = False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.pieces import Logprob, Piece, Stats
 from generate.notebook import reply_markdown
-from generate.owner import Inbox, Owner
+from generate.owner import Owner
 
 DONE = object()
 Start = Callable[[Callable[[Any], None], threading.Event], None]  # (what takes pieces, DONE or an exception; cancel)
@@ -153,11 +153,10 @@ class AsyncStream(_Collected):
     def __init__(self, owner: Owner, start: Start):
         super().__init__(owner)
         items: asyncio.Queue[Any] = asyncio.Queue()
-        self._items, loop = items, asyncio.get_running_loop()
-        inbox = owner.inboxes.setdefault(loop, Inbox())
+        self._items, inbox = items, owner.inbox(asyncio.get_running_loop())
 
         def put(item: Any) -> None:  # holds no reference to the stream: a dropped stream ends its reply
-            inbox.put(loop, items, item)
+            inbox.put(items, item)
 
         start(put, self._cancel)
 

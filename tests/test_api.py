@@ -501,13 +501,17 @@ def test_steps_of_a_prompt_are_short_where_replies_run_side_by_side(parallel, ro
 
 def test_what_comes_at_once_wakes_an_event_loop_once():
     async def run():
-        loop, inbox = asyncio.get_running_loop(), Inbox()
+        loop, due = asyncio.get_running_loop(), []
+        inbox = Inbox(loop, due.append)
         queues, woken = [asyncio.Queue() for _ in range(16)], []
         wake = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *job: (woken.append(1), wake(*job))
         for _ in range(2):
             for at, queue in enumerate(queues):
-                inbox.put(loop, queue, at)
+                inbox.put(queue, at)
+            (deliver,) = due
+            due.clear()
+            deliver()
             assert [await queue.get() for queue in queues] == [*range(16)]
         return len(woken)
 
@@ -516,14 +520,16 @@ def test_what_comes_at_once_wakes_an_event_loop_once():
 
 def test_a_closed_event_loop_is_freed_with_what_it_never_fetched():
     """Items of a queue that nobody reads any more hold neither the queue nor its event loop."""
-    inboxes, loop = weakref.WeakKeyDictionary(), asyncio.new_event_loop()
+    inboxes, loop, due = weakref.WeakKeyDictionary(), asyncio.new_event_loop(), []
     items = asyncio.Queue()
     with pytest.raises(TimeoutError):  # a queue that has been waited for knows its loop
         loop.run_until_complete(asyncio.wait_for(items.get(), 0.01))
-    inbox = inboxes.setdefault(loop, Inbox())
-    inbox.put(loop, items, "fetched by nobody")
+    inbox = inboxes.setdefault(loop, Inbox(loop, due.append))
+    inbox.put(items, "fetched by nobody")
+    due.pop()()
     loop.close()
-    inbox.put(loop, items, "too late")
+    inbox.put(items, "too late")
+    due.pop()()
     freed = weakref.ref(loop)
     del loop, items, inbox
     gc.collect()

@@ -247,6 +247,30 @@ def test_steps_are_joined():
     assert sum(steps.counts) == len(rows)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pieces_reach_callers_once_per_step_and_after_the_next_launch(ahead, monkeypatch):
+    """Callers that wake up compete for the processor, so a device that computes meanwhile gets its next step first."""
+    monkeypatch.setattr(NumpyOps, "runs_ahead", ahead)
+    model, done = tiny.load("llama", NumpyOps()), list[str]()
+    shown = SimpleNamespace(end_ids=frozenset(), vocab_size=2**31, decoder=lambda: SimpleNamespace(push=str))
+    engine, forward = without_clock(Engine(model, shown, CONTEXT, parallel=4)), type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda *of: (done.append("launch"), forward(*of))[1])
+    engine.deliver = lambda: done.append("deliver")
+    replies = [submit(engine, [5, 6, 7 + n], max_tokens=20) for n in range(4)]
+    for reply in replies:
+        put = reply.call.put
+        reply.call.put = lambda piece, put=put: (done.append("put"), put(piece))
+    while any(reply.sequence.new < 2 for reply in replies):
+        engine.turn()
+    done.clear()
+    for _ in range(5):
+        engine.turn()
+    deliveries = ["launch", "deliver", *4 * ["put"]] if ahead else ["launch", "deliver", *4 * ["put"], "deliver"]
+    assert done == 5 * deliveries
+    engine.drain()
+    assert done[-1] == "deliver"
+
+
 def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):
     """Of all samplers but those that penalize, whose rows the host reads at once."""
     model, calls, reads = tiny.load("llama", NumpyOps()), [], []

@@ -5,7 +5,10 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +30,7 @@ KEY, UPSTREAM_KEY = "BIMETAL_API_KEY", "BIMETAL_UPSTREAM_KEY"
 MOST_HEAD = 1 << 16  # bytes of a request's line and headers that are held until all have come
 CLOSING = 5  # seconds for connections after the grace time
 BACKLOG = 2048
+SWITCH = 0.0005  # seconds: the model's thread asks for the interpreter after each wait for the device
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     service.load(make, ended)
     try:
-        with forwarding(log):
+        with forwarding(log), switching(SWITCH):
             server.run([listening])
     finally:
         service.close()
@@ -66,6 +70,17 @@ def run(args: argparse.Namespace) -> int:
     if errors:
         raise errors[0]
     return 0
+
+
+@contextmanager
+def switching(seconds: float) -> Iterator[None]:
+    """Have threads that compute let others in after so long, in a block."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
