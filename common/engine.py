@@ -132,7 +132,7 @@ class Engine:
     def _launches_next(self) -> bool:
         """Test whether the next turn launches a step of decoding without waiting for the device before."""
         decodes = bool(self.running) and all([type(each.request) is Rows for each in self.running])
-        return decodes and self.model.ops.runs_ahead and not self._inbox
+        return decodes and self.model.ops.runs_ahead and not (self._inbox or self.suspended)
 
     def _turn(self) -> None:
         schedule, running = self.schedule, self.running
@@ -198,6 +198,8 @@ class Engine:
         if self._forgets:
             self._forgets = False
             self.memory.reset([each.slot for each in (*self.running, *self.suspended)])
+        if self._inbox:
+            self.deliver()  # to begin a call may take long
         while self._inbox:
             self.waiting.append(self._inbox.popleft())
         live = *self.running, *self.waiting, *self.suspended

@@ -135,6 +135,7 @@ class Owner:
                     del self.turn, item  # and with it the model
                     self._at_end()
                     return
+                self.deliver()  # a job may take long
                 _serve(*item)
                 del item  # a job holds the caller's objects
                 self.deliver()

@@ -22,7 +22,7 @@ from common.errors import BimetalError, UsageError
 from common.reference import NumpyOps
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
-from generate.owner import Inbox
+from generate.owner import Inbox, Owner
 
 ROOT = Path(__file__).parents[1]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -516,6 +516,31 @@ def test_what_comes_at_once_wakes_an_event_loop_once():
         return len(woken)
 
     assert asyncio.run(run()) == 2
+
+
+def test_what_has_come_is_delivered_before_a_job_runs():
+    """A turn leaves pieces to the next launch, which a long job would put off."""
+    done, turned, queued = list[str](), threading.Event(), threading.Event()
+    owner, loop = Owner("owner", lambda: None), asyncio.new_event_loop()
+    loop.call_soon_threadsafe = lambda *job: done.append("woken")
+    inbox = owner.inbox(loop)
+
+    def turn():
+        if not turned.is_set():
+            inbox.put(asyncio.Queue(), "a token")
+            turned.set()
+        return queued.wait(10)
+
+    owner.turn = turn
+    owner.wake()
+    assert turned.wait(10)
+    job = owner.put(lambda: done.append("job"))
+    queued.set()
+    job.result(10)
+    owner.put(lambda: setattr(owner, "turn", lambda: False)).result(10)
+    owner.close()
+    loop.close()
+    assert done == ["woken", "job"]
 
 
 def test_a_closed_event_loop_is_freed_with_what_it_never_fetched():

@@ -267,6 +267,10 @@ def test_pieces_reach_callers_once_per_step_and_after_the_next_launch(ahead, mon
         engine.turn()
     deliveries = ["launch", "deliver", *4 * ["put"]] if ahead else ["launch", "deliver", *4 * ["put"], "deliver"]
     assert done == 5 * deliveries
+    done.clear()
+    submit(engine, [5, 6, 7], max_tokens=20)
+    engine.turn()
+    assert done[0] == "deliver"
     engine.drain()
     assert done[-1] == "deliver"
 
