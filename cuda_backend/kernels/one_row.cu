@@ -14,6 +14,12 @@
 // Bound     bytes of keys and values; of codes, half-rate instructions that decode: three per value
 // Tried     us per layer of Qwen3.6-27B at 32K on one H200, variant against what is here; docs/experiments/attention.md has more.
 //           tiles unpacked to float16 in shared memory, as in split.cu -> 49.7 against 30.9 (q8_0), 48.5 against 35.5 (lm4)
+//           float16, WeDLM-8B at 32K, CTAs of a multiprocessor x buffers: 4 x 3 -> 3.194 ms a step, 3 x 4 -> 3.150, 2 x 6 -> 3.100, 5 x 2 ->
+//             3.158; 2 x 6 leaves 33 shares, and was not measured where 2,000 tokens need more
+//           q8_0, heads of 128: 4 or 5 CTAs -> 2.804, 2.816 ms against 2.816 with three
+//           one row of each of 64 sequences, 70 us per layer where bytes take 28: pages 68 KB further apart -> 9,190 tokens per second against
+//             9,261; pages of a layer next to each other -> 9,171; combine launched at the end -> 9,352 against 9,298, but 6,053 against
+//             6,434 with 16 sequences
 
 #define TILE 64
 #define CTA 128

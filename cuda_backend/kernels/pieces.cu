@@ -23,6 +23,8 @@
 //             runs at once
 //           one, two, four warps at 16 rows -> WeDLM 2.037, 2.043, 2.072 ms at 128, 3.159, 3.137, 3.036 at 8,192: three are between
 //             them
+//           two warps for a run of at most 16 pieces, and of at most 8 -> WeDLM's step of 16 rows at 512 tokens 2.056 ms against 2.109,
+//             and at 128 tokens 2.012 against 2.000: kept for 9 to 16 pieces
 //           one warp for a run however few the CTAs, half as many in all -> GLM 2.007 ms against 1.972 at one row, 3.579 against
 //             3.320 at 8
 //           this work in the CTA of `split` that ends last -> not built: write, fence, counter and read took 1.8 to 2.2 us

@@ -24,8 +24,6 @@
 //             not fit
 //           one CTA per multiprocessor -> 48.4 us: too few warps to hide latency
 //           16 rows per CTA above 16 rows -> 17.4 against 12.6 at 22 rows, 48 against 32.5 at 64: tiles are read more often
-//           16 rows per CTA for a row of each of 64 sequences (8B shapes) -> 9,184 tokens per second against 9,284; of 16, where
-//             CTAs share each context, 6,456 against 5,541 of another call: kept for these
 //           64 rows per CTA -> 435 against 495 at 64 rows and 32K, but one CTA per multiprocessor: 48 against 37 at one row; as a
 //             third build 30.8 against 32.5 at 64 rows, but 20.5 against 12.6 at 22
 //           four warps for 32 rows, a quarter less read of shared memory -> step 950 against 947 at 22 rows: tiles wait for one phase
@@ -36,9 +34,9 @@
 //           that part requested in L2 during the wait -> WeDLM's step 408.3 against 409.4; one build spills
 //           once through the code over nothing before the wait -> 15.7 against 12.7 at 22 rows: the code was there
 //           to_cache inside `split` -> not built: to_cache left out gains WeDLM 0.4 us per layer, `split` would start cold
-// Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
 //           codes decoded straight into fragments, without a tile of float16 -> step of 27B at one row, context of 32K: 5.81 ms
 //             against 5.74 for lm4, 5.82 against 5.72 for tq3_0; at 22 rows 12.5 against 12.3 and 12.8 against 12.6
+// Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #define TILE 64         // positions
@@ -204,7 +202,7 @@ split(const u16* q, Plane keys, Plane values, int H, int group, const StepState*
         // load i of keys and values in turns, -1: none, before the first tile; `later`: not the first tiles, which alone may be a tree's row's
         auto fetch = [&](int i, bool later) {
             const bool of_values = i % 2;
-            if (!of_values && ahead < NOWHERE) start = place_of(keys, ahead);
+            if (!of_values && (PACKED || !ALONE || D > 128 || ahead < NOWHERE)) start = place_of(keys, ahead);  // in other builds a branch would spill a register
             if (!of_values && threadIdx.x == 0) {
                 const bool both = EXACT && has_codes(ahead + TILE) && has_exact(ahead + TILE);  // of the next tile, which begins anew
                 const bool ends = (ahead + TILE >= stop || both) && (!EXACT || goes_exact || !has_exact(ahead));
