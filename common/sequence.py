@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from common.checks import check_fits, check_tokens, default_spec, default_window, speculation_of
+from common.decode.plain import target_of
 from common.decode.registry import check, decode
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import Run
@@ -154,7 +155,7 @@ class Sequence:
             self.matched = found.matched
             self.kept = {found.branch: "branch", **self.reading.kept()}
         self.cached, self.matched = cached, max(self.matched, cached)
-        self.end = len(self.prompt) - self._unread(len(self.prompt) - cached)
+        self.end = len(self.prompt) - (self._unread(len(self.prompt) - cached) or self._joins_last(cached))
         self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}
         if self.call.shared is None and slot.state.can_save:  # a longer prompt has no cut where this one ends
             self.turns.update(self.reading.cuts[-2:-1].tolist())
@@ -182,6 +183,15 @@ class Sequence:
             return 0
         most = most_unread(self.speculation.wedlm)
         return new if new <= most else min(most, 1)
+
+    def _joins_last(self, cached: int) -> bool:
+        """Test whether the prompt's last token, behind a cut, is read in a step of decoding, beside those of others.
+
+        Bits of a row do not depend on the step if that is short. A draft would lack the row.
+        """
+        model, last = self.target.model, len(self.prompt) - 1
+        plain = self.speculation.kind == "off" and target_of(model) is model is self.target.decoding
+        return plain and self.call.shared == last and cached <= last
 
     def prompt_step(self) -> tuple[State, Step, slice]:
         """Return (the state, the next step of the prompt, the rows whose logits are needed)."""

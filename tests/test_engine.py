@@ -247,6 +247,27 @@ def test_steps_are_joined():
     assert sum(steps.counts) == len(rows)
 
 
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}, {"logprobs": 2}])
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_the_last_token_of_a_prompt_is_read_beside_rows_of_others(name, how, monkeypatch):
+    """A template may end a prompt with one token that later prompts lack: it takes no step of its own."""
+    model, rows = tiny.load(name, NumpyOps()), list[int]()
+    prompts = [[5, 6, 7, 8, 9, 10 + n] for n in range(3)]
+    expected = [alone(model, prompt, max_tokens=12, **how) for prompt in prompts]
+    engine, forward = without_clock(Engine(model, Ids(), CONTEXT, parallel=3)), type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda *of: (rows.append(len(of[2])), forward(*of))[1])
+    replies = [Reply() for _ in prompts]
+    for reply, prompt in zip(replies, prompts, strict=True):
+        options = GenerationOptions(max_tokens=12, **how)
+        engine.submit(Call(prompt, options, reply.put, reply.end, threading.Event(), shared=len(prompt) - 1))
+    engine.drain()
+    assert [reply.error for reply in replies] == [None] * 3
+    assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
+    assert [reply.logprobs for reply in replies] == [reply.logprobs for reply in expected]
+    assert rows.count(5) == 3
+    assert rows.count(1) <= 6  # until the others have begun, and after they have ended
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pieces_reach_callers_once_per_step_and_after_the_next_launch(ahead, monkeypatch):
     """Callers that wake up compete for the processor, so a device that computes meanwhile gets its next step first."""

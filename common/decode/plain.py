@@ -17,8 +17,13 @@ THE_ROW.flags.writeable = False
 
 
 def decode(run: Run) -> Generator[Request, Any, None]:
-    """Decode without draft tokens, even if a draft is loaded."""
-    return plain(run, run.logits)
+    """Decode without draft tokens, even if a draft is loaded. The first step reads the prompt's unread token."""
+    if not run.unread:
+        yield from plain(run, run.logits)
+        return
+    first = yield Rows(Step.chain(np.array(run.unread, np.int32), run.state.length), run.sampler, target_only=True)
+    run.state.commit(THE_ROW)
+    yield from plain(run, first.logits, token=first.sampled)
 
 
 def target_of(model: Model) -> Model:
@@ -32,6 +37,7 @@ def plain(
     ask: Callable[[], int] | None = None,
     note: Callable[[], None] | None = None,
     read: list[int] | None = None,
+    token: Any = None,
 ) -> Generator[Request, Any, None]:
     """Emit a token per step until the state is full or the driver stops.
 
@@ -44,10 +50,12 @@ def plain(
             generator after that one. First called for the first token
     note    called when a token for which `ask` was called has been read
     read    list to which tokens are appended as they are read
+    token   handle of the token that was chosen from `logits`; None: it is chosen first
     """
     ops, state, sampler = run.model.ops, run.state, run.sampler
     runs_ahead = ops.runs_ahead and ops.chooses(sampler)
-    token = yield Choose(logits, sampler)
+    if token is None:
+        token = yield Choose(logits, sampler)
     left = 0 if ask is not None else run.state.capacity
     while True:
         ahead, asks, is_last = None, not left, False

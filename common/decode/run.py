@@ -117,7 +117,7 @@ class Run:
     tokens  the prompt
     logits  (1, vocab), of the prompt's last row, unless some of the prompt is unread
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
-    unread  last tokens of the prompt that `state` does not hold yet, which WeDLM's first step reads
+    unread  last tokens of the prompt that `state` lacks, which the first step reads: one, or of WeDLM several
 
     most_drafted  returns the limit of draft tokens of the next step, which depends on the other replies; None: none
 
