@@ -358,7 +358,8 @@ def test_windows(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param("families and (qwen35 or laguna) and not moe and not 140", marks=pytest.mark.compile),
+        pytest.param("families and (qwen35 or laguna) and not 140 or emptied", marks=pytest.mark.compile),
+        pytest.param("wait or pinned", marks=pytest.mark.compile),
         *(pytest.param(c, marks=pytest.mark.slow) for c in ("families", "not fam")),
     ],
 )
