@@ -44,7 +44,7 @@ LOG2_E = 1.4426950408889634  # exponentials are powers of 2
 
 
 class Pieces(NamedTuple):
-    """Output of kernels/split.cu for pieces.cu: sums and stats, rows, heads and their width, and how it was cut.
+    """Output of kernels/split.cu or one_row.cu for pieces.cu: sums and stats, rows, heads, their width, and the cuts.
 
     most       positions that a sequence may have
     turn_back  columns that are rotated back together, 0: none

@@ -1,8 +1,8 @@
-// one_row: grouped-query attention of a step that has one row of each of its sequences, with what the cache holds in registers
+// one_row: grouped-query attention of a step that has one row of each of its sequences; what the cache holds becomes operands in registers
 // Meaning   common/reference.py NumpyOps.attention, common/reference_packed.py NumpyPacked      Launcher  cuda_backend/attention.py
 // In, out   as split.cu, whose sums these are bit for bit: the same products, added in the same order
 // Build     formats.cuh: float16, or both of Lloyd-Max, q8_0 or q4_0; D = 64 (float16 alone), 128 or 256; BUFFERS: tiles of keys or values in shared memory;
-//           CTAS of a multiprocessor; WINDOWED: flash.cuh; ALONE: split.cu; EXACT: exact.cuh
+//           CTAS of a multiprocessor (the parameter `causal` is split.cu's, whose launch this shares); WINDOWED: flash.cuh; ALONE: split.cu; EXACT: exact.cuh
 // Work      the rows of a product are positions or columns, its columns are at most eight query heads of a group. A CTA of four warps
 //           goes through its share of the pieces of a sequence; tiles arrive as the cache has them. Of a tile's keys a warp takes 16
 //           positions, of the values a quarter of the columns. Float16 becomes operands as it lies. Of codes, a lane decodes eight of a
