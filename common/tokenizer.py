@@ -8,9 +8,9 @@ is never shown by halves.
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -32,7 +32,6 @@ _END_TOKENS = (
     *("</assistant>", "〈|EOS|〉"),  # Laguna
 )
 
-REMEMBERED = 1 << 18  # characters of the longest text whose ids are remembered
 _MAX_SPACES = 1 << 20  # in a row; the package's regular expressions give up at ten times as many
 
 
@@ -129,25 +128,13 @@ class Tokenizer:
         return [self._added[id].decode() for id in sorted(self._control)]
 
     def encode_and_find(self, text: str, parse_special: bool = True) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Return the ids of `text`, without bos, and start, end and id of each control token in it.
-
-        The last texts are remembered, since each turn of a chat encodes its system prompt and its tools again.
-        """
+        """Return the ids of `text`, without bos, and start, end and id of each control token in it."""
         _check_text(text)
-        find = self._recent if len(text) <= REMEMBERED else self._find
-        ids, control = find(text, parse_special)
-        return list(ids), list(control)
-
-    def _find(self, text: str, parse_special: bool) -> tuple[list[int], list[tuple[int, int, int]]]:
         with self._lock, _without_panic():
             self._backend.encode_special_tokens = not parse_special
             (found,) = self._backend.encode_batch([text], add_special_tokens=False)  # which leaves the interpreter free
         ids: list[int] = found.ids
         return ids, [(*span, id) for id, span in zip(ids, found.offsets, strict=True) if id in self._control]
-
-    @cached_property
-    def _recent(self) -> Callable[[str, bool], tuple[list[int], list[tuple[int, int, int]]]]:
-        return lru_cache(16)(self._find)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text`, none of them a control token.

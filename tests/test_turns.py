@@ -153,18 +153,3 @@ def test_an_agent_reads_the_results_of_its_tools_alone(tokenizer):
         for at in (turns.begun, turns.shared):
             kept.append((prompt.tokens[:at], [step for step in reading.long_steps if step[1] <= at]))
         messages += [{"role": "assistant", "content": "b" * 200}, {"role": role, "content": "c" * 400}]
-
-
-def test_texts_that_come_again_are_encoded_once(tmp_path, monkeypatch):
-    """The result is the caller's own; long texts are not remembered."""
-    monkeypatch.setattr("common.tokenizer.REMEMBERED", 10)
-    tokenizer, encoded = load_tokenizer(write(tmp_path), {}), []
-    find = tokenizer._find
-    monkeypatch.setattr(tokenizer, "_find", lambda text, special: (encoded.append(text), find(text, special))[1])
-    ids, control = tokenizer.encode_and_find("some words")
-    ids.append(7)
-    control.append((0, 0, 0))
-    assert tokenizer.encode_and_find("some words") == (tokenizer.encode("some words", False), [])
-    for _ in range(2):
-        tokenizer.encode_and_find("longer words")
-    assert encoded == ["some words", "longer words", "longer words"]
