@@ -7,7 +7,7 @@ characters came from the template. Other occurrences are encoded as plain text.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -108,9 +108,9 @@ def _templates_own(
     """
     marks = {c for token in vocabulary.control_tokens for c in token if not (c.isalnum() or c.isspace() or c == "_")}
     other = next(c for c in _STAND_INS if c not in marks)
-    table = str.maketrans(dict.fromkeys(marks, other))
+    plain = _replacing(marks, other)
     for read in ({}, _READ):  # the second time with tags that the template may look for left as they are
-        masked = _masked(inputs, lambda role, value, read=read: _mask(value, table, read.get(role)))  # type: ignore[misc]
+        masked = _masked(inputs, lambda role, value, read=read: _mask(value, plain, read.get(role)))  # type: ignore[misc]
         if masked == inputs:
             return control
         try:
@@ -119,7 +119,7 @@ def _templates_own(
             raise
         except BimetalError:
             continue
-        if shadow.translate(table) == text.translate(table):
+        if plain(shadow) == plain(text):
             return [(start, end, id) for start, end, id in control if shadow[start:end] == text[start:end]]
         if [id for *_, id in vocabulary.encode_and_find(shadow)[1]] == [id for *_, id in control]:
             return control
@@ -149,11 +149,20 @@ def _masked(inputs: Mapping[str, Any], mask: Callable[[str, str], str]) -> dict[
     }
 
 
-def _mask(text: str, table: dict[int, str], read: str | None) -> str:
+def _mask(text: str, plain: Callable[[str], str], read: str | None) -> str:
     if read is None:
-        return text.translate(table)
+        return plain(text)
     parts = re.split(f"({read})", text)
-    return "".join(part if at % 2 else part.translate(table) for at, part in enumerate(parts))
+    return "".join(part if at % 2 else plain(part) for at, part in enumerate(parts))
+
+
+def _replacing(marks: Collection[str], other: str) -> Callable[[str], str]:
+    """Return a function that replaces each of the characters `marks` by the ASCII character `other`."""
+    text_table = str.maketrans(dict.fromkeys(marks, other))
+    if not all(mark.isascii() for mark in marks):
+        return lambda text: text.translate(text_table)
+    table = bytes(ord(other) if chr(byte) in marks else byte for byte in range(256))  # 20 times as fast
+    return lambda text: text.encode(errors="surrogatepass").translate(table).decode(errors="surrogatepass")
 
 
 def _source(vocabulary: Vocabulary, tools: Any) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
+from common.encoded_parts import EncodedParts, cuts_of
 from common.errors import BimetalError, PromptTooLongError
 from common.folder_tokenizer import from_folder
 from common.gguf_tokenizer import from_gguf
@@ -87,6 +88,8 @@ class Tokenizer:
         if eos_id is not None:
             self.end_ids |= {eos_id}
         self._control = self._special | (self.end_ids & added.keys())
+        cuts = cuts_of(added, self._control) if self._byte_level else None
+        self._parts = None if cuts is None else EncodedParts(cuts, self._encode_all)
         self.add_bos = bos_id is not None and self._prefix[:1] == [bos_id]
         self.chat_templates = dict(chat_templates or {})
 
@@ -132,9 +135,14 @@ class Tokenizer:
         _check_text(text)
         with self._lock, _without_panic():
             self._backend.encode_special_tokens = not parse_special
+            if parse_special and self._parts is not None and (cut := self._parts.find(text)) is not None:
+                return cut[0], [token for token in cut[1] if token[2] in self._control]
             (found,) = self._backend.encode_batch([text], add_special_tokens=False)  # which leaves the interpreter free
         ids: list[int] = found.ids
         return ids, [(*span, id) for id, span in zip(ids, found.offsets, strict=True) if id in self._control]
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text`, none of them a control token.
@@ -185,10 +193,13 @@ class Tokenizer:
         normalizer = self._backend.normalizer
         with _without_panic():
             data = (text if normalizer is None else normalizer.normalize_str(text)).encode(errors="replace")
-        if self._byte_level:  # bytes that have no token are left out
-            tokens = self._backend.get_vocab(with_added_tokens=False)
-            data = data.translate(None, bytes(byte for char, byte in _BYTES.items() if char not in tokens))
-        return len(data) // self._longest
+        return len(data.translate(None, self._left_out)) // self._longest
+
+    @cached_property
+    def _left_out(self) -> bytes:
+        """Bytes that have no token, which encoding leaves out."""
+        tokens = self._backend.get_vocab(with_added_tokens=False) if self._byte_level else _BYTES
+        return bytes(byte for char, byte in _BYTES.items() if char not in tokens)
 
     @cached_property
     def _longest(self) -> int | None:

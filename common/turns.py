@@ -19,25 +19,31 @@ Render = Callable[..., ChatPrompt]  # of messages, and variables of the template
 
 
 def turns_of(
-    render: Render, messages: Sequence[Message], prompt: ChatPrompt, ends: frozenset[int], tools: bool = False
+    render: Render,
+    messages: Sequence[Message],
+    prompt: ChatPrompt,
+    header: Sequence[int],
+    ends: frozenset[int],
+    tools: bool = False,
 ) -> Turns:
     """Find the turns of `prompt`, which is `render(messages)`.
 
-    ends   tokens that end a reply
-    tools  whether the template shows tools, which come before the first message
+    header  tokens by which the template begins a reply: `reply_header`
+    ends    tokens that end a reply
+    tools   whether the template shows tools, which come before the first message
     """
     later = _rendered(render, [*messages, *ANSWERED])
     if later is None:
         return Turns()
     shared = common_length(prompt.tokens, later.tokens)
-    replies = replies_in(prompt.tokens, _header(render), ends)
+    replies = replies_in(prompt.tokens, header, ends)
     begun = replies.pop()[0] if replies and replies[-1][0] == replies[-1][1] else 0
     cuts = [at for at in (begun, *(at for span in replies for at in span)) if 0 < at <= shared]
     shared = max(cuts, default=shared)  # a template may change a reply in its middle, where no later prompt has a cut
     return Turns(shared or None, _system(render, messages, prompt, tools), replies, begun)
 
 
-def _header(render: Render) -> list[int]:
+def reply_header(render: Render) -> list[int]:
     """Return the tokens by which the template begins a reply; none where it writes nothing before one."""
     user = {"role": "user", "content": "a"}
     prompt = _rendered(render, [user], tools=None)

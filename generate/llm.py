@@ -34,7 +34,7 @@ from common.rules import PATH
 from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
-from common.turns import Render, turns_of
+from common.turns import Render, reply_header, turns_of
 from generate.activity import Activity, activity_of, tokens_held
 from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.loading import load_all, make_room, resolve_draft
@@ -46,6 +46,7 @@ from generate.progress import PrefillBar
 from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
+MOST_HEADERS = 64  # of replies that are remembered, by template and its options
 AHEAD = 4  # replies of a list that are submitted, times those that run at once, so that no slot waits for the oldest
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -107,6 +108,7 @@ class LLM:
             check(self.tokenizer)
         self.draft_path = None if draft is None else resolve_draft(draft, checkpoint, self._progress)
         self._running: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._headers: dict[tuple[str, str], list[int]] = {}
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
         self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
@@ -354,8 +356,19 @@ class LLM:
         prompt = render(messages, context=self.context)
         check_fits(len(prompt.tokens), self.context, self.trained_context)
         parser = partial(ReplyParser, prompt.template, prompt.text, options.tools)
-        turns = turns_of(render, messages, prompt, self.tokenizer.end_ids, bool(options.tools))
+        header = self._reply_header(render, prompt.template, how)
+        turns = turns_of(render, messages, prompt, header, self.tokenizer.end_ids, bool(options.tools))
         return Prepared(prompt.tokens, parser, turns)
+
+    def _reply_header(self, render: Render, template: str, how: Mapping[str, Any]) -> list[int]:
+        """Tokens by which a template with its options begins a reply; remembered, since they take 1 ms to find."""
+        key = template, repr(sorted(how.items()))
+        header = self._headers.get(key)
+        if header is None:
+            if len(self._headers) >= MOST_HEADERS:
+                self._headers.clear()
+            header = self._headers[key] = reply_header(render)
+        return header
 
     def _replies(self, prompts: Sequence[Prepared], options: GenerationOptions) -> list[Reply]:
         """The replies to prompts, in their order; a few more than run at once wait in the engine's queue."""

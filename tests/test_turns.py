@@ -11,7 +11,7 @@ from common.demo import demo_path
 from common.errors import BimetalError
 from common.reading import Reading
 from common.tokenizer import load_tokenizer
-from common.turns import turns_of
+from common.turns import reply_header, turns_of
 
 THINKING = (  # as Qwen's: reasoning of earlier turns is left out, that of the last one is not
     "{% if tools %}<|im_start|>system\ntools: {{ tools | length }}<|im_end|>\n{% endif %}"
@@ -55,7 +55,7 @@ def shown(tokenizer, template, messages, tools=None):
     tokenizer.chat_templates["default"] = template
     render = partial(tokenizer.chat_prompt, tools=tools)
     prompt = render(messages)
-    turns = turns_of(render, messages, prompt, tokenizer.end_ids, bool(tools))
+    turns = turns_of(render, messages, prompt, reply_header(render), tokenizer.end_ids, bool(tools))
     parts = [(0, turns.shared), (0, turns.system), *turns.replies]
     return prompt.text, [None if end is None else tokenizer.decode(prompt.tokens[first:end]) for first, end in parts]
 
@@ -99,7 +99,7 @@ def test_a_prompt_whose_last_token_the_reply_may_extend():
     )
     prompt = tokenizer.chat_prompt(CHAT)
     later = tokenizer.chat_prompt([*CHAT, {"role": "assistant", "content": "of"}, {"role": "user", "content": "on"}])
-    turns = turns_of(tokenizer.chat_prompt, CHAT, prompt, tokenizer.end_ids)
+    turns = turns_of(tokenizer.chat_prompt, CHAT, prompt, reply_header(tokenizer.chat_prompt), tokenizer.end_ids)
     assert later.text.startswith(prompt.text)
     assert turns.shared == len(prompt.tokens) - 1
     assert later.tokens[: turns.shared] == prompt.tokens[:-1]
@@ -113,7 +113,9 @@ def test_each_turn_reads_what_the_one_before_it_kept(tokenizer, template, system
     messages, before = [*system, {"role": "user", "content": "a" * 300}], None
     for turn in range(6):
         prompt = tokenizer.chat_prompt(messages)
-        turns = turns_of(tokenizer.chat_prompt, messages, prompt, tokenizer.end_ids)
+        turns = turns_of(
+            tokenizer.chat_prompt, messages, prompt, reply_header(tokenizer.chat_prompt), tokenizer.end_ids
+        )
         end = len(prompt.tokens)
         marks = {turns.system: "system", turns.begun: "turn", turns.shared or end: "turn"}
         reading = Reading(end, 512, marks, turns.replies)
@@ -137,7 +139,9 @@ def test_an_agent_reads_the_results_of_its_tools_alone(tokenizer):
     results = ["tool", "tool", "tool", "user", "tool"]
     for role in (*results, None):
         prompt = tokenizer.chat_prompt(messages)
-        turns = turns_of(tokenizer.chat_prompt, messages, prompt, tokenizer.end_ids)
+        turns = turns_of(
+            tokenizer.chat_prompt, messages, prompt, reply_header(tokenizer.chat_prompt), tokenizer.end_ids
+        )
         marks = {turns.system: "system", turns.begun: "turn", turns.shared: "turn"}
         reading = Reading(len(prompt.tokens), 512, marks, turns.replies)
         if kept:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import encoded_parts
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError
 from common.tokenizer import load_tokenizer
@@ -141,6 +142,35 @@ def test_a_bound_without_encoding(name, text, times):
     tokenizer = TOKENIZERS[name]
     for part in (text, " ", "<|im_end|>", "\x04", "e\u0301"):
         assert tokenizer.least_tokens(part * times) <= len(tokenizer.encode(part * times, add_special_tokens=False))
+
+
+PIECES = ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<tool>", "</s>", "<|im", "_end|>", "<", "|", ">", " ", "\n\n")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.lists(st.one_of(st.sampled_from([*PIECES, "some words", "1234", "é🜚"]), st.text(max_size=9)), max_size=12))
+def test_parts_have_the_ids_of_the_whole_text(name, pieces):
+    tokenizer, text = TOKENIZERS[name], "".join(pieces)
+    assert (tokenizer._parts is None) == (name == "spm")  # where a text's first part is encoded otherwise
+    tokenizer._backend.encode_special_tokens = False
+    (whole,) = tokenizer._backend.encode_batch([text], add_special_tokens=False)
+    control = [(*at, id) for id, at in zip(whole.ids, whole.offsets, strict=True) if id in tokenizer._control]
+    for _ in range(2):  # encoded, and remembered
+        assert tokenizer.encode_and_find(text) == (whole.ids, control)
+
+
+def test_parts_are_encoded_once_and_forgotten(monkeypatch):
+    monkeypatch.setattr(encoded_parts, "REMEMBERED", 3 * (4 + encoded_parts.OVERHEAD))
+    monkeypatch.setattr(encoded_parts, "MOST_PARTS", 4)
+    tokenizer, encoded = bpe(), []
+    encode = tokenizer._parts.encode
+    tokenizer._parts.encode = lambda texts: (encoded.extend(texts), encode(texts))[1]
+    for text in ("aaaa", "bbbb", "cccc", "aaaa", "dddd", "bbbb", "aaaa"):
+        tokenizer.encode_and_find(f"{text}<|im_end|>{text}")[0].clear()  # the result is the caller's own
+        assert tokenizer.encode_and_find(text)[0] == tokenizer.encode(text, add_special_tokens=False)
+    assert encoded == ["aaaa", "bbbb", "cccc", "dddd", "bbbb"]
+    many = tokenizer.encode_and_find("aaaa<|im_end|>" * 5)
+    assert (len(many[1]), encoded[5:]) == (5, [])
 
 
 def test_white_space_beyond_what_the_package_can_split():
