@@ -131,5 +131,8 @@ def _server(group: Any) -> None:
         "--rate", type=values.above_zero, metavar="X", help="start X requests per second, in place of --concurrency"
     )
     group.add_argument("--prompt-tokens", type=values.positive, metavar="N", help="words of a prompt (default: 128)")
+    group.add_argument(
+        "--seed", type=values.count, metavar="N", help="repeat the prompts of a run (default: new ones, in no cache)"
+    )
     group.add_argument("--timeout", type=values.above_zero, metavar="S", help="seconds of a reply (default: 600)")
     group.add_argument("--api-key", metavar="KEY", help="the server's key")

@@ -170,6 +170,7 @@ class ServeBench(BenchOptions):
 
     concurrency  requests that run at once, unless `rate`, requests begun per second on average, is given
     timeout      seconds that a reply may take
+    seed         of the random prompts; None: other prompts in every run, so that no prefix cache has them
     """
 
     job = "--serve"
@@ -182,7 +183,7 @@ class ServeBench(BenchOptions):
     prompt_tokens: int = 128
     new_tokens: int = 64
     timeout: float = 600.0
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         _refuse_all(self)

@@ -1,7 +1,8 @@
 """`python -m generate bench --serve URL`: load test of a server, this one or another with the same routes.
 
 Requests are streamed Chat Completions. `--concurrency` is the number of requests that run at once; with `--rate`
-requests start at random times, so many per second on average. Prompts are random words, which no cache has.
+requests start at random times, so many per second on average. Prompts are random words, other ones in every run, so
+that no prefix cache has them; `--seed` repeats the prompts of a run.
 """
 
 import asyncio

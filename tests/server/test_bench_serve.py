@@ -44,6 +44,15 @@ def test_requests_at_a_rate(served, capsys):
     assert "5 replies" in capsys.readouterr().out
 
 
+def test_prompts_of_another_run_are_new(served):
+    url, model = served
+    for seed in ([], [], ["--seed", "3"], ["--seed", "3"]):
+        assert main(["bench", "--serve", url, "--requests", "2", "--concurrency", "1", *seed]) == 0
+    first, second, third, again = (model.prompts[i : i + 2] for i in range(0, 8, 2))
+    assert not set(first) & set(second)
+    assert third == again
+
+
 def test_failures_are_counted(served, capsys):
     url, model = served
     model.error = RuntimeError("broken")
