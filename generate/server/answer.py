@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -22,6 +23,10 @@ from generate.server.service import Service
 from generate.server.task import Ready, Task, events, prepare, whole
 from generate.server.wire import Parsed, dumps
 
+SHORT = 1 << 16  # bytes of a body up to which its prompts take less time to prepare than a thread's wait for others
+Found = AsyncIterator[tuple[int, Event]]
+Count = Callable[[int, Event], None]
+
 
 class Generate:
     """An endpoint, as an ASGI application, of one dialect's requests for text."""
@@ -31,41 +36,40 @@ class Generate:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request; raises ApiError before the reply has begun, and ClientGoneError."""
-        facts = self.service.facts
-        fields = Fields(await read_json(Request(scope, receive)))
-        await while_connected(receive, self._answer(fields, facts, scope, send))
+        facts, request = self.service.facts, Request(scope, receive)
+        fields = Fields(await read_json(request))
+        await while_connected(receive, self._answer(fields, facts, is_short(request), scope, send))
 
-    async def _answer(self, fields: Fields, facts: Facts, scope: Message, send: Send) -> None:
-        parsed = await run_in_threadpool(self.parse, fields, facts)
+    async def _answer(self, fields: Fields, facts: Facts, short: bool, scope: Message, send: Send) -> None:
+        parsed = self.parse(fields, facts) if short else await run_in_threadpool(self.parse, fields, facts)
         task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
-            preparing = asyncio.ensure_future(self._prepared(task, facts))
+            preparing = asyncio.ensure_future(self._prepared(task, facts, short and task.grammar is None))
             if task.stream:
                 await self._stream(parsed, preparing, began, scope, send)
                 return
             prompts = await preparing
-            async with self._events(prompts, task, began) as found:
-                replies = await whole(found, len(prompts) * task.n)
+            async with self._events(prompts, task, began) as (found, count):
+                replies = await whole(found, len(prompts) * task.n, count)
             note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # long where it lists probabilities
             response = Response(body, media_type="application/json")
             await response(scope, _no_receive, send)
 
-    async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
+    async def _prepared(self, task: Task, facts: Facts, short: bool) -> list[Ready]:
         """The prompts, compressed where the server does that, rendered and encoded."""
         shorter = await self._compressed(task)
-        return await run_in_threadpool(prepare, self.service.llm, facts, shorter)
+        job = partial(prepare, self.service.llm, facts, shorter)
+        if short:
+            return await asyncio.get_running_loop().run_in_executor(self.service.short_jobs, job)
+        return await run_in_threadpool(job)
 
     @asynccontextmanager
-    async def _events(
-        self, prompts: list[Ready], task: Task, began: float
-    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
-        """The events of all replies, which are counted, and end when the context is left."""
-        async with (
-            aclosing(events(self.service.llm, prompts, task)) as found,
-            aclosing(self.service.metrics.watched(found, task, began)) as watched,
-        ):
-            yield watched
+    async def _events(self, prompts: list[Ready], task: Task, began: float) -> AsyncIterator[tuple[Found, Count]]:
+        """The events of all replies, which end when the context is left, and what counts each of them."""
+        with self.service.metrics.counting(task, began) as count:
+            async with aclosing(events(self.service.llm, prompts, task)) as found:
+                yield found, count
 
     async def _compressed(self, task: Task) -> Task:
         """The task with its long prompts shortened, where the server does that."""
@@ -97,8 +101,9 @@ class Generate:
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
                 await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
-                async with self._events(prompts, parsed.task, began) as found:
+                async with self._events(prompts, parsed.task, began) as (found, count):
                     async for index, event in found:
+                        count(index, event)
                         if isinstance(event, Finish):
                             usages[index] = event.usage
                         if data := b"".join(writer.push(index, event)):
@@ -121,6 +126,12 @@ class Utility:
         fields = Fields(await read_json(Request(scope, receive)))
         body = await run_in_threadpool(lambda: dumps(self.compute(fields, facts, llm)))
         await Response(body, media_type="application/json")(scope, receive, send)
+
+
+def is_short(request: Request) -> bool:
+    """Whether a request declares a body of at most SHORT bytes."""
+    declared = request.headers.get("content-length", "")
+    return declared.isdecimal() and int(declared[:20]) <= SHORT
 
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from common.engine import STEP_TOKENS
 from common.histogram import Histogram
@@ -70,31 +71,33 @@ class Metrics:
         self.by_position: Counter[int] = Counter()
         self.load_seconds = 0.0
 
-    async def watched(
-        self, found: AsyncIterator[tuple[int, Event]], task: Task, began: float
-    ) -> AsyncGenerator[tuple[int, Event], None]:
-        """Yield the events of a request that came at `began`, and count them."""
+    @contextmanager
+    def counting(self, task: Task, began: float) -> Iterator[Callable[[int, Event], None]]:
+        """Yield a function that counts each event, with its reply's index, of a request that came at `began`."""
         self.observe("request_params_n", task.n)
         if "max_tokens" in task.options:
             self.observe("request_params_max_tokens", task.options["max_tokens"])
         latest: dict[int, float] = {}
         left, longest = len(task.prompts) * task.n, 0
+
+        def count(index: int, event: Event) -> None:
+            nonlocal left, longest
+            match event:
+                case Text() | Reasoning() | CallBegin():
+                    now = time.perf_counter()
+                    first = index not in latest
+                    name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
+                    self.observe(name, now - latest.get(index, began))
+                    latest[index] = now
+                case Finish():
+                    left, longest = left - 1, max(longest, event.usage.completion)
+                    self._finish(event, time.perf_counter() - began)
+                case Failed():
+                    left -= 1
+                    self.finished["error"] += 1
+
         try:
-            async for index, event in found:
-                match event:
-                    case Text() | Reasoning() | CallBegin():
-                        now = time.perf_counter()
-                        first = index not in latest
-                        name = "time_to_first_token_seconds" if first else "inter_token_latency_seconds"
-                        self.observe(name, now - latest.get(index, began))
-                        latest[index] = now
-                    case Finish():
-                        left, longest = left - 1, max(longest, event.usage.completion)
-                        self._finish(event, time.perf_counter() - began)
-                    case Failed():
-                        left -= 1
-                        self.finished["error"] += 1
-                yield index, event
+            yield count
         finally:
             self.finished["abort"] += left  # the client left, or another reply to the request failed
             self.observe("request_max_num_generation_tokens", longest)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,8 @@ from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts, facts_of
 from generate.server.metrics import Metrics
 from generate.server.store import Store
+
+SHORT_JOBS = 2  # threads that prepare short prompts
 
 
 class Service:
@@ -25,6 +28,7 @@ class Service:
     draining  the server shuts down: what runs is finished, and nothing else is begun
     store     finished responses that requests may go on from
     compressor  what shortens long prompts, if anything does
+    short_jobs  prepares short prompts in their order; many threads at once would all finish late
     """
 
     def __init__(self, most: int, replica: str | None = None):
@@ -32,6 +36,7 @@ class Service:
         self.metrics = Metrics(replica)
         self.store = Store()
         self.compressor: Compressor | None = None
+        self.short_jobs = ThreadPoolExecutor(SHORT_JOBS, "bimetal prompts")
         self._llm: LLM | None = None
         self._facts: Facts | None = None
 

@@ -83,22 +83,22 @@ def _guide(facts: Facts, task: Task, prompt: Prepared, inner: Callable[[], Guide
     return partial(AfterReasoning, facts.tokenizer, facts.vocab, (THINK, END_THINK), is_open, inner, task.budget)
 
 
-async def events(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
+def events(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
     """Yield the events of all replies, each with the reply's index: of prompt p and repetition i, p * n + i.
 
     Leaving the loop, or cancelling the task that runs it, ends the replies at their next step.
     """
-    if len(prompts) * task.n == 1:
-        async with aclosing(one(llm, prompts[0], task, 0)) as found:
-            async for event in found:
-                yield 0, event
-        return
+    is_alone = len(prompts) * task.n == 1
+    return one(llm, prompts[0], task, 0) if is_alone else _together(llm, prompts, task)
+
+
+async def _together(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerator[tuple[int, Event], None]:
     queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     async def write(index: int) -> None:
         async with aclosing(one(llm, prompts[index // task.n], task, index)) as found:
             async for event in found:
-                queue.put_nowait((index, event))
+                queue.put_nowait(event)
 
     writers = [asyncio.ensure_future(write(index)) for index in range(len(prompts) * task.n)]
     left = len(writers)
@@ -113,8 +113,8 @@ async def events(llm: LLM, prompts: Sequence[Ready], task: Task) -> AsyncGenerat
         await asyncio.gather(*writers, return_exceptions=True)
 
 
-async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[Event, None]:
-    """Yield the events of reply number `index`; the last one is Finish or Failed."""
+async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[tuple[int, Event], None]:
+    """Yield the events of reply number `index`, with that number; the last one is Finish or Failed."""
     options, prompt = dict(task.options), ready.prompt
     if ready.guide is not None:
         options["guide"] = ready.guide
@@ -124,19 +124,19 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
         options["seed"] = (options["seed"] + index % task.n) % 2**64
     try:
         if task.echo:
-            yield await echo(llm, task, prompt, index // task.n)
+            yield index, await echo(llm, task, prompt, index // task.n)
         if not task.generates:
-            yield Finish("length", Usage(len(prompt.tokens)))
+            yield index, Finish("length", Usage(len(prompt.tokens)))
             return
         made = Events(task.first_call_only)
         async with llm.astream_prepared(prompt, **options) as stream:
             async for piece in stream:
                 for event in made.of(piece):
-                    yield event
+                    yield index, event
                 if made.is_over:
                     stream.cancel()
     except Exception as error:
-        yield Failed(failure(error))
+        yield index, Failed(failure(error))
 
 
 async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
@@ -147,9 +147,15 @@ async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
     return Echo(text, prompt.tokens, None if top is None else await llm.ascore(prompt.tokens, top))
 
 
-async def whole(found: AsyncIterator[tuple[int, Event]], count: int) -> list[Whole]:
-    """Return `count` replies when they are finished; raises the error of one that failed."""
+async def whole(
+    found: AsyncIterator[tuple[int, Event]], count: int, seen: Callable[[int, Event], object] = lambda *_: None
+) -> list[Whole]:
+    """Return `count` replies when they are finished; raises the error of one that failed.
+
+    seen  called with each event and its reply's index
+    """
     replies = [Whole() for _ in range(count)]
     async for index, event in found:
+        seen(index, event)
         replies[index].add(event)
     return replies
