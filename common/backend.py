@@ -70,6 +70,10 @@ class Backend(ABC):
     ranks: Ranks = ONE  # this rank of tensor parallelism
     checks_scales = False  # whether `loading` refuses scales that are not finite, which saves a read
 
+    def prompt_rows(self, spec: Sequence[LayerSpec]) -> int:
+        """Rows of which long steps of a prompt should have a multiple, for a model with the states `spec`."""
+        return 1
+
     # -- weights and states ----------------------------------------------------------------------------------------
 
     @abstractmethod

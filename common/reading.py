@@ -23,6 +23,7 @@ class Reading:
     """The steps of a prompt of `end` tokens.
 
     grid     multiples of it end a step
+    multiple long steps have a multiple of so many rows; a short step reads the rest
     marks    further ends of steps, and why a state is kept there: "system", "turn"
     replies  stretches (first, end) of earlier replies, which are read in short steps, as they were decoded; an empty
              one ends a step
@@ -32,12 +33,20 @@ class Reading:
     grid: int
     marks: Mapping[int, str] = field(default_factory=dict)
     replies: Sequence[Span] = ()
+    multiple: int = 1
+
+    @cached_property
+    def points(self) -> np.ndarray:
+        """Points of the grid, marks, begins and ends of replies, and the end of the prompt, ascending."""
+        inside = [cut for cut in (*self.marks, *(at for span in self.replies for at in span)) if 0 < cut < self.end]
+        return np.unique([*range(self.grid, self.end, self.grid), *inside, self.end])
 
     @cached_property
     def cuts(self) -> np.ndarray:
         """Ends of steps, ascending, but for the short steps of replies."""
-        inside = [cut for cut in (*self.marks, *(at for span in self.replies for at in span)) if 0 < cut < self.end]
-        return np.unique([*range(self.grid, self.end, self.grid), *inside, self.end])
+        begins = np.array([0, *self.points[:-1]], np.int64)
+        rests = np.where(self.points - begins > MAX_DECODE_ROWS, (self.points - begins) % self.multiple, 0)
+        return np.unique([*(self.points - rests), *self.points])
 
     def next_cut(self, at: int) -> int:
         """Return the end of the step that begins at token `at`."""

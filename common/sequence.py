@@ -158,7 +158,7 @@ class Sequence:
         self.end = len(self.prompt) - (self._unread(len(self.prompt) - cached) or self._joins_last(cached))
         self.turns = {at for at, why in self.reading.marks.items() if why == "turn"}
         if self.call.shared is None and slot.state.can_save:  # a longer prompt has no cut where this one ends
-            self.turns.update(self.reading.cuts[-2:-1].tolist())
+            self.turns.update(self.reading.points[-2:-1].tolist())
         if cached in self.turns and cached not in [mark.length for mark in slot.marks]:
             slot.mark(cached, self.turns)
         return cached < self.end
@@ -171,7 +171,9 @@ class Sequence:
         last, grid = self._unread(MAX_DECODE_ROWS), self.target.model.ops.prefill_rows
         end = len(self.prompt) - last
         replies = [(max(first - last, 0), behind) for first, behind in self.call.replies]
-        return Reading(end, grid, {**self.call.marks, self._shared(end): "turn"}, replies)
+        return Reading(
+            end, grid, {**self.call.marks, self._shared(end): "turn"}, replies, self.target.model.prompt_rows
+        )
 
     def _unread(self, new: int) -> int:
         """Count the tokens among the `new` last ones of the prompt that prefill leaves to the decoder's first step.

@@ -8,7 +8,7 @@ path are forgotten.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -112,6 +112,13 @@ class Step:
         if slots and slots.count(slots[0]) < len(slots):
             raise BimetalError(f"this backend serves one sequence per step, got slots {sorted(set(slots))}")
         return slots[0] if slots else 0
+
+
+class Repeated(partial[Any]):
+    """A function (state, step) whose work for steps of so many rows is the same at every length of a state.
+
+    A backend may capture it for long steps, and replay it for any of the states.
+    """
 
 
 LongStep = tuple[int, int]  # tokens first to last - 1, more than MAX_DECODE_ROWS, read in one step

@@ -98,8 +98,7 @@ def attention(
         keys, values = unrolled(kv, step, context.arena, context.stream)
     exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
     if step.prefill:
-        own = of_slot((keys, values), step.slot)
-        out = whole(context, q16, own, (T, H, D), step, scale, (window or 0, keep), exact)
+        out = whole(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, keep), exact)
         if kv.store.is_ring:
             rolled(kv, step, (keys, values), context.stream)
         close_exact(context, kv, step, exact)
@@ -290,12 +289,14 @@ def whole(
     exact: ExactStep = NO_EXACT,
     sight: Sight | None = None,
 ) -> Array:
-    """Attention of a long step, (T, H, D) = `shape`, whose rows the planes hold.
+    """Attention of a long step, (T, H, D) = `shape`, whose rows lie in `room`, the planes of all slots or of one.
 
     seen   positions of the window, 0: all; and those of the first ones that every row sees
     sight  blocks of keys that blocks of rows see; None: all
     """
     (T, H, D), (keys, values) = shape, room
+    if packed_bytes(keys, values) or exact.defines or sight or not context.card.finds_slot:
+        keys, values = of_slot(room, step.slot)
     K, wide = keys.heads, keys.width
     out = Array((T, H, D), context.arena.take(T * H * D * 4))
     tiles, shared = whole_tiles(context.card, wide)

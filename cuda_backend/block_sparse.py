@@ -44,4 +44,4 @@ def block_sparse_attention(context: Context, q: Array, k: Array, v: Array, kv: K
         shared_mem=shared,
         stream=context.stream,
     )
-    return whole(context, q16, own, (T, H, D), step, scale, exact=exact, sight=sight)
+    return whole(context, q16, (kv.keys, kv.values), (T, H, D), step, scale, exact=exact, sight=sight)

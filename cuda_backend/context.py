@@ -99,7 +99,8 @@ class Context:
 def make(card: Card, budget: HotExperts | None = None) -> Context:
     """A context of its own on the current GPU, with `budget` one that holds some experts of a mixture."""
     stream, side, arena = Stream(), Stream(), Arena()
-    replay = Replay(arena, stream, side, overlap=card.capability >= 90)
+    captures_long = card.finds_slot and budget is None  # the host brings the experts of a long step
+    replay = Replay(arena, stream, side, overlap=card.capability >= 90, captures_long=captures_long)
     forked, joined = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
     experts = ExpertStore(budget, stream) if budget else None
     return Context(card, stream, side, arena, replay, forked, joined, ToHost(stream), experts=experts)

@@ -1,5 +1,10 @@
 """Matrices expanded to half precision, and their products with many rows by cuBLAS."""
 
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
 import cupy
 import numpy as np
 from cupy.cuda import cublas
@@ -36,28 +41,40 @@ def expand(s: Segment, row: int, n: int, out: int, stream: Stream, dense: int = 
 
 def gemm(x: int, w: int, out: int, T: int, rows: int, columns: int, row_stride: int, half: str, stream: Stream) -> None:
     """out (T, rows) float32 = x (T, columns) w' (rows, columns), of type `half`; in cuBLAS's column order w' x'."""
-    with stream.cuda:  # CuPy hands its current stream to cuBLAS
-        cublas.gemmEx(
-            cupy.cuda.device.get_cublas_handle(),
-            CUBLAS_OP_T,
-            CUBLAS_OP_N,
-            rows,
-            T,
-            columns,
-            ONE.ctypes.data,
-            w,
-            HALF[half],
-            columns,
-            x,
-            HALF[half],
-            columns,
-            ZERO.ctypes.data,
-            out,
-            CUDA_R_32F,
-            row_stride,
-            CUBLAS_COMPUTE_32F,
-            CUBLAS_GEMM_DEFAULT,
-        )
+    one, zero = ONE.ctypes.data, ZERO.ctypes.data
+    types = CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+    shapes = CUBLAS_OP_T, CUBLAS_OP_N, rows, T, columns
+    left, right = (w, HALF[half], columns), (x, HALF[half], columns)
+    handle = cupy.cuda.device.get_cublas_handle()
+    library = _library() if stream.is_captured else None
+    if library is None:
+        with stream.cuda:  # CuPy hands its current stream to cuBLAS
+            cublas.gemmEx(handle, *shapes, one, *left, *right, zero, out, CUDA_R_32F, row_stride, *types)
+        return
+    status = library.cublasSetStream_v2(handle, stream.ptr) or library.cublasGemmEx(
+        handle, *shapes, one, *left, *right, zero, out, CUDA_R_32F, row_stride, *types
+    )
+    if status:
+        raise RuntimeError(f"cuBLAS returned {status} for a product of {T} rows by {rows} x {columns}")
+
+
+@cache
+def _library() -> Any:
+    """cuBLAS as CuPy has loaded it, since CuPy's own function refuses a stream that is captured; None: not found."""
+    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    try:
+        library = ctypes.CDLL(f"cublas64_{major}.dll" if os.name == "nt" else f"libcublas.so.{major}")
+    except OSError:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.cublasSetStream_v2.argtypes = pointer, pointer
+    matrix = pointer, number, number
+    library.cublasGemmEx.argtypes = (
+        *(pointer, *(number,) * 5),
+        *(pointer, *matrix, *matrix),
+        *(pointer, *matrix, number, number),
+    )
+    return library
 
 
 def head_matrices(w: Weight, arena: Arena, stream: Stream) -> int:

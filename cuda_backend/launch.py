@@ -21,6 +21,7 @@ class Stream:
 
     overlaps  launches may begin before the previous kernel has ended; set while a graph is captured
     joined    the stream has just waited for another stream: the next launch must not overlap
+    is_captured  launches go to a graph
     launches  number of kernels launched, including those of replayed graphs
     copies    of its results to the host, beside it
     staged    copies of large arrays from the host
@@ -28,7 +29,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.cuda = cupy.cuda.Stream(non_blocking=True)
-        self.overlaps = self.joined = False
+        self.overlaps = self.joined = self.is_captured = False
         self.launches = 0
         self.copies, self.staged = LaterCopies(self.cuda), StagedCopies(self.cuda)
 
@@ -114,12 +115,12 @@ class Graph:
         self.before = [stream.launches for stream in streams]
         streams[0].cuda.begin_capture()
         for stream in streams:
-            stream.overlaps, stream.joined = overlap, False
+            stream.overlaps, stream.joined, stream.is_captured = overlap, False, True
 
     def end(self) -> None:
         self.kernels = 0
         for stream, before in zip(self.streams, self.before, strict=True):
-            stream.overlaps = False
+            stream.overlaps = stream.is_captured = False
             self.kernels += stream.launches - before
             stream.launches = before  # none has run yet
         self.graph = self.streams[0].cuda.end_capture()

@@ -135,7 +135,7 @@ class Arena:
     def scratch(self, nbytes: int, stream: Any) -> int:
         """Return the address of at least `nbytes` bytes for launches on `stream` until the next call.
 
-        Every call returns the same memory, which grows; no captured graph may use it.
+        Every call returns the same memory, which grows: a captured graph that uses it is valid until then.
         """
         if nbytes > self.passing.nbytes:
             stream.synchronize()

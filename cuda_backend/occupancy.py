@@ -32,6 +32,11 @@ class Card:
         """The type of which cuBLAS multiplies many rows: before 8.0 tensor cores have no bf16."""
         return "BF16" if self.capability >= 80 else "F16"
 
+    @property
+    def finds_slot(self) -> bool:
+        """Test whether attention.cu finds the rows of a slot in planes of float16; on 7.5 its registers would spill."""
+        return self.capability >= 80
+
 
 class Planned(NamedTuple):
     """A card and what its data sheet says: L2 cache in bytes, bytes per second, dense FLOP/s of `half` into float32."""

@@ -30,9 +30,11 @@ from cuda_backend.context import Context, make
 from cuda_backend.layout import UNITS
 from cuda_backend.memory import Memory, give_back, room, upload
 from cuda_backend.replay import bucket
-from cuda_backend.states import CudaPool, pool_bytes, state_bytes
+from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
+
+PROMPT_ROWS = 32  # a multiple of it has each long step of a prompt that is captured
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,6 +159,9 @@ class CudaOps(Ops):
     def free_bytes(self) -> tuple[int, str]:
         give_back()
         return room()[0], f"free memory of {self.context.card.name}"
+
+    def prompt_rows(self, spec: Sequence[LayerSpec]) -> int:
+        return PROMPT_ROWS if self.context.replay.captures_long and may_capture(spec) else 1
 
     def new_state(self, spec: Sequence[LayerSpec], capacity: int) -> State:
         return self.new_pool(spec, 1, capacity).new_state()

@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from common.step import MAX_DECODE_ROWS, PAST, Step, chain_parents
+from common.step import MAX_DECODE_ROWS, PAST, Repeated, Step, chain_parents
 from cuda_backend.arrays import Array
 from cuda_backend.launch import Graph, Stream
 from cuda_backend.memory import Arena, Memory
@@ -25,8 +25,13 @@ from cuda_backend.runs import MAX_RUNS, Run
 from cuda_backend.segments import Program, Shape, run_step
 from cuda_backend.tree_order import depth_first, lines
 
+Table = MutableMapping[Shape, Program | None]  # captured steps of a function; None: it has run once
+
 NO_PATH = np.empty(0, np.int32)
 BUCKETS = (1, 8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136)
+
+LONG_ROWS = 1024  # most rows of a long step that is captured: the host takes longer than the device to launch fewer
+LONG_PROGRAMS = 32  # long steps that stay captured, of each function
 
 # kernels/prelude.cuh StepState: its numbers, and where its other fields begin and it ends
 HEAD = struct.Struct("3i")  # rows, runs, kept
@@ -190,9 +195,10 @@ class Inputs:
 class Replay:
     """Runs step functions on one GPU, eagerly or by replaying a captured program: segments.run_step."""
 
-    def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool):
-        self.arena, self.stream, self.side = arena, stream, side
+    def __init__(self, arena: Arena, stream: Stream, side: Stream, overlap: bool, captures_long: bool):
+        self.arena, self.stream, self.side, self.captures_long = arena, stream, side, captures_long
         self.small = Inputs(MAX_DECODE_ROWS, stream)
+        self.long: Inputs | None = None  # of steps that may be captured
         self.large: Inputs | None = None
         self.overlap = overlap
         self.active: DeviceStep | None = None  # the step whose ops are being launched
@@ -204,9 +210,35 @@ class Replay:
         pool.note_runs(step, runs)
         shape, table = shape_of(pool, step, runs), table_of(state, fn)
         here = self.uploaded(self.inputs_for(step), shape, step, *pool.inputs(step, runs))
+        repeats = self.captures_long and pool.captures_long and isinstance(fn, Repeated)
+        if repeats and MAX_DECODE_ROWS < shape.T <= LONG_ROWS:
+            return self._run_long(fn, state, here, table), len(step)
         call, captured = (partial(run, fn, state, here) for run in (self._call, self._captured))
         out = run_step(table, shape, call, captured)
         return out, len(step)
+
+    def _run_long(self, fn: Callable[[Any, DeviceStep], Any], state: Any, here: DeviceStep, table: Table) -> Any:
+        """Run a long step, as run_step does a short one; the programs that were not used for longest are dropped.
+
+        A program is captured for one slot and length, and replayed for all: its kernels read them from the StepState.
+        """
+        shape = Shape(here.T)
+        if shape not in table:
+            table[shape] = None
+            return self._call(fn, state, here)
+        program = table.pop(shape)
+        if program is None or program.scratch is not self.arena.passing:
+            try:
+                program = self._captured(fn, state, here, overlap=False)._replace(scratch=self.arena.passing)
+            except NotImplementedError:  # CuPy does not capture cuBLAS, whose library was not found: gemm.py
+                self.captures_long = False
+                return self._call(fn, state, here)
+        table[shape] = program  # the last of the table
+        for segment in program.segments:
+            segment.play()
+        for old in [each for each in table if each.T > MAX_DECODE_ROWS][:-LONG_PROGRAMS]:
+            del table[old]
+        return program.out
 
     def upload(self, pool: Any, step: Step, runs: Sequence[Run]) -> DeviceStep:
         """Upload a noted step of a CudaPool to the memory that graphs read."""
@@ -228,6 +260,9 @@ class Replay:
             raise BimetalError(f"a tree or block has {T} rows; the CUDA kernels take at most {MAX_DECODE_ROWS}")
         if own:
             return Inputs(T, self.stream)
+        if T <= LONG_ROWS:
+            self.long = self.long or Inputs(LONG_ROWS, self.stream)
+            return self.long
         if self.large is None or self.large.rows < T:
             self.large = Inputs(-(-T // 512) * 512, self.stream)
         return self.large
@@ -240,13 +275,15 @@ class Replay:
         finally:
             self.active = None
 
-    def graph(self) -> Graph:
-        """Begin a graph that captures the following launches."""
-        return Graph((self.stream, self.side), self.overlap)
+    def graph(self, overlap: bool = True) -> Graph:
+        """Begin a graph that captures the following launches; their kernels may overlap on cards that can do it."""
+        return Graph((self.stream, self.side), self.overlap and overlap)
 
-    def _captured(self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep) -> Program:
+    def _captured(
+        self, fn: Callable[[Any, DeviceStep], Any], state: Any, step: DeviceStep, overlap: bool = True
+    ) -> Program:
         self.arena.frozen = True
-        graph = self.graph()
+        graph = self.graph(overlap)
         try:
             out = self._call(fn, state, step)
         finally:
@@ -280,9 +317,9 @@ def one_row_each(step: Step, runs: Sequence[Run]) -> bool:
     return 1 < len(step) == len(runs)
 
 
-def table_of(state: Any, fn: Callable[..., Any]) -> MutableMapping[Shape, Program | None]:
+def table_of(state: Any, fn: Callable[..., Any]) -> Table:
     """Return the captured steps of `fn`; an empty table for a step that calibrates, whose launches occur only once."""
-    table: MutableMapping[Shape, Program | None] = {} if state.calibrates else state.graphs.setdefault(fn, {})
+    table: Table = {} if state.calibrates else state.graphs.setdefault(fn, {})
     return table
 
 

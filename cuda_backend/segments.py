@@ -37,10 +37,14 @@ class Shape(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A captured step: its segments, and what it returns, in arena memory that they write."""
+    """A captured step: its segments, and what it returns, in arena memory that they write.
+
+    scratch  memory of Arena.scratch whose address it has, in long steps
+    """
 
     segments: list[Segment]
     out: Any
+    scratch: Any = None
 
 
 def run_step(

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import Parts, Shape, State, Step
-from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RowSpec, Spec, all_specs
+from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RecurrentSpec, RowSpec, Spec, all_specs
 from cuda_backend.caches.kv import KVStore, kv_planes
 from cuda_backend.caches.latent import LatentStore, latent_planes
 from cuda_backend.caches.packed import PackedStore, exact_bytes, keeps_exact
@@ -77,7 +77,7 @@ class CudaPool:
             for handle, (i, name, _) in zip(self.recurrent.layers(), recurrent, strict=True):
                 layers[i][name] = handle
         self.layers = [SimpleNamespace(**layer) for layer in layers]
-        self.graphs = graphs()
+        self.graphs, self.captures_long = graphs(), may_capture(spec)
 
     def __getitem__(self, layer: int) -> Any:
         return self.layers[layer]
@@ -250,6 +250,15 @@ class CudaState(State):
         if self.pool.pages:
             self.pool.pages.hold([(self.slot, length)])
         super().load_parts(length, rows, point)
+
+
+def may_capture(spec: Sequence[LayerSpec]) -> bool:
+    """Test whether the launches of a long step are the same at every length of a state, and for every slot.
+
+    Rings are copied from where they begin, and rows in codes are read beside exact ones, some of which lie in a ring.
+    """
+    full = [s for s in all_specs(spec) if not isinstance(s, RecurrentSpec)]
+    return all(type(s) is KVSpec and s.window is None and not s.is_packed for s in full)
 
 
 def state_bytes(spec: Sequence[LayerSpec], capacity: int) -> int:

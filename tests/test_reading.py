@@ -45,6 +45,21 @@ def test_steps(end, marks, replies):
 
 
 @quick
+@given(end=st.integers(1, 2500), marks=marks, replies=spans)
+def test_long_steps_have_a_multiple_of_rows(end, marks, replies):
+    """A short step reads the rest, and no step crosses a point of the steps without a multiple."""
+    reading, plain = Reading(end, 512, marks, replies, 32), Reading(end, 512, marks, replies)
+    steps = steps_of(reading)
+    assert all((b - a) % 32 == 0 for a, b in steps if is_long((a, b)))
+    assert {b for _, b in steps_of(plain)} <= {b for _, b in steps} | {
+        at for first, last in replies for at in range(first, last)
+    }
+    assert np.array_equal(reading.points, plain.cuts)
+    assert len(steps) <= 2 * len(steps_of(plain))
+    assert reading.long_steps == [step for step in steps if is_long(step)]
+
+
+@quick
 @given(end=st.integers(1, 2500), marks=marks, replies=spans, at=st.integers(0, 2500))
 def test_where_a_prompt_can_go_on(end, marks, replies, at):
     """From any token between long steps, and from there on the steps are as long as they would have been."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.decoders import PRESETS, WedlmOptions
@@ -15,7 +15,7 @@ from common.kv_cache import CacheOptions, check_pairs, packed
 from common.models import glm, laguna, llama, qwen35
 from common.ops import Array, Ops
 from common.shards import Ranks
-from common.step import MAX_DECODE_ROWS, Pool, State, Step
+from common.step import MAX_DECODE_ROWS, Pool, Repeated, State, Step
 from common.storage import LayerSpec
 from common.wedlm_calibration import window_beside
 from common.weights import Layout, Matrix, load_weights
@@ -75,7 +75,12 @@ def _name_key(checkpoint: Checkpoint) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model: its definition, its configuration and its weights on one backend."""
+    """A loaded model: its definition, its configuration and its weights on one backend.
+
+    repeats  the work of a long step is the same at every length of a state: step.Repeated
+    """
+
+    repeats: ClassVar[bool] = True
 
     architecture: str
     definition: ModuleType
@@ -128,16 +133,35 @@ class Model:
         """The logits (n, vocab) of `rows` of the step; commits nothing."""
         if rows == slice(None):
             return self.ops.run(self._every_row, state, step)
-        start, stop, stride = rows.indices(len(step))  # a backend may run more rows than the step has
-        if self.ops.replays and len(step) <= MAX_DECODE_ROWS:
+        T = len(step)
+        start, stop, stride = rows.indices(T)  # a backend may run more rows than the step has
+        if self.ops.replays and T <= MAX_DECODE_ROWS:
             return self.ops.run(self._every_row, state, step, slice(start, stop, stride))
-        fn = partial(self._logits, rows=slice(start, stop, stride))
-        return self.ops.run(fn, state, step)
+        if self.repeats and start >= stop:
+            return self.ops.run(self._no_row, state, step)
+        if self.repeats and (start, stop) == (T - 1, T):
+            return self.ops.run(self._last_row, state, step)
+        return self.ops.run(partial(self._logits, rows=slice(start, stop, stride)), state, step)
 
     @cached_property
     def _every_row(self) -> Callable[[State, Step], Array]:
         """Compute a decoder's step: one function for all steps, so that a backend may capture it."""
         return partial(self._logits, rows=slice(None))
+
+    @cached_property
+    def _no_row(self) -> Callable[[State, Step], Array]:
+        """Compute a long step without logits."""
+        return Repeated(self._logits, rows=slice(0, 0))
+
+    @cached_property
+    def _last_row(self) -> Callable[[State, Step], Array]:
+        """Compute a long step with the logits of its last row."""
+        return Repeated(self._logits, rows=slice(-1, None))
+
+    @cached_property
+    def prompt_rows(self) -> int:
+        """Rows of which long steps of a prompt should have a multiple, so that a backend meets few numbers of rows."""
+        return self.ops.prompt_rows(self.state_spec) if self.repeats else 1
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:
         return self.definition.forward(self.ops, self.config, self.weights, state, step, rows)

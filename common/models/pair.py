@@ -41,6 +41,7 @@ class Pair(Model):
     spec           the speculative mode that is chosen where none is given
     """
 
+    repeats = False  # a draft's window is copied from where it lies
     draft: Any
     draft_weights: SimpleNamespace
     spec: ClassVar[str]

@@ -241,6 +241,9 @@ whole(const u16* q, Plane keys, Plane values, int H, int K, const StepState* ste
     float o[D / 8][4] = {}, m[2], l[2] = {0.0f, 0.0f};
     m[0] = m[1] = -__int_as_float(0x7f800000);
     load_queries(qs, q, first_row, group, H, head * group, rows);
+#if !EXACT && !SPARSE && __CUDA_ARCH__ >= 800  // the others have no register for it: attention.py whole
+    if constexpr (!PACKED) keys = of_slot(keys, run.slot), values = of_slot(values, run.slot);
+#endif
     keys.rows = head_at(keys, head, row_bytes(KEYS, D)), values.rows = head_at(values, head, row_bytes(VALUES, D));
 #if EXACT
     __shared__ float shifts[64];

@@ -21,6 +21,15 @@ __device__ __forceinline__ u8* row_at(const Plane& p, int slot, int head, int pl
     return p.rows + slot * p.block + (s64)(head * p.capacity + place) * bytes;
 }
 
+// The plane of the sequence in a slot.
+__device__ __forceinline__ Plane of_slot(Plane p, int slot) {
+    if (p.table)
+        p.table += slot * p.pages;
+    else
+        p.rows += slot * p.block;
+    return p;
+}
+
 // The rows of a head of a plane that is one sequence's, in its first block or, with a table, in page 0.
 __device__ __forceinline__ u8* head_at(const Plane& p, int head, int bytes) { return p.rows + (s64)head * p.capacity * bytes; }
 

@@ -1,6 +1,7 @@
 """Sequences of one pool computed in one step: each has the bits of running alone, in chains and in trees."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,10 @@ from common.storage import ConvSpec, DeltaSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
+from cuda_backend import replay  # noqa: E402
+from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
+from cuda_backend.segments import Shape  # noqa: E402
 from cuda_backend.states import pool_bytes  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +144,48 @@ def test_a_prompt_beside_sequences(model):
         beside.alone[i].restore(snapshots[i][1])
     beside.step([0, 1, 2], [4, 1, 5])
     beside.check_states()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 0), slice(159, 160)])
+def test_long_steps_are_replayed_at_every_length_and_in_every_slot(model, rows):
+    """The first of 160 rows is called, the second captured; a function that is made for each step is called."""
+    random, pool = np.random.default_rng(7), model.new_pool(3, 700)
+    called = partial(model._logits, rows=rows)
+    for before in (0, 5, 150, 33):
+        ids = random.integers(0, model.config.vocab, before + 480).astype(np.int32)
+        replayed, expected = pool.new_state(), model.new_state(700)
+        for at, n in ((0, before), *((before + i * 160, 160) for i in range(3))):
+            if not n:
+                continue
+            step, here = Step.chain(ids[at : at + n], at), rows if n == 160 else slice(0, 0)
+            found = model.ops.read(model.forward(replayed, step, here))
+            called_out = model.ops.read(model.ops.run(called if n == 160 else model._no_row, expected, step))
+            assert np.array_equal(found, called_out)
+            for state in (replayed, expected):
+                state.commit(range(n))
+        saved, want = replayed.save(), expected.save()
+        assert all(np.array_equal(saved[name], want[name]) for name in want)
+        if before == 5:
+            kept = replayed  # the next sequence has another slot
+    assert kept.slot != replayed.slot
+    programs = pool.graphs.get(model._last_row if rows.stop else model._no_row, {})
+    assert (programs.get(Shape(160)) is not None) == pool.captures_long
+    assert pool.captures_long or not model.architecture.startswith(("llama", "qwen"))
+
+
+def test_long_steps_that_were_not_used_for_longest_are_dropped(model, monkeypatch):
+    monkeypatch.setattr(replay, "LONG_PROGRAMS", 2)
+    state = model.new_state(1000)
+    for T in (140, 140, 150, 150, 140, 160, 160):
+        model.forward(state, Step.chain(np.arange(T) % model.config.vocab, 0), slice(0, 0))
+    if state.pool.captures_long:
+        programs = state.graphs[model._no_row]
+        assert [shape.T for shape in programs] == [140, 160]
+        held, model.ops.context.arena.passing = model.ops.context.arena.passing, Memory(8)  # scratch memory has moved
+        before = programs[Shape(160)]
+        model.forward(state, Step.chain(np.arange(160) % model.config.vocab, 0), slice(0, 0))
+        assert programs[Shape(160)] is not before
+        del held
 
 
 class Ids:

@@ -383,6 +383,7 @@ class Capture(list[Callable[[], None]]):
 
 
 streams: WeakValueDictionary[int, "Stream"] = WeakValueDictionary()
+entered: list["Stream"] = []  # by `with`, the last one is CuPy's current stream
 
 
 class Stream:
@@ -398,10 +399,11 @@ class Stream:
 
     def __enter__(self) -> "Stream":
         belongs("a stream", self.device)
+        entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        entered.pop()
 
     def runs(self, kernels: int) -> None:
         """Let time pass on this stream."""
@@ -460,7 +462,12 @@ class Event:
 
 
 def gemm(*args: Any) -> None:
-    submit(current(), partial(multiply, *args))
+    recording = entered[-1].recording if entered else None
+    work = partial(multiply, *args)
+    if recording is None:
+        submit(current(), work)
+    else:
+        recording.append(work)
 
 
 def multiply(*args: Any) -> None:
