@@ -44,6 +44,9 @@ class SeveralGpus(Ops):
                 stack.enter_context(gpu.ops.loading())
             yield
 
+    def prompt_rows(self, spec: Sequence[LayerSpec]) -> int:
+        return 1  # long steps are not captured on several GPUs
+
     def holds(self, stored_type: str) -> str:
         return self.gpus[0].ops.holds(stored_type)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,9 +88,9 @@ def prophet(monkeypatch):
 
 def paired(model):
     """The model with a draft whose tokens the test decides."""
-    fields = {name: getattr(model, name) for name in Model.__dataclass_fields__}
+    given = {field.name: getattr(model, field.name) for field in fields(Model)}
     config = SimpleNamespace(taps=(0,), block=5, tokens=4, windows=(), layers=0)
-    return Drafted(**fields, draft=config, draft_weights=SimpleNamespace(layers=[]))
+    return Drafted(**given, draft=config, draft_weights=SimpleNamespace(layers=[]))
 
 
 class Drafted(DflashPair):
