@@ -31,7 +31,9 @@ ALLOWED = {"CONTRIBUTING.md", "tests/test_words.py"}  # they list the phrases
 
 def files() -> list[Path]:
     """Everything that we write for people to read."""
+    environments = {p.parent.name for p in ROOT.glob("*/pyvenv.cfg")}  # of Python, under any name
     found = [p for p in ROOT.rglob("*") if p.suffix in SUFFIXES and not _skipped(p.relative_to(ROOT))]
+    found = [p for p in found if p.relative_to(ROOT).parts[0] not in environments]
     names = {p: p.relative_to(ROOT).as_posix() for p in found if p.is_file()}
     quoted = {p for p, name in names.items() if name.startswith("tests/data/") and p.suffix != ".py"}  # others' texts
     return sorted(p for p, name in names.items() if name not in ALLOWED and p not in quoted)
