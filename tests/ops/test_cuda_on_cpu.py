@@ -113,6 +113,9 @@ def test_rows_of_trees():
     "chosen",
     [
         "refusals or memory_of_many",
+        pytest.param("long_steps and (llama-rows or llama])", marks=pytest.mark.compile),
+        pytest.param("long_steps and qwen35 and not moe", marks=pytest.mark.slow),
+        pytest.param("long_steps and (qwen35moe or laguna)", marks=pytest.mark.slow),
         pytest.param("engine and (qwen35 or laguna) and not moe and not m1", marks=pytest.mark.slow),
         pytest.param("alone and qwen35 and not moe", marks=pytest.mark.slow),
         pytest.param("alone and qwen3 and not qwen35 and not yarn", marks=pytest.mark.slow),

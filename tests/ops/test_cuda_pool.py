@@ -17,7 +17,7 @@ from common.storage import ConvSpec, DeltaSpec
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import replay  # noqa: E402
+from cuda_backend import gemm, replay  # noqa: E402
 from cuda_backend.memory import Memory  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.segments import Shape  # noqa: E402
@@ -175,17 +175,43 @@ def test_long_steps_are_replayed_at_every_length_and_in_every_slot(model, rows):
 
 def test_long_steps_that_were_not_used_for_longest_are_dropped(model, monkeypatch):
     monkeypatch.setattr(replay, "LONG_PROGRAMS", 2)
-    state = model.new_state(1000)
+    state, arena = model.new_state(1000), model.ops.context.arena
+    if not state.pool.captures_long:
+        pytest.skip("its long steps are launched one kernel after the other")
     for T in (140, 140, 150, 150, 140, 160, 160):
         model.forward(state, Step.chain(np.arange(T) % model.config.vocab, 0), slice(0, 0))
-    if state.pool.captures_long:
-        programs = state.graphs[model._no_row]
-        assert [shape.T for shape in programs] == [140, 160]
-        held, model.ops.context.arena.passing = model.ops.context.arena.passing, Memory(8)  # scratch memory has moved
-        before = programs[Shape(160)]
-        model.forward(state, Step.chain(np.arange(160) % model.config.vocab, 0), slice(0, 0))
-        assert programs[Shape(160)] is not before
-        del held
+    programs = state.graphs[model._no_row]
+    assert [shape.T for shape in programs] == [140, 160]
+    before, moved = programs[Shape(160)], Memory(arena.passing.nbytes)
+    monkeypatch.setattr(arena, "passing", moved)  # whose address captured steps do not have
+    model.forward(state, Step.chain(np.arange(160) % model.config.vocab, 0), slice(0, 0))
+    assert programs[Shape(160)] is not before
+    assert programs[Shape(160)].scratch is moved
+
+
+def test_long_steps_where_products_cannot_be_captured(model, monkeypatch):
+    """CuPy's function refuses a captured stream: where the library is not found, steps are called."""
+    state, expected, context = model.new_state(440), model.new_state(440), model.ops.context
+    if not state.pool.captures_long:
+        pytest.skip("its long steps are launched one kernel after the other")
+    multiply = gemm.cublas.gemmEx
+
+    def refuse(*args):
+        if context.stream.is_captured:
+            raise NotImplementedError
+        multiply(*args)
+
+    monkeypatch.setattr(gemm, "_library", lambda: None)
+    monkeypatch.setattr(gemm.cublas, "gemmEx", refuse)
+    monkeypatch.setattr(context.replay, "captures_long", True)
+    for at in range(0, 420, 140):
+        step = Step.chain(np.arange(140, dtype=np.int32) % model.config.vocab, at)
+        found = model.ops.read(model.forward(state, step, slice(139, 140)))
+        called = model.ops.run(partial(model._logits, rows=slice(139, 140)), expected, step)
+        assert np.array_equal(found, model.ops.read(called))
+        for each in (state, expected):
+            each.commit(range(140))
+        assert context.replay.captures_long == (at == 0)
 
 
 class Ids:
