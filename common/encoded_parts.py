@@ -67,7 +67,7 @@ class EncodedParts:
         for part in used:
             if part in self._parts:
                 self._parts.move_to_end(part)
-            else:
+            elif len(part) <= REMEMBERED // 4:  # one that is longer would push out all others
                 self._parts[part] = new[part]
                 self._size += len(part) + OVERHEAD
         while self._size > REMEMBERED:

@@ -20,10 +20,9 @@ from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.sending import ClientGoneError, Message, Receive, Send, in_time, sending
 from generate.server.service import Service
-from generate.server.task import Ready, Task, events, prepare, whole
+from generate.server.task import SHORT, Ready, Task, events, is_short, prepare, whole
 from generate.server.wire import Parsed, dumps
 
-SHORT = 1 << 16  # bytes of a body up to which its prompts take less time to prepare than a thread's wait for others
 Found = AsyncIterator[tuple[int, Event]]
 Count = Callable[[int, Event], None]
 
@@ -38,13 +37,15 @@ class Generate:
         """Answer a request; raises ApiError before the reply has begun, and ClientGoneError."""
         facts, request = self.service.facts, Request(scope, receive)
         fields = Fields(await read_json(request))
-        await while_connected(receive, self._answer(fields, facts, is_short(request), scope, send))
+        parse = partial(self.parse, fields, facts)
+        await while_connected(receive, self._answer(parse, declares_few(request), facts, scope, send))
 
-    async def _answer(self, fields: Fields, facts: Facts, short: bool, scope: Message, send: Send) -> None:
-        parsed = self.parse(fields, facts) if short else await run_in_threadpool(self.parse, fields, facts)
+    async def _answer(self, parse: Callable[[], Parsed], few: bool, facts: Facts, scope: Message, send: Send) -> None:
+        """Answer what `parse` reads: at once from a body of few bytes."""
+        parsed = parse() if few else await run_in_threadpool(parse)
         task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
-            preparing = asyncio.ensure_future(self._prepared(task, facts, short and task.grammar is None))
+            preparing = asyncio.ensure_future(self._prepared(task, facts))
             if task.stream:
                 await self._stream(parsed, preparing, began, scope, send)
                 return
@@ -56,11 +57,11 @@ class Generate:
             response = Response(body, media_type="application/json")
             await response(scope, _no_receive, send)
 
-    async def _prepared(self, task: Task, facts: Facts, short: bool) -> list[Ready]:
+    async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
         """The prompts, compressed where the server does that, rendered and encoded."""
         shorter = await self._compressed(task)
         job = partial(prepare, self.service.llm, facts, shorter)
-        if short:
+        if is_short(shorter):
             return await asyncio.get_running_loop().run_in_executor(self.service.short_jobs, job)
         return await run_in_threadpool(job)
 
@@ -128,7 +129,7 @@ class Utility:
         await Response(body, media_type="application/json")(scope, receive, send)
 
 
-def is_short(request: Request) -> bool:
+def declares_few(request: Request) -> bool:
     """Whether a request declares a body of at most SHORT bytes."""
     declared = request.headers.get("content-length", "")
     return declared.isdecimal() and int(declared[:20]) <= SHORT

@@ -15,8 +15,6 @@ from generate.server.facts import Facts, facts_of
 from generate.server.metrics import Metrics
 from generate.server.store import Store
 
-SHORT_JOBS = 2  # threads that prepare short prompts
-
 
 class Service:
     """One model and the requests that it works on.
@@ -28,7 +26,7 @@ class Service:
     draining  the server shuts down: what runs is finished, and nothing else is begun
     store     finished responses that requests may go on from
     compressor  what shortens long prompts, if anything does
-    short_jobs  prepares short prompts in their order; many threads at once would all finish late
+    short_jobs  a thread that prepares short prompts one after the other; many threads at once would all finish late
     """
 
     def __init__(self, most: int, replica: str | None = None):
@@ -36,7 +34,7 @@ class Service:
         self.metrics = Metrics(replica)
         self.store = Store()
         self.compressor: Compressor | None = None
-        self.short_jobs = ThreadPoolExecutor(SHORT_JOBS, "bimetal prompts")
+        self.short_jobs = ThreadPoolExecutor(1, "bimetal prompts")
         self._llm: LLM | None = None
         self._facts: Facts | None = None
 

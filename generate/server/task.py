@@ -14,6 +14,8 @@ from generate.server.errors import failure
 from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
 from generate.server.facts import Facts
 
+SHORT = 1 << 16  # characters of prompts that are prepared in less time than a thread waits for others
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -63,6 +65,21 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
     """Render and encode the prompts, and compile the grammar. Takes up to seconds; raises BimetalError."""
     inner = None if task.grammar is None else facts.grammars.guide(task.grammar)
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in rendered(llm, task)]
+
+
+def is_short(task: Task) -> bool:
+    """Test whether the prompts are prepared in milliseconds: a short request may continue a long conversation."""
+    given = [(each.messages, each.options) if isinstance(each, Chat) else each for each in task.prompts]
+    count, left = 0, list[Any](given)
+    while left and count <= SHORT:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            left += each.keys()
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
+        count += len(each) if isinstance(each, str) else 1
+    return task.grammar is None and count <= SHORT
 
 
 def rendered(llm: LLM, task: Task) -> list[Prepared]:

@@ -217,3 +217,23 @@ def test_the_sdk_reads_replies_and_streams(scripted):
         assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
         assert json.loads(response.output[2].arguments) == {"a": 1}
     assert sdk.responses.retrieve(whole.id).id == whole.id
+
+
+def test_where_prompts_are_prepared(scripted, monkeypatch):
+    """A short request may continue a long conversation, which takes a thread of its own and delays no short prompt."""
+    from generate.server import task
+
+    threads, prepare = list[str](), scripted.llm.prepare_chat
+
+    def noted(*args, **options):
+        threads.append(threading.current_thread().name)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(scripted.llm, "prepare_chat", noted)
+    monkeypatch.setattr(task, "SHORT", 100)
+    short = ask(scripted, input="Hello.").json()
+    long = ask(scripted, input="word " * 40).json()
+    ask(scripted, input="More.", previous_response_id=short["id"])
+    ask(scripted, input="More.", previous_response_id=long["id"])
+    ask(scripted, input="Hello.", text={"format": {"type": "json_object"}})
+    assert [name.startswith("bimetal prompts") for name in threads] == [True, False, True, False, False]
