@@ -73,6 +73,8 @@ class Tokenizer:
             raise BimetalError(
                 f"the tokenizer decodes with {decoder or 'nothing'}; byte-level BPE and SentencePiece are supported"
             )
+        backend.no_padding()  # settings of training, which a file may hold
+        backend.no_truncation()
         self._backend = backend
         self._lock = Lock()  # parse_special is a setting of the backend, not an argument
         self._added = {id: token.content.encode() for id, token in added.items()}

@@ -376,6 +376,19 @@ def test_folder(folder):
     assert load_tokenizer(folder / "model.safetensors", {}).encode("Hi") == tokenizer.encode("Hi")
 
 
+def test_settings_of_training_in_a_file_change_nothing(folder):
+    """Padding would lengthen the parts of a prompt, which are encoded together; truncation would cut it."""
+    text = "<|im_start|>Hi<|im_end|>" + "a longer text " * 20
+    expected = load_tokenizer(folder, {}).encode_and_find(text)
+    backend = bpe("qwen2")._backend
+    backend.enable_padding(pad_id=IM_END, pad_token="<|im_end|>")
+    backend.enable_truncation(8)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder, {})
+    assert tokenizer.encode_and_find(text) == expected
+    assert tokenizer.encode(text) == expected[0]
+
+
 def test_folder_of_a_sentencepiece_model(tmp_path):
     spm()._backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path, {"bos_token_id": BOS})
