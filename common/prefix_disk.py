@@ -44,6 +44,10 @@ class Known:
     base: str
     header: Header | None = None
 
+    @classmethod
+    def of(cls, header: Header) -> "Known":
+        return cls(header.tokens, header.long_steps, header.base, header)
+
     def begins(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> bool:
         """Whether a longer state with such tokens and long steps went through this one."""
         n = len(self.tokens)
@@ -133,7 +137,7 @@ class PrefixDisk:
             elif NAME.fullmatch(path.name):
                 try:
                     header = read_header(path, self.fingerprint)
-                    self.known[header.key] = Known(header.tokens, header.long_steps, header.base, header)
+                    self.known[header.key] = Known.of(header)
                 except (BimetalError, OSError) as error:
                     self._ignore(path, error)
         for key, known in sorted(self.known.items(), key=lambda item: len(item[1].tokens)):
@@ -157,29 +161,37 @@ class PrefixDisk:
         """Read a state with the rows of all files that it continues; None, and a line on stderr, if one is damaged."""
         parts, at = list[Saved](), key
         while True:
-            known = self.known.get(at)
-            if known is None or known.header is None:
-                self._forget(key, delete=True)  # its beginning is gone
-                return None
+            path = self._path(at)
             try:
-                part = read(known.header, point=at == key)
+                header = self._adopted(at)
+                part = read(header, point=at == key)
                 if parts and (part.first >= parts[-1].first or len(part.tokens) != parts[-1].first):
-                    raise DamagedError(f"{known.header.path} lacks the tokens of the files that continue it")
-                if parts and not known.begins(parts[0].tokens, parts[0].long_steps):
-                    raise DamagedError(f"{known.header.path} has other tokens than the files that continue it")
+                    raise DamagedError(f"{path} lacks the tokens of the files that continue it")
+                if parts and not Known.of(header).begins(parts[0].tokens, parts[0].long_steps):
+                    raise DamagedError(f"{path} has other tokens than the files that continue it")
                 parts.append(part)
                 if any(_rows_alike(part) != _rows_alike(parts[0]) for part in parts):
-                    raise DamagedError(f"{known.header.path} has rows of another shape than the files that continue it")
+                    raise DamagedError(f"{path} has rows of another shape than the files that continue it")
+            except FileNotFoundError:  # another process made room
+                self._forget(key, delete=True)
+                return None
             except (BimetalError, OSError) as error:
-                self._ignore(known.header.path, error)
+                self._ignore(path, error)
                 self._forget(at)
                 return None
-            if not known.base:
+            if not header.base:
                 break
-            at = known.base
+            at = header.base
         rows = zip(*(part.rows for part in reversed(parts)), strict=True)
         joined = [[array for arrays in files for array in arrays] for files in rows]
         return Saved(parts[0].tokens, parts[0].long_steps, 0, joined, parts[0].point)
+
+    def _adopted(self, key: str) -> Header:
+        """Read the header of a file, which another process may have written; raises BimetalError, OSError."""
+        header = read_header(self._path(key), self.fingerprint)
+        with self._lock:
+            self.known[key] = Known.of(header)
+        return header
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -201,34 +213,39 @@ class PrefixDisk:
 
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
+            key, saved = job
             try:
-                self._write(*job)
+                self._write(key, saved)
+            except Exception as error:  # also of a backend's copy
+                self._forget(key)
+                with suppress(Exception):
+                    self.report(f"a state of {len(saved.tokens)} tokens is not written to {self.folder}: {error}")
             finally:
                 self._jobs.task_done()
-                del job
+                del job, saved
         self._jobs.task_done()
 
     def _write(self, key: str, saved: Saved) -> None:
         with self._lock:
-            base = self.known[key].base
+            known = self.known.get(key)
+            base = known.base if known else ""
             self._touch(base)
             before = self.known.get(base)
+        if known is None:  # forgotten while it waited: a file of that name was deleted to make room
+            return
         if base and (before is None or before.header is None):
             self._forget(key)  # the file that it continues could not be written
             return
-        try:
-            saved.finish()
-            if not self._make_room(file_bytes(saved), base):
-                self._forget(key)
-                return
-            write(self._path(key), self.fingerprint, saved, base)
-            header = read_header(self._path(key), self.fingerprint)
-        except (BimetalError, OSError, RuntimeError) as error:  # the last one of a backend's copy
-            self.report(f"a state of {len(saved.tokens)} tokens is not written to {self.folder}: {error}")
+        with suppress(BimetalError, OSError):
+            self._adopted(key)  # another process has written it
+            return
+        saved.finish()
+        if not self._make_room(file_bytes(saved), base):
             self._forget(key)
             return
+        write(self._path(key), self.fingerprint, saved, base)
+        self._adopted(key)
         with self._lock:
-            self.known[key] = Known(header.tokens, header.long_steps, base, header)
             self._touch(key)
 
     def _make_room(self, need: int, base: str) -> bool:

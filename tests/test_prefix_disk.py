@@ -252,21 +252,69 @@ def test_a_file_that_another_process_deleted(tmp_path):
         assert opened.lines == []
 
 
+def test_a_state_that_another_process_writes_too(tmp_path):
+    """The second process, which lacks the file that the first one's state continues, keeps what is there."""
+    with Opened(tmp_path) as one, Opened(tmp_path) as other:
+        one.offer(True, text(100), turn=100)
+        one.offer(True, text(400), turn=100)
+        written = files(tmp_path)
+        other.offer(True, text(400), turn=100)
+        assert files(tmp_path) == written
+        for opened in (one, other):
+            opened.cache.clear()
+            assert opened.found(True, text(401), turn=100, end=400) == 400
+            assert opened.lines == []
+
+
+def test_a_state_that_another_process_replaced(tmp_path):
+    """A file may change between two reads of it; what it holds is used, and nothing is called damaged."""
+    with Opened(tmp_path) as one:
+        one.offer(True, text(100), turn=100)
+        one.offer(True, text(400), turn=100)
+        with Opened(tmp_path / "elsewhere") as other:
+            other.offer(True, text(400), turn=100)
+        (whole,) = files(tmp_path / "elsewhere")
+        whole.replace(one.disk.folder / whole.name)
+        one.cache.clear()
+        assert one.found(True, text(401), turn=100, end=400) == 400
+        assert one.lines == []
+
+
+def test_a_file_of_the_name_of_a_waiting_state_makes_room(tmp_path, monkeypatch):
+    """A process deletes the oldest file, which is another's of a state that it is about to write itself."""
+    copied = threading.Event()
+    with Opened(tmp_path, budget=22000) as opened, Opened(tmp_path) as other:
+        other.offer(True, text(300, 1))
+        monkeypatch.setattr(Fake, "when_saved", lambda self, arrays=None: copied.wait)
+        for tokens in (text(500, 2), text(300, 1)):
+            opened.cache.offer(tokens, Fake(True, tokens))
+        copied.set()
+        opened.disk.flush()
+        opened.offer(True, text(60, 3))
+        opened.cache.clear()
+        assert opened.found(True, text(61, 3)) == 60
+        assert opened.lines == []
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BimetalError, match="cannot be made: Not a directory"):
         PrefixDisk(tmp_path / "file" / "folder", 10**6, MODEL)
 
 
-def test_a_disk_that_is_full(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no 3 GB more")])
+def test_a_disk_that_is_full(error, tmp_path, monkeypatch):
     def write(*_):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("common.prefix_disk.write", write)
     with Opened(tmp_path) as opened:
         opened.offer(True, text(100))
         assert "a state of 100 tokens is not written" in opened.lines[0]
         assert opened.found(True, text(101)) == 100, "the memory tier has it"
+        monkeypatch.undo()
+        opened.offer(True, text(90, 1))
+        assert len(files(tmp_path)) == 1
 
 
 def mutations(data, count):
