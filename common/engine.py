@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import suppress
-from traceback import clear_frames
+from traceback import clear_frames, print_exc
 from typing import Any
 
 from common.decode.alone import drafted
@@ -79,7 +79,7 @@ class Engine:
         self._inbox: deque[Sequence] = deque()
         self._lock = threading.Lock()
         self._arrivals = 0
-        self._forgets = False
+        self._forgets = self._is_closed = False
 
     @property
     def slots(self) -> List[Slot]:
@@ -102,11 +102,18 @@ class Engine:
         """Queue a call; raises UsageError or BimetalError where it cannot be served, BusyError for a full queue."""
         sequence = Sequence(self.target, call)
         with self._lock:
+            if self._is_closed:
+                raise BimetalError("the model is closed")
             self.schedule.check_room(len(self._inbox) + len(self.waiting))
             self._arrivals += 1
             sequence.arrival = self._arrivals
             self._inbox.append(sequence)
         return sequence
+
+    def close(self) -> None:
+        """Refuse further calls."""
+        with self._lock:
+            self._is_closed = True
 
     def reset(self) -> None:
         """Have the next turn forget what idle slots hold, before it begins a call."""
@@ -235,11 +242,14 @@ class Engine:
         if error is None:
             try:
                 sequence.finish()
-                self._offer(sequence)
             except Exception as raised:  # of the caller's own functions
                 error = raised
-        if error is not None:
+        try:
             sequence.call.ended(error)
+            if error is None:
+                self._offer(sequence)
+        except Exception:  # of nobody's call, since this one has ended
+            print_exc()
 
     def _offer(self, sequence: Sequence) -> None:
         """Keep the state at the end of a reply, whose rows have the bits of a prompt's."""
@@ -262,6 +272,7 @@ class Engine:
         slot, error = sequence.slot, None
         if slot is None:
             return None
+        slot.forget_saved()
         try:
             if sequence.decoder is not None:
                 sequence.decoder.close()

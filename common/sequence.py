@@ -308,7 +308,7 @@ class Sequence:
         return Logprob.of(host[-1], token, self.options.logprobs)
 
     def finish(self) -> None:
-        """Put the last piece, with the reason and the figures, and tell the caller of the end."""
+        """Put the last piece, with the reason and the figures."""
         if not self.text.stopped:
             self.pending.text += self.text.flush()  # a character that the end cuts in half is not shown
         self.pending.finish_reason = self.reason
@@ -331,4 +331,3 @@ class Sequence:
             experts=None if stream is None else stream.stats(self.experts),
         )
         self.call.put(self.pending)
-        self.call.ended(None)

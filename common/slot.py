@@ -97,10 +97,13 @@ class Slot:
         return same and reading.continues_from(length, self.state.long_steps)
 
     def _mark(self, prompt: list[int], reading: Reading) -> Mark | None:
-        """The last mark at which the prompt can continue; a prompt that ends there needs its logits."""
+        """Return the last mark at which the prompt can continue.
+
+        A prompt that ends at a mark needs its logits, and a reading that leaves nothing to the decoder.
+        """
         for mark in reversed(self.marks):
             n = mark.length
-            goes_on = n < len(prompt) or (n == len(prompt) and mark.logits is not None)
+            goes_on = n < len(prompt) or (n == len(prompt) == reading.end and mark.logits is not None)
             before = [step for step in self.state.long_steps if step[0] < n]
             if goes_on and self.tokens[:n] == prompt[:n] and reading.continues_from(n, before):
                 return mark
@@ -122,6 +125,10 @@ class Slot:
         assert self._saved is not None
         arrays, length, long_steps = self._saved
         self.state.load(arrays, length, long_steps)
+        self.forget_saved()
+
+    def forget_saved(self) -> None:
+        """Free the copy on the host of a suspended sequence."""
         self._saved = None
 
     def mark(self, length: int, turns: Collection[int], logits: Any = None) -> None:

@@ -36,8 +36,7 @@ class Slots:
     def renew(self) -> None:
         """Drop all slots and the pool, after a failure of the backend."""
         self.slots.clear()
-        self.pool = None  # before another one takes its memory
-        self.pool = self._new_pool()
+        self.pool = None  # the next call takes memory for another one, or ends with the error
 
     def reset(self, taken: Collection[Slot | None]) -> None:
         """Forget what idle slots hold."""
@@ -74,6 +73,8 @@ class Slots:
 
         running  slots that are taken, and the tokens that each will hold
         """
+        if not self.slots and self.pool is None:
+            self.pool = self._new_pool()
         taken = [slot for slot, _ in running]
         idle = sorted((slot for slot in self.slots if slot not in taken), key=lambda slot: slot.used)
         best = max(idle, key=lambda slot: slot.reusable(prompt, reading), default=None)

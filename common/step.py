@@ -184,7 +184,8 @@ class State:
         self.capacity = capacity  # most tokens that may ever be committed
         self.length = 0  # committed tokens
         self.long_steps: list[LongStep] = []  # of the committed tokens
-        self._rewound_to: list[int] = []
+        self._rewinds = 0  # restores so far
+        self._lowest: list[tuple[int, int]] = []  # number and length of each restore that no later one went below
 
     def __getitem__(self, layer: int) -> Any:
         return self.layers[layer]
@@ -212,17 +213,22 @@ class State:
 
     def snapshot(self) -> Snapshot:
         """Return a point for `restore` of this state; a restore to an earlier point makes it invalid."""
-        return Snapshot(self.length, [state.snapshot() for state in self._all()], len(self._rewound_to))
+        return Snapshot(self.length, [state.snapshot() for state in self._all()], self._rewinds)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to `snapshot`; raises ValueError if its rows may have been overwritten after an earlier restore."""
-        if any(length < snapshot.length for length in self._rewound_to[snapshot.rewinds :]):
+        if any(number >= snapshot.rewinds and length < snapshot.length for number, length in self._lowest):
             raise ValueError(f"the snapshot at {snapshot.length} tokens is gone: the state went back to before it")
-        self._rewound_to.append(snapshot.length)
+        self._note_rewind(snapshot.length)
         self.length = snapshot.length
         self._forget_long()
         for state, saved in zip(self._all(), snapshot.layers, strict=True):
             state.restore(saved)
+
+    def _note_rewind(self, length: int) -> None:
+        lower = [restore for restore in self._lowest if restore[1] < length]
+        self._lowest = [*lower, (self._rewinds, length)]
+        self._rewinds += 1
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +318,7 @@ class State:
             state.load(length, rows[:own], point[:beside])
             rows, point = rows[own:], point[beside:]
         self.length = length
-        self._rewound_to.append(0)  # the rows of earlier snapshots are gone
+        self._note_rewind(0)  # the rows of earlier snapshots are gone
 
 
 def _joined(parts: Parts) -> Shape:

@@ -314,6 +314,11 @@ class LLM:
 
     def _free(self) -> None:
         """Drop the model, and write what its experts were used for, where a file is named for that."""
+        if not hasattr(self, "_engine"):  # two threads have closed it
+            return
+        self._engine.close()
+        for cancel in list(self._running):  # of a call that came since
+            cancel.set()
         self._engine.drain()
         stream = getattr(self._engine.model, "expert_stream", None)
         self._owner.turn = lambda: False
@@ -414,8 +419,8 @@ class LLM:
             turns = prompt.turns
             marks = {turns.system: "system", turns.begun: "turn"}
             call = Call(prompt.tokens, how, put_parsed, ended, cancel, turns.shared, marks, turns.replies)
-            self._engine.submit(call)
             self._running.add(cancel)
+            self._engine.submit(call)
             self._owner.wake()
 
         return start

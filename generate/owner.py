@@ -9,11 +9,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import BimetalError
 
 T = TypeVar("T")
+CLOSED = "the model is closed"
 
 
 class Inbox:
@@ -71,7 +73,7 @@ class Owner:
         self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
         self._due: deque[Callable[[], None]] = deque()
         self._at_end = at_end
-        self._process = os.getpid()
+        self._process, self._has_ended = os.getpid(), False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -102,6 +104,8 @@ class Owner:
         """Queue a job."""
         future: Future[T] = Future()
         self._jobs.put((future, job))
+        if self._has_ended:
+            self._refuse_jobs()
         return future
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> Inbox:
@@ -114,8 +118,17 @@ class Owner:
             self._due.popleft()()
 
     def wake(self) -> None:
-        """Have `turn` called until nothing is left."""
+        """Have `turn` called until nothing is left; raises BimetalError where nothing calls it any more."""
         self.put(lambda: None)
+        if self._has_ended:
+            raise BimetalError(CLOSED)
+
+    def _refuse_jobs(self) -> None:
+        """End the jobs that nobody will run."""
+        with suppress(queue.Empty):
+            while True:
+                if (item := self._jobs.get_nowait()) is not None and item[0].set_running_or_notify_cancel():
+                    item[0].set_exception(BimetalError(CLOSED))
 
     def close(self) -> None:
         """Let the jobs handed in so far and what runs beside them finish, and end the thread."""
@@ -129,9 +142,11 @@ class Owner:
             while not (busy and jobs.empty()):
                 item = jobs.get()
                 if item is None:
+                    self._has_ended = True
                     while self.turn():
                         pass
                     self.deliver()
+                    self._refuse_jobs()
                     del self.turn, item  # and with it the model
                     self._at_end()
                     return

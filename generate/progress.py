@@ -1,5 +1,7 @@
 """Progress bar of a long prompt, for callers of the Python API."""
 
+from contextlib import suppress
+
 from tqdm.auto import tqdm
 
 from common.scores import PREFILL_ROWS
@@ -15,11 +17,13 @@ class PrefillBar:
         """Show that `read` of `total` tokens have been read."""
         if total <= PREFILL_ROWS:
             return
-        if self._bar is None:
-            self._bar = tqdm(total=total, desc="prefill", unit="token", leave=False, disable=None)
-        self._bar.update(read - self._bar.n)
+        with suppress(OSError):  # the terminal is gone, and the reply goes on
+            if self._bar is None:
+                self._bar = tqdm(total=total, desc="prefill", unit="token", leave=False, disable=None)
+            self._bar.update(read - self._bar.n)
 
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()

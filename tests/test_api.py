@@ -22,6 +22,7 @@ from common.errors import BimetalError, UsageError
 from common.reference import NumpyOps
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
+from generate import progress
 from generate.owner import Inbox, Owner
 
 ROOT = Path(__file__).parents[1]
@@ -541,6 +542,25 @@ def test_what_has_come_is_delivered_before_a_job_runs():
     owner.close()
     loop.close()
     assert done == ["woken", "job"]
+
+
+def test_jobs_that_come_after_the_end_are_refused():
+    owner = Owner("owner", lambda: None)
+    owner.close()
+    with pytest.raises(BimetalError, match="closed"):
+        owner.put(lambda: None).result(10)
+    with pytest.raises(BimetalError, match="closed"):
+        owner.wake()
+
+
+def test_a_progress_bar_whose_terminal_is_gone_ends_no_reply(folder, monkeypatch):
+    def gone(*args, **options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(progress, "tqdm", gone)
+    monkeypatch.setattr(progress, "PREFILL_ROWS", 8)
+    with generate.load(folder, backend="numpy", ctx=256, progress=True) as llm:
+        assert llm.generate("a prompt of more than eight tokens", max_tokens=3).finish_reason == "length"
 
 
 def test_a_closed_event_loop_is_freed_with_what_it_never_fetched():

@@ -398,6 +398,68 @@ def test_a_failing_backend_ends_all_with_one_sentence(monkeypatch):
     assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
 
 
+def test_calls_that_wait_end_where_a_failed_backend_has_no_memory_left(monkeypatch):
+    """Memory for the slots is taken again by the next call, which ends with the error; a later one is served."""
+    model = tiny.load("llama", PooledOps())
+    engine = Engine(model, Ids(), CONTEXT, parallel=2)
+    running = [submit(engine, [5, 6, 7 + n], max_tokens=12) for n in range(2)]
+    for _ in range(4):
+        engine.turn()
+    waiting = submit(engine, [5, 6, 30], max_tokens=12)
+
+    def broken(*rest):
+        raise RuntimeError("an illegal address")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", broken)
+        patch.setattr(PooledOps, "new_pool", broken)
+        engine.drain()
+    assert [type(reply.error) for reply in (*running, waiting)] == [BimetalError, BimetalError, RuntimeError]
+    (again,) = drain(engine, [submit(engine, [5, 6, 7], max_tokens=12)])
+    assert again.tokens == alone(model, [5, 6, 7], max_tokens=12).tokens
+    assert engine.slots[0].state.pool is engine.memory.pool
+
+
+def test_a_caller_whose_end_fails_ends_alone(capsys):
+    engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel=2)
+    other, ends = submit(engine, [5, 6, 7], max_tokens=12), []
+
+    def end(error):
+        ends.append(error)
+        raise OSError(5, "the terminal is gone")
+
+    engine.submit(Call([5, 6, 8], GenerationOptions(max_tokens=2), lambda piece: None, end, threading.Event()))
+    drain(engine, [other])
+    assert (ends, len(other.tokens), other.error) == ([None], 12, None)
+    assert "the terminal is gone" in capsys.readouterr().err
+
+
+def test_a_closed_engine_refuses_calls():
+    engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT)
+    before = submit(engine, [5, 6, 7], max_tokens=3)
+    engine.close()
+    with pytest.raises(BimetalError, match="is closed"):
+        submit(engine, [5, 6, 7], max_tokens=3)
+    engine.drain()
+    assert len(before.tokens) == 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prompt_that_another_decoder_has_read_gives_the_text_of_a_fresh_slot(seed):
+    """Windows with `sure` begin with the prompt's last token, which a slot may have read with the others."""
+    model = tiny.load("qwen3", NumpyOps())
+    model = replace(model, config=replace(model.config, mask_id=MASK))
+    prompt = np.random.default_rng(seed).integers(5, MASK, 42).tolist()
+    checked = {"max_tokens": 8, "wedlm_preset": "checked", "wedlm_tau": 4.4, "wedlm_sure": 4.3}
+    engine, fresh = Engine(model, Ids(), CONTEXT), Engine(model, Ids(), CONTEXT)
+    submit(engine, prompt, spec="off", max_tokens=1)
+    engine.drain()
+    replies = [submit(each, prompt, **checked) for each in (engine, fresh)]
+    for each in (engine, fresh):
+        each.drain()
+    assert replies[0].tokens == replies[1].tokens
+
+
 def test_a_cancelled_sequence_leaves_at_the_next_turn():
     """While it decodes, while its prompt is read, and while it waits."""
     model = tiny.load("llama", NumpyOps())
@@ -760,6 +822,21 @@ def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_
         assert reply.error is None
         expected = alone(alike, prompt, **how)
         assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
+
+
+def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path):
+    engine = without_clock(Engine(tiny.load("llama", PooledOps()), Ids(), CONTEXT, parallel=2))
+    for n in range(2):
+        submit(engine, [5 + n, *range(10, 60)], max_tokens=30)
+    while len(engine.running) < 2 or not all(each.new for each in engine.running):
+        engine.turn()
+    engine._make_room(NoRoomError("no memory for a step"))
+    (suspended,) = engine.suspended
+    assert suspended.slot._saved is not None
+    suspended.call.cancel.set()
+    engine.drain()
+    assert suspended.reason == "cancelled"
+    assert all(slot._saved is None for slot in engine.slots)
 
 
 def drain_within(engine, replies, arrivals, random):

@@ -208,6 +208,16 @@ def test_restore_of_a_lost_snapshot(model):
     assert_same_state(model, state, started(model, 3))
 
 
+def test_many_restores_leave_nothing(model):
+    state = model.new_state(40)
+    empty = state.snapshot()
+    for _ in range(50):
+        tiny.run(model, state, TEXT[:3])
+        state.snapshot()
+        state.restore(empty)
+    assert len(state._lowest) == 1
+
+
 def test_states_are_apart(model):
     """Two sequences in turns do not affect each other."""
     one, other = started(model, 3), model.new_state(tiny.CAPACITY)
