@@ -11,6 +11,7 @@ from common.tokenizer import Tokenizer
 from common.tools import CLOSE, GLM, HERMES, OPEN, QWEN_XML, Schemas, Syntax
 
 MOST_CALLS = 16  # of one reply
+MOST_RULES = 1 << 20  # characters of a tool's rules
 
 
 def reply_grammar(schema: Any, calls: str) -> str:
@@ -88,6 +89,8 @@ def _arguments(rule: str, schema: Mapping[str, Any], literals: _Literals, frame:
         else:
             described = {**given, **{k: schema[k] for k in ("$defs", "definitions") if k in schema}} if given else {}
             rules.append(f"{value}_arg: {head} {value} {literals.of(closing)}\n{json_rule(value, described, True)}")
+            if (size := sum(map(len, rules))) > MOST_RULES:  # definitions are repeated for each parameter
+                raise UsageError(f"a tool's schema gives a grammar of {size} characters; at most {MOST_RULES} are read")
     return f"{rule}: {' '.join([*parts, literals.of(end)])}\n" + "".join(rules)
 
 

@@ -5,7 +5,6 @@ chooses on the host, row after row along the accepted path: the text is the same
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -52,6 +51,7 @@ class AfterReasoning:
         self._ended = False
         self._text = b""  # of the reasoning so far, or of the reply before it
         self._forced: list[int] = []
+        self._spills: dict[bytes, list[int]] = {}
         self._count = 0
         if not is_open and inner is not None:  # a reply that must follow a grammar cannot open its reasoning itself
             self._end()
@@ -101,9 +101,13 @@ class AfterReasoning:
         self._ended = True
         self._guide = None if self._inner is None else self._inner()
 
-    @lru_cache(maxsize=16)  # noqa: B019  a guide lives as long as its reply
     def _spilling(self, rest: bytes) -> list[int]:
-        """Tokens that would close the reasoning and begin the reply at once, unseen by the guide of the reply."""
-        tokens = range(self._tokenizer.vocab_size)
-        texts = ((token, self._tokenizer.token_bytes(token)) for token in tokens)
-        return [token for token, text in texts if text.startswith(rest) and text[len(rest) :].strip()]
+        """Tokens that would close the reasoning and begin the reply at once, unseen by the guide of the reply.
+
+        rest  what the closing tag lacks
+        """
+        if rest not in self._spills:
+            texts = ((token, self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size))
+            found = [token for token, text in texts if text.startswith(rest) and text[len(rest) :].strip()]
+            self._spills[rest] = found
+        return self._spills[rest]

@@ -125,6 +125,13 @@ def test_a_grammar_that_is_none_is_refused(nonsense):
         call_rules(find_syntax("<tool_call> arguments"), {}, nonsense.tokenizer, False)
 
 
+def test_definitions_that_each_parameter_repeats_are_bounded(nonsense):
+    listed = {"$ref": "#/$defs/long"}
+    tool = {"properties": {f"p{i}": listed for i in range(900)}, "$defs": {"long": {"enum": ["x" * 10] * 2000}}}
+    with pytest.raises(UsageError, match=r"a grammar of \d+ characters; at most 1048576 are read"):
+        call_rules(QWEN_XML, {"f": tool}, nonsense.tokenizer, False)
+
+
 def test_windows_of_wedlm_take_no_guide(tmp_path):
     with generate.load(write_model(tmp_path / "model", masked=True), backend="numpy") as llm:
         guide = guide_of(llm, reply_grammar(SCHEMA, ""))
