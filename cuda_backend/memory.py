@@ -138,6 +138,8 @@ class Arena:
         Every call returns the same memory, which grows: a captured graph that uses it is valid until then.
         """
         if nbytes > self.passing.nbytes:
+            if self.frozen:
+                raise RuntimeError("a captured step took more scratch memory than the same step run before it")
             stream.synchronize()
             self.passing = Memory(0)  # the old memory goes before the new one is taken
             self.passing = Memory(nbytes)

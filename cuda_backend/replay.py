@@ -223,11 +223,13 @@ class Replay:
         A program is captured for one slot and length, and replayed for all: its kernels read them from the StepState.
         """
         shape = Shape(here.T)
-        if shape not in table:
+        has_run, program = shape in table, table.pop(shape, None)
+        if program is not None and program.scratch is not self.arena.passing:  # which has grown since
+            has_run, program = False, None
+        if not has_run:
             table[shape] = None
             return self._call(fn, state, here)
-        program = table.pop(shape)
-        if program is None or program.scratch is not self.arena.passing:
+        if program is None:
             try:
                 program = self._captured(fn, state, here, overlap=False)._replace(scratch=self.arena.passing)
             except NotImplementedError:  # CuPy does not capture cuBLAS, whose library was not found: gemm.py
