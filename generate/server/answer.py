@@ -101,14 +101,16 @@ class Generate:
                     failed = writer.push(0, Failed(refused))  # it is too late for a status
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
-                await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
-                async with self._events(prompts, parsed.task, began) as (found, count):
+                begin = b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts)))
+                async with self._events(prompts, parsed.task, began) as (found, count), beside(write(begin)) as begun:
                     async for index, event in found:
                         count(index, event)
                         if isinstance(event, Finish):
                             usages[index] = event.usage
                         if data := b"".join(writer.push(index, event)):
+                            await begun
                             await write(data)
+                    await begun
                 await write(b"".join(writer.end()))
         finally:
             preparing.cancel()
@@ -153,6 +155,16 @@ async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
     if left:
         raise ClientGoneError
     working.result()
+
+
+@asynccontextmanager
+async def beside(work: Awaitable[None]) -> AsyncIterator[Awaitable[None]]:
+    """A task that begins once the block waits for something else, and ends with the block."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 def note(scope: Message, usage: Usage) -> None:
