@@ -46,8 +46,9 @@ class Engine:
     tokens            that sequences may hold together, where they share a pool; None: as many as `parallel` contexts
 
     step_tokens  steps so far by their tokens: those of a prompt, or the new ones of replies
-    deliver      called when pieces that were put should reach their callers: at the end of a turn, or, if the next turn
-                 launches a step at once, after that launch, since threads that wake up may hold up the launch
+    deliver      called when pieces that were put should reach their callers: with a reply's first token, and at the end
+                 of a turn or, if the next turn launches a step at once, after that launch, since threads that wake up
+                 may hold up the launch
     """
 
     def __init__(
@@ -378,10 +379,11 @@ class Engine:
 
     def _hand_out(self, launched: list[Launched]) -> None:
         """Let sequences go on with their answers."""
-        new = 0
+        new, begins = 0, False
         for sequence, request, answer in launched:
             if sequence.request is not request:  # it has ended
                 continue
+            begins |= not sequence.new
             new -= sequence.new
             if isinstance(answer, Exception):
                 self._end(sequence, answer)
@@ -390,6 +392,8 @@ class Engine:
             new += sequence.new
         if new:
             self.step_tokens.observe(new)
+        if begins:  # a first token waits for no further launch
+            self.deliver()
 
     def _make_room(self, error: NoRoomError) -> None:
         """Go on without memory for a step: later, with what launched steps leave, or by suspending a sequence."""

@@ -90,9 +90,11 @@ class Generate:
         """Send the events as they come; a request that is refused before a sign of life is due raises ApiError."""
         writer, usages = parsed.writer(), dict[int, Usage]()
         try:
-            if await in_time(preparing):
+            if is_ready := await in_time(preparing):
                 preparing.result()
             async with sending(send, parsed.media, lambda: writer.ping) as write:
+                if not is_ready:
+                    await write(writer.ping)
                 try:
                     prompts = await preparing
                 except Exception as error:

@@ -123,6 +123,7 @@ class Forward:
         kind = STREAMS[self.dialect == "ollama"]
         ping = ping_of(self.path, body)
         async with sending(send, kind, lambda: b"" if preparing.done() else ping) as write:
+            await write(ping)
             try:
                 data = await preparing
                 async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:

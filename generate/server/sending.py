@@ -22,18 +22,21 @@ class ClientGoneError(Exception):
 
 @asynccontextmanager
 async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIterator[Write]:
-    """Begin a streamed body with status 200, yield what writes a part of it, and end it.
+    """Yield what writes a part of a streamed body, whose status 200 goes before the first part, and end the body.
 
     ping  makes what is sent after HEARTBEAT seconds without a part; b"": nothing
 
     Raises ClientGoneError where the client has read nothing for STALLED seconds.
     """
-    sent, is_sending, is_stalled = time.monotonic(), False, False
+    sent, has_begun, is_sending, is_stalled = time.monotonic(), False, False, False
     task = asyncio.current_task()
 
     async def put(data: bytes, more: bool) -> None:
-        nonlocal sent, is_sending
+        nonlocal sent, has_begun, is_sending
         sent, is_sending = time.monotonic(), True
+        if not has_begun:
+            has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": data, "more_body": more})
         is_sending = False
 
@@ -52,7 +55,6 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
                 await write(data)
 
     headers = [(b"content-type", f"{media}; charset=utf-8".encode()), *HEADERS]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
     beating = asyncio.ensure_future(beat())
     try:
         yield write
