@@ -18,6 +18,7 @@ from generate.server.errors import ApiError, refusal
 from generate.server.events import Event, Failed, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
+from generate.server.log import fault_of
 from generate.server.sending import ClientGoneError, Message, Receive, Send, in_time, sending
 from generate.server.service import Service
 from generate.server.task import SHORT, Ready, Task, events, is_short, prepare, whole
@@ -52,7 +53,7 @@ class Generate:
             prompts = await preparing
             async with self._events(prompts, task, began) as (found, count):
                 replies = await whole(found, len(prompts) * task.n, count)
-            note(scope, total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
+            note(scope, usage=total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # long where it lists probabilities
             response = Response(body, media_type="application/json")
             await response(scope, _no_receive, send)
@@ -100,6 +101,7 @@ class Generate:
                 except Exception as error:
                     if (refused := refusal(error)) is None:
                         raise
+                    note(scope, **fault_of(error, refused))
                     failed = writer.push(0, Failed(refused))  # it is too late for a status
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
@@ -109,6 +111,8 @@ class Generate:
                         count(index, event)
                         if isinstance(event, Finish):
                             usages[index] = event.usage
+                        elif isinstance(event, Failed):
+                            note(scope, **fault_of(event.error, event.error))
                         if data := b"".join(writer.push(index, event)):
                             await begun
                             await write(data)
@@ -117,7 +121,7 @@ class Generate:
         finally:
             preparing.cancel()
             if usages:
-                note(scope, total(usages, parsed.task.n))
+                note(scope, usage=total(usages, parsed.task.n))
 
 
 class Utility:
@@ -169,9 +173,9 @@ async def beside(work: Awaitable[None]) -> AsyncIterator[Awaitable[None]]:
         task.cancel()
 
 
-def note(scope: Message, usage: Usage) -> None:
-    """Leave a reply's figures for the log."""
-    scope.setdefault("bimetal", {})["usage"] = usage
+def note(scope: Message, **values: Any) -> None:
+    """Leave what is known of a reply, such as its usage, for the log."""
+    scope.setdefault("bimetal", {}).update(values)
 
 
 async def _no_receive() -> Message:

@@ -89,9 +89,11 @@ def refusal(error: Exception) -> ApiError | None:
 
 
 def failure(error: Exception) -> ApiError:
-    """Return the error that ends a reply which has begun."""
+    """Return the error that ends a reply which has begun; its cause is `error`, for the log."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, UsageError | PromptTooLongError | BusyError) and (refused := refusal(error)) is not None:
-        return refused
-    return ApiError(500, str(error) if isinstance(error, BimetalError) else "the server failed to write this reply")
+    refused = refusal(error) if isinstance(error, UsageError | PromptTooLongError | BusyError) else None
+    words = str(error) if isinstance(error, BimetalError) else "the server failed to write this reply"
+    failed = refused or ApiError(500, words)
+    failed.__cause__ = error
+    return failed

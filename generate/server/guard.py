@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from common.errors import BimetalError
 from generate.server.errors import ApiError, dialect_of, envelope, refusal
-from generate.server.log import Log, place
+from generate.server.log import Log, fault_of
 from generate.server.page import is_page
 from generate.server.sending import ClientGoneError, Message, Receive, Send
 from generate.server.wire import dumps, new_id
@@ -134,9 +134,7 @@ class Guard:
             note["left"] = True
         except Exception as error:
             refused = no_route(scope, error) if isinstance(error, HTTPException) else refusal(error)
-            note["error"] = (refused and (refused.code or refused.param)) or type(error).__name__
-            if refused is None:
-                note["at"] = place(error)
+            note |= fault_of(error, refused)
             if not status:  # a reply that has begun breaks off here
                 await refuse(refused or ApiError(500, "the server failed to answer this request"))
         finally:

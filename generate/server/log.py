@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.terminal import printable
+from generate.server.errors import ApiError
 from generate.server.events import Usage
 
 MOST_PATH = 200
@@ -62,6 +63,17 @@ def place(error: BaseException) -> str:
     """Return where an error was raised, without its message, which may hold a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return f"{type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames))
+
+
+def fault_of(error: Exception, told: ApiError | None) -> dict[str, str]:
+    """Return the entries of a request's line for an error: its code, or of a fault of ours its type and place.
+
+    told  the refusal that the client gets; None: none
+    """
+    cause = (told and told.__cause__) or error
+    if told is None or told.status == 500:
+        return {"error": type(cause).__name__, "at": place(cause)}
+    return {"error": told.code or told.param or type(cause).__name__}
 
 
 class _Handler(logging.Handler):

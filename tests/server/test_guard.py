@@ -401,6 +401,33 @@ def test_a_fault_of_ours_names_its_place_and_nothing_else(scripted):
     assert "secret" not in written + response.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat", "/v1/responses"])
+def test_a_fault_of_the_engine_names_its_place_and_nothing_else(scripted, path, stream):
+    scripted.llm.error = ZeroDivisionError("Hello? is a secret")
+    body = {**USER, "max_tokens": 9, "input": "Hello?", "stream": stream}
+    response = scripted.post(path, json=body)
+    assert response.status_code == (200 if stream else 500)
+    [line] = scripted.log.getvalue().splitlines()
+    assert ' error=ZeroDivisionError at="ZeroDivisionError at scripted.py' in line
+    assert "secret" not in line + response.text
+
+
+def test_a_refusal_within_a_stream_is_in_the_log(scripted, monkeypatch):
+    from common.schedule import BusyError
+    from generate.server import sending
+
+    scripted.llm.error = BusyError("Hello? is a secret")
+    scripted.post(CHAT, json={**USER, "stream": True})
+    monkeypatch.setattr(sending, "HEARTBEAT", 0.0)
+    scripted.post(CHAT, json={"messages": [{"role": "user", "content": "a" * 9999}], "stream": True})
+    busy, late = scripted.log.getvalue().splitlines()
+    assert " status=200 " in busy
+    assert busy.endswith(" error=BusyError")
+    assert " status=200 " in late
+    assert late.endswith(" error=context_length_exceeded")
+
+
 def test_libraries_write_to_the_log(scripted, capfd):
     """What the HTTP server and the event loop warn of has the log's form, and no message of an exception."""
     from generate.server.log import Log, forwarding
