@@ -14,6 +14,7 @@ from generate.server.events import Event, Usage, Whole
 from generate.server.task import Task
 
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
+ENDS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}  # where some clients end a line, beside "\n"
 
 
 class StreamWriter(Protocol):
@@ -53,7 +54,15 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def dumps(value: Any) -> bytes:
-    return _encode(value).encode(errors="replace")
+    return _bytes(_encode(value))
+
+
+def _bytes(text: str) -> bytes:
+    """Encode JSON text, whose ends of lines can only stand in strings, as one line."""
+    if not text.isascii():
+        for end, escaped in ENDS.items():
+            text = text.replace(end, escaped)
+    return text.encode(errors="replace")
 
 
 class Frame:
@@ -76,7 +85,7 @@ class Frame:
         parts: list[bytes] = []
         for before, value in zip(self._before, values, strict=True):
             text = encode_basestring(value) if isinstance(value, str) else str(value)
-            parts += before, text.encode(errors="replace")
+            parts += before, _bytes(text)
         return b"".join((*parts, self._end))
 
 
