@@ -59,7 +59,7 @@ class Policy:
     def allows_host(self, host: str) -> bool:
         """Whether a Host header names this machine: a page that rebinds its own name to our address does not."""
         try:
-            name = urlsplit(f"//{host}").hostname or ""
+            name = host_name(urlsplit(f"//{host}").hostname or "")
         except ValueError:
             return False
         if name == "localhost" or name.endswith(".localhost") or name in self.hosts:
@@ -83,6 +83,11 @@ class Policy:
         given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         found = digest(given)
         return any([hmac.compare_digest(found, key) for key in self.keys])
+
+
+def host_name(name: str) -> str:
+    """Return a host's name in the form in which names are compared."""
+    return name.lower().rstrip(".")
 
 
 def digest(key: str) -> bytes:

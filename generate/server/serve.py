@@ -21,7 +21,7 @@ from generate.server import proxy
 from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
 from generate.server.connection import Connection
-from generate.server.guard import Policy, key_of, keys_of
+from generate.server.guard import Policy, host_name, key_of, keys_of
 from generate.server.log import Log, forwarding
 from generate.server.service import Service
 from generate.server.upstream import Upstream
@@ -91,7 +91,9 @@ def policy_of(args: argparse.Namespace) -> Policy:
             f"--host {args.host} is reached from other machines: give --api-key-file FILE, set {KEY}, or choose "
             "--insecure to serve anybody"
         )
-    return Policy(keys, args.allow_host or (), args.cors_origin or ())
+    hosts = [host_name(host) for host in args.allow_host or ()]
+    origins = [origin.lower().rstrip("/") for origin in args.cors_origin or ()]  # as browsers send them
+    return Policy(keys, hosts, origins)
 
 
 def compression_of(args: argparse.Namespace) -> Compression | None:

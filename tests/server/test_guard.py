@@ -122,6 +122,9 @@ def test_a_body_has_one_length(scripted):
     ("host", "status"),
     [
         ("localhost:8080", 200),
+        ("localhost.:8080", 200),
+        ("LOCALHOST", 200),
+        ("My.Host.", 200),
         ("127.0.0.1", 200),
         ("[::1]:8080", 200),
         ("192.168.1.7:8080", 200),
@@ -161,6 +164,17 @@ def test_origins(scripted, policy, origin, status):
     assert preflight.status_code == (204 if status == 200 else 403)
     if status == 200:
         assert preflight.headers["access-control-allow-headers"] == "x-stainless-os"
+
+
+def test_hosts_and_origins_are_compared_as_clients_send_them(scripted):
+    from generate.server.serve import policy_of
+
+    flags = ["--allow-host", "My.Host.", "--cors-origin", "https://Page.example/", "--api-key", "k"]
+    client = client_of(scripted.llm, "scripted", policy_of(parse(["serve", *flags])))
+    headers = {"host": "my.host", "origin": "https://page.example"}
+    answer = client.get("/health", headers=headers)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://page.example")
+    assert client.get("/health", headers={**headers, "origin": "https://other.example"}).status_code == 403
 
 
 def test_listening_beyond_this_machine_needs_a_key(monkeypatch):
