@@ -22,14 +22,19 @@ def check_tokens(tokens: Any, vocab: int) -> list[int]:
         tokens = tokens.tolist()
     if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
         raise UsageError(f"the prompt is {shown(tokens)}; it must be text or a sequence of token ids")
-    if not tokens:
-        raise UsageError("the prompt is empty; it must have at least one token")
+    check_not_empty(tokens)
     for token in tokens:
         if not isinstance(token, int | np.integer) or isinstance(token, bool):
             raise UsageError(f"the prompt has a token id {shown(token)}; it must be a whole number")
         if not 0 <= token < vocab:
             raise UsageError(f"token id {shown(int(token))} is outside the vocabulary of {vocab}")
     return [int(token) for token in tokens]
+
+
+def check_not_empty(tokens: Sequence[int]) -> None:
+    """Refuse a prompt without tokens: UsageError."""
+    if not tokens:
+        raise UsageError("the prompt is empty; it must have at least one token")
 
 
 def check_fits(tokens: int, context: int, trained: int) -> None:

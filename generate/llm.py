@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
-from common.checks import check_fits, check_tokens, default_spec, speculation_of
+from common.checks import check_fits, check_not_empty, check_tokens, default_spec, speculation_of
 from common.engine import Engine
 from common.errors import BimetalError
 from common.expert_stats import ExpertStats
@@ -243,7 +243,7 @@ class LLM:
 
     @takes_options(ChatOptions)
     def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
-        """Render and encode `messages`; raises PromptTooLongError beyond the context."""
+        """Render and encode `messages`; raises PromptTooLongError beyond the context, UsageError without tokens."""
         return self._prepare_chat(messages, options)
 
     @takes_options(GenerationOptions)
@@ -359,6 +359,7 @@ class LLM:
         how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
         render: Render = partial(self.tokenizer.chat_prompt, tools=options.tools, **how)
         prompt = render(messages, context=self.context)
+        check_not_empty(prompt.tokens)
         check_fits(len(prompt.tokens), self.context, self.trained_context)
         parser = partial(ReplyParser, prompt.template, prompt.text, options.tools)
         header = self._reply_header(render, prompt.template, how)

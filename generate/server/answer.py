@@ -89,7 +89,7 @@ class Generate:
         self, parsed: Parsed, preparing: asyncio.Future[list[Ready]], began: float, scope: Message, send: Send
     ) -> None:
         """Send the events as they come; a request that is refused before a sign of life is due raises ApiError."""
-        writer, usages = parsed.writer(), dict[int, Usage]()
+        writer, usages = parsed.writer(scope["bimetal"]["id"]), dict[int, Usage]()
         try:
             if is_ready := await in_time(preparing):
                 preparing.result()
@@ -175,7 +175,7 @@ async def beside(work: Awaitable[None]) -> AsyncIterator[Awaitable[None]]:
 
 def note(scope: Message, **values: Any) -> None:
     """Leave what is known of a reply, such as its usage, for the log."""
-    scope.setdefault("bimetal", {}).update(values)
+    scope["bimetal"].update(values)
 
 
 async def _no_receive() -> Message:

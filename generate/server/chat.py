@@ -85,7 +85,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     )
     usage = bool(streaming and streaming.flag("include_usage", False))
     head = Head(new_id("chatcmpl-"), now(), facts, usage, logprobs, n)
-    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies))
+    return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
 def bias(fields: Fields, facts: Facts) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     stream = fields.flag("stream", False)
     task = Task(prompts, options, n, stream, echo=echo, generates=tokens != 0)
     head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n)
-    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies))
+    return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
 def _prompts(fields: Fields) -> list[Any]:

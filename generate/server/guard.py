@@ -127,7 +127,8 @@ class Guard:
             body = dumps(envelope(error, dialect, id))
             await Response(body, error.status, error.headers, "application/json")(scope, receive, answer)
 
-        note: dict[str, Any] = {}
+        note: dict[str, Any] = {"id": id}
+        scope["bimetal"] = note  # to which endpoints add what the log shows
         try:
             self.policy.check("/health" if scope["method"] == "OPTIONS" else scope["path"], headers)
             if scope["method"] == "OPTIONS":
@@ -145,7 +146,7 @@ class Guard:
         finally:
             code = CLIENT_GONE if "left" in note else status
             seconds = time.perf_counter() - started
-            self.log.request(scope, id, code, seconds, note | scope.get("bimetal", {}))
+            self.log.request(scope, code, seconds, note)
 
 
 def no_route(scope: Message, error: HTTPException) -> ApiError:

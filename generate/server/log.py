@@ -36,13 +36,13 @@ class Log:
             text = printable(" ".join([when, event, *(f"{name}={word(value)}" for name, value in given.items())]))
         print(text, file=self._stream or sys.stderr, flush=True)
 
-    def request(self, scope: Mapping[str, Any], id: str, status: int, seconds: float, note: Mapping[str, Any]) -> None:
+    def request(self, scope: Mapping[str, Any], status: int, seconds: float, note: Mapping[str, Any]) -> None:
         """Write the line of an answered request. The query may hold a key, and is left out."""
         usage: Usage | None = note.get("usage")
         tokens = {} if usage is None else {"prompt": usage.prompt, "cached": usage.cached, "new": usage.completion}
         self.line(
             "request",
-            id=id,
+            id=note["id"],
             method=scope["method"],
             path=scope["path"][:MOST_PATH],
             status=status,

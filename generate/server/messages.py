@@ -50,7 +50,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     most = fields.need("max_tokens", whole(1))
     task, thoughts = task_of(fields, facts)
     head = Head(new_id("msg_"), facts, most, thoughts)
-    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies[0]))
+    return Parsed(task, lambda request_id: Writer(head, request_id), lambda replies: whole_reply(head, replies[0]))
 
 
 def task_of(fields: Fields, facts: Facts) -> tuple[Task, bool]:
@@ -199,8 +199,8 @@ class Writer:
 
     ping = named_sse("ping", {"type": "ping"})
 
-    def __init__(self, head: Head):
-        self.head, self.index, self.kind = head, -1, ""
+    def __init__(self, head: Head, request_id: str):
+        self.head, self.request_id, self.index, self.kind = head, request_id, -1, ""
         self.frame: Frame
 
     def begin(self, tokens: int) -> Iterator[bytes]:
@@ -235,7 +235,7 @@ class Writer:
                 yield named_sse("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
                 yield named_sse("message_stop", {"type": "message_stop"})
             case Failed(error):
-                yield named_sse("error", envelope(error, "anthropic", self.head.id))
+                yield named_sse("error", envelope(error, "anthropic", self.request_id))
 
     def end(self) -> Iterator[bytes]:
         return iter(())

@@ -105,7 +105,7 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
         stream=fields.flag("stream", True),
         grammar=grammar_of(facts, tools, Choice("auto"), ollama_format(fields), True),
     )
-    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
+    return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies), MEDIA)
 
 
 def line(head: Head, done: bool, created: str = "", **values: Any) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         messages=messages,
         store=store if keeps else None,
     )
-    return Parsed(task, lambda: Writer(head), lambda replies: whole_reply(head, replies))
+    return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -39,13 +39,13 @@ class StreamWriter(Protocol):
 class Parsed:
     """A request of any dialect: what to do, and how the reply is written.
 
-    writer  makes the writer of a stream
+    writer  makes the writer of a stream, which answers the request of an id
     whole   makes the body of a reply that is sent whole
     media   of a stream
     """
 
     task: Task
-    writer: Callable[[], StreamWriter]
+    writer: Callable[[str], StreamWriter]
     whole: Callable[[Sequence[Whole]], dict[str, Any]]
     media: str = "text/event-stream"
 

@@ -248,6 +248,22 @@ def test_a_prompt_beyond_the_context_is_refused_before_a_stream_begins(scripted,
     assert error["n_ctx"] == 4096 < error["n_prompt_tokens"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (URL, {"messages": [{"role": "user", "content": ""}]}),
+        ("/v1/responses", {"input": ""}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": ""}]}),
+        ("/api/chat", {"messages": [{"role": "user", "content": ""}]}),
+    ],
+)
+def test_a_prompt_without_tokens_is_refused_before_a_stream_begins(client, path, body, stream):
+    response = client.post(path, json={**body, "stream": stream})
+    assert response.status_code == 400
+    assert "the prompt is empty" in response.text
+
+
 def test_an_error_within_a_stream_is_an_event(scripted):
     scripted.llm.error = RuntimeError("secret")
     chunks = sse(ask(scripted, stream=True))

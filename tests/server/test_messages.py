@@ -145,8 +145,10 @@ def test_wrong_fields_are_refused_in_the_dialects_envelope(scripted, fields):
 
 def test_an_error_within_a_stream_is_an_event(scripted):
     scripted.llm.error = RuntimeError("secret")
-    name, data = named(ask(scripted, stream=True))[-1]
+    response = ask(scripted, stream=True)
+    name, data = named(response)[-1]
     assert (name, data["error"]["type"]) == ("error", "api_error")
+    assert data["request_id"] == response.headers["request-id"]
 
 
 def test_the_sdk_reads_replies_and_streams(scripted):
