@@ -159,15 +159,54 @@ class Call:
 
 
 @dataclass
+class Stretch:
+    """Text or reasoning that nothing else interrupts.
+
+    kind  "text" or "reasoning"
+    """
+
+    kind: str
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+
+
+@dataclass
 class Whole:
-    """All of a reply."""
+    """All of a reply.
+
+    parts  in the order in which they were written
+    """
 
     echo: Echo | None = None
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
+    parts: list[Stretch | Call] = field(default_factory=list)
     finish: Finish = field(default_factory=lambda: Finish("stop", Usage()))
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self._stretches() if part.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self._stretches() if part.kind == "reasoning")
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        return [one for part in self._stretches() for one in part.logprobs]
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.parts if isinstance(part, Call)]
+
+    def _stretches(self) -> Iterator[Stretch]:
+        return (part for part in self.parts if isinstance(part, Stretch))
+
+    def _grow(self, kind: str, text: str, logprobs: Sequence[Logprob] = ()) -> None:
+        last = self.parts[-1] if self.parts else None
+        if not isinstance(last, Stretch) or last.kind != kind:
+            last = Stretch(kind)
+            self.parts.append(last)
+        last.text += text
+        last.logprobs += logprobs
 
     def add(self, event: Event) -> None:
         """Add an event; raises the error of one that failed."""
@@ -175,12 +214,11 @@ class Whole:
             case Echo():
                 self.echo = event
             case Text(text, logprobs):
-                self.text += text
-                self.logprobs += logprobs
+                self._grow("text", text, logprobs)
             case Reasoning(text):
-                self.reasoning += text
+                self._grow("reasoning", text)
             case CallBegin(_, id, name):
-                self.calls.append(Call(id, name))
+                self.parts.append(Call(id, name))
             case CallArguments(_, text):
                 self.calls[-1].arguments += text
             case Finish():

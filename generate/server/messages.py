@@ -10,6 +10,7 @@ from generate.server.constraints import anthropic_choice, budget_of, grammar_of,
 from generate.server.conversation import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, Message, arrange, function_tool
 from generate.server.errors import envelope
 from generate.server.events import (
+    Call,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -17,6 +18,7 @@ from generate.server.events import (
     Failed,
     Finish,
     Reasoning,
+    Stretch,
     Text,
     Usage,
     Whole,
@@ -268,15 +270,22 @@ def tool_id(id: str) -> str:
     return f"toolu_{id.removeprefix('call_')}"
 
 
+def is_shown(head: Head, part: Stretch) -> bool:
+    """Whether a whole reply has a block of a part."""
+    return bool(part.text) and (head.thoughts or part.kind == "text")
+
+
+def part_block(part: Stretch | Call) -> dict[str, Any]:
+    """The block of a part of a whole reply."""
+    if isinstance(part, Call):
+        return {"type": "tool_use", "id": tool_id(part.id), "name": part.name, "input": json.loads(part.arguments)}
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    return {"type": "thinking", "thinking": part.text, "signature": ""}
+
+
 def whole_reply(head: Head, reply: Whole) -> dict[str, Any]:
     """The body of a reply that is not streamed."""
-    content: list[dict[str, Any]] = []
-    if reply.reasoning and head.thoughts:
-        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-    if reply.text:
-        content.append({"type": "text", "text": reply.text})
-    for call in reply.calls:
-        block = {"type": "tool_use", "id": tool_id(call.id), "name": call.name, "input": json.loads(call.arguments)}
-        content.append(block)
+    content = [part_block(part) for part in reply.parts if isinstance(part, Call) or is_shown(head, part)]
     body: dict[str, Any] = {"id": head.id, "type": "message", "role": "assistant", "model": head.facts.name}
     return body | {"content": content} | stop_of(head, reply.finish) | {"usage": usage_object(reply.finish.usage)}

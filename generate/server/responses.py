@@ -11,6 +11,7 @@ from generate.server.chat import MOST_LOGPROBS
 from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import Message, arrange
 from generate.server.events import (
+    Call,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -18,6 +19,7 @@ from generate.server.events import (
     Failed,
     Finish,
     Reasoning,
+    Stretch,
     Text,
     Usage,
     Whole,
@@ -187,9 +189,7 @@ class Writer:
                 if text or logprobs:
                     yield from self._grow("message", "msg_", text, logprobs)
             case CallBegin(_, _, name):
-                custom = name in self.head.tools and self.head.tools[name].custom
-                kind, prefix = ("custom_tool_call", "ctc_") if custom else ("function_call", "fc_")
-                yield from self._begin(kind, prefix, event)
+                yield from self._begin(*call_kind(self.head, name), event)
             case CallArguments(_, text):
                 assert self.open is not None
                 self.open.text += text
@@ -312,6 +312,12 @@ def item_object(head: Head, item: Item, status: str) -> dict[str, Any]:
     return body | ({"input": custom_input(item.text)} if tool.custom else {"arguments": item.text})
 
 
+def call_kind(head: Head, name: str) -> tuple[str, str]:
+    """The kind of the output item that calls a function, and the prefix of its id."""
+    custom = name in head.tools and head.tools[name].custom
+    return ("custom_tool_call", "ctc_") if custom else ("function_call", "fc_")
+
+
 def custom_input(arguments: str) -> str:
     """The free text among the arguments of a custom tool's call."""
     try:
@@ -328,18 +334,23 @@ def keep(head: Head, body: dict[str, Any], reply: Whole) -> None:
         head.store.put(head.id, Stored(body, messages, len(dumps([body, messages]))))
 
 
+def whole_item(head: Head, part: Stretch | Call) -> Item:
+    """The output item of a part of a whole reply."""
+    if isinstance(part, Call):
+        kind, prefix = call_kind(head, part.name)
+        return Item(kind, new_id(prefix), 0, CallBegin(0, part.id, part.name), part.arguments)
+    if part.kind == "reasoning":
+        return Item("reasoning", new_id("rs_"), 0, text=part.text)
+    logprobs = chat_logprobs(head.facts.tokenizer, part.logprobs) if head.logprobs else []
+    return Item("message", new_id("msg_"), 0, text=part.text, logprobs=logprobs)
+
+
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     """The body of a response that is not streamed."""
-    reply, output = replies[0], list[Item]()
-    if reply.reasoning:
-        output.append(Item("reasoning", new_id("rs_"), 0, text=reply.reasoning))
-    if reply.text or not reply.calls:
-        logprobs = chat_logprobs(head.facts.tokenizer, reply.logprobs) if head.logprobs else []
-        output.append(Item("message", new_id("msg_"), 0, text=reply.text, logprobs=logprobs))
-    for at, call in enumerate(reply.calls):
-        custom = call.name in head.tools and head.tools[call.name].custom
-        kind, prefix = ("custom_tool_call", "ctc_") if custom else ("function_call", "fc_")
-        output.append(Item(kind, new_id(prefix), 0, CallBegin(at, call.id, call.name), call.arguments))
+    reply = replies[0]
+    output = [whole_item(head, part) for part in reply.parts if isinstance(part, Call) or part.text]
+    if not (reply.text or reply.calls):
+        output.append(whole_item(head, Stretch("text")))
     status, more = ended(head, reply.finish)
     items = [item_object(head, item, "completed") for item in output]
     body = response_object(head, status, items, usage=usage_object(reply.finish.usage), **more)

@@ -49,6 +49,18 @@ def test_the_order_of_a_stream(scripted):
     assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
+def test_a_whole_reply_has_the_order_of_its_stream(scripted):
+    scripted.llm.text, scripted.llm.cut = f"Hm.</think>One.{CALL}Two.{CALL}Three.", 1
+    fields = {"tools": [ADD], "thinking": {"type": "adaptive"}}
+    content = ask(scripted, **fields).json()["content"]
+    assert [block.get("text", block["type"]) for block in content] == [
+        "thinking",
+        *("One.", "tool_use", "Two.", "tool_use", "Three."),
+    ]
+    starts = [d for name, d in named(ask(scripted, stream=True, **fields)) if name == "content_block_start"]
+    assert [start["content_block"]["type"] for start in starts] == [block["type"] for block in content]
+
+
 @pytest.mark.parametrize(
     ("finish", "stop", "most", "reason"),
     [

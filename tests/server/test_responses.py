@@ -71,6 +71,17 @@ def test_the_order_of_a_stream(scripted):
             assert data["item_id"] == done[data["output_index"]]["id"], name
 
 
+def test_a_whole_reply_has_the_order_of_its_stream(scripted):
+    call = CALL.replace("NAME", "add")
+    scripted.llm.text, scripted.llm.cut = f"Hm.</think>One.{call}Two.{call}Three.", 1
+    fields = {"tools": [ADD], "reasoning": {"effort": "low"}}
+    whole = ask(scripted, **fields).json()["output"]
+    streamed = named(ask(scripted, stream=True, **fields))[-1][1]["response"]["output"]
+    for output in (whole, streamed):
+        shown = [item["content"][0]["text"] if item["type"] == "message" else item["type"] for item in output]
+        assert shown == ["reasoning", "One.", "function_call", "Two.", "function_call", "Three."]
+
+
 def test_reasoning_is_sent_raw_without_a_summary(scripted):
     scripted.llm.text = "Hm.</think>Yes."
     found = named(ask(scripted, stream=True, reasoning={"effort": "low"}))
