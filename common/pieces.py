@@ -73,7 +73,7 @@ class Piece(Parts):
                    the context; "cancelled"
     stop           the stop string that ended the reply
     end            of the end token that ended the reply, if log-probabilities were asked for
-    thought        tokens of the reasoning
+    thought        tokens of the reasoning and its tags, which come before all others
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -98,8 +98,10 @@ class PieceParser:
         out = self.out
         out.tokens += piece.tokens
         out.logprobs += piece.logprobs
-        out.thought += len(piece.tokens) if self.parser.in_reasoning else 0
+        begins_in_reasoning = self.parser.in_reasoning
         self.parser.push(piece.text, out)
+        if begins_in_reasoning or self.parser.in_reasoning:
+            out.thought = len(out.tokens)
         if piece.finish_reason:
             self.parser.finish(out)
             called = self.parser.calls and piece.finish_reason == "stop"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.pieces import Stats
+from common.pieces import Logprob, Stats
 from common.rules import number, whole
 from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import arrange, messages_of, tools_of
@@ -158,6 +158,13 @@ class Writer:
             self.frames[index, keys[0]] = Frame(chunk, len(keys))
         return self.frames[index, keys[0]]
 
+    def _texts(self, index: int, text: str, logprobs: Sequence[Logprob], *keys: str) -> bytes:
+        """A chunk whose delta has `text` under each of `keys`, with its log-probabilities if they are asked for."""
+        if not self.head.logprobs:
+            return self._frame(index, *keys).of(*[text] * len(keys))
+        found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
+        return self._chunk(index, dict.fromkeys(keys, text), logprobs=found)
+
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
@@ -165,13 +172,9 @@ class Writer:
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
             case Text(text, logprobs):
-                if not self.head.logprobs:
-                    yield self._frame(index, "content").of(text)
-                    return
-                found = {"content": chat_logprobs(self.head.facts.tokenizer, logprobs), "refusal": None}
-                yield self._chunk(index, {"content": text}, logprobs=found)
-            case Reasoning(text):
-                yield self._frame(index, "reasoning_content", "reasoning").of(text, text)
+                yield self._texts(index, text, logprobs, "content")
+            case Reasoning(text, logprobs):
+                yield self._texts(index, text, logprobs, "reasoning_content", "reasoning")
             case CallBegin(at, id, name):
                 call = {"index": at, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
                 yield self._chunk(index, {"tool_calls": [call]})

@@ -50,6 +50,7 @@ class Text:
 @dataclass(frozen=True)
 class Reasoning:
     text: str
+    logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Events:
     def of(self, piece: Piece) -> Iterator[Event]:
         """Yield what `piece` adds."""
         self._thought += piece.thought
-        self._held += piece.logprobs
+        self._held += piece.logprobs[piece.thought :]
         if not self.is_over:
             yield from self._content(piece)
         if piece.finish_reason:
@@ -126,8 +127,9 @@ class Events:
             yield Finish(reason, usage_of(stats, self._thought), piece.stop, piece.end, stats)
 
     def _content(self, piece: Piece) -> Iterator[Event]:
-        if piece.reasoning:
-            yield Reasoning(piece.reasoning)
+        reasoned = tuple(piece.logprobs[: piece.thought])
+        if piece.reasoning or reasoned:
+            yield Reasoning(piece.reasoning, reasoned)
         if piece.text or (piece.finish_reason and self._held):
             logprobs, self._held = tuple(self._held), []
             yield Text(piece.text, logprobs)
@@ -200,7 +202,7 @@ class Whole:
     def _stretches(self) -> Iterator[Stretch]:
         return (part for part in self.parts if isinstance(part, Stretch))
 
-    def _grow(self, kind: str, text: str, logprobs: Sequence[Logprob] = ()) -> None:
+    def _grow(self, kind: str, text: str, logprobs: Sequence[Logprob]) -> None:
         last = self.parts[-1] if self.parts else None
         if not isinstance(last, Stretch) or last.kind != kind:
             last = Stretch(kind)
@@ -215,8 +217,8 @@ class Whole:
                 self.echo = event
             case Text(text, logprobs):
                 self._grow("text", text, logprobs)
-            case Reasoning(text):
-                self._grow("reasoning", text)
+            case Reasoning(text, logprobs):
+                self._grow("reasoning", text, logprobs)
             case CallBegin(_, id, name):
                 self.parts.append(Call(id, name))
             case CallArguments(_, text):

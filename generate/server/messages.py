@@ -218,7 +218,7 @@ class Writer:
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
-            case Reasoning(text) if self.head.thoughts:
+            case Reasoning(text) if text and self.head.thoughts:
                 yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 yield self.frame.of(text)
             case Text(text) if text:

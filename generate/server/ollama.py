@@ -168,7 +168,7 @@ class Writer:
         match event:
             case Text(text):
                 yield self.frame.of(moment(), text)
-            case Reasoning(text):
+            case Reasoning(text) if text:
                 yield self._line(False, **part(self.head, "", text))
             case CallBegin():
                 self.call, self.arguments = event, ""

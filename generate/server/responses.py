@@ -183,11 +183,10 @@ class Writer:
         if not isinstance(event, Failed):
             self.whole.add(event)
         match event:
-            case Reasoning(text):
+            case Reasoning(text) if text:
                 yield from self._grow("reasoning", "rs_", text, ())
-            case Text(text, logprobs):
-                if text or logprobs:
-                    yield from self._grow("message", "msg_", text, logprobs)
+            case Text(text, logprobs) if text or (self.open and self.open.kind == "message"):
+                yield from self._grow("message", "msg_", text, logprobs)
             case CallBegin(_, _, name):
                 yield from self._begin(*call_kind(self.head, name), event)
             case CallArguments(_, text):

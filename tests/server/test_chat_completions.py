@@ -138,6 +138,20 @@ def test_reasoning_has_both_names(scripted):
     assert "".join(d.get("content", "") for d in deltas) == "Yes."
 
 
+@pytest.mark.parametrize("tag", ["", "<think>\n"])
+def test_log_probabilities_of_the_reasoning_come_with_it(scripted, tag):
+    scripted.llm.text, scripted.llm.cut = f"{tag}Let me see.\n</think>\n\nYes.", 1
+    fields = {"chat_template_kwargs": {"enable_thinking": not tag}, "logprobs": True}
+    whole = ask(scripted, **fields).json()["choices"][0]["logprobs"]["content"]
+    parts = {"reasoning": [], "content": []}
+    for chunk in sse(ask(scripted, stream=True, **fields))[1:-1]:
+        [choice] = chunk["choices"]
+        parts["reasoning" if "reasoning" in choice["delta"] else "content"] += choice["logprobs"]["content"]
+    assert parts["reasoning"] + parts["content"] == whole
+    texts = {key: "".join(one["token"] for one in found) for key, found in parts.items()}
+    assert texts == {"reasoning": f"{tag}Let me see.\n</think>", "content": "\n\nYes."}
+
+
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("high", True), ("unheard of", True)])
 def test_effort_turns_thinking_on_and_off(scripted, effort, thinks):
     ask(scripted, reasoning_effort=effort)

@@ -71,6 +71,18 @@ def test_the_order_of_a_stream(scripted):
             assert data["item_id"] == done[data["output_index"]]["id"], name
 
 
+def test_log_probabilities_are_those_of_the_text(scripted):
+    scripted.llm.text, scripted.llm.cut = "Hm.\n</think>Yes." + CALL.replace("NAME", "add"), 1
+    fields = {"tools": [ADD], "reasoning": {"effort": "low"}, "top_logprobs": 1}
+    found = named(ask(scripted, stream=True, **fields))
+    deltas = [one for name, data in found if name.endswith("output_text.delta") for one in data["logprobs"]]
+    for output in (ask(scripted, **fields).json()["output"], found[-1][1]["response"]["output"]):
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+        [part] = output[1]["content"]
+        assert part["logprobs"] == deltas
+        assert "".join(one["token"] for one in deltas) == part["text"] == "Yes."
+
+
 def test_a_whole_reply_has_the_order_of_its_stream(scripted):
     call = CALL.replace("NAME", "add")
     scripted.llm.text, scripted.llm.cut = f"Hm.</think>One.{call}Two.{call}Three.", 1
