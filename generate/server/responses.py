@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from common.rules import whole
 from generate.server.chat import MOST_LOGPROBS
 from generate.server.constraints import budget_of, grammar_of, openai_choice, openai_format
 from generate.server.conversation import Message, arrange
+from generate.server.errors import ApiError
 from generate.server.events import (
     Call,
     CallArguments,
@@ -97,7 +98,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         rendering["tools"] = tools
     messages = messages_of(fields)
     if (previous := fields.text("previous_response_id")) is not None:
-        messages = [*store.get(previous).messages, *messages]
+        messages = [*previous_messages(store, previous), *messages]
     instructions = fields.text("instructions")
     leading = [{"role": "system", "content": instructions}] if instructions else []
     task = Task(
@@ -110,7 +111,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
     )
     fields.take("metadata", OBJECT)
     keeps = fields.flag("store", True)
-    echoed = {key: fields.values[key] if fields.has(key) else default for key, default in ECHOED.items()}
+    echoed = {key: completed(fields.values.get(key), default) for key, default in ECHOED.items()}
     head = Head(
         id=new_id("resp_"),
         created=now(),
@@ -124,6 +125,22 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         store=store if keeps else None,
     )
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
+
+
+def previous_messages(store: Store, id: str) -> list[Message]:
+    """The conversation up to and with a stored response; raises ApiError."""
+    try:
+        return store.get(id).messages
+    except ApiError as error:
+        code = "previous_response_not_found"
+        raise replace(error, message=f"previous {error}", code=code, param="previous_response_id") from None
+
+
+def completed(given: Any, default: Any) -> Any:
+    """Return an entry of a request, with the entries of its default that it lacks; null counts as absent."""
+    if isinstance(given, dict) and isinstance(default, dict):
+        return given | {key: value for key, value in default.items() if given.get(key) is None}
+    return default if given is None else given
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -198,10 +215,12 @@ class Writer:
             case CallEnd():
                 yield from self._end()
             case Finish():
-                yield from self._end()
+                if lacks_message(self.whole):
+                    yield from self._begin("message", "msg_")
+                yield from self._end(status_of_last(event))
                 yield self._finish(event)
             case Failed(error):
-                yield from self._end()
+                yield from self._end("incomplete")
                 what = {"code": error.code or "server_error", "message": error.message}
                 yield self._event(
                     "response.failed", response=response_object(self.head, "failed", self.output, error=what)
@@ -243,12 +262,12 @@ class Writer:
         else:
             yield self._event("response.reasoning_text.delta", **at, content_index=0, delta=text)
 
-    def _end(self) -> Iterator[bytes]:
+    def _end(self, status: str = "completed") -> Iterator[bytes]:
         item, self.open = self.open, None
         if item is None:
             return
         at: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
-        done = item_object(self.head, item, "completed")
+        done = item_object(self.head, item, status)
         if item.kind == "message":
             yield self._event(
                 "response.output_text.done", **at, content_index=0, text=item.text, logprobs=item.logprobs
@@ -283,6 +302,16 @@ def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
     kind = "response.output_text.delta"
     more = {"content_index": 0, "delta": text, "logprobs": []}
     return named_sse(kind, {"type": kind, "sequence_number": number} | at | more)
+
+
+def lacks_message(reply: Whole) -> bool:
+    """Whether a finished reply gets an empty message: without text and calls, unless it was cut while it reasoned."""
+    return not (reply.text or reply.calls or (reply.reasoning and reply.finish.reason == "length"))
+
+
+def status_of_last(finish: Finish) -> str:
+    """The status of the text or reasoning that a reply ends with; a call is whole."""
+    return "incomplete" if finish.reason == "length" else "completed"
 
 
 def ended(head: Head, finish: Finish) -> tuple[str, dict[str, Any]]:
@@ -347,11 +376,13 @@ def whole_item(head: Head, part: Stretch | Call) -> Item:
 def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
     """The body of a response that is not streamed."""
     reply = replies[0]
-    output = [whole_item(head, part) for part in reply.parts if isinstance(part, Call) or part.text]
-    if not (reply.text or reply.calls):
-        output.append(whole_item(head, Stretch("text")))
+    parts = [part for part in reply.parts if isinstance(part, Call) or part.text]
+    if lacks_message(reply):
+        parts.append(Stretch("text"))
     status, more = ended(head, reply.finish)
-    items = [item_object(head, item, "completed") for item in output]
+    items = [item_object(head, whole_item(head, part), "completed") for part in parts]
+    if isinstance(parts[-1], Stretch):
+        items[-1]["status"] = status_of_last(reply.finish)
     body = response_object(head, status, items, usage=usage_object(reply.finish.usage), **more)
     keep(head, body, reply)
     return body

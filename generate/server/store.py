@@ -40,8 +40,7 @@ class Store:
         raise self._missing(id)
 
     def _missing(self, id: str) -> ApiError:
-        message = f"previous response {id!r:.80} is not found; the last {self._most} are kept while the server runs"
-        return ApiError(404, message, "previous_response_not_found", "previous_response_id")
+        return ApiError(404, f"response {id!r:.80} is not found; the last {self._most} are kept while the server runs")
 
     def put(self, id: str, stored: Stored) -> None:
         """Keep a response, and drop the oldest beyond the bounds."""

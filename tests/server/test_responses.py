@@ -150,6 +150,60 @@ def test_a_conversation_goes_on_from_a_response(scripted):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
+def test_a_response_that_is_not_stored(scripted):
+    for method in ("GET", "DELETE"):
+        response = scripted.request(method, f"{URL}/resp_unknown")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, None, None)
+        assert error["message"].startswith("response 'resp_unknown' is not found")
+    error = ask(scripted, previous_response_id="resp_unknown").json()["error"]
+    assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
+    assert error["message"].startswith("previous response 'resp_unknown' is not found")
+
+
+def test_entries_of_a_request_are_repeated_with_their_defaults(scripted):
+    body = ask(
+        scripted, text={"verbosity": "low", "format": None}, reasoning={"effort": "low"}, metadata={"a": "b"}
+    ).json()
+    assert body["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert body["reasoning"] == {"effort": "low", "summary": None}
+    assert body["metadata"] == {"a": "b"}
+
+
+def outputs(client, **fields):
+    """The output of a whole reply, of a stream's last event, and of its finished items, without ids."""
+    events = named(ask(client, stream=True, **fields))
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    found = ask(client, **fields).json()["output"], events[-1][1]["response"]["output"], done
+    return [[{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in output] for output in found]
+
+
+@pytest.mark.parametrize("text", ["", "Hm.</think>"])
+def test_an_empty_reply_is_an_empty_message(scripted, text):
+    scripted.llm.text = text
+    whole, *streamed = outputs(scripted, **({"reasoning": {"effort": "low"}} if text else {}))
+    assert streamed == [whole, whole]
+    assert [item["type"] for item in whole] == ["reasoning", "message"][not text :]
+    assert (whole[-1]["content"][0]["text"], whole[-1]["status"]) == ("", "completed")
+
+
+@pytest.mark.parametrize("most", [{"max_output_tokens": 9}, {}])
+@pytest.mark.parametrize(
+    ("text", "kinds", "last"),
+    [
+        ("Hm.", ["reasoning"], "incomplete"),
+        ("Hm.</think>Ye", ["reasoning", "message"], "incomplete"),
+        ("Hm.</think>" + CALL.replace("NAME", "add"), ["reasoning", "function_call"], "completed"),
+    ],
+)
+def test_the_item_that_was_cut_is_incomplete(scripted, most, text, kinds, last):
+    scripted.llm.text, scripted.llm.finish = text, "length"
+    whole, *streamed = outputs(scripted, tools=[ADD], reasoning={"effort": "low"}, **most)
+    assert streamed == [whole, whole]
+    assert [item["type"] for item in whole] == kinds
+    assert [item["status"] for item in whole] == ["completed"] * (len(kinds) - 1) + [last]
+
+
 def test_the_store_serves_threads():
     """A response is not dropped between the steps of a look-up, which another thread does."""
     pytest.importorskip("starlette", reason="the server extra is not installed")
