@@ -10,7 +10,6 @@ from starlette.routing import BaseRoute, Route, Router
 
 from generate.server import chat, completions, messages, ollama, page, responses, utilities
 from generate.server.answer import Generate, Utility
-from generate.server.body import read_json
 from generate.server.errors import RETRY, ApiError
 from generate.server.facts import Facts
 from generate.server.fields import Fields
@@ -95,14 +94,11 @@ def _utilities(service: Service) -> list[BaseRoute]:
 
 
 def _ollama(service: Service) -> list[BaseRoute]:
-    async def pull(request: Request) -> Response:
-        return Response(ollama.pull(Fields(await read_json(request))), media_type=ollama.MEDIA)
-
     return [
         _get("/api/version", lambda request: ollama.version()),
         _get("/api/tags", lambda request: ollama.tags(service.facts)),
         _get("/api/ps", lambda request: ollama.running(service.facts)),
-        Route("/api/pull", pull, methods=["POST"]),
+        Route("/api/pull", ollama.pull, methods=["POST"]),
     ]
 
 

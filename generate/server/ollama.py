@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from common.rules import whole
 from generate import __version__
+from generate.server.body import read_json
 from generate.server.constraints import Choice, grammar_of, ollama_format
 from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, tools_of
 from generate.server.errors import envelope
@@ -246,6 +250,7 @@ def version() -> dict[str, Any]:
     return {"version": VERSION, "bimetal": __version__}
 
 
-def pull(fields: Fields) -> bytes:
+async def pull(request: Request) -> Response:
     """/api/pull: whatever name is asked for, the served model answers to it already."""
-    return dumps({"status": "success"}) + b"\n"
+    await read_json(request)
+    return Response(dumps({"status": "success"}) + b"\n", media_type=MEDIA)

@@ -4,8 +4,10 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 from starlette.concurrency import run_in_threadpool
@@ -13,14 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 
-from generate.server import page
+from generate.server import ollama, page
 from generate.server.answer import while_connected
 from generate.server.body import read_json
 from generate.server.errors import RETRY, ApiError, dialect_of, envelope, refusal
 from generate.server.guard import Guard, Policy
 from generate.server.log import Log
 from generate.server.metrics import MEDIA
-from generate.server.ollama import moment
 from generate.server.sending import Message, Receive, Send, Write, in_time, sending
 from generate.server.service import Service
 from generate.server.upstream import STREAMS, WHOLE, Upstream, kind_of, lines, whole
@@ -29,7 +30,13 @@ from generate.server.wire import dumps, named_sse, sse
 TEXTS = ("text", "input_text", "output_text")  # types of parts that hold text
 PROMPTS = {"/v1/completions": "prompt", "/api/generate": "prompt"}
 SHORTENED = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", *PROMPTS)
-PASSED = ("/v1/messages/count_tokens", "/api/show", "/tokenize", "/detokenize", "/apply-template")
+COUNTS = ("/v1/chat/completions/input_tokens", "/v1/responses/input_tokens", "/v1/messages/count_tokens")
+PASSED = (*COUNTS, "/api/show", "/tokenize", "/detokenize", "/apply-template")
+UNVERSIONED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+)  # which some clients call without the version
 READ = ("/v1/models", "/api/tags", "/api/ps", "/api/version")
 JSON = [(b"content-type", WHOLE.encode())]
 HEADERS = ("anthropic-version", "anthropic-beta")
@@ -60,9 +67,12 @@ def build(service: Service, upstream: Upstream, policy: Policy, log: Log) -> Gua
 
     own = {"/health": shown(health), "/v1/health": shown(health), "/props": shown(props), "/metrics": metrics}
     routes: list[BaseRoute] = [*page.routes(), *(Route(path, answer, methods=["GET"]) for path, answer in own.items())]
-    client = upstream.client(service.most)
-    for method, paths in (("POST", (*SHORTENED, *PASSED)), ("GET", READ)):
-        routes += [Route(path, Forward(service, upstream, client, method, path), methods=[method]) for path in paths]
+    routes.append(Route("/api/pull", ollama.pull, methods=["POST"]))
+    forward = partial(Forward, service, upstream, upstream.client(service.most))
+    post = {path: path for path in (*SHORTENED, *PASSED)} | {path.removeprefix("/v1"): path for path in UNVERSIONED}
+    routes += [Route(path, forward("POST", target), methods=["POST"]) for path, target in post.items()]
+    routes += [Route(path, forward("GET", path), methods=["GET"]) for path in READ]
+    routes.append(Route("/v1/models/{name:path}", ForwardModel(partial(forward, "GET")), methods=["GET"]))
     return Guard(Router(routes, redirect_slashes=False), policy, log)
 
 
@@ -165,6 +175,20 @@ class Forward:
             await write(failure(self.path, self.dialect, broken))
 
 
+class ForwardModel:
+    """The route of one model, as an ASGI application; `forward` makes that of its path."""
+
+    def __init__(self, forward: Callable[[str], Forward]):
+        self.forward = forward
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request; raises ApiError for a name that would lead to another path of the upstream server."""
+        name = scope["path_params"]["name"]
+        if name in (".", ".."):
+            raise ApiError(404, f"the model {name!r} is not found")
+        await self.forward(f"/v1/models/{quote(name, safe='', errors='replace')}")(scope, receive, send)
+
+
 def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
     """Find the texts of a request that may be shortened: none beside tools, in an echoed prompt, or in token ids."""
     if any(body.get(key) for key in ("tools", "functions", "echo")):
@@ -191,7 +215,7 @@ def ping_of(path: str, body: Mapping[str, Any]) -> bytes:
     if not path.startswith("/api/"):
         return b": waiting\n\n"
     text = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
-    return dumps({"model": str(body.get("model")), "created_at": moment(), **text, "done": False}) + b"\n"
+    return dumps({"model": str(body.get("model")), "created_at": ollama.moment(), **text, "done": False}) + b"\n"
 
 
 def failure(path: str, dialect: str, error: ApiError) -> bytes:

@@ -153,6 +153,39 @@ def test_a_server_behind_answers_as_itself(tmp_path, drafter):
         assert ask(OLLAMA, {**SHORT[OLLAMA], "stream": False}).json["model"] == "other"
 
 
+def test_every_route_of_a_prompt_and_of_the_models(tmp_path, drafter):
+    """Those that clients of a server with a model use, also without the version."""
+    behind = client_of(Scripted(tmp_path / "model", context=1 << 16), "scripted")
+    with serving(behind.app) as url:
+        ask = made(url, drafter)
+        for path in (CHAT, RESPONSES):
+            body = {**SHORT[path], "stream": False}
+            assert ask(path.removeprefix("/v1"), body).json.keys() == behind.post(path, json=body).json().keys()
+            count = behind.post(f"{path}/input_tokens", json=body).json()
+            assert ask(f"{path}/input_tokens", body).json == count
+        assert ask("/completions", {"prompt": "Hi"}).json["object"] == "text_completion"
+        for name in ("scripted", "owner%2Fname", "owner/name?x=1", "a%20b"):
+            assert ask(f"/v1/models/{name}", method="GET").json["id"] == "scripted"
+    assert ask("/api/pull", {"model": "any"}).json == {"status": "success"}
+
+
+def test_a_models_name_leads_to_no_other_path(between, canned):
+    for name in (".", ".."):
+        assert between(f"/v1/models/{name}", method="GET").status == 404
+    assert canned.bodies == []
+    paths = []
+
+    def forward(path):
+        async def answer(*_):
+            paths.append(path)
+
+        return answer
+
+    for name in ("../../secret", "a?b#c", "\udcff"):
+        asyncio.run(proxy.ForwardModel(forward)({"path_params": {"name": name}}, None, None))
+    assert paths == ["/v1/models/..%2F..%2Fsecret", "/v1/models/a%3Fb%23c", "/v1/models/%3F"]
+
+
 def test_keys(between, canned, capfd):
     between(CHAT, SHORT[CHAT], authorization=f"Bearer {OWN}", cookie=OWN)
     assert canned.headers["authorization"] == f"Bearer {KEY}"
