@@ -7,12 +7,12 @@ from common.errors import PromptTooLongError
 from common.rules import many, whole
 from generate.llm import LLM
 from generate.server import chat, messages, responses
-from generate.server.conversation import arrange, messages_of, tools_of
+from generate.server.conversation import Message, arrange, messages_of, tools_of
 from generate.server.errors import ApiError
 from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields
 from generate.server.store import Store
-from generate.server.task import Chat, Task, rendered
+from generate.server.task import Task, rendered
 from generate.server.thinking import template_options
 from generate.server.wire import token_text
 
@@ -30,9 +30,13 @@ def tokenizer_info(facts: Facts) -> dict[str, Any]:
 
 
 def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
-    """The token ids of a text (`content` as in llama.cpp, `prompt` as in vLLM) or of `messages`."""
+    """Return the token ids of a text (`content` as in llama.cpp, `prompt` as in vLLM) or of `messages`.
+
+    Raises PromptTooLongError for messages that are longer than the context for certain, before they are encoded.
+    """
     if fields.has("messages"):
-        ids = rendered(llm, Task([_chat(fields, facts)], {}))[0].tokens
+        arranged, options = _chat(fields, facts)
+        ids = facts.tokenizer.chat_prompt(arranged, context=facts.context, **options).tokens
     else:
         key = "content" if fields.has("content") else "prompt"
         text = fields.need(key, TEXT)
@@ -44,13 +48,18 @@ def tokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
         ids = facts.tokenizer.encode(text, special, fields.flag("parse_special", True))
     body: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": facts.context}
     pieces, strings = fields.flag("with_pieces", False), fields.flag("return_token_strs", False)
-    texts = {id: token_text(facts.tokenizer, id)[0] for id in set(ids)} if pieces or strings else {}
+    texts = {id: token_text(facts.tokenizer, id) for id in set(ids)} if pieces or strings else {}
     if pieces:
-        shown = {id: {"id": id, "piece": text} for id, text in texts.items()}
+        shown = {id: {"id": id, "piece": piece(*text)} for id, text in texts.items()}
         body["tokens"] = [shown[id] for id in ids]
     if strings:
-        body["token_strs"] = [texts[id] for id in ids]
+        body["token_strs"] = [texts[id][0] for id in ids]
     return body
+
+
+def piece(text: str, data: bytes) -> str | list[int]:
+    """A token as llama.cpp shows it: its text, or its bytes where they are no UTF-8 on their own."""
+    return text if text.encode() == data else list(data)
 
 
 def detokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
@@ -62,17 +71,18 @@ def detokenize(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
 
 def apply_template(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:
     """The text that the chat template writes for `messages`."""
-    conversation = _chat(fields, facts)
-    options = dict(conversation.options)
-    template = options.pop("template", {})
-    return {"prompt": llm.render(conversation.messages, **options, **template)}
+    arranged, options = _chat(fields, facts)
+    return {"prompt": llm.render(arranged, **options)}
 
 
-def _chat(fields: Fields, facts: Facts) -> Chat:
+def _chat(fields: Fields, facts: Facts) -> tuple[list[Message], dict[str, Any]]:
+    """Return the `messages` of a request, and the options by which they are rendered."""
     options = template_options(fields.object("chat_template_kwargs"), facts)
+    options |= options.pop("template", {})
     if tools := tools_of(fields):
         options["tools"] = tools
-    return Chat(arrange(messages_of(fields), facts), options)
+    options["add_generation_prompt"] = fields.flag("add_generation_prompt", True)
+    return arrange(messages_of(fields), facts), options
 
 
 def count_chat(fields: Fields, facts: Facts, llm: LLM) -> dict[str, Any]:

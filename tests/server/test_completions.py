@@ -107,6 +107,25 @@ def test_long_texts_are_not_tokenized(scripted, monkeypatch):
     assert [one["piece"] for one in found["tokens"]] == found["token_strs"] == list("abab")
 
 
+def test_a_conversation_without_the_beginning_of_a_reply(scripted):
+    given = {"messages": [{"role": "user", "content": "Hi"}]}
+    text, begun = "<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"
+    for more, expected in (({"add_generation_prompt": False}, text), ({}, text + begun)):
+        assert scripted.post("/apply-template", json=given | more).json() == {"prompt": expected}
+        ids = scripted.post("/tokenize", json=given | more).json()["tokens"]
+        assert scripted.post("/detokenize", json={"tokens": ids}).json()["content"] == expected
+    assert scripted.post("/tokenize", json=given | {"add_generation_prompt": 5}).status_code == 400
+
+
+def test_a_piece_that_is_no_text_is_a_list_of_bytes(scripted):
+    asked = {"content": "é€", "with_pieces": True, "return_token_strs": True}
+    found = scripted.post("/tokenize", json=asked).json()
+    pieces = [one["piece"] for one in found["tokens"]]
+    assert b"".join(bytes(p) if isinstance(p, list) else p.encode() for p in pieces).decode() == asked["content"]
+    assert [p for p in pieces if isinstance(p, list)] == pieces == [[byte] for byte in asked["content"].encode()]
+    assert set(found["token_strs"]) == {"\ufffd"}
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
 def test_answers_are_written_beside_the_event_loop(scripted, monkeypatch, path):
     from generate.server import answer
