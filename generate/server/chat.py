@@ -29,15 +29,16 @@ from generate.server.wire import Frame, Parsed, chat_logprobs, new_id, now, open
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
-OTHER_GRAMMARS = (  # of llama.cpp and vLLM
-    "grammar",
-    "json_schema",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-)
+EMPTY: tuple[Any, ...] = ("", [], {})
+OTHER_GRAMMARS = {  # of llama.cpp and vLLM, and the values by which nothing is asked for
+    "grammar": EMPTY,
+    "json_schema": EMPTY,
+    "guided_json": ("", []),  # {} asks for any JSON
+    "guided_regex": EMPTY,
+    "guided_choice": EMPTY,
+    "guided_grammar": EMPTY,
+    "structured_outputs": EMPTY,
+}
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def bias(fields: Fields, facts: Facts) -> dict[str, Any]:
 
 def refuse_grammars(fields: Fields) -> None:
     """Refuse the names by which other servers constrain a reply."""
-    for key in OTHER_GRAMMARS:
-        if fields.has(key):
+    for key, neutral in OTHER_GRAMMARS.items():
+        if fields.has(key) and fields.values[key] not in neutral:
             raise fields.refuse(key, "it is not supported; response_format of Chat Completions takes a JSON schema")
 
 

@@ -219,6 +219,9 @@ def test_whole_numbers_may_be_written_as_floats(scripted):
         ({"mirostat": 2}, "mirostat"),
         ({"guided_json": {}}, "guided_json"),
         ({"grammar": "root ::= 'a'"}, "grammar"),
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": False}, "structured_outputs"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -251,7 +254,11 @@ def test_what_asks_for_nothing_is_ignored(scripted, stream):
     """Fields of other servers, at values by which they do nothing, and fields that nobody knows."""
     neutral = {"xtc_probability": 0, "dry_multiplier": 0.0, "ignore_eos": False, "typical_p": 1.0, "top_n_sigma": -1}
     unknown = {"verbosity": "low", "safety_identifier": "a", "prediction": {"type": "content"}, "service_tier": "auto"}
+    grammars = {"grammar": "", "json_schema": {}, "guided_json": "", "guided_regex": "", "guided_choice": []}
+    neutral |= grammars | {"guided_grammar": None, "structured_outputs": {}}
     assert ask(scripted, stream=stream, **neutral, **unknown).status_code == 200
+    completion = {"prompt": "Hello?", "stream": stream, **neutral, **unknown}
+    assert scripted.post("/v1/completions", json=completion).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
