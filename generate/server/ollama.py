@@ -10,9 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.pieces import Logprob
 from common.rules import whole
 from generate import __version__
 from generate.server.body import read_json
+from generate.server.chat import MOST_LOGPROBS
 from generate.server.constraints import Choice, grammar_of, ollama_format
 from generate.server.conversation import MOST_MESSAGES, Message, arrange, calls_of, tools_of
 from generate.server.errors import envelope
@@ -21,7 +23,7 @@ from generate.server.facts import Facts
 from generate.server.fields import TEXT, Fields, sampling, stops
 from generate.server.task import Chat, Task
 from generate.server.thinking import effort_options, switch_options
-from generate.server.wire import Frame, Parsed, dumps
+from generate.server.wire import Frame, Parsed, chat_logprobs, dumps
 
 VERSION = "0.13.5"  # of the API that is followed; clients ask for at least so much
 MEDIA = "application/x-ndjson"
@@ -31,12 +33,15 @@ MEDIA = "application/x-ndjson"
 class Head:
     """Fields that the lines of a reply share.
 
-    model  as the client named it
-    chat   the reply is a message; else it is a text
+    model     as the client named it
+    chat      the reply is a message; else it is a text
+    logprobs  log-probabilities are sent
     """
 
     model: str
     chat: bool
+    logprobs: bool
+    facts: Facts
 
 
 def parse_chat(fields: Fields, facts: Facts) -> Parsed:
@@ -46,7 +51,7 @@ def parse_chat(fields: Fields, facts: Facts) -> Parsed:
     if tools := tools_of(fields):
         rendering["tools"] = tools
     return _parsed(
-        fields, facts, Head(_model(fields), True), Chat(arrange(messages, facts), rendering) if messages else None
+        fields, facts, _head(fields, facts, True), Chat(arrange(messages, facts), rendering) if messages else None
     )
 
 
@@ -56,7 +61,7 @@ def parse_generate(fields: Fields, facts: Facts) -> Parsed:
         if fields.values.get(key):
             raise fields.refuse(key, "it is not supported")
     prompt, system = fields.text("prompt", ""), fields.text("system", "")
-    head = Head(_model(fields), False)
+    head = _head(fields, facts, False)
     if not prompt:
         return _parsed(fields, facts, head, None)
     if fields.flag("raw", False) or not facts.template:
@@ -66,8 +71,9 @@ def parse_generate(fields: Fields, facts: Facts) -> Parsed:
     return _parsed(fields, facts, head, Chat(arrange(messages, facts), _rendering(fields, facts)))
 
 
-def _model(fields: Fields) -> str:
-    return str(fields.text("model") or fields.text("name") or "")
+def _head(fields: Fields, facts: Facts, chat: bool) -> Head:
+    model = str(fields.text("model") or fields.text("name") or "")
+    return Head(model, chat, fields.flag("logprobs", False), facts)
 
 
 def _message(fields: Fields) -> Message:
@@ -102,6 +108,11 @@ def _parsed(fields: Fields, facts: Facts, head: Head, prompt: Chat | str | None)
     options = sampling(given) | stops(given, "stop")
     if (most := given.take("num_predict", whole(-2))) is not None and most > 0:
         options["max_tokens"] = most
+    top = fields.take("top_logprobs", whole(0, MOST_LOGPROBS), 0)
+    if top and not head.logprobs:
+        raise fields.refuse("top_logprobs", "it needs logprobs to be true")
+    if head.logprobs:
+        options["logprobs"] = top
     tools = prompt.options.get("tools", ()) if isinstance(prompt, Chat) else ()
     task = Task(
         [] if prompt is None else [prompt],
@@ -128,6 +139,11 @@ def part(head: Head, text: str, thought: str = "", calls: Sequence[Any] = ()) ->
     message: dict[str, Any] = {"role": "assistant", "content": text}
     message |= {"thinking": thought} if thought else {}
     return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
+
+
+def scores(head: Head, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+    """Return the log-probabilities that a line holds."""
+    return {"logprobs": chat_logprobs(head.facts.tokenizer, logprobs)} if head.logprobs and logprobs else {}
 
 
 def call_object(index: int, name: str, arguments: str) -> dict[str, Any]:
@@ -170,10 +186,12 @@ class Writer:
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:
+            case Text(text, logprobs) if logprobs:
+                yield self._line(False, **part(self.head, text), **scores(self.head, logprobs))
             case Text(text):
                 yield self.frame.of(moment(), text)
-            case Reasoning(text) if text:
-                yield self._line(False, **part(self.head, "", text))
+            case Reasoning(text, logprobs):
+                yield self._line(False, **part(self.head, "", text), **scores(self.head, logprobs))
             case CallBegin():
                 self.call, self.arguments = event, ""
             case CallArguments(_, text):
@@ -201,7 +219,8 @@ def whole_reply(head: Head, replies: Sequence[Whole]) -> dict[str, Any]:
         return line(head, True, **part(head, ""), **figures(None))
     reply = replies[0]
     calls = [call_object(at, call.name, call.arguments) for at, call in enumerate(reply.calls)]
-    return line(head, True, **part(head, reply.text, reply.reasoning, calls), **figures(reply.finish))
+    shown = part(head, reply.text, reply.reasoning, calls) | scores(head, reply.logprobs)
+    return line(head, True, **shown, **figures(reply.finish))
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -51,6 +51,23 @@ def test_options_have_ollamas_names(scripted):
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_log_probabilities(scripted, path):
+    scripted.llm.text = "Hm.</think>Yes."
+    asked = {"model": "m", "messages": USER, "prompt": "Hello?", "think": True, "logprobs": True, "top_logprobs": 1}
+    whole = scripted.post(path, json={**asked, "stream": False}).json()["logprobs"]
+    lines = ndjson(scripted.post(path, json=asked))
+    assert [one for line in lines for one in line.get("logprobs", [])] == whole
+    assert "".join(one["token"] for one in whole) == scripted.llm.text
+    entry = {"token": "H", "logprob": -0.5, "bytes": [72]}
+    assert whole[0] == {**entry, "top_logprobs": [entry]}
+    assert scripted.llm.options[-1] == {"logprobs": 1}
+    for off in ({"logprobs": False, "top_logprobs": 0}, {"logprobs": None, "top_logprobs": None}):
+        assert "logprobs" not in scripted.post(path, json={**asked, **off, "stream": False}).json()
+    for wrong in ({"top_logprobs": 21}, {"logprobs": "yes"}, {"logprobs": False}):
+        assert scripted.post(path, json={**asked, **wrong}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_an_empty_request_loads_the_model(scripted, path):
     assert ndjson(scripted.post(path, json={"model": "m"}))[-1]["done_reason"] == "load"
     assert scripted.post(path, json={"model": "m", "stream": False}).json()["done_reason"] == "load"
