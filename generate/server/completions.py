@@ -59,7 +59,7 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
     streaming = fields.object("stream_options")
     usage = bool(streaming and streaming.flag("include_usage", False))
     stream = fields.flag("stream", False)
-    task = Task(prompts, options, n, stream, echo=echo, generates=tokens != 0)
+    task = Task(prompts, options, n, stream, echo=echo, generates=tokens != 0, field="prompt")
     head = Head(new_id("cmpl-"), now(), facts, usage, logprobs is not None, n)
     return Parsed(task, lambda _: Writer(head), lambda replies: whole_reply(head, replies))
 

@@ -81,11 +81,16 @@ def refusal(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
-        numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
-        return ApiError(400, str(error), "context_length_exceeded", "messages", numbers)
+        return too_long(error, "messages")
     if isinstance(error, BusyError):
         return ApiError(503, str(error), retry=RETRY)
     return ApiError(400, str(error)) if isinstance(error, BimetalError) else None
+
+
+def too_long(error: PromptTooLongError, field: str) -> ApiError:
+    """The refusal of a prompt beyond the context, which stands in `field` of the request."""
+    numbers = {"n_prompt_tokens": error.tokens, "n_ctx": error.context}
+    return ApiError(400, str(error), "context_length_exceeded", field, numbers)
 
 
 def failure(error: Exception) -> ApiError:

@@ -108,6 +108,7 @@ def parse(store: Store, fields: Fields, facts: Facts) -> Parsed:
         first_call_only=not several,
         grammar=grammar_of(facts, tools, choice, openai_format(text.object("format") if text else None), several),
         budget=budget_of(reasoning, reasoning.text("effort"), "max_tokens"),
+        field="input",
     )
     fields.take("metadata", OBJECT)
     keeps = fields.flag("store", True)

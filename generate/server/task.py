@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from common.errors import PromptTooLongError
 from common.guide import AfterReasoning, Guide
 from common.reply import END_THINK, THINK
 from generate.llm import LLM, Prepared
-from generate.server.errors import failure
+from generate.server.errors import failure, too_long
 from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
 from generate.server.facts import Facts
 
@@ -33,6 +34,7 @@ class Task:
     """A request.
 
     prompts          conversations, texts or token ids; each is replied to `n` times
+    field            of the request that holds the prompts
     options          of generation, as keywords of GenerationOptions
     stream           the reply is sent while it is written
     first_call_only  a reply ends with its first tool call
@@ -51,6 +53,7 @@ class Task:
     generates: bool = True
     grammar: str | None = None
     budget: int | None = None
+    field: str = "messages"
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,16 @@ class Ready:
 
 
 def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
-    """Render and encode the prompts, and compile the grammar. Takes up to seconds; raises BimetalError."""
+    """Render and encode the prompts, and compile the grammar.
+
+    Takes up to seconds. Raises BimetalError, and ApiError for a prompt beyond the context.
+    """
     inner = None if task.grammar is None else facts.grammars.guide(task.grammar)
-    return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in rendered(llm, task)]
+    try:
+        prompts = rendered(llm, task)
+    except PromptTooLongError as error:
+        raise too_long(error, task.field) from None
+    return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
 
 
 def is_short(task: Task) -> bool:

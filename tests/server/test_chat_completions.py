@@ -262,10 +262,19 @@ def test_what_asks_for_nothing_is_ignored(scripted, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_beyond_the_context_is_refused_before_a_stream_begins(scripted, stream):
-    response = ask(scripted, messages=[{"role": "user", "content": "a b" * 4096}], stream=stream)
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (URL, "messages", [{"role": "user", "content": "a b" * 4096}]),
+        ("/v1/completions", "prompt", "a b" * 4096),
+        ("/v1/completions", "prompt", [5] * 4097),
+        ("/v1/responses", "input", "a b" * 4096),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_refused_before_a_stream_begins(scripted, path, field, value, stream):
+    response = scripted.post(path, json={field: value, "stream": stream})
     error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert error["n_ctx"] == 4096 < error["n_prompt_tokens"]
 
 
