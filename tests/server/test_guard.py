@@ -42,7 +42,8 @@ def policy():
 def test_keys(scripted, policy):
     log = io.StringIO()
     client = client_of(scripted.llm, "scripted", policy, log=log)
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": ""}, {"authorization": "first-key"}):
+    wrong = {"authorization": "Bearer wrong", "x-api-key": "wrong"}
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": ""}, {"authorization": "first-key"}, wrong):
         for path, envelope in (
             (CHAT, "error"),
             ("/v1/messages", "type"),
@@ -52,7 +53,9 @@ def test_keys(scripted, policy):
             response = client.post(path, json=USER, headers=headers)
             assert response.status_code == 401
             assert envelope in response.json()
-    for headers in ({"authorization": "Bearer second-key"}, {"x-api-key": "first-key"}):
+    right = {"authorization": "Bearer second-key"}, {"x-api-key": "first-key"}
+    beside = [right[0] | {"x-api-key": "wrong"}, right[1] | {"authorization": "Bearer wrong"}]
+    for headers in (*right, *beside):
         assert client.post(CHAT, json=USER, headers=headers).status_code == 200
     assert client.get("/health").status_code == 200
     written = log.getvalue()
