@@ -123,7 +123,7 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Run one step of a prompt or of decoding; whether more is left to be run."""
+        """Run one step of a prompt or of decoding; return whether work is left."""
         try:
             self._collect()
             if self.running:
@@ -259,7 +259,7 @@ class Engine:
             self.prefixes.offer(slot.committed, slot.state)
 
     def _leave(self, sequence: Sequence) -> Exception | None:
-        """Take a sequence out, and leave its slot as good as it can be; what went wrong with that."""
+        """Remove a sequence and close its decoder; if closing fails, drop the slot and return the error."""
         self._suspended.has_ended = True
         for queue in (self.running, self.waiting, self.suspended):
             with suppress(ValueError):
@@ -358,7 +358,7 @@ class Engine:
         self._finish_launched(left)
 
     def _run(self, asking: list[Sequence], run: Callable[[], List[Any]]) -> list[Launched]:
-        """Launch what `run` computes for each of `asking`: its answer, or the error that is its own."""
+        """Launch `run`; return each sequence of `asking` with its request and its answer, or its error."""
         answers: List[Any]
         try:
             answers = run()
@@ -419,7 +419,7 @@ class Engine:
         self._share_rows()
 
     def _fail(self, error: Exception) -> None:
-        """End all that run: the backend failed, and what it left in any state is unknown."""
+        """End all replies in progress: after a failure of the backend the contents of all states are unknown."""
         failed = BimetalError(f"the {self.model.ops.name} backend failed, and all replies in progress ended: {error}")
         failed.__cause__ = error
         self._launched.clear()

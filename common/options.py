@@ -336,7 +336,7 @@ class LoadOptions(CacheChoice, ExpertChoice, PrefixChoice):
     parallel: int | None = option(
         None,
         rules.whole(1),
-        "replies that are generated at the same time, each with a state of its own; further ones wait. None: 8, on "
-        "CUDA 4, which share memory for one context, on several GPUs and for models that mlx-lm runs 1",
+        "replies that are generated at the same time, each with a state of its own; further ones wait. None: 8; on "
+        "CUDA 4, which share memory for one context, or 1 if memory is short; 1 if steps cannot be shared (mlx-lm)",
     )
     queue: int = option(256, rules.whole(1), "replies that may wait; further ones are refused")

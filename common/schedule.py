@@ -75,7 +75,7 @@ class Schedule:
             raise BusyError(f"{waiting} calls wait for the model, and the queue holds {self.queue}; call again later")
 
     def admit(self, waiting: list[T], begin: Callable[[T], bool]) -> list[T]:
-        """Begin what may begin, and return it; it leaves `waiting`.
+        """Begin the sequences that may begin; remove them from `waiting` and return them.
 
         begin  takes slot and memory for a sequence, or returns False
         """
@@ -153,7 +153,7 @@ class Schedule:
         return max(suspended, key=lambda item: (item.priority, -item.arrival))
 
     def has_read(self, seconds: float, decoders: bool) -> None:
-        """Count a step of a prompt; whether sequences decode beside it."""
+        """Count a step of a prompt; `decoders` states whether other sequences decode."""
         self.owed = min(self.owed + seconds, MOST_OWED) if decoders else 0.0
 
     def has_decoded(self, seconds: float) -> None:

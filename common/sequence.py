@@ -1,4 +1,4 @@
-"""Sequence: one reply while it is generated, from the prompt's steps over its decoder to text and statistics."""
+"""Sequence: a prompt and its reply while it is generated: steps of the prompt, decoder, text and statistics."""
 
 import threading
 import time
@@ -82,7 +82,7 @@ class Sequence:
     request  the decoder's current request, Rows or a Draft; None while the prompt is read
     rows     of its next step, while it decodes
     granted  tokens for which memory was free at the last check
-    waited   turns since it last ran
+    waited   steps of decoding since the last that had room for it
     skips    number of later calls that began before it
     """
 
@@ -178,8 +178,8 @@ class Sequence:
     def _unread(self, new: int) -> int:
         """Count the tokens among the `new` last ones of the prompt that prefill leaves to the decoder's first step.
 
-        All of few, which saves a forward; of more the last one, as prefill then reads the others at its own speed. The
-        decoder must see what prefill does: none with `attention_window`.
+        Only WeDLM leaves any: all if they are few, which saves a forward pass, else the last one, because prefill reads
+        the others faster. None with `attention_window`, with which decoding sees less than prefill.
         """
         if self.speculation.kind != "wedlm" or self.target.decoding is not self.target.model:
             return 0
@@ -187,9 +187,9 @@ class Sequence:
         return new if new <= most else min(most, 1)
 
     def _joins_last(self, cached: int) -> bool:
-        """Test whether the prompt's last token, behind a cut, is read in a step of decoding, beside those of others.
+        """Test whether a step of decoding, shared with other replies, reads the prompt's last token.
 
-        Bits of a row do not depend on the step if that is short. A draft would lack the row.
+        A row of a short step does not depend on the other rows. Not if a draft would then lack the row.
         """
         model, last = self.target.model, len(self.prompt) - 1
         plain = self.speculation.kind == "off" and target_of(model) is model is self.target.decoding

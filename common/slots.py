@@ -67,7 +67,7 @@ class Slots:
     def take(
         self, prompt: list[int], reading: Reading, tokens: int, running: Sequence[tuple[Slot, int]]
     ) -> Slot | None:
-        """Take the idle slot that holds most of `prompt`, read as `reading` does; else an empty one; else the oldest.
+        """Take the idle slot with the longest reusable prefix of `prompt`; else an empty or new one; else the oldest.
 
         None if memory for `tokens` tokens is not free beside the running sequences. A lone sequence always gets a slot.
 

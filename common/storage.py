@@ -1,7 +1,7 @@
-"""Storage of a sequence in each layer: the one owner of what is stored and how many bytes it takes.
+"""Specs of what each layer stores for a sequence, and of how many bytes that takes.
 
 A spec names its arrays of rows (`planes`), whether they append, wrap or recur (`kind`), and counts their bytes.
-Backends build their states from it, and predictions of memory ask it.
+Backends build their states from specs, and predictions of memory add up their bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -90,7 +90,7 @@ def _holds(consumer: str, producer: Lazy) -> bool:
 def packed_for_product(x: Lazy, packing: Packing) -> tuple[int, int]:
     """int8 rows of x for a product that finishes a norm, and their sums of squares: Op.emit_deferred.
 
-    Squares at 0: x is no such norm, and these are the rows themselves.
+    If the address of the squares is 0, x is no such norm, and the rows are complete.
     """
     if packing not in x.forms.deferred and x.op.emit_deferred and _holds("product", x):
         take = x.context.arena.take

@@ -34,7 +34,7 @@ from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
-PROMPT_ROWS = 32  # a multiple of it has each long step of a prompt that is captured
+PROMPT_ROWS = 32  # the rows of each captured long step of a prompt are a multiple of this
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -218,7 +218,7 @@ class Replay:
         return out, len(step)
 
     def _run_long(self, fn: Callable[[Any, DeviceStep], Any], state: Any, here: DeviceStep, table: Table) -> Any:
-        """Run a long step, as run_step does a short one; the programs that were not used for longest are dropped.
+        """Run a long step as run_step runs a short one; the least recently used programs are dropped.
 
         A program is captured for one slot and length, and replayed for all: its kernels read them from the StepState.
         """

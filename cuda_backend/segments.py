@@ -52,8 +52,8 @@ def run_step(
 ) -> Any:
     """Run a step and return its result.
 
-    The first step of a shape is run by `call`, the second is captured, later ones are replayed. A prefill step, whose
-    number of rows is rarely repeated, is always run by `call`.
+    The first step of a shape is run by `call`, the second is captured, later ones are replayed. Long steps are always
+    run by `call`; Replay captures the ones whose launches depend on the number of rows alone.
     """
     if shape.T > MAX_DECODE_ROWS or shape not in table:
         if shape.T <= MAX_DECODE_ROWS:

@@ -176,7 +176,8 @@ DESCRIPTIONS = {
     "quantize": "Write a model in fewer bits: OUT that ends in .gguf is a GGUF file, any other an MLX folder, which "
     "mlx-lm reads too. A run that was stopped resumes when the same command is given again.",
     "perplexity": "Measure the perplexity of a model over a text, by llama-perplexity's convention: each window is "
-    "read from an empty state, and its second half is scored. With a reference also KL divergence and agreement.",
+    "read from an empty state, and its second half is scored. With a reference, "
+    "also measure KL divergence and agreement.",
     "calibrate": "Decode replies with a grid of windows, and measure tokens per forward and the share of tokens that "
     "plain greedy decoding would have chosen. The window with the most tokens per forward within --loss is saved in a "
     "file beside the model, and is the default of its replies from then on.",
@@ -221,13 +222,13 @@ def _text(p: Parser) -> None:
     r.add_argument(
         "--think",
         action=flags.Switch,
-        help="reason before the answer, or not (default: as the model's template has it); a terminal shows the "
+        help="reason before the answer, or not (default: as in the model's template); a terminal shows the "
         "reasoning dimmed, a pipe gets the answer alone",
     )
     r.add_argument(
         "--parse-special",
         action="store_true",
-        help="take control tokens spelled out in messages as such (default: as text; with --raw they always count)",
+        help="read control tokens that are spelled out in messages as control tokens, not as text; --raw always does",
     )
     r.add_argument(
         "--stop", action="append", type=values.stop, metavar="TEXT", help="end the reply before TEXT; repeatable"

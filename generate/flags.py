@@ -300,7 +300,7 @@ def model(p: Any, backends: tuple[str, ...] = BACKENDS) -> None:
         "--ctx",
         type=values.tokens,
         metavar="N",
-        help="limit of prompt and reply (default: as trained; on CUDA at most what fits)",
+        help="most tokens of prompt and reply together (default: as trained; on CUDA at most what fits)",
     )
     backend(p, backends)
 

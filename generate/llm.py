@@ -77,7 +77,7 @@ class Prepared:
 class LLM:
     """A loaded model, made by `generate.load`. Any thread may call it; several replies are generated at the same time.
 
-    recommended  the sampling that the model's files recommend, which options that are not given take
+    recommended  sampling options that the model's files recommend, for options that a call does not give
     """
 
     tokenizer: Tokenizer
@@ -313,7 +313,7 @@ class LLM:
         return None if stream is None else stream.stats()
 
     def _free(self) -> None:
-        """Drop the model, and write what its experts were used for, where a file is named for that."""
+        """Drop the model; if `expert_profile` names a file, write how often each expert was used."""
         if not hasattr(self, "_engine"):  # two threads have closed it
             return
         self._engine.close()

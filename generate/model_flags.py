@@ -117,7 +117,9 @@ def quantize(p: Parser) -> None:
         help="for an MLX folder: values per scale, 32, 64 or 128 (default: 64)",
     )
     p.add_argument("--mode", metavar="MODE", help="for an MLX folder: affine, mxfp4 or nvfp4 (default: affine)")
-    p.add_argument("--type", metavar="TYPE", help="for a .gguf file: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: Q8_0)")
+    p.add_argument(
+        "--type", metavar="TYPE", help="for a .gguf file: Q8_0 (default), Q5_1, Q5_0, Q4_1, Q4_0, F32, F16 or BF16"
+    )
     p.add_argument(
         "--recipe",
         choices=("careful", "uniform", "mixed"),  # common.recipe.RECIPES

@@ -11,15 +11,17 @@ def serve(p: Parser) -> None:
     flags.experts(p)
     flags.prefixes(p)
     s = p.add_argument_group("server")
-    s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
-    s.add_argument("--port", type=values.port, default=8080, metavar="N", help="to listen on (default: 8080)")
-    s.add_argument("--api-key", action="append", type=values.key, metavar="KEY", help="required of clients; repeatable")
+    s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    s.add_argument("--port", type=values.port, default=8080, metavar="N", help="port to listen on (default: 8080)")
+    s.add_argument(
+        "--api-key", action="append", type=values.key, metavar="KEY", help="key that clients must send; repeatable"
+    )
     s.add_argument("--api-key-file", metavar="FILE", help="keys, one per line; BIMETAL_API_KEY holds one too")
     flags.parallel(s)
     s.add_argument("--insecure", action="store_true", help="listen beyond this machine without a key")
     s.add_argument("--allow-host", action="append", metavar="NAME", help="serve this host name too; repeatable")
     s.add_argument(
-        "--cors-origin", action="append", metavar="URL", help="let pages of this origin call, * any; repeatable"
+        "--cors-origin", action="append", metavar="URL", help="origin whose pages may call; * is any; repeatable"
     )
     s.add_argument(
         "--max-queue",
@@ -29,7 +31,7 @@ def serve(p: Parser) -> None:
         help="requests that run or wait; more are refused (default: 256)",
     )
     s.add_argument(
-        "--grace", type=values.count, default=30, metavar="SECONDS", help="for running replies at the end (default: 30)"
+        "--grace", type=values.count, default=30, metavar="SECONDS", help="time to finish replies at exit (default: 30)"
     )
     s.add_argument("--log-json", action="store_true", help="log JSON objects")
     flags.compression(p)
@@ -37,7 +39,7 @@ def serve(p: Parser) -> None:
 
 def batch(p: Parser) -> None:
     p.add_argument("requests", metavar="IN", help="requests, a JSON object per line")
-    p.add_argument("answers", metavar="OUT", help="answers, a JSON object per line; those that it has are kept")
+    p.add_argument("answers", metavar="OUT", help="answers, a JSON object per line; existing answers are kept")
     flags.model(p)
     flags.parallel(p)
     flags.cache(p)

@@ -96,7 +96,7 @@ class Group:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Take no further orders where the block fails: followers may wait for rows that this rank never sent."""
+        """Refuse all further orders if the block fails: followers may wait for rows that this rank never sent."""
         try:
             yield
         except BaseException:

@@ -32,7 +32,7 @@ class Point:
 
     same   how many of a reply's tokens agree with plain decoding, by reply
     sizes  tokens, by reply
-    nats   what the tokens are improbable by, summed: -log p of each as the next token after those before it
+    nats   sum of -log p of all tokens, each as the next token after the tokens before it
     stats  summed over the replies
     """
 

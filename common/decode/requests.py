@@ -61,7 +61,7 @@ class Choose(NamedTuple):
 class Draft(NamedTuple):
     """Ask for the `k` likeliest tokens of each position after `token`, which follows the state.
 
-    coupling  how the target will draw those tokens, of which then the `k` that it most probably draws are meant
+    coupling  random numbers with which the target will draw; the answer has the `k` tokens that it most probably draws
 
     The answer is (ids, log-probabilities), each (n, k), on the host; n is what the draft gives, at most `depth` where
     each position costs time of its own. Where a position depends on the token before, it is that of Pair.drafted.

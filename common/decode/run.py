@@ -119,7 +119,7 @@ class Run:
     tuner   of the budget, kept between replies; None: a new one where the options leave the budget open
     unread  last tokens of the prompt that `state` lacks, which the first step reads: one, or of WeDLM several
 
-    most_drafted  returns the limit of draft tokens of the next step, which depends on the other replies; None: none
+    most_drafted  limit of draft tokens of the next step, set by the engine for the number of replies; None: no limit
 
     A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
     holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are
@@ -139,6 +139,6 @@ class Run:
     most_drafted: int | None = None
 
     def bounded(self, budget: int, sizes: Sequence[int] = ()) -> int:
-        """Draft tokens of the next step, at most `budget`; one of `sizes`, which has 0, where they are given."""
+        """Limit `budget` to `most_drafted`, and round it down to one of `sizes`, which include 0, if any are given."""
         most = budget if self.most_drafted is None else min(budget, self.most_drafted)
         return max((size for size in sizes if size <= most), default=most)

@@ -7,8 +7,8 @@ for their distance from the first mask, lies below a threshold are filled with t
 slot is final. The leading run of filled slots had exactly the committed tokens before it, so its keys and values are
 those of a prefill, and are committed by the same forward that fills further slots.
 
-Where the options check, a slot that was filled with less certainty is confirmed in that forward too, by the logits of
-the row before it, or replaced by their token, after which all later slots are masks again.
+With the option `sure`, the same forward also confirms slots that were filled with less certainty, by the logits of the
+row before each. If these predict another token, it replaces the slot's token, and all later slots are masks again.
 
 Source: Liu et al. 2025, arXiv 2512.22737; streaming order and defaults as in the published engine.
 """
@@ -112,7 +112,7 @@ class _Window:
         return len(following)
 
     def restart(self, count: int, token: int, logits: Array) -> None:
-        """Drop `count` slots, and all after them, in whose place `token` is filled, of the row before it."""
+        """Begin a new window after `count` committed slots, with `token`, which the row before it predicts."""
         self.base += count
         self.tokens, self.filled, self.logits = [token], [True], {self.base: (logits, count - 1)}
         self.doubtful.clear()
@@ -220,7 +220,7 @@ def windows(run: Run) -> Generator[Request, Any, None]:
 def _computed(
     run: Run, window: _Window, step: Step, masks: Sequence[int], yielded: int
 ) -> Generator[Request, Any, tuple[Computed, Ahead | None]]:
-    """Compute a window's step; by what its masks draw, where they draw by chance."""
+    """Compute a window's step; also return what samples its masks, None for greedy decoding."""
     rows = slice(len(step) - len(masks), len(step))
     mask, sampler = mask_id(run.model), run.sampler
     if run.options.wedlm.checks:

@@ -160,7 +160,7 @@ class Model:
 
     @cached_property
     def prompt_rows(self) -> int:
-        """Rows of which long steps of a prompt should have a multiple, so that a backend meets few numbers of rows."""
+        """Number of which the rows of each long step should be a multiple, so that few numbers of rows occur."""
         return self.ops.prompt_rows(self.state_spec) if self.repeats else 1
 
     def _logits(self, state: State, step: Step, rows: slice) -> Array:

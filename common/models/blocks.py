@@ -183,7 +183,7 @@ SIZES = {  # hidden size, heads, KV heads and head size, by the format of the fi
 def head_sizes(checkpoint: Checkpoint, keys: Keys, layers: int) -> dict[str, Any]:
     """Fields of a configuration: the hidden size and the heads of grouped-query attention in each of `layers`.
 
-    KV heads are as many as heads, and heads share the hidden size, where the file does not state it.
+    Where the file does not state them: as many KV heads as heads, and a head size of hidden / heads.
     """
     hidden_key, heads_key, kv_key, dim_key = SIZES[checkpoint.format]
     hidden, heads = keys.size(hidden_key), keys.size(heads_key)

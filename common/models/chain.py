@@ -31,7 +31,7 @@ class ChainPair(Pair):
 
     @abstractmethod
     def _first(self, step: Step) -> Array:
-        """Any rows of a hidden state's width: of the first pass only row 0 counts, and that row reads the state."""
+        """Hidden states of any value: in the first pass only row 0 counts, and takes its hidden state from `state`."""
 
     @abstractmethod
     def _pass(self, state: State, step: Step, hidden: Array) -> Array:

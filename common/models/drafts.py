@@ -36,7 +36,7 @@ SUPPORTED = "multi-token-prediction blocks, DFlash, DFlash2, DSpark and EAGLE-3"
 def load_pair(path: Path, target: Model, progress: bool = False) -> Pair:
     """`target` with the draft at `path`, a GGUF file or a safetensors folder, on the same backend.
 
-    A file of a model, be it the target's own or one of its multi-token-prediction block alone, gives that block.
+    If the file is the target's own, or has only its multi-token-prediction block, that block is the draft.
     """
     if not isinstance(target, Model):
         raise BimetalError(f"{path}: a draft reads hidden states, which a model run by mlx-lm does not show")

@@ -1,4 +1,4 @@
-"""Messages of a request to messages that a chat template takes: plain texts, and system messages where they may stand.
+"""Convert messages of a request for a chat template: plain texts, and system messages where the template takes them.
 
 Equal conversations give equal prompts, however a client has cut them into parts: a prompt that goes on from an earlier
 one then begins with its tokens.

@@ -1,4 +1,4 @@
-"""A body that is sent while it is made, with signs of life to clients that wait."""
+"""Send a body while it is made, with keep-alives to clients that wait."""
 
 import asyncio
 import time
@@ -68,7 +68,7 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
 
 
 async def in_time(work: asyncio.Future[Any]) -> bool:
-    """Wait until `work` is done or a sign of life is due; whether it is done. Cancelling the wait cancels the work."""
+    """Wait until `work` is done or a keep-alive is due; whether it is. Cancelling the wait cancels the work."""
     try:
         await asyncio.wait((work,), timeout=HEARTBEAT)
     except asyncio.CancelledError:

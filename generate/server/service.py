@@ -39,7 +39,7 @@ class Service:
         self._facts: Facts | None = None
 
     def load(self, make: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
-        """Call `make` in a thread of its own, and `ended` there at last, with what went wrong or None.
+        """Call `make` in a new thread, and afterwards `ended` in the same thread, with the error or None.
 
         make  loads what requests need, and hands it to this service
         """

@@ -1,4 +1,4 @@
-"""Another server that answers requests, and what is believed of its answers: bounded, of known kinds, and UTF-8."""
+"""Another server that answers requests; its answers must be bounded, of known media types, and UTF-8."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
