@@ -8,6 +8,11 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
+def shown_size(nbytes: int) -> str:
+    """Write "1.50 GB", or "23.4 MB" below 10^9 bytes."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
+
+
 def parse_size(text: str) -> int:
     """Bytes of "24GB" (10^9 each), "24GiB" (2^30 each), "24G" (as GB), "24000MB", "24000000000"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text, re.ASCII)

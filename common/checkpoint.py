@@ -78,18 +78,29 @@ def _open_directory(path: Path) -> Checkpoint:
     return _open_gguf(*models.values())
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    parts = [path]
-    if match := SPLIT_NAME.fullmatch(path.name):
-        count = int(match["count"])
-        names = [f"{match['stem']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
-        if path.name not in names:
-            raise BimetalError(f"{path} has a part number that is not from 1 to {count}")
-        if missing := [name for name in names if not (path.parent / name).exists()]:
-            some = ", ".join(missing[:8])
-            raise BimetalError(f"{path} is one of {count} files, and {len(missing)} are missing, such as {some}")
-        parts = [path.parent / name for name in names]
+def files_of(path: Path) -> list[Path]:
+    """List the files that a model at `path` may be read from: those of a folder, the parts of a GGUF file."""
+    if path.suffix == ".safetensors":
+        path = path.parent
+    found = path.rglob("*") if path.is_dir() else _parts(path)
+    return [file for file in found if file.is_file()]
 
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a GGUF model that one of them names, in their order."""
+    if (match := SPLIT_NAME.fullmatch(path.name)) is None:
+        return [path]
+    count = int(match["count"])
+    return [path.with_name(f"{match['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    parts = _parts(path)
+    if path not in parts:
+        raise BimetalError(f"{path} has a part number that is not from 1 to {len(parts)}")
+    if missing := [part.name for part in parts if not part.exists()]:
+        some = ", ".join(missing[:8])
+        raise BimetalError(f"{path} is one of {len(parts)} files, and {len(missing)} are missing, such as {some}")
     first: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(parts):

@@ -4,13 +4,13 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
 
 
 @contextmanager
@@ -20,11 +20,7 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
     A regular file or a new one is written beside its place and renamed; a symbolic link is followed and stays. A device
     or a pipe gets the bytes at the end, in order. Raises OSError.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_symlink():  # which realpath cannot follow
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    target = _target(path)
     if target.exists() and not target.is_file():
         with TemporaryFile() as file:
             yield file
@@ -44,7 +40,39 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
             error.filename = str(path)
         raise
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # of a folder that cannot be written, whose error comes from the block
+            partial.unlink(missing_ok=True)
+
+
+def _target(path: Path) -> Path:
+    """The file that a path leads to, or the place of a new one; raises OSError."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():  # which realpath cannot follow
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return target
+
+
+def check_output(path: Path, inputs: Iterable[Path] = ()) -> None:
+    """Refuse, before long work, a file that `rewriting` cannot write, and one of the `inputs` of that work.
+
+    Raises UsageError for an input, else OSError.
+    """
+    target = _target(path)
+    if target.is_file() and (file := next((file for file in inputs if target.samefile(file)), None)):
+        raise UsageError(f"{path} is an input, {file}, and would be overwritten; give the name of another file")
+    if target.is_file() or not target.exists():
+        check_folder(path, target.parent)
+
+
+def check_folder(path: Path, folder: Path) -> None:
+    """Refuse a folder in which no file can be made; raises OSError that names `path`, the file to be made."""
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def rewrite(path: Path, text: str) -> None:

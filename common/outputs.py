@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.amounts import shown_size
 from common.checkpoint import UNFINISHED, Checkpoint
 from common.errors import BimetalError, UsageError
 from common.files import rewrite
@@ -77,7 +78,8 @@ def parts_of(output: Output) -> tuple[int, int, int]:
 def begin(out: Path, source: Checkpoint, outputs: Sequence[Output], settings: dict[str, Any]) -> Path:
     """The folder in which `out` is made: a new one, or that of a run with this source and this plan that was stopped.
 
-    Raises UsageError where `out` exists, lies in the source, or has a folder from another run beside it.
+    Raises UsageError where `out` exists, lies in the source, or has a folder from another run beside it, BimetalError
+    where the disk cannot hold the outputs.
     """
     check_place(out, source.path)
     part = out.with_name(out.name + ".part")
@@ -86,6 +88,7 @@ def begin(out: Path, source: Checkpoint, outputs: Sequence[Output], settings: di
         if not (part / UNFINISHED).is_file() or read_json(part / UNFINISHED) != plan:
             raise UsageError(f"{part} holds an unfinished run of other settings or another source; delete it first")
         return part
+    check_room(part.parent, sum(sum(parts_of(output)) for output in outputs))
     part.mkdir()
     rewrite(part / UNFINISHED, json.dumps(plan, indent=1))
     return part
@@ -112,8 +115,8 @@ def check_room(folder: Path, needed: int, held: int = 0) -> None:
     free = shutil.disk_usage(folder).free
     if needed > held + free:
         raise BimetalError(
-            f"the result takes {needed / 1e9:.2f} GB, and the disk of {folder} has {(held + free) / 1e9:.2f} GB "
-            "for it; free some, or choose a smaller format"
+            f"the result takes {shown_size(needed)}, and the disk of {folder} has {shown_size(held + free)} for it; "
+            "free some, or choose a smaller format"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from common.amounts import shown_size
 from common.errors import BimetalError
 from common.files import rewriting
 from common.ops import Array, Ops
@@ -270,8 +271,8 @@ def save(path: Path, model: str, windows: np.ndarray, vocab: int, blocks: Iterab
     free = shutil.disk_usage(Path(os.path.realpath(path)).parent).free
     if end > free and (path.is_file() or not path.exists()):
         raise BimetalError(
-            f"the log-probabilities of {rows} tokens over a vocabulary of {vocab} take {end / 1e9:.1f} GB, and the "
-            f"disk of {path} has {free / 1e9:.1f} GB free; score fewer tokens"
+            f"the log-probabilities of {rows} tokens over a vocabulary of {vocab} take {shown_size(end)}, and the "
+            f"disk of {path} has {shown_size(free)} free; score fewer tokens"
         )
     with rewriting(path) as file:
         file.write(len(text).to_bytes(8, "little") + text + windows.astype("<i4").tobytes())

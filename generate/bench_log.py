@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from common.errors import UsageError
+from common.files import check_folder
 from generate.backends import backend_package, placement_of
 from generate.bench_options import BenchOptions
 from generate.caches import named
@@ -82,7 +83,7 @@ def check_log(path: Path) -> None:
     """Raises UsageError, before anything is measured, where `log` cannot append to `path`."""
     try:
         if not path.exists():
-            next(path.absolute().parent.iterdir(), None)  # an error where there is no such folder
+            check_folder(path, path.absolute().parent)
             return
         if not path.is_file() and not path.is_dir():  # a device or a pipe
             return

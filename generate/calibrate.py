@@ -10,6 +10,7 @@ from common import wedlm_calibration
 from common.checkpoint import open_checkpoint
 from common.decode.calibrate import PENALTIES, TAUS, WINDOWS, Point, best, cut_prompts, grid, measure
 from common.errors import BimetalError, UsageError
+from common.files import check_output
 from common.hub import resolve_model
 from common.models import architecture
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     config = definition.read_config(checkpoint)
     if getattr(config, "mask_id", None) is None:
         raise UsageError(f"{path.name} has no windows to calibrate: {name} has no mask token")
+    if not args.dry_run:
+        check_output(wedlm_calibration.place(path), [Path(args.text)])
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     prompts = _prompts(args, tokenizer)
     longest = max(map(len, prompts)) + args.new_tokens

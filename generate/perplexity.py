@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.checkpoint import open_checkpoint
+from common.checkpoint import files_of, open_checkpoint
 from common.errors import BimetalError, UsageError
+from common.files import check_output
 from common.hub import resolve_model
 from common.models import Model
 from common.perplexity import (
@@ -32,7 +33,10 @@ from generate.caches import cache_of, with_cache
 
 def run(args: argparse.Namespace) -> int:
     text = read_text(Path(args.text))
-    path, model, tokenizer = _load(args.model, args)
+    path = resolve_model(args.model)
+    if args.save_reference:
+        check_output(Path(args.save_reference), [Path(args.text), *files_of(path)])
+    model, tokenizer = _load(path, args)
     model = with_cache(model, cache_of(args), args.ctx_window)
     if args.ctx_window > model.config.context:
         raise UsageError(
@@ -60,11 +64,10 @@ def read_text(path: Path) -> str:
         raise BimetalError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _load(name: str, args: argparse.Namespace) -> tuple[Path, Model, Tokenizer]:
-    path = resolve_model(name)
+def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
-    return path, open_model(checkpoint, args.backend, progress=True, placement=placement_of(args)), tokenizer
+    return open_model(checkpoint, args.backend, progress=True, placement=placement_of(args)), tokenizer
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -81,7 +84,8 @@ def _reference(
         check_saved(saved, file, windows, model.config.vocab)
         return saved.model, saved.blocks()
     if args.reference:
-        path, other, tokenizer = _load(args.reference, args)
+        path = resolve_model(args.reference)
+        other, tokenizer = _load(path, args)
         if other.config.vocab != model.config.vocab:
             raise BimetalError(
                 f"{path} has a vocabulary of {other.config.vocab} tokens and the model one of {model.config.vocab}; "

@@ -11,11 +11,12 @@ from xml.sax.saxutils import escape
 import numpy as np
 from tqdm import tqdm
 
+from common.checkpoint import files_of
 from common.errors import UsageError
-from common.files import rewrite
+from common.files import check_output, rewrite
 from common.models import Model
 from common.perplexity import Agreement, cut_windows, measure, open_saved, save, score
-from common.quantize import encode
+from common.quantize import Format, encode
 from common.quants import dequantize
 from common.recipe import Weight, choose
 from common.tokenizer import load_tokenizer
@@ -48,6 +49,9 @@ class Cost:
 
 def run(args: argparse.Namespace, job: Job) -> int:
     text, checkpoint = read_text(Path(args.text)), job.checkpoint
+    if args.plot:
+        check_output(Path(args.plot), [Path(args.text), *files_of(checkpoint.path)])
+    _check_changes(job)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     model = open_model(checkpoint, args.backend, progress=True)
@@ -74,7 +78,6 @@ def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: P
     kinds: dict[str, list[Weight]] = defaultdict(list)
     for weight in job.weights.values():
         kinds[weight.kind].append(weight)
-    alone = replace(job, recipe=lambda weight: job.format)
     with tqdm(total=len(kinds) + 1, desc="measuring", unit="kind", leave=False, disable=None) as bar:
 
         def cost(name: str, weights: Sequence[Weight], how: Job) -> Cost | None:
@@ -82,9 +85,28 @@ def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: P
             bar.update()
             return made
 
-        each = [found for name, weights in kinds.items() if (found := cost(name, weights, alone))]
+        each = [found for name, weights in kinds.items() if (found := cost(name, weights, _alone(job)))]
         whole = cost("the recipe", list(job.weights.values()), job)
     return sorted(each, key=lambda c: -c.agreement.kl.value) + ([whole] if whole else [])
+
+
+def _check_changes(job: Job) -> None:
+    """Refuse a job that quantizes no matrix, neither by itself nor by the recipe: UsageError."""
+    weights, alone = list(job.weights.values()), _alone(job)
+    if not _changed(alone, weights) and not _changed(job, weights):
+        name, kept = job.checkpoint.path.name, choose(weights[0], alone.recipe, job.requantize, is_gguf=True)
+        raise UsageError(f"no matrix of {name} would change, since {weights[0].kind} {kept.why}; choose another format")
+
+
+def _alone(job: Job) -> Job:
+    """The job with its format for every matrix, whatever the recipe, where each kind is quantized alone."""
+    return replace(job, recipe=lambda weight: job.format)
+
+
+def _changed(job: Job, weights: Sequence[Weight]) -> list[tuple[Weight, Format]]:
+    """The weights that a job quantizes, and their formats."""
+    chosen = ((weight, choose(weight, job.recipe, job.requantize, is_gguf=True).format) for weight in weights)
+    return [(weight, format) for weight, format in chosen if format is not None]
 
 
 def _cost(
@@ -92,22 +114,19 @@ def _cost(
 ) -> Cost | None:
     """The cost of quantizing `weights`; None where the format takes none of them, for their widths."""
     tensors, values, before, after = dict(job.checkpoint.tensors), 0, 0, 0
-    count = 0
-    for weight in weights:
-        format, tensor = choose(weight, job.recipe, job.requantize, is_gguf=True).format, weight.tensor
-        if format is not None:
-            quantized = encode(tensor, format)
-            tensors[tensor.name] = dense(tensor.name, dequantize(quantized))
-            count += 1
-            values += int(np.prod(tensor.shape))
-            before, after = before + tensor.nbytes, after + quantized.nbytes
-    if not count:
+    if not (changed := _changed(job, weights)):
         return None
+    for weight, format in changed:
+        tensor = weight.tensor
+        quantized = encode(tensor, format)
+        tensors[tensor.name] = dense(tensor.name, dequantize(quantized))
+        values += int(np.prod(tensor.shape))
+        before, after = before + tensor.nbytes, after + quantized.nbytes
     model: Model = open_model(replace(job.checkpoint, tensors=tensors), args.backend)
     result = measure(score(model, windows), open_saved(reference).blocks())
     assert result.agreement is not None
     bits = 8 * after / values
-    return Cost(kind, count, values, bits, before - after, result.perplexity.value, result.agreement)
+    return Cost(kind, len(changed), values, bits, before - after, result.perplexity.value, result.agreement)
 
 
 def _print(costs: Sequence[Cost], base: float) -> None:

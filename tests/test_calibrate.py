@@ -226,6 +226,18 @@ def test_refusals(flags, code, message, model, prompts, tmp_path, capsys, monkey
     assert not wedlm_calibration.place(model).exists()
 
 
+def test_a_folder_that_cannot_be_written_is_refused_first(model, prompts, capsys, monkeypatch):
+    """After minutes, the calibration could not be kept."""
+
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system", "/folder/part")
+
+    monkeypatch.setattr("common.files.TemporaryFile", read_only)
+    monkeypatch.setattr("generate.calibrate.open_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert main(["calibrate", str(model), "--text", str(prompts), "--backend", "numpy"]) == 1
+    assert capsys.readouterr().err == f"error: {wedlm_calibration.place(model)}: Read-only file system\n"
+
+
 def test_a_model_without_a_mask(tmp_path, prompts, capsys):
     assert main(["calibrate", "demo", "--text", str(prompts)]) == 2
     assert "has no mask token" in capsys.readouterr().err

@@ -359,7 +359,10 @@ def test_flags_of_another_bench_are_refused(flag, run):
     assert (code, f"{flag} goes with --s" in err, "not with a model alone" in err) == (2, True, True)
 
 
-def test_a_log_that_cannot_take_rows_is_refused_first(run, tmp_path):
+def test_a_log_that_cannot_take_rows_is_refused_first(run, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system", "/folder/part")
+
     other, empty = tmp_path / "other.tsv", tmp_path / "empty.tsv"
     other.write_text("a\tb\n")
     empty.touch()
@@ -372,6 +375,11 @@ def test_a_log_that_cannot_take_rows_is_refused_first(run, tmp_path):
         code, out, err = run(*flags, str(log))
         assert (code, out, said in err, len(err.splitlines())) == (2, "", True, 1)
     assert other.read_text() == "a\tb\n"
+    with monkeypatch.context() as patched:
+        patched.setattr("common.files.TemporaryFile", refuse)
+        code, out, err = run(*flags, str(tmp_path / "new.tsv"))
+    said = f"error: --log {tmp_path / 'new.tsv'} cannot be written: Read-only file system\n"
+    assert (code, out, err) == (2, "", said)
     code, _, err = run(*flags, str(empty))
     assert (code, "left out: 99999 tokens leave no room for 4 more" in err) == (0, True)
     assert empty.read_text().startswith("date\tcommit\t")

@@ -1,5 +1,6 @@
 """Files are replaced whole; links, pipes and devices are written through."""
 
+import errno
 import json
 import os
 import threading
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_chat import write
 
-from common.files import rewrite, rewriting
+from common.errors import UsageError
+from common.files import check_output, rewrite, rewriting
 from generate.__main__ import main
 
 
@@ -91,3 +93,34 @@ def test_a_device_is_written_through(tmp_path, capsys):
     assert main(["perplexity", *flags, "--save-reference", str(link), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scored"] > 0
     assert link.is_symlink()
+
+
+def read_only(*_, **__):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/folder/part")
+
+
+def test_an_error_of_a_folder_names_the_file(tmp_path, monkeypatch):
+    """It named the partial file, which the user has never heard of."""
+    monkeypatch.setattr(Path, "unlink", read_only)
+    file = tmp_path / "no" / "a"
+    with pytest.raises(FileNotFoundError) as caught:
+        rewrite(file, "new")
+    assert caught.value.filename == str(file)
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    file, text, link = (tmp_path / name for name in ("file", "text", "link"))
+    text.touch()
+    link.symlink_to(text)
+    check_output(file, [text])
+    check_output(text)
+    assert sorted(os.listdir(tmp_path)) == ["link", "text"]
+    for output in (text, link):
+        with pytest.raises(UsageError, match=f"{output} is an input, {text}, and would be overwritten"):
+            check_output(output, [text])
+    monkeypatch.setattr("common.files.TemporaryFile", read_only)
+    check_output(Path(os.devnull), [Path(os.devnull)])
+    for output in (file, text):
+        with pytest.raises(OSError, match="Read-only") as caught:
+            check_output(output)
+        assert caught.value.filename == str(output)

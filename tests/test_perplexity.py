@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -217,7 +218,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path):
 
 def test_a_reference_larger_than_the_disk_is_refused_before_it_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=9))
-    with pytest.raises(BimetalError, match=r"3 tokens over a vocabulary of 5 take .* has 0.0 GB free; score fewer"):
+    with pytest.raises(BimetalError, match=r"3 tokens over a vocabulary of 5 take 0.0 MB, .* has 0.0 MB free"):
         saved(tmp_path / "one", cut_windows(TEXT, 4), table())
     assert not list(tmp_path.iterdir())
 
@@ -296,6 +297,22 @@ def test_what_cannot_be_compared_or_read(run, folder, text, tmp_path):
         got, out, err = run(*argv)
         assert (got, out, err.count("\n")) == (code, "", 1), err
         assert message in err
+
+
+def test_a_reference_in_place_of_an_input_is_refused_first(run, folder, text, tmp_path, monkeypatch):
+    """The text, or the model itself, was replaced by log-probabilities."""
+    monkeypatch.setattr("generate.perplexity.open_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "link").symlink_to(text)
+    weights = Path(folder) / "model.safetensors"
+    before = weights.read_bytes()
+    for model in (folder, str(weights)):
+        for out in (text, str(tmp_path / "link"), str(weights), f"{folder}/config.json"):
+            code, _, err = run(model, "--text", text, "--ctx-window", "32", "--save-reference", out)
+            assert (code, f"{out} is an input" in err, err.count("\n")) == (2, True, 1)
+    assert weights.read_bytes() == before
+    missing = str(tmp_path / "no" / "kept")
+    code, _, err = run(folder, "--text", text, "--save-reference", missing)
+    assert (code, err) == (1, f"error: {missing}: No such file or directory\n")
 
 
 @pytest.mark.model

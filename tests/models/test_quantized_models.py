@@ -433,8 +433,9 @@ def test_a_full_disk_is_seen_first(out, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert main(["quantize", source("qwen3"), str(tmp_path / out)]) == 1
-    assert "free some, or choose a smaller format" in capsys.readouterr().err
-    assert not (tmp_path / out).exists()
+    err = capsys.readouterr().err
+    assert re.search(r"the result takes 0\.\d MB, .* has 0.0 MB for it; free some, or choose a smaller format", err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_values_that_are_not_finite(tmp_path, capsys):
@@ -570,6 +571,21 @@ def test_sensitivity(tmp_path, capsys):
     assert svg.count("<rect") == 1 + len(kinds) + 1
     assert "o_proj" in svg
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "plot.svg", "text"]
+
+
+def test_sensitivity_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    """Where a plot would replace an input, and where no matrix would change, which was a traceback at the end."""
+    monkeypatch.setattr("generate.sensitivity.open_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    folder, text = tiny_chat.write(tmp_path / "in"), tmp_path / "text"
+    text.write_text("some text")
+    flags = ["--sensitivity", "--text", str(text)]
+    for out in (text, folder / "model.safetensors", folder / "config.json"):
+        assert main(["quantize", str(folder), *flags, "--plot", str(out)]) == 2
+        assert f"{out} is an input" in capsys.readouterr().err
+    for more in ([], ["--requantize"]):
+        assert main(["quantize", "demo", *flags, "--type", "Q8_0", *more]) == 2
+        assert "no matrix of demo-qwen35-Q8_0.gguf would change, since " in capsys.readouterr().err
+    assert text.read_text() == "some text"
 
 
 # -- mlx-lm ------------------------------------------------------------------------------------------------------------
