@@ -2,7 +2,9 @@
 
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from tqdm import tqdm
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.decode.alone import run_alone
 from common.decode.run import Run
-from common.errors import UsageError
+from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models import Model
 from common.sampling import Sampler, Sampling
@@ -25,6 +27,8 @@ from generate.bench_options import ModelBench
 from generate.caches import with_cache
 from generate.owner import Owner
 from generate.timing import Clock
+
+WAKE = 0.25  # seconds after which Ctrl-C is noticed
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,15 @@ def run(options: ModelBench) -> int:
     )
     rows: list[dict[str, object]] = []
     for name in names:  # each in a thread of its own, at whose end its memory is given back
-        owner = Owner(f"bench {name}", leave_thread)
+        owner, stop = Owner(f"bench {name}", leave_thread), threading.Event()
+        job = partial(_bench_backend, path, checkpoint, name, options, name == names[0], stop)
         try:
-            rows += owner.submit(partial(_bench_backend, path, checkpoint, name, options, name == names[0])).result()
-        finally:
+            done = owner.submit(job)
+            while not wait([done], WAKE).done:  # a signal that another thread gets ends no wait of this one
+                pass
+            rows += done.result()
+        finally:  # Ctrl-C included: the job ends at its next step
+            stop.set()
             owner.close()
     if options.log:
         log(Path(options.log), rows)
@@ -58,9 +67,9 @@ def run(options: ModelBench) -> int:
 
 
 def _bench_backend(
-    path: Path, checkpoint: Checkpoint, backend: str, options: ModelBench, heading: bool
+    path: Path, checkpoint: Checkpoint, backend: str, options: ModelBench, heading: bool, stop: threading.Event
 ) -> list[dict[str, object]]:
-    """Print the lines of one backend, under a heading where asked for; the rows of the log."""
+    """Print the lines of one backend, under a heading where asked for; the rows of the log. `stop` ends it."""
     model = open_model(checkpoint, backend, progress=True, placement=placement_of(options))
     model = with_cache(model, options.cache, max(options.contexts) + options.new_tokens)
     ops = model.ops
@@ -70,15 +79,18 @@ def _bench_backend(
         raise UsageError(
             f"no context of {options.contexts} leaves room for {options.new_tokens} new tokens within {limit}"
         )
-    runners: dict[str, Runner] = {ops.name: ours(model)}
+    runners: dict[str, Runner] = {ops.name: ours(model, stop)}
     if options.peer:
-        runners[options.peer] = peer(path)
+        runners[options.peer] = peer(path, stop)
     copy = ops.copy_bandwidth()
     if heading:
         for n in set(options.contexts) - set(fits):
             print(f"left out: {n} tokens leave no room for {options.new_tokens} more within {limit}", file=sys.stderr)
         print(f"{path.name}, {machine(ops.name)}; copy bandwidth {copy / 1e9:.1f} GB/s")
-        print(f"{'':8} {'context':>8} {'prefill tok/s':>14} {'decode tok/s (min..max)':>28} {'GB/s':>7} {'of copy':>8}")
+        print(
+            f"{'':8} {'context':>8} {'prefill tok/s':>14} {'decode tok/s (min..max)':>28} {'GB/s':>7} {'of copy':>8}",
+            flush=True,
+        )
     rows = []
     for context in fits:
         timings = measure(runners, context, options.new_tokens, options.runs, model.config.vocab)
@@ -130,26 +142,29 @@ def measure(
     return timings
 
 
-def ours(model: Model) -> Runner:
+def ours(model: Model, stop: threading.Event) -> Runner:
+    """A run of our model; raises BimetalError at the next step once `stop` is set."""
+
     def once(prompt: np.ndarray, new_tokens: int) -> Timing:
         state = model.new_state(len(prompt) + new_tokens)
         with Clock() as prefill:
             rows = model.ops.prefill_rows
             for at in range(0, len(prompt), rows):
+                _go_on(stop)
                 chunk = prompt[at : at + rows]
                 logits = model.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
                 state.commit(np.arange(len(chunk)))
             tokens = run_alone(Run(model, state, logits, Sampler(Sampling())))
             next(tokens)
         with Clock() as decode:
-            _take(tokens, new_tokens - 1)
+            _take(tokens, new_tokens - 1, stop)
         return Timing(len(prompt) / prefill.seconds, (new_tokens - 1) / decode.seconds)
 
     return once
 
 
-def peer(path: Path) -> Runner:
-    """mlx-lm's own model and loop over the same safetensors folder."""
+def peer(path: Path, stop: threading.Event) -> Runner:
+    """mlx-lm's own model and loop over the same safetensors folder; `stop` as in `ours`."""
     if not path.is_dir():
         raise UsageError(f"mlx-lm reads safetensors folders, {path} is a file")
     tokens_of = backend_package("mlx").mlx_lm_tokens(path, PREFILL_ROWS)
@@ -159,15 +174,21 @@ def peer(path: Path) -> Runner:
             tokens = tokens_of(prompt, new_tokens)
             next(tokens)
         with Clock() as decode:
-            _take(tokens, new_tokens - 1)
+            _take(tokens, new_tokens - 1, stop)
         return Timing(len(prompt) / prefill.seconds, (new_tokens - 1) / decode.seconds)
 
     return once
 
 
-def _take(tokens: Iterator, count: int) -> None:
+def _take(tokens: Iterator, count: int, stop: threading.Event) -> None:
     for _ in range(count):
+        _go_on(stop)
         next(tokens)
+
+
+def _go_on(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise BimetalError("the bench was interrupted")
 
 
 def _ratio(timings: dict[str, list[Timing]], field: str) -> str:

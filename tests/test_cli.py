@@ -517,6 +517,17 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(folder):
     assert b"Traceback" not in err
 
 
+def test_ctrl_c_ends_a_bench(folder):
+    """It waited for all runs."""
+    flags = ("--contexts", "8", "--new-tokens", "200", "--runs", "100000")
+    process = start("bench", "--model", folder, "--backend", "numpy", *flags)
+    while b"decode tok/s" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"")
+
+
 def test_ctrl_c_in_a_chat_stops_the_reply_and_not_the_program(folder, tmp_path):
     file = tmp_path / "talk.json"
     process = start("--chat", "--model", folder, "--backend", "numpy", "--ctx", "100000", stdin=subprocess.PIPE)
