@@ -46,6 +46,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but let the last, optional word follow flags, and refuse what a command lacks.
+
+        argparse takes such a word for left out as soon as a flag follows the word before it.
+        """
+        found, rest = super().parse_known_args(args, namespace)
+        last = next((action for action in reversed(self._actions) if not action.option_strings), None)
+        if rest and last and last.nargs == "?" and not rest[0].startswith("-") and getattr(found, last.dest) is None:
+            setattr(found, last.dest, rest.pop(0))
+        if rest and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def refuse_unknown(self, flags: Iterable[str]) -> None:
         """Refuse a flag that is none of this parser's, whose value argparse would take for a command."""
         for flag in (word.partition("=")[0] for word in flags if word.startswith("--") and word != "--"):

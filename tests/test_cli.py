@@ -171,6 +171,17 @@ def test_an_empty_prompt(run):
         (["bench", "--contexts", "8,0"], 2, "--contexts: '0' is not a whole number of at least 1"),
         (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),
         (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
+        (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense x; see python -m generate bench --help"),
+        (
+            ["quantize", "demo", "--bits", "4", "a", "b"],
+            2,
+            "unrecognized arguments: b; see python -m generate quantize",
+        ),
+        (
+            ["quantize", "demo", "a", "--bits", "4", "b"],
+            2,
+            "unrecognized arguments: b; see python -m generate quantize",
+        ),
     ],
 )
 def test_bad_commands_and_models(run, argv, code, message):
@@ -622,6 +633,18 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_encoded(run, monk
         code, out, err = run(*flags, stdin="hello " * 200_000)
         assert (code, out) == (1, "")
         assert "the prompt has at least" in err
+
+
+def test_the_output_of_quantize_may_follow_flags():
+    """It was refused where a flag came between model and output."""
+    for argv in (
+        ["demo", "a.gguf", "--type", "Q4_0", "--requantize"],
+        ["demo", "--type", "Q4_0", "--requantize", "a.gguf"],
+        ["--type", "Q4_0", "demo", "--requantize", "a.gguf"],
+        ["--type", "Q4_0", "--requantize", "demo", "a.gguf"],
+    ):
+        args = parse(["quantize", *argv])
+        assert (args.model, args.out, args.type, args.requantize) == ("demo", "a.gguf", "Q4_0", True)
 
 
 def test_commands_of_one_reply_take_memory_for_one():
