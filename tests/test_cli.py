@@ -532,10 +532,13 @@ def test_ctrl_c_ends_a_bench(folder):
     """It waited for all runs."""
     flags = ("--contexts", "8", "--new-tokens", "200", "--runs", "100000")
     process = start("bench", "--model", folder, "--backend", "numpy", *flags)
-    while b"decode tok/s" not in process.stdout.readline():
-        pass
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    try:
+        while b"decode tok/s" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert (process.returncode, err) == (130, b"")
 
 
