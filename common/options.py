@@ -278,7 +278,14 @@ class PrefixChoice(Options):
     cache_dir: str | PathLike[str] | None = option(  # noqa: RUF009
         None, rules.PATH, "a folder for such states, which outlive the process; None: none"
     )
-    cache_disk: int | str = option(20 * 10**9, rules.AMOUNT, "most bytes of all files in cache_dir, or such as '20GB'")
+    cache_disk: int | str | None = option(
+        None, rules.AMOUNT, "most bytes of all files in cache_dir, or such as '20GB', which None is"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cache_disk is not None and self.cache_dir is None:
+            raise UsageError("cache_disk goes with cache_dir, which is not given")
 
 
 @dataclass(frozen=True, kw_only=True)

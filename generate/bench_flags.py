@@ -10,6 +10,7 @@ from generate import flags, values
 from generate.bench_options import (
     JOBS,
     BenchOptions,
+    LocalBench,
     ModelBench,
     ServeBench,
     SpecBench,
@@ -33,13 +34,34 @@ def options(args: argparse.Namespace) -> BenchOptions:
         job = SyntheticWindowBench if args.wedlm else job
     job = job if args.streams is None else StreamsBench
     job = job if args.serve is None else ServeBench
-    takes = {each: {f.name for f in fields(each)} for each in JOBS}
+    takes = {each: _taken(each) for each in JOBS}
     known = set().union(*takes.values())
     given = {name: value for name, value in vars(args).items() if name in known and value is not None}
     if other := next((name for name in sorted(given) if name not in takes[job]), None):
-        places = " or ".join(each.job for each in JOBS if other in takes[each])
-        raise UsageError(f"--{other.replace('_', '-')} goes with {places}, not with {job.job}")
-    return job(cache=CacheChoice(**{name: getattr(args, name) for name in CacheChoice.__dataclass_fields__}), **given)
+        flag = f"--{other.replace('_', '-')}"
+        places = " or ".join(dict.fromkeys(each.job.replace(f" {flag}", "") for each in JOBS if other in takes[each]))
+        raise UsageError(f"{flag} goes with {places}, not with {job.job}")
+    _check_companions(args)
+    cache = {name: given.pop(name) for name in CacheChoice.__dataclass_fields__ if name in given}
+    if issubclass(job, LocalBench):
+        given["cache"] = CacheChoice(**cache)
+    return job(**given)
+
+
+def _taken(job: type[BenchOptions]) -> set[str]:
+    """The flags that a job takes, by name; those of a cache stand for its choice."""
+    names = {field.name for field in fields(job)}
+    return names - {"cache"} | ({*CacheChoice.__dataclass_fields__} if "cache" in names else set())
+
+
+def _check_companions(args: argparse.Namespace) -> None:
+    """Refuse flags that have no effect beside the others, or without others."""
+    if args.log is None and (other := next((name for name in ("verdict", "note") if getattr(args, name)), None)):
+        raise UsageError(f"--{other} goes with --log FILE: it is a column of the log")
+    if args.spec is not None and args.draft is None and args.tree_topk is not None:
+        raise UsageError("--tree-topk needs --draft: without one no tree is drafted")
+    if args.rate is not None and args.concurrency is not None:
+        raise UsageError("--rate and --concurrency exclude each other; each says when requests start")
 
 
 def bench(p: Parser) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.errors import UsageError
 from common.files import check_folder
 from generate.backends import backend_package, placement_of
-from generate.bench_options import BenchOptions
+from generate.bench_options import LocalBench
 from generate.caches import named
 
 COLUMNS = (
@@ -74,7 +74,7 @@ def environment(runner: str) -> dict[str, str]:
     }
 
 
-def note(options: BenchOptions) -> str:
+def note(options: LocalBench) -> str:
     """The GPUs and the formats of the KV cache that were chosen, and --note."""
     return "; ".join(filter(None, (str(placement_of(options)), named(options.cache), options.note)))
 

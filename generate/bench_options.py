@@ -13,25 +13,33 @@ class BenchOptions:
     """Options of every job.
 
     job      the job in words, for messages
-    memory   most that the process takes of each GPU's memory, such as "24GB"
     log      a TSV file that rows are appended to
     verdict  what the logged rows decided: "keep", "drop" or "info"
     """
 
     job: ClassVar[str]
-    backend: str | None = None
-    devices: Sequence[int] | None = None
-    split: Sequence[float] | None = None
-    tensor_parallel: int | None = None
-    memory: str | None = None
-    cache: CacheChoice = field(default_factory=CacheChoice)
     log: str | None = None
     verdict: str = "info"
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftOptions(BenchOptions):
+class LocalBench(BenchOptions):
+    """Options of the jobs that run a model here.
+
+    memory  most that the process takes of each GPU's memory, such as "24GB"
+    """
+
+    backend: str | None = None
+    devices: Sequence[int] | None = None
+    split: Sequence[float] | None = None
+    tensor_parallel: int | None = None
+    memory: str | None = None
+    cache: CacheChoice = field(default_factory=CacheChoice)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(LocalBench):
     """Options of the jobs with a draft."""
 
     draft: str | None = None
@@ -40,7 +48,7 @@ class DraftOptions(BenchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelBench(BenchOptions):
+class ModelBench(LocalBench):
     """Prefill and decode speed of a model; `backend` may be "all"."""
 
     job = "a model alone"
@@ -89,7 +97,7 @@ class SpecBench(DraftOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticBench(BenchOptions):
+class SyntheticBench(LocalBench):
     """Steps and prefill of a model of real shapes and random weights."""
 
     job = "--synthetic"
@@ -114,7 +122,7 @@ class SyntheticBench(BenchOptions):
 class SyntheticSpecBench(DraftOptions):
     """Parts of a speculative step of a synthetic model and draft."""
 
-    job = "--synthetic with a draft"
+    job = "--synthetic --draft"
     synthetic: str
     contexts: Sequence[int] = (128,)
     runs: int = 5
@@ -129,10 +137,10 @@ class SyntheticSpecBench(DraftOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticWindowBench(BenchOptions):
+class SyntheticWindowBench(LocalBench):
     """Steps of a WeDLM window, of a model of real shapes and random weights."""
 
-    job = "--synthetic with --wedlm"
+    job = "--synthetic --wedlm"
     synthetic: str
     wedlm: bool
     contexts: Sequence[int] = (512,)
@@ -143,7 +151,7 @@ class SyntheticWindowBench(BenchOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamsBench(BenchOptions):
+class StreamsBench(LocalBench):
     """Several replies at once, of a model or of real shapes with random weights."""
 
     job = "--streams"
@@ -186,7 +194,6 @@ class ServeBench(BenchOptions):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _refuse_all(self)
         _at_least("--new-tokens", self.new_tokens, 2)
 
 
@@ -206,6 +213,6 @@ def _at_least(flag: str, value: int, least: int) -> None:
         raise UsageError(f"{flag} is {value}; it must be at least {least}")
 
 
-def _refuse_all(options: BenchOptions) -> None:
+def _refuse_all(options: LocalBench) -> None:
     if options.backend == "all":
         raise UsageError(f"--backend all goes with a model alone, not with {options.job}")

@@ -18,10 +18,14 @@ from generate.backends import open_model
 from generate.bench_spec import read_prompts
 from generate.perplexity import read_text
 
+PROMPT_TOKENS = 64
+
 
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.loss < 1:
         raise UsageError(f"--loss is {args.loss}; it must be at least 0 and below 1")
+    if args.prompt_tokens is not None and args.text.endswith(".jsonl"):
+        raise UsageError(f"--prompt-tokens goes with a text that is cut into pieces, and {args.text} has whole prompts")
     settings = grid(args.windows or WINDOWS, args.taus or TAUS, args.lambdas or PENALTIES)
     path = resolve_model(args.model)
     checkpoint = open_checkpoint(path)
@@ -61,7 +65,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
     if args.text.endswith(".jsonl"):
         return [tokenizer.encode(prompt) for prompt in read_prompts(args.text, args.prompts)]
     ids = tokenizer.encode(read_text(Path(args.text)), add_special_tokens=False, parse_special=False)
-    return cut_prompts(ids, args.prompt_tokens, args.prompts)
+    return cut_prompts(ids, args.prompt_tokens or PROMPT_TOKENS, args.prompts)
 
 
 def table(points: Sequence[Point], chosen: Point | None) -> None:

@@ -76,6 +76,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("--chat and --raw exclude each other; a chat needs the model's template")
     if args.think is not None and args.raw:
         raise UsageError("--think and --raw exclude each other; thinking is a matter of the model's template")
+    if args.parse_special and args.raw:
+        raise UsageError("--parse-special and --raw exclude each other; control tokens of a raw prompt always count")
     if args.system is not None and args.raw:
         raise UsageError("--system and --raw exclude each other; a system prompt needs the model's template")
     if not args.chat and args.prompt is None and sys.stdin.isatty():

@@ -181,7 +181,6 @@ def compression(p: Parser) -> None:
     g.add_argument(
         "--prefill-threshold",
         type=values.positive,
-        default=32_000,
         metavar="N",
         help="least prompt tokens for auto (default: 32000)",
     )

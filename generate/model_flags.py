@@ -146,26 +146,27 @@ def quantize(p: Parser) -> None:
     s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
     s.add_argument("--sensitivity", action="store_true", help="print the loss (KL divergence) by kind of matrix")
     s.add_argument("--text", metavar="FILE", help="the text to measure it on, UTF-8")
-    s.add_argument("--ctx-window", type=values.count, metavar="N", help="tokens of a window (default: 512)")
+    s.add_argument("--ctx-window", type=values.positive, metavar="N", help="tokens of a window (default: 512)")
     s.add_argument(
-        "--max-tokens", type=values.count, metavar="N", help="read the first N tokens of the text (default: all)"
+        "--max-tokens", type=values.positive, metavar="N", help="read the first N tokens of the text (default: all)"
     )
     s.add_argument("--plot", metavar="FILE", help="also draw the table as an SVG file")
     s.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
 
 
 def check_quantize(args: argparse.Namespace) -> None:
-    """Refuse flags of writing with flags of measuring."""
+    """Refuse flags of writing with flags of measuring: UsageError."""
     if not args.sensitivity:
-        if given := next(
-            (n for n in ("text", "ctx_window", "max_tokens", "plot", "backend") if getattr(args, n)), None
-        ):
+        measuring = ("text", "ctx_window", "max_tokens", "plot", "backend")
+        if given := next((name for name in measuring if getattr(args, name) is not None), None):
             raise UsageError(f"--{given.replace('_', '-')} goes with --sensitivity")
         if args.out is None:
             raise UsageError("OUT is not named; give a name that ends in .gguf, or that of a new folder")
         return
     if args.out is not None or args.text is None:
         raise UsageError("--sensitivity needs --text FILE and no OUT; it writes no model")
+    if args.shard_size is not None:
+        raise UsageError("--shard-size goes without --sensitivity, which writes no model")
 
 
 def calibrate(p: Parser) -> None:
@@ -186,7 +187,6 @@ def calibrate(p: Parser) -> None:
     p.add_argument(
         "--prompt-tokens",
         type=values.positive,
-        default=64,
         metavar="N",
         help="tokens of each piece of the text (default: 64)",
     )

@@ -20,6 +20,7 @@ from common.prefix_disk import PrefixDisk
 from common.tensors import Tensor
 
 SHARE, MOST = 10, 8 << 30  # default budget: this part of free memory, at most so many bytes
+DISK = 20 * 10**9  # default bytes on disk
 TRIM = 256 << 20  # bytes freed between two trims
 SAMPLE = 64  # bytes at either end of each tensor
 ROOT = Path(__file__).parents[1]
@@ -61,7 +62,7 @@ def open_prefixes(
     name = fingerprint(model, checkpoints, facts)
     disk = None
     if choice.cache_dir is not None:
-        disk = PrefixDisk(Path(choice.cache_dir).expanduser(), int(choice.cache_disk), name)
+        disk = PrefixDisk(Path(choice.cache_dir).expanduser(), int(choice.cache_disk or DISK), name)
     return PrefixCache(bytes.fromhex(name), budget, disk, Trim())
 
 

@@ -92,7 +92,11 @@ def test_without_a_draft(files, capsys):
         (["--draft", "demo", "--budgets", "3,136"], "--budgets: '136' is not a whole number from 1 to 135"),
         (["--temperature", "-1"], "temperature is -1.0; it must be a finite number of at least 0"),
         (["--top-p", "2"], "top_p is 2.0; it must be"),
-        (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic with a draft or"),
+        (["--tree-topk", "4"], "--tree-topk needs --draft"),
+        (["--note", "why"], "--note goes with --log FILE"),
+        (["--verdict", "keep"], "--verdict goes with --log FILE"),
+        (["--wedlm"], "--wedlm goes with --synthetic, not with --spec"),
+        (["--runs", "2"], "--runs goes with a model alone or --synthetic or --synthetic --draft or"),
     ],
 )
 def test_refused_before_anything_is_measured(flags, message, files, monkeypatch, capsys):

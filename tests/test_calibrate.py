@@ -204,6 +204,7 @@ def test_a_file_that_is_none(text, message, tmp_path):
         (["--text", "BINARY"], 1, "is not UTF-8"),
         (["--text", "missing.txt"], 1, "No such file"),
         (["--text", "PROMPTS", "--loss", "nan"], 2, "--loss is nan"),
+        (["--text", "PROMPTS", "--prompt-tokens", "8"], 2, "--prompt-tokens goes with a text that is cut into pieces"),
         (["--text", "PROMPTS", "--loss", "1"], 2, "--loss is 1.0"),
         (["--text", "PROMPTS", "--taus", "nan"], 2, "wedlm_tau is nan"),
         (["--text", "PROMPTS", "--windows", "69"], 2, "wedlm_window is 69"),

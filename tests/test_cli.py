@@ -119,6 +119,8 @@ def test_seed_and_stop(run):
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--chat"], "--chat and --prompt exclude each other"),
         (["--raw", "--system", "x"], "--system and --raw exclude each other"),
+        (["--raw", "--parse-special"], "--parse-special and --raw exclude each other"),
+        (["--cache-disk", "1GB"], "cache_disk goes with cache_dir, which is not given"),
         (["--prompt", "again"], "argument -p/--prompt: is given more than once"),
         (["--seed", "1", "--seed", "1"], "argument --seed: is given more than once"),
         (["--temperature=--"], "--temperature has the value '--'"),

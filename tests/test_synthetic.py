@@ -190,4 +190,4 @@ def test_bench_of_windows(small, tmp_path, monkeypatch, capsys):
     assert int(speed) == pytest.approx(3e3 / float(ms), rel=0.05, abs=0.6)
     assert "forward   choice   commit  host ms    tok/s" in capsys.readouterr().out
     assert main([*argv, "--rows", "4"]) == 2
-    assert "--rows goes with --synthetic, not with --synthetic with --wedlm" in capsys.readouterr().err
+    assert "--rows goes with --synthetic, not with --synthetic --wedlm" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from generate.server.upstream import Upstream
 
 KEY, UPSTREAM_KEY = "BIMETAL_API_KEY", "BIMETAL_UPSTREAM_KEY"
 MOST_HEAD = 1 << 16  # bytes of a request's line and headers that are held until all have come
+THRESHOLD = 32_000  # prompt tokens from which auto compresses
 CLOSING = 5  # seconds for connections after the grace time
 BACKLOG = 2048
 SWITCH = 0.0005  # seconds: the model's thread asks for the interpreter after each wait for the device
@@ -102,12 +103,17 @@ def compression_of(args: argparse.Namespace) -> Compression | None:
     if (mode == "off") != (drafter is None):
         needs = "needs --prefill-drafter MODEL" if drafter is None else "goes without --prefill-drafter"
         raise UsageError(f"--prefill-compression {mode} {needs}")
+    given = [name for name in ("curve", "keep_ratio", "threshold") if getattr(args, f"prefill_{name}") is not None]
     if drafter is None:
+        if given:
+            raise UsageError(f"--prefill-{given[0].replace('_', '-')} needs --prefill-compression auto or always")
         return None
+    if mode != "auto" and "threshold" in given:
+        raise UsageError(f"--prefill-threshold goes with --prefill-compression auto, not with {mode}")
     curve, ratio = args.prefill_curve, args.prefill_keep_ratio
     if curve is not None and ratio is not None:
         raise UsageError("--prefill-curve goes without --prefill-keep-ratio, whose place it takes")
-    threshold = args.prefill_threshold if mode == "auto" else 0
+    threshold = (args.prefill_threshold or THRESHOLD) if mode == "auto" else 0
     return Compression(drafter, curve or ((1, ratio or KEEP_RATIO),), threshold)
 
 

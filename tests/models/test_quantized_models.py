@@ -406,7 +406,10 @@ def test_memory_is_bounded(tmp_path):
         (["missing/out"], 2, "is not a folder"),
         ([], 2, "OUT is not named"),
         (["out", "--text", "a"], 2, "--text goes with --sensitivity"),
+        (["out", "--max-tokens", "0"], 2, "--max-tokens: '0' is not a whole number of at least 1"),
+        (["out", "--ctx-window", "9"], 2, "--ctx-window goes with --sensitivity"),
         (["--sensitivity"], 2, "--sensitivity needs --text FILE"),
+        (["--sensitivity", "--text", "a", "--shard-size", "9"], 2, "--shard-size goes without --sensitivity"),
     ],
 )
 def test_refusals(flags, code, message, tmp_path, monkeypatch, capsys):

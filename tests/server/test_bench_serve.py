@@ -65,5 +65,28 @@ def test_failures_are_counted(served, capsys):
     assert "--requests goes with --serve" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv", "q8"],
+        ["--cache-type-k", "q8_0"],
+        ["--kv-sinks", "4"],
+        ["--backend", "numpy"],
+        ["--devices", "0"],
+        ["--memory", "1GB"],
+    ],
+)
+def test_flags_of_a_model_that_runs_here_are_refused(flags, capsys):
+    assert main(["bench", "--serve", "http://127.0.0.1:9", *flags]) == 2
+    err = capsys.readouterr().err
+    assert f"{flags[0]} goes with a model alone or --spec or" in err
+    assert "not with --serve" in err
+
+
+def test_a_rate_takes_the_place_of_a_number_at_a_time(capsys):
+    assert main(["bench", "--serve", "http://127.0.0.1:9", "--rate", "3", "--concurrency", "2"]) == 2
+    assert "--rate and --concurrency exclude each other" in capsys.readouterr().err
+
+
 def test_percentiles():
     assert [percentile([3.0, 1.0, 2.0], p) for p in (0, 50, 99)] == [1.0, 2.0, 3.0]
