@@ -40,11 +40,15 @@ ON_TOP_OF_CUDA = "CUDA's context and libraries come on top"
 class Candidate:
     """One model of a folder or a repository: what to call it, and what it takes at a number of tokens within a limit.
 
+    contexts  numbers of tokens to judge it at, rising
+    stored    bytes of its tensors in the files
     streamed  of a mixture: what is in memory with --stream-experts, on CUDA --spark, from tokens and bytes of memory
     """
 
     label: str
     trained: int
+    contexts: list[int]
+    stored: int
     backend: str
     free: tuple[int, str]
     need: Callable[[int, int], Need]
@@ -56,10 +60,8 @@ def run(args: argparse.Namespace) -> int:
     with _checkpoints(args.model) as (paths, folder):
         candidates, refusals = _candidates(paths, args, folder, cache_of(args))
         limit, limit_from = given or candidates[0].free
-        trained = min(candidate.trained for candidate in candidates)
-        contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
-        needs = {(c.label, tokens): c.need(tokens, limit) for c in candidates for tokens in contexts}
-        best = _best(candidates, contexts, needs, limit)
+        needs = {(c.label, tokens): c.need(tokens, limit) for c in candidates for tokens in c.contexts}
+        best = _best(candidates, needs, limit)
         longest = best and _longest(best, limit)
     if args.json:
         rows = [
@@ -74,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
         f"{args.model} on {candidates[0].backend}: {_size(limit)}, {limit_from}; "
         f"{ON_TOP_OF_CUDA if candidates[0].backend == 'cuda' else ON_TOP}"
     )
-    _table(candidates, contexts, needs, limit, best)
+    _table(candidates, needs, limit, best)
     for label, why in refusals.items():
         print(f"{label} cannot be read: {why}")
     for candidate in candidates:
-        tokens = contexts[0]
+        tokens = candidate.contexts[0]
+        if tokens > candidate.trained:
+            print(f"{candidate.label} was trained for {candidate.trained} tokens, fewer than the {tokens} of --ctx")
         if candidate.streamed is not None and needs[candidate.label, tokens].total > limit:
             flag = "--spark" if candidate.backend == "cuda" else "--stream-experts"
             print(f"{candidate.label} with {flag}, {tokens} tokens: {candidate.streamed(tokens, limit)}")
@@ -196,9 +200,10 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
 
     if label == "safetensors":
         label = f"{_stored(checkpoint)} safetensors"
-    return Candidate(
-        label, config.context, ops.name, ops.free_bytes(), need, streamed if expert_matrices(layout) else None
-    )
+    trained, stored = config.context, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
+    parts = streamed if expert_matrices(layout) else None
+    return Candidate(label, trained, contexts, stored, ops.name, ops.free_bytes(), need, parts)
 
 
 def _stored(checkpoint: Checkpoint) -> str:
@@ -210,15 +215,16 @@ def _stored(checkpoint: Checkpoint) -> str:
     return max(sizes, key=lambda kind: sizes[kind])
 
 
-def _best(
-    candidates: list[Candidate], contexts: list[int], needs: dict[tuple[str, int], Need], limit: int
-) -> Candidate | None:
-    """The largest weights that fit with 32768 tokens (or all that the model or the user asks for), else with fewer."""
-    target = max((n for n in contexts if n <= CONTEXTS[-1]), default=contexts[0])
-    for tokens in (n for n in reversed(contexts) if n <= target):
-        fitting = [c for c in candidates if needs[c.label, tokens].total <= limit]
+def _best(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit: int) -> Candidate | None:
+    """The largest weights that fit with 32768 tokens (or all that the model or the user asks for), else with fewer.
+
+    Of weights that take the same memory, as on a backend that decodes them, those of the most stored bytes.
+    """
+    for most in reversed(CONTEXTS):
+        at = {c.label: max((n for n in c.contexts if n <= most), default=c.contexts[0]) for c in candidates}
+        fitting = [c for c in candidates if needs[c.label, at[c.label]].total <= limit]
         if fitting:
-            return max(fitting, key=lambda c: needs[c.label, tokens].weights)
+            return max(fitting, key=lambda c: (needs[c.label, at[c.label]].weights, c.stored))
     return None
 
 
@@ -230,20 +236,14 @@ def _longest(candidate: Candidate, limit: int) -> int:
 # -- what to print -----------------------------------------------------------------------------------------------------
 
 
-def _table(
-    candidates: list[Candidate],
-    contexts: list[int],
-    needs: dict[tuple[str, int], Need],
-    limit: int,
-    best: Candidate | None,
-) -> None:
+def _table(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit: int, best: Candidate | None) -> None:
     width = max(5, *(len(c.label) for c in candidates))
     drafting = any(need.draft for need in needs.values())
     parts = "weights", "kv", "state", "work", *(["draft"] if drafting else []), "total"
     columns = "".join(f"{'KV' if part == 'kv' else part:>11}" for part in parts)
     print(f"{'quant':{width}} {'context':>8}{columns} {'rows':>5}  verdict")
-    for candidate in sorted(candidates, key=lambda c: needs[c.label, contexts[0]].weights):
-        for tokens in contexts:
+    for candidate in sorted(candidates, key=lambda c: (needs[c.label, c.contexts[0]].weights, c.stored)):
+        for tokens in candidate.contexts:
             need = needs[candidate.label, tokens]
             cells = "".join(f"{_size(getattr(need, part)):>11}" for part in parts)
             verdict = "fits" if need.total <= limit else f"needs {_size(need.total - limit)} more"

@@ -338,7 +338,7 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     assert [line.split()[:2] for line in out.splitlines()[2:-1]] == [
         [type_, context] for type_ in ("Q4_0", "Q8_0") for context in ("4096", "32768", "65536")
     ]
-    assert "best: Q4_0, which fits with up to 65536 tokens (trained for 65536)" in out  # NumPy holds both alike
+    assert "best: Q8_0, which fits with up to 65536 tokens (trained for 65536)" in out  # NumPy holds both alike
     table = rows(run(str(tmp_path), "--memory", "24GB", "--json")[1])
     values = 8192 * 256 + 2 * (256 * 256 * 2 + 128 * 256 * 2 + 3 * 512 * 256) + 5 * 256
     assert table["Q4_0", 4096]["weights"] == table["Q8_0", 4096]["weights"] == 4 * values
@@ -347,6 +347,21 @@ def test_a_folder_of_quants_and_the_best_of_them(run, tmp_path):
     assert three["Q4_0", 4096]["kv"] == 3 * table["Q4_0", 4096]["kv"]
     parts = ("weights", "kv", "state", "work")
     assert all(row["total"] == sum(row[part] for part in parts) for row in table.values())
+
+
+def test_each_model_is_judged_by_its_own_contexts(run, tmp_path):
+    """One of 256 tokens in the folder hid all longer contexts of the others."""
+    (tmp_path / "tiny-Q4_0.gguf").write_bytes(gguf("Q4_0"))
+    short = gguf("Q8_0").replace(struct.pack("<II", 4, 65536), struct.pack("<II", 4, 256))
+    (tmp_path / "tiny-Q8_0.gguf").write_bytes(short)
+    code, out, _ = run(str(tmp_path), "--memory", "24GB")
+    assert code == 0
+    table = [line.split()[:2] for line in out.splitlines()[2:-1]]
+    assert table == [["Q4_0", "4096"], ["Q4_0", "32768"], ["Q4_0", "65536"], ["Q8_0", "256"]]
+    assert "best: Q8_0, which fits with up to 256 tokens (trained for 256)" in out
+    out = run(str(tmp_path), "--memory", "24GB", "--ctx", "1000")[1]
+    assert "Q8_0 was trained for 256 tokens, fewer than the 1000 of --ctx\n" in out
+    assert "Q4_0 was trained" not in out
 
 
 def test_a_draft_is_counted_apart(run, tmp_path):
