@@ -11,12 +11,11 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from common.amounts import parse_size
+from common.amounts import parse_size, shown_size
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
 from common.fit import predict_layers, predict_run, predict_weights
 from common.hot_experts import HotExperts
-from common.layer_shares import share_layers
 from common.models import Model, OpenExperts, architecture, is_defined, is_wide, load_model, rank_config
 from common.ops import Ops
 from generate.machines import rank
@@ -246,7 +245,11 @@ def _check_memory(checkpoint: Checkpoint, placement: Placement, ops: Ops) -> Non
     if not is_defined(checkpoint):
         raise UsageError("memory: what a model run by mlx-lm needs is not known beforehand; leave it out")
     sizes, _, memory = _needs(checkpoint, placement, ops)
-    share_layers(sizes, [memory])
+    if (need := sum(sizes)) > memory:
+        raise BimetalError(
+            f"the model needs {shown_size(need)} of memory, and memory is limited to {shown_size(memory)}: allow more, "
+            "or choose a smaller quantization or context"
+        )
 
 
 def _layer_bytes(checkpoint: Checkpoint, ops: Ops) -> list[int]:

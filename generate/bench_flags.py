@@ -107,7 +107,11 @@ def bench(p: Parser) -> None:
         metavar="N",
         help="runs of each row, of which the median is printed (default: 5)",
     )
-    p.add_argument("--memory", metavar="SIZE", help="on CUDA: limit of each GPU's memory, such as 24GB (default: all)")
+    p.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="limit of each GPU's memory on CUDA, of the model's elsewhere, such as 24GB (default: what is free)",
+    )
     flags.cache(p)
     e = p.add_argument_group("experts of a synthetic mixture")
     e.add_argument("--spark", action="store_true", default=None, help="hot experts in VRAM, cold ones in host memory")

@@ -159,6 +159,7 @@ def _model(options: StreamsBench, capacity: int) -> Model:
             devices=options.devices,
             split=options.split,
             tensor_parallel=options.tensor_parallel,
+            memory=options.memory,
             cache=options.cache,
             contexts=options.contexts,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from common import fit
+from common.amounts import parse_size, shown_size
 from common.errors import BimetalError, UsageError
 from common.models import Model, architecture, rank_config
 from common.sampling import Sampler, Sampling
@@ -121,9 +122,11 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
     spec = cached_spec(definition.state_spec(config), options.cache, ops)
     needed += ops.held_state_bytes(spec, tokens, ops.prefill_rows)
     free, reason = ops.free_bytes()
+    if options.memory and ops.name != "cuda":  # whose ops know their limit
+        free, reason = parse_size(options.memory), "given by --memory"
     if needed > free:
         raise BimetalError(
-            f"{options.synthetic} takes {needed / 1e9:.1f} GB on {ops.name}, of {free / 1e9:.1f} GB ({reason})"
+            f"{options.synthetic} takes {shown_size(needed)} on {ops.name}, of {shown_size(free)} ({reason})"
         )
     with announced(f"making {options.synthetic}, {needed / 1e9:.1f} GB"):
         model = with_cache(synthetic(options.synthetic, ops, progress=True), options.cache, tokens)

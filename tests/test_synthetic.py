@@ -158,6 +158,10 @@ def test_too_little_memory(monkeypatch, capsys):
     monkeypatch.setattr(NumpyOps, "free_bytes", lambda self: (10**9, "a small machine"))
     assert main(["bench", "--backend", "numpy", "--synthetic", "wedlm-8b:q4_k_m"]) == 1
     assert "wedlm-8b:q4_k_m takes" in capsys.readouterr().err
+    monkeypatch.undo()
+    for jobs in ([], ["--streams", "1"]):
+        assert main(["bench", "--backend", "numpy", "--synthetic", "wedlm-8b:q4_k_m", "--memory", "200MB", *jobs]) == 1
+        assert "GB on numpy, of 200.0 MB (given by --memory)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--draft", "synthetic"]])
