@@ -43,6 +43,7 @@ WORDS = (
     "all",
 )
 MOST_LINE = 1 << 20  # bytes of one event
+CONNECTING = 10.0  # seconds for the first connection
 PERCENTILES = (50, 95, 99)
 
 
@@ -63,10 +64,15 @@ class Answer:
 
 
 def run(options: ServeBench) -> int:
-    """Print what the server delivers; 1 where a request failed."""
+    """Print what the server delivers; 1 where a request failed, BimetalError where all did."""
+    asyncio.run(_check(options.serve, min(options.timeout, CONNECTING)))
     answers, seconds = asyncio.run(_load(options))
     good = [answer for answer in answers if not answer.error]
     errors = [answer.error for answer in answers if answer.error]
+    for error in dict.fromkeys(errors):
+        print(f"{errors.count(error)} failed: {error}", file=sys.stderr)
+    if not good:
+        raise BimetalError(f"{options.serve} answered none of the requests, {options.requests} in all")
     tokens = sum(answer.tokens for answer in good)
     print(
         f"{options.serve}, {_how(options)}, about {options.prompt_tokens} prompt words, {options.new_tokens} new tokens"
@@ -80,8 +86,6 @@ def run(options: ServeBench) -> int:
     print(f"{'':20} " + " ".join(f"{'p' + str(p):>9}" for p in PERCENTILES))
     for name, values in figures.items():
         print(f"{name:20} " + " ".join(f"{1e3 * percentile(values, p):9.1f}" for p in PERCENTILES))
-    for error in dict.fromkeys(errors):
-        print(f"{errors.count(error)} failed: {error}", file=sys.stderr)
     if options.log:
         log(Path(options.log), [_row(options, tokens / seconds, figures, len(errors))])
     return 1 if errors else 0
@@ -113,6 +117,15 @@ def _row(options: ServeBench, speed: float, figures: dict[str, list[float]], err
         "verdict": options.verdict,
         "note": "; ".join(filter(None, (f"p50/p95/p99: {text}", f"{errors} failed" if errors else "", options.note))),
     }
+
+
+async def _check(address: str, seconds: float) -> None:
+    """Refuse a server to which no connection can be made within so many seconds: BimetalError."""
+    try:
+        (await asyncio.wait_for(_connection(urlsplit(address)), seconds))[1].close()
+    except OSError as error:
+        why = error.strerror or str(error) or f"no connection within {seconds:g} s"
+        raise BimetalError(f"no server answers at {address}: {why}; start it, or give another --serve URL") from None
 
 
 async def _load(options: ServeBench) -> tuple[list[Answer], float]:
@@ -162,10 +175,8 @@ def _body(options: ServeBench, chance: random.Random) -> bytes:
 
 async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
     """Send one request and read its events."""
-    secure = ssl.create_default_context() if url.scheme == "https" else None
-    port = url.port or (443 if secure else 80)
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(url.hostname, port, ssl=secure, limit=MOST_LINE)
+    reader, writer = await _connection(url)
     try:
         head = [
             "POST /v1/chat/completions HTTP/1.1",
@@ -198,6 +209,11 @@ async def _ask(url: SplitResult, body: bytes, key: str | None) -> Answer:
         writer.close()
 
 
+async def _connection(url: SplitResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    secure = ssl.create_default_context() if url.scheme == "https" else None
+    return await asyncio.open_connection(url.hostname, url.port or (443 if secure else 80), ssl=secure, limit=MOST_LINE)
+
+
 def _brings_text(choice: dict) -> bool:
     delta = choice.get("delta") or {}
     return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"))
@@ -210,13 +226,23 @@ async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict]:
     while line := (await reader.readline()).strip():
         chunked |= line.lower().replace(b" ", b"") == b"transfer-encoding:chunked"
     if len(status) < 2 or status[1] != "200":
-        raise BimetalError(f"the server answered {' '.join(status[1:]).strip() or 'nothing'}")
+        body = b"".join([part async for part in _parts(reader, chunked)])
+        raise BimetalError(f"the server answered {' '.join(status[1:]).strip() or 'nothing'}{_reason(body)}")
     held = b""
     async for part in _parts(reader, chunked):
         *lines, held = (held + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                 yield json.loads(data)
+
+
+def _reason(body: bytes) -> str:
+    """The server's own words in the body of a refusal, after a colon; "" where it has none."""
+    try:
+        error = json.loads(body)["error"]
+        return f": {error['message'] if isinstance(error, dict) else error}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 async def _parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:

@@ -117,7 +117,7 @@ def run(options: StreamsBench) -> int:
     rows = []
     for count in options.streams:
         tokenizer: Any = EveryToken()
-        engine = Engine(model, tokenizer, capacity, count)
+        engine = Engine(model, tokenizer, capacity, count, queue=count)
         with announced(f"{count} streams"):
             measure(engine, count, context, WARM_TOKENS)
             engine.reset()

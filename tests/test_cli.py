@@ -345,6 +345,17 @@ def test_bench_of_streams(run, tmp_path):
     assert [line.split("\t")[9] for line in log.read_text().splitlines()] == ["decoder", "1 streams", "3 streams"]
 
 
+def test_more_streams_than_a_queue_holds(run, monkeypatch):
+    """The 257th call was refused."""
+
+    def small(*args, queue=2, **more):
+        return Engine(*args, queue=queue, **more)
+
+    monkeypatch.setattr(bench_streams, "Engine", small)
+    code, _, err = run("bench", "--streams", "4", "--contexts", "8", "--new-tokens", "2")
+    assert (code, err) == (0, "")
+
+
 def test_the_hosts_time_is_what_it_does_not_wait(monkeypatch):
     """Per step, from the end of the first one on."""
     ops, seconds = SimpleNamespace(waited=5.0), iter([10.0, 12.0, 15.0])

@@ -1,5 +1,6 @@
 """`bench --serve`: what it measures of a server whose pauses and failures are known."""
 
+import re
 import threading
 import time
 
@@ -57,10 +58,15 @@ def test_failures_are_counted(served, capsys):
     url, model = served
     model.error = RuntimeError("broken")
     assert main(["bench", "--serve", url, "--requests", "2"]) == 1
-    assert "2 failed" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("2 failed: "), "nan" in err) == ("", True, False)
+    assert err.endswith(f"\nerror: {url} answered none of the requests, 2 in all\n")
     assert main(["bench", "--serve", url.replace("http", "ftp")]) == 2
     assert "must be a URL" in capsys.readouterr().err
-    assert main(["bench", "--serve", "http://127.0.0.1:9", "--requests", "1"]) == 1
+    assert main(["bench", "--serve", "http://127.0.0.1:9", "--requests", "10000"]) == 1
+    assert re.fullmatch(r"error: no server answers at http://127.0.0.1:9: .*\n", capsys.readouterr().err)
+    assert main(["bench", "--serve", url, "--requests", "1", "--prompt-tokens", "9000"]) == 1
+    assert "1 failed: the server answered 400 Bad Request: the prompt has " in capsys.readouterr().err
     assert main(["bench", "--requests", "3"]) == 2
     assert "--requests goes with --serve" in capsys.readouterr().err
 
