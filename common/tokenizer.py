@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as Backend
 
 from common.encoded_parts import EncodedParts, cuts_of
-from common.errors import BimetalError, PromptTooLongError
+from common.errors import BimetalError, PromptTooLongError, UsageError, shown
 from common.folder_tokenizer import from_folder
 from common.gguf_tokenizer import from_gguf
 
@@ -240,7 +240,9 @@ class Tokenizer:
 
 
 def _check_text(text: str) -> None:
-    """Refuse what the package cannot encode. Raises BimetalError."""
+    """Refuse what the package cannot encode. Raises UsageError for what is no text, else BimetalError."""
+    if not isinstance(text, str):
+        raise UsageError(f"the text to encode is {shown(text)}; it must be a str")
     try:
         text.encode()
     except UnicodeEncodeError as error:

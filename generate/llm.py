@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from common import rules
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_not_empty, check_tokens, default_spec, speculation_of
 from common.engine import Engine
-from common.errors import BimetalError
+from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
 from common.histogram import Histogram
 from common.hub import resolve_model
@@ -30,7 +31,6 @@ from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
-from common.rules import PATH
 from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -48,6 +48,7 @@ from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 MOST_HEADERS = 64  # of replies that are remembered, by template and its options
 AHEAD = 4  # replies of a list that are submitted, times those that run at once, so that no slot waits for the oldest
+PROMPTS, CONVERSATIONS = (str, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
@@ -100,7 +101,7 @@ class LLM:
         where = options.devices, options.split, options.draft_device
         placement = Placement(*where, limit, options.ctx, options.tensor_parallel)
         self._progress = in_notebook() if options.progress is None else options.progress
-        self.path = resolve_model(PATH.accept("model", model), progress=self._progress)
+        self.path = resolve_model(rules.PATH.accept("model", model), progress=self._progress)
         checkpoint = open_checkpoint(self.path)
         self.tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
         self.recommended = recommended_sampling(checkpoint)
@@ -159,6 +160,7 @@ class LLM:
     @property
     def step_tokens(self) -> Histogram:
         """The steps of prompts and of decoding so far, by their tokens; it grows while the model works."""
+        self._check_open()
         return self._engine.step_tokens
 
     @property
@@ -177,6 +179,7 @@ class LLM:
     @takes_options(GenerationOptions)
     def stream(self, prompt: Prompt, options: GenerationOptions) -> Stream:
         """Generate a reply to `prompt` (text or token ids), piece by piece."""
+        check_one("stream", prompt)
         return Stream(self._owner, self._starter(self.prepare(prompt), options))
 
     @takes_options(GenerationOptions)
@@ -186,7 +189,7 @@ class LLM:
         The replies to a list are generated at the same time, and returned in its order. A list of numbers is the token
         ids of one prompt.
         """
-        if is_many(prompt, (str, list, tuple, np.ndarray)):
+        if is_many(prompt, PROMPTS):
             return self._replies([self.prepare(each) for each in prompt], options)
         with Stream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
             return stream.reply()
@@ -197,6 +200,7 @@ class LLM:
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
+        check_one("stream_chat", messages)
         return Stream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
     @takes_options(ChatOptions)
@@ -208,7 +212,7 @@ class LLM:
 
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
-        if is_many(messages, (list, tuple)):
+        if is_many(messages, CONVERSATIONS):
             return self._replies([self._prepare_chat(each, options) for each in messages], options)
         with Stream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return stream.reply()
@@ -216,22 +220,26 @@ class LLM:
     @takes_options(GenerationOptions)
     def astream(self, prompt: Prompt, options: GenerationOptions) -> AsyncStream:
         """Generate a reply to `prompt` (text or token ids), for `async for`."""
+        check_one("astream", prompt)
         return AsyncStream(self._owner, self._starter(self.prepare(prompt), options))
 
     @takes_options(GenerationOptions)
     async def agenerate(self, prompt: Prompt, options: GenerationOptions) -> Reply:
         """Generate the whole reply to `prompt` (text or token ids), awaited."""
+        check_one("agenerate", prompt)
         async with AsyncStream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
             return await stream.reply()
 
     @takes_options(ChatOptions)
     def astream_chat(self, messages: Sequence[Message], options: ChatOptions) -> AsyncStream:
         """Generate the assistant's reply to `messages`, for `async for`."""
+        check_one("astream_chat", messages)
         return AsyncStream(self._owner, self._starter(self._prepare_chat(messages, options), options))
 
     @takes_options(ChatOptions)
     async def achat(self, messages: Sequence[Message], options: ChatOptions) -> Reply:
         """Generate the assistant's whole reply to `messages`, awaited."""
+        check_one("achat", messages)
         async with AsyncStream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return await stream.reply()
 
@@ -272,6 +280,7 @@ class LLM:
 
         Cancelling the task that waits ends the work at the next step.
         """
+        top = rules.whole(0).accept("top", top)
         ids, cancel = self._ids(prompt), threading.Event()
         self._running.add(cancel)
         try:
@@ -430,3 +439,14 @@ class LLM:
 def is_many(value: Any, kinds: tuple[type, ...]) -> bool:
     """Whether `value` is a list of prompts or conversations, each of one of `kinds`, and not one alone."""
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, kinds) for each in value)
+
+
+def check_one(method: str, value: Any) -> None:
+    """Refuse a list of prompts or conversations, of which `method` takes one: UsageError."""
+    chats = "chat" in method
+    if is_many(value, CONVERSATIONS if chats else PROMPTS):
+        what, lists = ("conversation", "chat") if chats else ("prompt", "generate")
+        raise UsageError(
+            f"{method} takes one {what}, and is given a list of {len(value)}; {lists} takes lists, and calls of "
+            f"{method} run side by side"
+        )

@@ -313,7 +313,7 @@ def test_messages_are_a_list(llm, entry, messages):
         ([5, -1], "token id -1 is outside"),
         ([1.5], "the prompt has a token id 1.5; it must be a whole number"),
         ([True], "the prompt has a token id True"),
-        (["a"], "the prompt has a token id 'a'"),
+        ([5, "a"], "the prompt has a token id 'a'"),
         (np.array([[1, 2]]), r"the prompt has a token id \[1, 2\]"),
         (b"hello", "the prompt is b'hello'; it must be text or a sequence of token ids"),
         (None, "the prompt is None; it must be text"),
@@ -323,15 +323,33 @@ def test_messages_are_a_list(llm, entry, messages):
     ],
 )
 def test_every_entry_checks_the_prompt(llm, entry, prompt, message):
-    if entry == "generate" and isinstance(prompt, list) and prompt[:1] == ["a"]:
-        pytest.skip("a list of texts is many prompts")
-
     async def call():
         result = getattr(llm, entry)(prompt)
         return await result if asyncio.iscoroutine(result) else result
 
     with pytest.raises(UsageError, match=message):
         asyncio.run(call())
+
+
+@pytest.mark.parametrize("entry", ["stream", "astream", "agenerate", "stream_chat", "astream_chat", "achat"])
+def test_what_takes_one_prompt_refuses_several(llm, entry):
+    """The first of them was called a token id, or a message."""
+    many = [MESSAGES, MESSAGES] if "chat" in entry else ["hello", [5, 6]]
+
+    async def call():
+        result = getattr(llm, entry)(many)
+        return await result if asyncio.iscoroutine(result) else result
+
+    taker = "chat" if "chat" in entry else "generate"
+    with pytest.raises(UsageError, match=f"^{entry} takes one .*, and is given a list of 2; {taker} takes lists"):
+        asyncio.run(call())
+
+
+def test_wrong_values_of_a_tokenizer_and_of_scores(llm):
+    with pytest.raises(UsageError, match="the text to encode is None; it must be a str"):
+        llm.tokenizer.encode(None)
+    with pytest.raises(UsageError, match="top is -2; it must be a whole number of at least 0"):
+        asyncio.run(llm.ascore("hello", top=-2))
 
 
 def test_ids_of_arrays_are_a_prompt(llm):
@@ -478,6 +496,8 @@ def test_a_closed_model_refuses_and_its_stream_ends(folder):
         llm.generate("hello")
     with pytest.raises(BimetalError, match="is closed; load it again"):
         _ = llm.activity
+    with pytest.raises(BimetalError, match="is closed; load it again"):
+        _ = llm.step_tokens
     llm.close()  # twice is once
 
 
