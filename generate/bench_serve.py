@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 from tqdm import tqdm
 
 from common.errors import BimetalError
+from common.terminal import printable
 from generate.bench_log import environment, log
 from generate.bench_options import ServeBench
 
@@ -70,7 +71,7 @@ def run(options: ServeBench) -> int:
     good = [answer for answer in answers if not answer.error]
     errors = [answer.error for answer in answers if answer.error]
     for error in dict.fromkeys(errors):
-        print(f"{errors.count(error)} failed: {error}", file=sys.stderr)
+        print(f"{errors.count(error)} failed: {printable(error)}", file=sys.stderr)
     if not good:
         raise BimetalError(f"{options.serve} answered none of the requests, {options.requests} in all")
     tokens = sum(answer.tokens for answer in good)
