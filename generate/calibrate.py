@@ -39,11 +39,18 @@ def run(args: argparse.Namespace) -> int:
     prompts = _prompts(args, tokenizer)
     longest = max(map(len, prompts)) + args.new_tokens
     if longest > config.context:
-        raise UsageError(f"prompt and reply take {longest} tokens, and the model was trained for {config.context}")
+        raise UsageError(
+            f"prompt and reply take {longest} tokens, and the model was trained for {config.context}; give shorter "
+            "prompts (of a text by --prompt-tokens) or fewer --new-tokens"
+        )
     model = open_model(checkpoint, args.backend, progress=True)
     with tqdm(total=len(prompts) * len(settings), desc="replies", leave=False, disable=None) as bar:
         points = measure(model, prompts, settings, args.new_tokens, frozenset(tokenizer.end_ids), bar.update)
-    print(f"{path.name} on {model.ops.name}, {args.text}: {len(prompts)} prompts, {sum(points[0].sizes)} tokens")
+    if not any(point.has_filled for point in points):
+        raise BimetalError("every reply ended before a forward filled a mask; give other prompts, or more --new-tokens")
+    tokens = sorted({sum(point.sizes) for point in points})
+    spread = f"{tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else f"{tokens[0]}"
+    print(f"{path.name} on {model.ops.name}, {args.text}: {len(prompts)} prompts, replies of {spread} tokens in all")
     chosen = best(points, args.loss)
     table(points, chosen)
     if chosen is None:
@@ -72,9 +79,10 @@ def table(points: Sequence[Point], chosen: Point | None) -> None:
     """The points, those of most tokens per forward first."""
     form = "{:>6} {:>5} {:>6} {:>5} {:>16} {:>10} {:>14} {:>10}{}"
     print(form.format("window", "tau", "lambda", "sure", "agreement", "nats/token", "tokens/forward", "rows/token", ""))
-    for p in sorted(points, key=lambda p: -p.tokens_per_forward):
+    for p in sorted(points, key=lambda p: (not p.has_filled, -p.tokens_per_forward)):
         o, agreement, mark = p.options, f"{p.agreement:.2%} ± {p.error:.2%}", "  <" if p is chosen else ""
-        figures = (f"{p.nats_per_token:.3f}", f"{p.tokens_per_forward:.2f}", f"{p.stats.rows_per_token:.2f}")
+        speed = f"{p.tokens_per_forward:.2f}" if p.has_filled else "-"
+        figures = (f"{p.nats_per_token:.3f}", speed, f"{p.stats.rows_per_token:.2f}")
         print(
             form.format(
                 o.window, f"{o.tau:g}", f"{o.penalty:g}", f"{o.sure:g}" if o.checks else "", agreement, *figures, mark

@@ -89,6 +89,9 @@ def test_the_best_point():
     assert best(points, 0.02) is points[2]
     assert best(points, 0.0) is points[0]
     assert best(points[3:], 0.02) is None
+    unused = Point(WedlmOptions(), [2], [2], stats=WedlmStats(tokens=2))  # whose reply ended before a forward
+    assert best([unused, points[0]], 0.0) is points[0]
+    assert best([unused], 0.0) is None
     assert point(0.5, 1).error == 0
     halves = Point(WedlmOptions(), [10, 0], [10, 10])
     assert (halves.agreement, halves.error) == (0.5, pytest.approx(0.5))
@@ -130,6 +133,16 @@ def test_the_command(model, prompts, capsys):
     assert not list(model.parent.glob("*.part"))
     assert main(["inspect", str(model)]) == 0
     assert str(found) in capsys.readouterr().out
+
+
+def test_a_window_that_never_ran_has_no_rate(model, prompts, capsys):
+    """Two tokens of no forward at all were the best rate, and the tokens of one window were called those of all."""
+    grid = ["--windows", "4,8", "--taus", "0.1,0.4", "--lambdas", "0.05", "--loss", "0.9"]
+    command = ["calibrate", str(model), "--text", str(prompts), "--backend", "numpy", "--dry-run", *grid]
+    assert main([*command, "--new-tokens", "1", "--prompts", "2"]) == 0
+    out, _ = capsys.readouterr()
+    assert "sure" not in out.splitlines()[-1]
+    assert [line.removesuffix("  <").split()[-2] for line in out.splitlines()[2:-1]] == ["1.00", "1.00", "1.00", "-"]
 
 
 def test_replies_take_it_and_flags_replace_it(model):
@@ -208,7 +221,12 @@ def test_a_file_that_is_none(text, message, tmp_path):
         (["--text", "PROMPTS", "--loss", "1"], 2, "--loss is 1.0"),
         (["--text", "PROMPTS", "--taus", "nan"], 2, "wedlm_tau is nan"),
         (["--text", "PROMPTS", "--windows", "69"], 2, "wedlm_window is 69"),
-        (["--text", "PROMPTS", "--new-tokens", "5000"], 2, "and the model was trained for"),
+        (["--text", "PROMPTS", "--new-tokens", "5000"], 2, "or fewer --new-tokens"),
+        (
+            ["--text", "WORDS"],
+            2,
+            "take 128 tokens, and the model was trained for 96; give shorter prompts (of a text by",
+        ),
         (
             ["--text", "PROMPTS", "--prompts", "1", "--windows", "16", "--taus", "9", "--lambdas", "0", "--loss", "0"],
             1,
@@ -219,8 +237,14 @@ def test_a_file_that_is_none(text, message, tmp_path):
 def test_refusals(flags, code, message, model, prompts, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("common.decode.calibrate.SURE", float("inf"))  # else one point agrees even on a story
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "words.txt").write_text("word " * 400)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    names = {"EMPTY": tmp_path / "empty.txt", "BINARY": tmp_path / "binary.txt", "PROMPTS": prompts}
+    names = {
+        "EMPTY": tmp_path / "empty.txt",
+        "WORDS": tmp_path / "words.txt",
+        "BINARY": tmp_path / "binary.txt",
+        "PROMPTS": prompts,
+    }
     flags = [str(names.get(flag, flag)) for flag in flags]
     assert main(["calibrate", str(model), "--backend", "numpy", *flags]) == code
     assert message in capsys.readouterr().err

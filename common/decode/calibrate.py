@@ -58,6 +58,10 @@ class Point:
         return self.nats / max(sum(self.sizes), 1)
 
     @property
+    def has_filled(self) -> bool:
+        return self.stats.fills > 0
+
+    @property
     def tokens_per_forward(self) -> float:
         return self.stats.tokens_per_forward
 
@@ -116,8 +120,11 @@ def measure(
 
 
 def best(points: Sequence[Point], loss: float) -> Point | None:
-    """The point of most tokens per forward among those whose agreement is at least 1 - `loss`, if there is one."""
-    good = [point for point in points if point.agreement >= 1 - loss]
+    """The point of most tokens per forward among those whose agreement is at least 1 - `loss`, if there is one.
+
+    A point of whose forwards none filled a mask, because every reply ended before, has no such rate.
+    """
+    good = [point for point in points if point.has_filled and point.agreement >= 1 - loss]
     return max(good, key=lambda p: (p.tokens_per_forward, -p.stats.rows_per_token), default=None)
 
 
