@@ -58,11 +58,14 @@ def check_taken(kind: str | None, names: Iterable[str]) -> None:
     for name in names:
         if name in taken:
             continue
+        takers = [row for row in DECODERS.values() if name in row.takes]
+        words, alone = ", ".join(row.name for row in takers), [row.name for row in takers if not row.needs_draft]
+        advice = f"give a draft or choose spec {alone[0]}" if alone else f"give a draft and choose spec {words}"
         if kind == "off" and name not in DECODERS["wedlm"].takes:
-            raise UsageError(f"{name} is for speculative decoding, which is off; give a draft or choose spec lookup")
-        takers = ", ".join(row.name for row in DECODERS.values() if name in row.takes)
-        chosen = "none is chosen; give a draft or choose spec lookup" if kind is None else f"spec is {kind}"
-        raise UsageError(f"{name} is for spec {takers}, and {chosen}")
+            raise UsageError(f"{name} is for speculative decoding, which is off; {advice}")
+        raise UsageError(
+            f"{name} is for spec {words}, and {f'spec is {kind}' if kind else f'none is chosen; {advice}'}"
+        )
 
 
 def check_draft(kind: str, has_draft: bool) -> None:

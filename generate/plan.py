@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from common.amounts import parse_size
+from common.amounts import parse_size, shown_size
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.expert_plan import (
@@ -98,10 +98,10 @@ def _budgets(given: str | None, mixture: Mixture, machine: Machine) -> list[int]
     several = budgets(mixture, machine)
     if given is None:
         return several
-    size = min(parse_size(given), mixture.total)
+    size = parse_size(given)
     if not several[0] <= size <= several[-1]:
         raise UsageError(
-            f"--expert-cache is {size / 1e9:.2f} GB; on {machine.name} it must be from {several[0] / 1e9:.2f} to "
-            f"{room(mixture, machine) / 1e9:.2f} GB"
+            f"--expert-cache is {shown_size(size)}; on {machine.name} it must be from {shown_size(several[0])} to "
+            f"{shown_size(room(mixture, machine))}"
         )
     return [size]

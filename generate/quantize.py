@@ -125,8 +125,10 @@ def _report(job: Job, out: Path, outputs: Sequence[Output]) -> None:
     total = sum(nbytes for _, _, nbytes in rows.values())
     source = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
     print(f"{out}: {total / 2**20:.1f} MiB, of a source of {source / 2**20:.1f} MiB")
-    if job.family == "wedlm":
+    fragile = [8 * nbytes / values for (kind, _, _), (_, values, nbytes) in rows.items() if kind in ("embed", "head")]
+    if job.family == "wedlm" and min(fragile, default=8) < 8:
         print(
-            "The embedding and the head are worth more bits here: every mask position reads one row of the embedding, "
-            "and the entropy of the head's logits decides which positions are filled."
+            "The embedding and the head are worth more bits here, such as the 8 of --recipe careful: every mask "
+            "position reads one row of the embedding, and the entropy of the head's logits decides which positions are "
+            "filled."
         )

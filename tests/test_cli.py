@@ -133,6 +133,8 @@ def test_seed_and_stop(run):
         (["there"], "'there' is neither a flag nor the value of one; a text with spaces goes in quotes"),
         (["--spec", "tree"], "spec tree needs a draft model; give one, or choose lookup"),
         (["--tree-budget", "5"], "and none is chosen; give a draft or choose spec lookup"),
+        (["--chain-seed"], "and none is chosen; give a draft and choose spec tree, lookup+tree"),
+        (["--spec", "off", "--chain-seed"], "which is off; give a draft and choose spec tree, lookup+tree"),
         (["--spec", "off", "--wedlm-window", "5"], "wedlm_window is for spec wedlm, and spec is off"),
     ],
 )

@@ -80,6 +80,14 @@ def test_the_command_prints_a_table(capsys, tmp_path):
     assert "is the profile of another model: it counts 6 layers of 8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["1TB", "1MB"])
+def test_memory_for_experts_that_a_machine_does_not_have(size, capsys):
+    """What was asked for was cut to the size of all experts before it was compared and named."""
+    assert main(["plan", "qwen3.5-122b-a10b", "--machine", "m1-ultra-64gb", "--expert-cache", size]) == 2
+    shown = {"1TB": "1000.00 GB", "1MB": "1.0 MB"}[size]
+    assert f"--expert-cache is {shown}; on m1-ultra-64gb it must be from " in capsys.readouterr().err
+
+
 def test_a_trace_gives_the_hits_of_its_own_locality(capsys, tmp_path):
     """Traffic that repeats its experts needs no reads once they are in memory; a trace of another model is refused."""
     ids = np.tile(np.arange(3, dtype=np.int32), (40, 5, 1))
@@ -102,7 +110,7 @@ def test_a_trace_gives_the_hits_of_its_own_locality(capsys, tmp_path):
         (("--machine", "{tmp}/a.json"), "a.json lacks 'bandwidth'; a machine has name, memory"),
         (("--machine", "{tmp}/b.json"), "b.json has 'speed'; a machine has name, memory"),
         (("--machine", "{tmp}/c.json"), "c.json: disk is -1; it must be a number above 0"),
-        (("--machine", "m4-16gb", "--expert-cache", "15GB"), "--expert-cache is 14.34 GB; on m4-16gb it must be from"),
+        (("--machine", "m4-16gb", "--expert-cache", "15GB"), "--expert-cache is 15.00 GB; on m4-16gb it must be from"),
         (("--machine", "m4-16gb", "--skew", "9"), "--skew is 9.0; it must be from 0"),
         ((), "--machine"),
     ],

@@ -118,7 +118,8 @@ def _check_belongs(checkpoint: Checkpoint, target: str) -> None:
         raise BimetalError(f"{target} models have no multi-token-prediction block here; supported: {', '.join(known)}")
     if definition is not ARCHITECTURES[target]:
         raise BimetalError(
-            f"{checkpoint.path} is of a {name} model; a multi-token-prediction block for a {target} model is needed"
+            f"{checkpoint.path} is of a {name} model; a multi-token-prediction block for a {target} model is needed, "
+            "or a draft of the kind DFlash, DFlash2, DSpark or EAGLE-3"
         )
 
 

@@ -144,7 +144,7 @@ def test_its_memory_is_predicted():
 REFUSED = [
     ("qwen35", "no block", "has no multi-token-prediction block"),
     ("llama", "no block", "llama models have no multi-token-prediction block here; supported: deepseek2"),
-    ("glm", "another model", "is of a qwen3_5_text model; a multi-token-prediction block for a glm4_moe_lite model"),
+    ("glm", "another model", "for a glm4_moe_lite model is needed, or a draft of the kind DFlash, DFlash2, DSpark or"),
     ("glm", "two blocks", "has 2 multi-token-prediction blocks; supported: 1"),
     ("qwen35", "MLX's layout", "has a multi-token-prediction block in MLX's layout; supported: GGUF, and safetensors"),
     ("qwen35", "a missing norm", "lacks tensor mtp.pre_fc_norm_hidden.weight"),

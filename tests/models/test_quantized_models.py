@@ -284,7 +284,8 @@ def test_a_tokenizer_that_gguf_has_no_name_for(tmp_path, capsys):
 def test_wedlm_keeps_its_mask_and_says_why(tmp_path, capsys):
     folder = tiny.wedlm(tmp_path / "in", mask_token_id=90)
     for out in ("out", "out.gguf"):
-        quantize(folder, tmp_path / out, *(["--group-size", 32] if out == "out" else []))
+        flags = ["--group-size", 32] if out == "out" else ["--type", "Q4_0"]
+        quantize(folder, tmp_path / out, *flags, "--recipe", "uniform")
         assert "every mask position reads one row of the embedding" in capsys.readouterr().out
         model = load_model(tmp_path / out, NumpyOps())
         assert (model.architecture, model.config.mask_id) == ("wedlm", 90)
@@ -499,10 +500,14 @@ def test_a_folder_from_a_gguf_file_of_a_chat_model(chat_folder, tmp_path):
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
-def test_the_wedlm_demo_as_a_folder(tmp_path):
+def test_the_wedlm_demo_as_a_folder(tmp_path, capsys):
     """A file of a quantized model is decoded and rounded again only where that is asked for; its mask goes along."""
     assert main(["quantize", "demo-wedlm", str(tmp_path / "out")]) == 1
+    capsys.readouterr()
     quantize("demo-wedlm", tmp_path / "out", "--requantize", "--bits", 8, "--group-size", 32)
+    assert "worth more bits" not in capsys.readouterr().out
+    quantize("demo-wedlm", tmp_path / "less", "--requantize", "--bits", 4, "--group-size", 32, "--recipe", "uniform")
+    assert "The embedding and the head are worth more bits here, such as the 8" in capsys.readouterr().out
     with generate.load(str(tmp_path / "out"), backend="numpy") as llm:
         reply = llm.chat([{"role": "user", "content": "Count by 2 from 11 to 19."}])
         assert reply.text == "Answer: 11, 13, 15, 17, 19.\n"
