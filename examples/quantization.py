@@ -26,22 +26,7 @@ ROOT = Path(__file__).parents[1]
 TYPES = ["F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4"]
 TYPES += ["NVFP4", "Q3_K", "Q2_K", "TQ2_0", "TQ1_0"]
 TOKENS, WINDOW = 2048, 512
-TEXT = """# What a block type costs
-
-The demo model with all its matrices in one type, beside the same model in F32: perplexity over {scored} scored tokens
-of Python packages that it was never trained on (windows of {window}, the second half of each scored), the mean
-Kullback-Leibler divergence from the F32 model's distributions, and how often the most probable token is the same.
-Blocks were made by llama.cpp's encoders without any calibration. Its encoders for the codebook types of 3 bits and less
-(IQ1, IQ2, IQ3) are made for files calibrated on text (an "imatrix"), which the demo's are not, so these types are not
-shown. TQ1_0 and TQ2_0 are made for models trained on ternary weights, and ruin others. A model of 20 M parameters has
-less slack than one of 20 G: expect the order of the types to carry over, not the numbers.
-
-![Divergence by bits per weight](quantization.svg)
-
-<!-- written by python examples/quantization.py -->
-{table}
-<!-- end of table -->
-"""
+BEGIN, END = "<!-- written by python examples/quantization.py -->\n", "\n<!-- end of table -->"  # around the table
 
 
 def bits(name: str) -> float:
@@ -128,8 +113,8 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
     page = args.docs / "quantization.md"
-    _, heading, rest = page.read_text().partition("\n## Quantizing a model")  # which is written by hand
-    page.write_text(TEXT.format(scored=result["scored"], window=WINDOW, table=table(rows)) + heading + rest)
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2])
     (args.docs / "quantization.svg").write_text(plot(rows))
 
 

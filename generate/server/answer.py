@@ -88,7 +88,7 @@ class Generate:
     async def _stream(
         self, parsed: Parsed, preparing: asyncio.Future[list[Ready]], began: float, scope: Message, send: Send
     ) -> None:
-        """Send the events as they come; a request that is refused before a sign of life is due raises ApiError."""
+        """Send the events as they come; a request that is refused before a keep-alive is due raises ApiError."""
         writer, usages = parsed.writer(scope["bimetal"]["id"]), dict[int, Usage]()
         try:
             if is_ready := await in_time(preparing):

@@ -129,7 +129,7 @@ class Forward:
     async def _answer_late(
         self, preparing: asyncio.Future[bytes | None], body: dict[str, Any], passed: Mapping[str, str], send: Send
     ) -> None:
-        """Send signs of life while a prompt is compressed, and then the stream; a refusal becomes its last event."""
+        """Send keep-alives while a prompt is compressed, and then the stream; a refusal becomes its last event."""
         kind = STREAMS[self.dialect == "ollama"]
         ping = ping_of(self.path, body)
         async with sending(send, kind, lambda: b"" if preparing.done() else ping) as write:
@@ -209,7 +209,7 @@ def places(path: str, body: dict[str, Any]) -> Iterator[Place]:
 
 
 def ping_of(path: str, body: Mapping[str, Any]) -> bytes:
-    """A sign of life, in the form of a stream that has not begun."""
+    """Make a keep-alive, in the form of a stream that has not begun."""
     if path == "/v1/messages":
         return named_sse("ping", {"type": "ping"})
     if not path.startswith("/api/"):

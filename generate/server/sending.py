@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-HEARTBEAT = 5.0  # seconds after which a silent stream gets a sign of life
+HEARTBEAT = 5.0  # seconds after which a silent stream gets a keep-alive
 STALLED = 60.0  # seconds after which a client that reads nothing counts as gone
 HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
