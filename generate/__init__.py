@@ -10,7 +10,9 @@ import pathlib
 import typing
 
 import common
+from generate.interrupts import end_quietly
 
+end_quietly()
 _ours, _found = pathlib.Path(__file__).parents[1] / "common", pathlib.Path(next(iter(common.__path__)))
 if not (_found / "reference.py").exists():
     raise ImportError(

@@ -22,8 +22,7 @@ from generate.bench_options import (
     SyntheticWindowBench,
 )
 from generate.cli import parse
-
-INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+from generate.interrupts import INTERRUPTED, raise_again
 
 
 def script() -> None:
@@ -32,7 +31,13 @@ def script() -> None:
     prepare_streams()
     if no_output:
         sys.exit(_fail("stdout is closed, so there is nowhere to write; redirect it to a file or to /dev/null", 1))
-    sys.exit(main(sys.argv[1:]))
+    raise_again()
+    code = main(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:  # which main has reported; what is left of the output would fail again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def prepare_streams() -> None:
@@ -57,7 +62,9 @@ def prepare_streams() -> None:
 
 def main(argv: list[str]) -> int:
     try:
-        return run(parse(argv))
+        code = run(parse(argv))
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         return _fail(error, 2)
     except BimetalError as error:

@@ -1,6 +1,7 @@
 """Flags that several commands share. Imports nothing heavy, so that `--help` is fast."""
 
 import argparse
+import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -58,6 +59,12 @@ class Parser(argparse.ArgumentParser):
         if rest and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write help, where argparse says nothing of a disk that is full: OSError."""
+        stream = file or sys.stderr
+        stream.write(message)
+        stream.flush()
 
     def refuse_unknown(self, flags: Iterable[str]) -> None:
         """Refuse a flag that is none of this parser's, whose value argparse would take for a command."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from common.errors import UsageError
 from common.tokenizer import Tokenizer
+from generate.interrupts import INTERRUPTED
 from generate.llm import LLM
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
-INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 MOST_READ = 1 << 27  # characters of a prompt on stdin, which may never end
 
 

@@ -543,6 +543,30 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(folder):
     assert b"Traceback" not in err
 
 
+@pytest.mark.parametrize("module", ["common.options", "generate.flags", "generate.devices"])
+def test_ctrl_c_while_modules_are_imported(module):
+    """It was a traceback of the module that was being imported."""
+    code = f"""
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder)
+sys.argv, sys.orig_argv = ["-m", "devices"], ["python", "-m", "generate", "devices"]
+runpy.run_module("generate", run_name="__main__", alter_sys=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_importing_generate_leaves_ctrl_c_to_the_program():
+    code = "import signal, sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'other']\nimport generate\n"
+    code += "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=interruptible, check=True, timeout=60)
+
+
 def test_ctrl_c_ends_a_bench(folder):
     """It waited for all runs."""
     flags = ("--contexts", "8", "--new-tokens", "200", "--runs", "100000")
@@ -608,6 +632,15 @@ def test_closed_streams(closed, code, said, folder):
     done = shell(f"generate -m {folder} --backend numpy -p hi -n 4 {closed}")
     assert (done.returncode, done.stderr[: len(said)], done.stderr.count(b"\n")) == (code, said, bool(said))
     assert bool(done.stdout) == (code == 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("flags", ["--help", "bench --help", "--version", "devices", "fit demo --json"])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_full_disk_for_the_output(flags, buffered):
+    """Help was lost in silence, and other output was complained about by the interpreter at its end."""
+    done = shell(f"generate {flags} > /dev/full", PYTHONUNBUFFERED=buffered)
+    assert (done.returncode, done.stderr) == (1, b"error: system: No space left on device\n")
 
 
 def test_a_closed_stdin_is_no_prompt(folder):
