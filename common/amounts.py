@@ -1,4 +1,4 @@
-"""Amounts of memory, as people write them."""
+"""Amounts, of memory and of things, as people write them."""
 
 import re
 
@@ -11,6 +11,11 @@ UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 10**3, "M
 def shown_size(nbytes: int) -> str:
     """Write "1.50 GB", or "23.4 MB" below 10^9 bytes."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def counted(count: int, noun: str, several: str = "") -> str:
+    """Write "1 token", "3 tokens"; `several` is the plural where it is not `noun` with an s."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 
 def parse_size(text: str) -> int:

@@ -34,6 +34,11 @@ class NotFiniteError(BimetalError):
         super().__init__(f"{what}: the weights are damaged, or the activations pass the range of their type")
 
 
+def of_system(error: OSError) -> str:
+    """An error of the system in one sentence: the file, and what is wrong with it."""
+    return f"{error.filename or 'system'}: {error.strerror or error}"
+
+
 def shown(value: Any) -> str:
     """The first 80 characters of a value as Python writes it, for a message about any value at all."""
     try:

@@ -8,7 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, UsageError, of_system
 from common.terminal import Printable, printable
 from generate import machines
 from generate.bench_options import (
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", 1)
+        return _fail(of_system(error), 1)
     except KeyboardInterrupt:
         return INTERRUPTED
 

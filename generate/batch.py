@@ -6,6 +6,7 @@ line. Answers are written as they are finished, in any order; by their ids a lat
 
 import argparse
 import asyncio
+import errno
 import fcntl
 import json
 import re
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 from tqdm.auto import tqdm
 
+from common.amounts import counted
 from common.errors import BimetalError, UsageError
 from generate.llm import AHEAD, LLM
 from generate.server import chat, completions
@@ -30,6 +32,7 @@ from generate.server.task import events, prepare, whole
 from generate.server.wire import dumps, new_id
 
 QUEUE = 1 << 16  # replies that may wait: a request may ask for 128, and AHEAD times as many are read as run
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DIALECTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completions.parse}
 ID = re.compile(r"batch_req_(\d{1,15})_([0-9a-f]{8})")
 
@@ -96,6 +99,15 @@ class Answered:
 def run(args: argparse.Namespace) -> int:
     """Answer what OUT lacks; raises BimetalError at the end where OUT has errors."""
     requests, out = Path(args.requests), Path(args.answers)
+    try:
+        return _run(args, requests, out)
+    except OSError as error:
+        if error.errno in FULL:  # writing names no file
+            error.filename = str(out)
+        raise
+
+
+def _run(args: argparse.Namespace, requests: Path, out: Path) -> int:
     with opened(requests, out) as file:
         answered = read_answers(file, out)
         total = check_requests(requests, out, answered)
@@ -109,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
                 asyncio.run(batch.run(requests))
     if answered.errors:
         raise BimetalError(f"{answered.errors} of {total} answers in {out} are errors")
-    print(f"{out}: {total} answers", file=sys.stderr)
+    print(f"{out}: {counted(total, 'answer')}", file=sys.stderr)
     return 0
 
 

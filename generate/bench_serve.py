@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from tqdm import tqdm
 
+from common.amounts import counted
 from common.errors import BimetalError
 from common.terminal import printable
 from generate.bench_log import environment, log
@@ -78,7 +79,10 @@ def run(options: ServeBench) -> int:
     print(
         f"{options.serve}, {_how(options)}, about {options.prompt_tokens} prompt words, {options.new_tokens} new tokens"
     )
-    print(f"{len(good)} replies in {seconds:.1f} s, {len(errors)} failed; {tokens / seconds:.1f} tokens/s in all")
+    print(
+        f"{counted(len(good), 'reply', 'replies')} in {seconds:.1f} s, {len(errors)} failed; "
+        f"{tokens / seconds:.1f} tokens/s in all"
+    )
     figures = {
         "first token, ms": [answer.first for answer in good],
         "between tokens, ms": [gap for answer in good for gap in answer.gaps],

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.amounts import counted
 from common.checkpoint import open_checkpoint
 from common.checks import default_spec
 from common.decode.run import PHASES, WEDLM_PHASES, DecodeStats, WedlmStats
@@ -94,7 +95,10 @@ def run(options: SpecBench) -> int:
     name = target.ops.name
     mean = statistics.mean(map(len, prompts))
     print(f"{path.name} on {name}, {machine(name)}")
-    print(f"{len(prompts)} prompts of {mean:.0f} tokens, {options.new_tokens} new tokens each, {_words(options)}")
+    print(
+        f"{counted(len(prompts), 'prompt')} of {mean:.0f} tokens, {options.new_tokens} new tokens each, "
+        f"{_words(options)}"
+    )
     table(results)
     if draft is not None and options.temperature > 0:
         shares = overlap(drafted, prompts, options.new_tokens, **options.sampling).shares()

@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import wedlm_calibration
+from common.amounts import counted
 from common.checkpoint import open_checkpoint
 from common.decode.calibrate import PENALTIES, TAUS, WINDOWS, Point, best, cut_prompts, grid, measure
 from common.errors import BimetalError, UsageError
@@ -49,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if not any(point.has_filled for point in points):
         raise BimetalError("every reply ended before a forward filled a mask; give other prompts, or more --new-tokens")
     tokens = sorted({sum(point.sizes) for point in points})
-    spread = f"{tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else f"{tokens[0]}"
-    print(f"{path.name} on {model.ops.name}, {args.text}: {len(prompts)} prompts, replies of {spread} tokens in all")
+    replies = f"replies of {f'{tokens[0]} to ' if len(tokens) > 1 else ''}{counted(tokens[-1], 'token')}"
+    print(f"{path.name} on {model.ops.name}, {args.text}: {counted(len(prompts), 'prompt')}, {replies} in all")
     chosen = best(points, args.loss)
     table(points, chosen)
     if chosen is None:

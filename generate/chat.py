@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import BimetalError, UsageError, shown
+from common.amounts import counted
+from common.errors import BimetalError, UsageError, of_system, shown
 from common.files import check_regular, rewrite
 from common.options import ChatOptions
 from common.terminal import printable
@@ -96,7 +97,8 @@ class Chat:
             except KeyboardInterrupt:  # before a reply began
                 print("cancelled", file=sys.stderr)
             except (BimetalError, OSError) as error:
-                print(f"error: {printable(str(error))}", file=sys.stderr)
+                words = of_system(error) if isinstance(error, OSError) else str(error)
+                print(f"error: {printable(words)}", file=sys.stderr)
 
     def _read(self) -> str | None:
         """The next message or command; None at the end of input. Raises Interrupted on Ctrl-C."""
@@ -176,6 +178,8 @@ class Chat:
             raise UsageError(f"/set {key} takes {kind} or default, not {shown(value)}") from None
         options = {n: v for n, v in self.options.items() if n != key} | ({} if read is None else {key: read})
         ChatOptions(**options)  # refuses values that no model takes
+        if key == "think":  # and what this model's template cannot
+            self.llm.render([*system_message(self.system), {"role": "user", "content": "a"}], think=read)
         self.options = options
 
     def _regenerate(self) -> None:
@@ -187,7 +191,7 @@ class Chat:
     def _save(self, path: Path) -> None:
         saved = {"system": self.system, "messages": self.history}
         rewrite(path, json.dumps(saved, ensure_ascii=False, indent=1))
-        print(f"saved {len(self.history)} messages to {path}")
+        print(f"saved {counted(len(self.history), 'message')} to {path}")
 
     def _load(self, path: Path) -> None:
         check_regular(path)
@@ -199,7 +203,7 @@ class Chat:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BimetalError(f"{path} is not a conversation that /save wrote: {error}") from None
         self.system, self.history = system, history
-        print(f"loaded {len(history)} messages from {path}")
+        print(f"loaded {counted(len(history), 'message')} from {path}")
 
 
 def _text(value: Any) -> str:

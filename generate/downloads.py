@@ -5,6 +5,7 @@ import os
 import sys
 from datetime import datetime
 
+from common.amounts import counted
 from common.demo import is_demo
 from common.errors import UsageError
 from common.hub import resolve_model
@@ -26,7 +27,7 @@ def run_list(_: argparse.Namespace) -> int:
         broken = "  unfinished; bimetal pull continues it" if model.broken else ""
         print(f"{name:{width}} {len(model.blobs):6} {_size(model.size):>10}  {used}{broken}")
     total = sum({blob: blob.stat().st_size for model in models for blob in model.blobs}.values())
-    print(f"{len(models)} models, {_size(total)}, in {printable(str(cache_folder()))}")
+    print(f"{counted(len(models), 'model')}, {_size(total)}, in {printable(str(cache_folder()))}")
     return 0
 
 
@@ -56,7 +57,7 @@ def _agreed(models: list[CachedModel]) -> bool:
         raise UsageError("rm asks before it removes, and stdin is not a terminal; give --yes")
     files = sum(len(model.blobs) for model in models)
     size = _size(sum({blob: blob.stat().st_size for model in models for blob in model.blobs}.values()))
-    print(f"{_names(models)}: {files} files, {size}, in {printable(str(cache_folder()))}")
+    print(f"{_names(models)}: {counted(files, 'file')}, {size}, in {printable(str(cache_folder()))}")
     try:
         return input("remove? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

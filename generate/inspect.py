@@ -30,6 +30,7 @@ CONTEXTS = (512, 4096, 32768, 131072)
 
 
 def run(args: argparse.Namespace) -> int:
+    cache = cache_of(args)
     checkpoint = open_checkpoint(resolve_model(args.model))
     if is_eagle3(checkpoint):
         _eagle3(checkpoint)
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)
     ops = open_backend(None, checkpoint)
+    spec = definition.state_spec(config)
+    held = cached_spec(spec, cache, ops)
     print(f"{checkpoint.path}\n{name}, {checkpoint.format}")
     _shapes(config)
     _types(checkpoint, ops)
@@ -45,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     _tokenizer(checkpoint)
     if getattr(config, "mask_id", None) is not None:
         _window(checkpoint)
-    spec = definition.state_spec(config)
-    _memory(checkpoint, layout, cached_spec(spec, cache_of(args), ops), config.context, ops)
+    _memory(checkpoint, layout, held, config.context, ops)
     _formats(spec, ops)
     _experts(checkpoint, layout, config, ops)
     return 0

@@ -118,7 +118,9 @@ def quantize(p: Parser) -> None:
     )
     p.add_argument("--mode", metavar="MODE", help="for an MLX folder: affine, mxfp4 or nvfp4 (default: affine)")
     p.add_argument(
-        "--type", metavar="TYPE", help="for a .gguf file: Q8_0 (default), Q5_1, Q5_0, Q4_1, Q4_0, F32, F16 or BF16"
+        "--type",
+        metavar="TYPE",  # common.quantize.GGUF_TYPES and FLOAT_TYPES
+        help="for a .gguf file: Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, F32, F16 or BF16 (default: Q8_0)",
     )
     p.add_argument(
         "--recipe",

@@ -10,6 +10,7 @@ import string
 import sys
 from collections.abc import Iterator, Sequence
 
+from common.amounts import counted
 from common.pieces import Stats
 
 FENCE = re.compile(r"^\s*(`{3,}(?=[^`]*$)|~{3,})")
@@ -33,7 +34,7 @@ def reply_markdown(text: str, reasoning: str, calls: Sequence[str], finish_reaso
     parts += [_block(call) for call in calls]
     figures = [
         finish_reason,
-        f"{stats.new_tokens} tokens at {stats.decode_tps:.1f} tok/s",
+        f"{counted(stats.new_tokens, 'token')} at {stats.decode_tps:.1f} tok/s",
         f"first token in {stats.prefill_seconds:.2f} s",
     ]
     if stats.accepted is not None:

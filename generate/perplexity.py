@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from common.amounts import counted
 from common.checkpoint import files_of, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.files import check_output
@@ -32,12 +33,12 @@ from generate.caches import cache_of, with_cache
 
 
 def run(args: argparse.Namespace) -> int:
-    text = read_text(Path(args.text))
+    text, cache = read_text(Path(args.text)), cache_of(args)
     path = resolve_model(args.model)
     if args.save_reference:
         check_output(Path(args.save_reference), [Path(args.text), *files_of(path)])
     model, tokenizer = _load(path, args)
-    model = with_cache(model, cache_of(args), args.ctx_window)
+    model = with_cache(model, cache, args.ctx_window)
     if args.ctx_window > model.config.context:
         raise UsageError(
             f"--ctx-window is {args.ctx_window}, and the model was trained for {model.config.context} tokens"
@@ -130,7 +131,10 @@ def _print(
     count, size = windows.shape
     cache = f", cache of {model.cache}" if model.cache.compresses else ""
     print(f"{path.name} on {model.ops.name}{cache}, {args.text}")
-    print(f"{windows.size} tokens in {count} windows of {size}; {result.scored} scored, the second half of each window")
+    print(
+        f"{windows.size} tokens in {counted(count, 'window')} of {size}; {result.scored} scored, "
+        "the second half of each window"
+    )
     print(f"perplexity  {_shown(result.perplexity)}")
     if (a := result.agreement) is not None:
         print(f"against {reference}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from common.amounts import counted
 from common.decode.run import WedlmStats
 from common.pieces import Stats
 from common.terminal import printable
@@ -113,8 +114,10 @@ def figures(stats: Stats) -> str:
             f" ({stats.matched_tokens} begin an earlier text; no state was kept after the first {stats.cached_tokens})"
         )
     text = (
-        f"prefill {read} tokens{cached}, {stats.prefill_tps:.1f} tok/s, first token in {stats.prefill_seconds:.3f} s\n"
-        f"decode {stats.new_tokens} tokens, {stats.decode_tps:.1f} tok/s, {stats.gb_per_s:.2f} GB/s of weights; "
+        f"prefill {counted(read, 'token')}{cached}, {stats.prefill_tps:.1f} tok/s, "
+        f"first token in {stats.prefill_seconds:.3f} s\n"
+        f"decode {counted(stats.new_tokens, 'token')}, {stats.decode_tps:.1f} tok/s, "
+        f"{stats.gb_per_s:.2f} GB/s of weights; "
         f"state {stats.state_bytes / 2**20:.1f} MiB, peak memory {stats.peak_bytes / 2**20:.0f} MiB"
     )
     if stats.experts is not None:

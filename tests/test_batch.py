@@ -1,5 +1,6 @@
 """`python -m generate batch`: answers to a file of requests, and a stopped run that goes on where it was."""
 
+import errno
 import fcntl
 import json
 import os
@@ -179,6 +180,32 @@ def test_two_runs_do_not_write_to_one_output(run, tmp_path):
         code, said = run([request("a", prompt="a")])
     assert code == 1
     assert "another process" in said
+
+
+def test_a_full_disk_names_the_output(run, tmp_path, monkeypatch):
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __iter__(self):
+            return iter(self.file)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def flush(self):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = batch.opened
+    monkeypatch.setattr(batch, "opened", lambda *paths: Full(opened(*paths)))
+    code, err = run([json.dumps({"prompt": "a", "max_tokens": 2})])
+    assert (code, err.splitlines()[-1]) == (1, f"error: {tmp_path / 'out'}: No space left on device")
 
 
 def test_a_missing_input_leaves_no_output(run, tmp_path):

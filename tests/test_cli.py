@@ -175,6 +175,7 @@ def test_an_empty_prompt(run):
         (["bench", "--contexts", "8,0"], 2, "--contexts: '0' is not a whole number of at least 1"),
         (["bench", "--rows", "0"], 2, "--rows: '0' is not a whole number of at least 1"),
         (["bench", "--contexts", "many"], 2, "'many' is not a whole number"),
+        (["inspect", "demo", "--kv-sinks", "3"], 2, "kv_sinks goes with kv, cache_type_k or cache_type_v"),
         (["bench", "--nonsense", "x"], 2, "unrecognized arguments: --nonsense x; see python -m generate bench --help"),
         (
             ["quantize", "demo", "--bits", "4", "a", "b"],
@@ -439,6 +440,21 @@ def test_a_message_of_several_lines(run, tmp_path):
     file = tmp_path / "talk.json"
     run("--chat", "-n", "2", stdin=f'"""\nfirst\nsecond\n"""\n/save {file}\n')
     assert json.loads(file.read_text())["messages"][0]["content"] == "first\nsecond"
+
+
+def test_what_a_chat_says_of_files_and_thinking(run, tmp_path):
+    """An error had the system's number; thinking was found to be impossible at the next message."""
+    file, missing = tmp_path / "talk.json", tmp_path / "no" / "talk.json"
+    stdin = f"hello\n/save {missing}\n/set think on\n/set think default\n/set temperature 0\n/reset\n/save {file}\n"
+    code, out, err = run("--chat", "-n", "1", "--stats", stdin=stdin)
+    assert code == 0
+    assert "decode 1 token, " in err
+    said = [line for line in err.splitlines() if line.startswith("error")]
+    assert said == [
+        f"error: {missing}: No such file or directory",
+        "error: the model's chat template cannot turn thinking on; leave think out",
+    ]
+    assert f"saved 0 messages to {file}" in out
 
 
 def test_chat_errors_do_not_end_the_chat(run, tmp_path):

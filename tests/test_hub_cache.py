@@ -181,7 +181,7 @@ def test_rm_asks(run, cache, answer, code):  # noqa: F811
     os.close(master)
     os.close(slave)
     assert process.returncode == code
-    assert f"org/one:Q5_0: 1 files, 307.2 kB, in {cache}" in out
+    assert f"org/one:Q5_0: 1 file, 307.2 kB, in {cache}" in out
     assert len(cached_models()) == code
 
 

@@ -250,6 +250,7 @@ def run(capsys):
 def test_the_command_prints_the_figures(run, folder, text):
     code, out, err = run(folder, "--text", text, "--ctx-window", "32")
     assert (code, err) == (0, "")
+    assert "32 tokens in 1 window of 32;" in run(folder, "--text", text, "--ctx-window", "32", "--max-tokens", "32")[1]
     assert "128 tokens in 4 windows of 32; 60 scored, the second half of each window" in out
     figures = json.loads(run(folder, "--text", text, "--ctx-window", "32", "--json")[1])
     value, error = figures["perplexity"]["value"], figures["perplexity"]["error"]

@@ -423,6 +423,16 @@ def test_refusals(flags, code, message, tmp_path, monkeypatch, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exists"]
 
 
+def test_help_lists_the_types(capsys):
+    from common.quantize import FLOAT_TYPES, GGUF_TYPES
+
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    *most, last = *GGUF_TYPES, *FLOAT_TYPES
+    assert f"for a .gguf file: {', '.join(most)} or {last} (default: Q8_0)" in words
+
+
 def test_an_output_inside_its_source(tmp_path, capsys):
     folder = shutil.copytree(tiny.FOLDER / "qwen3", tmp_path / "in")
     before = sorted(folder.iterdir())
