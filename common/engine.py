@@ -17,7 +17,7 @@ from common.decode.requests import Draft, Rows
 from common.decode.speculative import new_tuner
 from common.decode.tuner import Tuner
 from common.decoders import Speculation
-from common.errors import BimetalError, NoRoomError
+from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
 from common.joined import RowRunner
 from common.models import Model
@@ -104,7 +104,7 @@ class Engine:
         sequence = Sequence(self.target, call)
         with self._lock:
             if self._is_closed:
-                raise BimetalError("the model is closed")
+                raise BimetalError(CLOSED)
             self.schedule.check_room(len(self._inbox) + len(self.waiting))
             self._arrivals += 1
             sequence.arrival = self._arrivals

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+CLOSED = "the model is closed"  # of a call that comes while its model is being dropped
+
 
 class BimetalError(ValueError):
     """Bad input from outside: a file, a model, a prompt, a device. The command line prints it and exits with 1."""

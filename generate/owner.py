@@ -12,10 +12,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from common.errors import BimetalError
+from common.errors import CLOSED, BimetalError
 
 T = TypeVar("T")
-CLOSED = "the model is closed"
 
 
 class Inbox:
