@@ -172,7 +172,6 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_slots, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
-    if (EACH) depend();  // beside CTAs that read matrices already, a product's last CTAs gave wrong sums: docs/experiments/recurrent.md
     if (!ONE && (int)blockIdx.z >= step->runs) return;
     const Run& run = step->run[ONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];

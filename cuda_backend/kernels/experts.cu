@@ -152,7 +152,7 @@ experts(const u64* table, const u8* x, float* out, int N, int row_blocks, int k_
             barrier_wait(full + 8 * s, (i / STAGES) % 2);
             const GatheredRows rows{ring + s * STAGE + UNIT_BYTES, lane / 4, lane % 4};
             multiply<NT == 1 ? HALVES : 1, NT == 1 ? 1 : 2>(acc, ring + s * STAGE + warp * TILE_BYTES, rows, lane, (item.group.z + 7) / 8);
-            barrier_arrive(empty + 8 * s);
+            give_back(empty + 8 * s, acc);
         }
         const int row = item.row_block * 128 + warp * 16 + lane / 4;
         float* to = out + item.part * part_stride + row;

@@ -66,6 +66,15 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
             : "memory");
 }
 #endif
+// The reads of a stage have returned: the address of the arrival depends on each sum that they are part of. An arrival alone is
+// issued while the last reads are still queued, and a bulk copy may overtake these: docs/experiments/products.md, A race.
+template <int TILES, int EACH_TILE>
+__device__ __forceinline__ void give_back(u32 empty, const float (&acc)[TILES][EACH_TILE]) {
+    u32 bits = 0;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) bits |= __float_as_uint(acc[n][0]) | __float_as_uint(acc[n][EACH_TILE - 1]);
+    barrier_arrive(empty + (bits & empty >> 20));  // + 0: shared memory has fewer than 2^20 bytes, which the compiler does not know
+}
 // One thread: `full` completes once more when `bytes` have landed.
 __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
 #if BULK

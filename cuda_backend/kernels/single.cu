@@ -146,7 +146,7 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
 #endif
         barrier_wait(full + 8 * s, (i / STAGES) % 2);
         multiply<MINS && !WHOLE ? 1 : HALVES, NT>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
-        barrier_arrive(empty + 8 * s);
+        give_back(empty + 8 * s, acc);
     }
 #if PACK
     __align__(16) __shared__ float columns_of[128];

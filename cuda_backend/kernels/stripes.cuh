@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
     while (left) {
         barrier_wait(full + 8 * s, phase);
         multiply<HALVES_AT_ONCE, EIGHTS_AT_ONCE>(acc, ring + s * STAGE + warp * TILE_BYTES, PackedRows{ring + s * STAGE + UNIT_BYTES, lane}, lane);
-        barrier_arrive(empty + 8 * s);
+        give_back(empty + 8 * s, acc);
         if (++s == STAGES) s = 0, phase ^= 1;
         const bool done = ++k_block == m.k_blocks;
         if (--left && !done) continue;
