@@ -298,16 +298,15 @@ def groups_of(columns: int) -> int:
 
 @functools.cache
 def delta_slots(
-    card: Card, key_width: int, rows: int, norm: bool, runs: int = 1, wide: int = 64, one_row_each: bool = False
+    card: Card, key_width: int, rows: int, norm: bool, runs: int = 1, wide: int = 64
 ) -> tuple[int, int, int]:
     """Slots of kernels/delta.cu in shared memory, those beyond, and shared memory, bytes.
 
     One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
     runs  sequences whose trees share the rows
     wide  columns of a CTA
-    one_row_each  whether each sequence has one row
     """
-    rows, chunk = (1, 2) if one_row_each else (rows, 16)  # that a CTA reads together, at most
+    chunk = 16  # rows that a CTA reads together, at most
     slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MAX_DECODE_ROWS else 0
     shared = 4 * 2 * chunk * (2 * key_width + 3 * wide + 4) + 2 * MAX_DECODE_ROWS
     shared += 4 * (2 * chunk * 64 + chunk * 128 + 8) if norm else 0

@@ -112,9 +112,7 @@ def delta_mixer(
     step: Any,
     is_part: bool = False,
 ) -> Array:
-    """Convolution, delta rule and gated norm, from compute capability 9.0 on in one launch for a row of each sequence.
-
-    More rows take two launches.
+    """Convolution, delta rule and gated norm: from compute capability 9.0 on in one launch for one row, otherwise two.
 
     is_part  other GPUs have the other heads, so that few CTAs run the recurrence of these: `_is_narrow`
     """
@@ -125,7 +123,8 @@ def delta_mixer(
     narrow = is_part and not step.one_row_each and _is_narrow(context, delta, T, step.runs)
     wide, decay = 32 if narrow else 64, (w.decay.address, w.dt_bias.address)
     rule = Rule(delta, inputs, decay, step.address, T, step.runs, taps, wide, step.one_row_each)
-    joins = context.card.capability >= 90 and Dv == 128 and delta.spec.key_dim <= 128 and float4_aligned(z, flat=False)
+    one_launch = context.card.capability >= 90 and delta.spec.key_dim <= 128  # of more rows than one of each sequence
+    joins = (one_launch or step.one_row_each) and Dv == 128 and float4_aligned(z, flat=False)
     if narrow or not joins:
         o = Array((T, Hv, Dv), context.arena.take(T * Hv * Dv * 4))
         _delta(context, rule, out_of(Target(dense=o.address), Hv * Dv))
@@ -186,38 +185,54 @@ def _conv(
 
 
 def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None = None) -> None:
-    """kernels/prepare.cu and delta.cu; with `norm`, what follows the rule as well."""
-    delta, inputs, (decay, bias), step, T, runs, before, wide, one_row_each = rule
+    """kernels/delta.cu or delta_each.cu, after prepare.cu; with `norm`, what follows the rule as well."""
+    delta, _, _, step, T, runs, before, wide, one_row_each = rule
     card, arena, spec = context.card, context.arena, delta.spec
     Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
-    conv, taps = before or (None, 0)
-    alone = 0 if conv is None else 1 if T == 1 else 2 if one_row_each else 0
-    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs, wide, alone == 2)
-    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide, one_row_each=alone == 2)[2]
-    spill = arena.take(Hv * -(-Dv // wide) * spilled * delta_slot(Dk, wide)) if spilled else 0
-    widths = f"DK={Dk}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
-    sums = {"SLOTS": inputs[0], "A_SLOTS": inputs[3], "B_SLOTS": inputs[4]}
-    partials = tuple(f"{name}={x['partials']}" for name, x in sums.items())
-    ways = f"NORM={int(norm is not None)}", f"ALONE={alone}"
-    narrow = () if wide == 64 else (f"WIDE={wide}",)
-    defines = *widths, *ways, *narrow, *(partials if alone else ()), *packed_only(out)
-    head = (*inputs, decay, bias, step, Hk, Hv, Dv)
-    tail = (taps, conv.tail, conv.flip, conv.rows) if conv else (0, 0, 0, 0)
-    prepared: tuple[int, ...] = (0, 0, 0, 0)
-    if T and not alone:
-        sizes = T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2  # queries, keys, values, gates
-        prepared = tuple(arena.take(4 * n) for n in sizes)
-        kernel("prepare", "prepare", (*widths, *partials))(
-            (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), min(-(-T // 4), 64)),
-            (128,),
-            (*head, delta.keys, delta.factors, *tail, *prepared),
-            stream=context.stream,
+    alone = T == 1 and before is not None
+    prepared = (0, 0, 0, 0) if alone or not T else _prepare(context, rule)
+    kept, ways = (delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors), f"NORM={int(norm is not None)}"
+    end = *(norm or GatedNorm()), out
+    if one_row_each:
+        kernel("delta_each", "delta_each", (f"DK={Dk}", ways, *packed_only(out)))(
+            (Hv, runs), (256,), (step, Hk, Hv, Dv, *kept, *prepared, *end), stream=context.stream
         )
-    kept = delta.matrix, delta.flip, delta.keys, delta.changes, delta.factors
+        return
+    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs, wide)
+    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide)[2]
+    spill = arena.take(Hv * -(-Dv // wide) * spilled * delta_slot(Dk, wide)) if spilled else 0
+    narrow = () if wide == 64 else (f"WIDE={wide}",)
+    widths, partials, inputs, tail = _convolution(rule)
+    defines = *widths, ways, f"ALONE={int(alone)}", *narrow, *(partials if alone else ()), *packed_only(out)
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // wide), runs),
-        (4 * wide + (192 if alone == 1 and Dk <= 128 else 128),),
-        (*head, *kept, *tail, *prepared, spill, shared_slots, spilled, *(norm or GatedNorm()), out),
+        (4 * wide + (192 if alone and Dk <= 128 else 128),),
+        (*inputs, *kept, *tail, *prepared, spill, shared_slots, spilled, *end),
         shared_mem=shared,
         stream=context.stream,
     )
+
+
+def _prepare(context: Context, rule: Rule) -> tuple[int, ...]:
+    """kernels/prepare.cu: addresses of queries, keys, values and gates."""
+    delta, T, spec = rule.delta, rule.T, rule.delta.spec
+    Hk, Hv, Dk, Dv = spec.key_heads, spec.heads, padded(spec.key_dim), spec.value_dim
+    prepared = tuple(context.arena.take(4 * n) for n in (T * Hk * Dk, T * Hk * Dk, T * Hv * Dv, T * Hv * 2))
+    widths, partials, inputs, tail = _convolution(rule)
+    kernel("prepare", "prepare", (*widths, *partials, *(("EACH=1",) if rule.one_row_each else ())))(
+        (2 * Hk + Hv * -(-Dv // 128) + -(-Hv // 16), min(-(-T // 4), 64)),
+        (128,),
+        (*inputs, delta.keys, delta.factors, *tail, *prepared),
+        stream=context.stream,
+    )
+    return prepared
+
+
+def _convolution(rule: Rule) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
+    """What prepare.cu and delta.cu share: two groups of definitions, the first arguments, and those of the taps."""
+    spec, (conv, taps) = rule.delta.spec, rule.taps or (None, 0)
+    widths = f"DK={padded(spec.key_dim)}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
+    sums = {"SLOTS": rule.inputs[0], "A_SLOTS": rule.inputs[3], "B_SLOTS": rule.inputs[4]}
+    partials = tuple(f"{name}={x['partials']}" for name, x in sums.items())
+    inputs = *rule.inputs, *rule.decay, rule.step, spec.key_heads, spec.heads, spec.value_dim
+    return widths, partials, inputs, (taps, conv.tail, conv.flip, conv.rows) if conv else (0, 0, 0, 0)

@@ -12,10 +12,6 @@
 #define PIECE 128                         // columns of v that a warp takes
 #define FOURS ((DK + 127) / 128)          // fours of channels per lane, 128 apart
 #define BEFORE (TAPS > 1 ? TAPS - 1 : 0)  // rows before one that its convolution reads
-#ifndef ALONE
-#define ALONE 0
-#endif
-#define EACH (ALONE == 2)                 // delta.cu's step whose sequences have a row each: fewer reads in flight, for registers
 
 // What a step keeps of a convolution, and what it finds.
 struct Conv {
@@ -73,14 +69,11 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
         float4 x[BEFORE + 1], sum[BEFORE + 1] = {};
         const float* p[BEFORE + 1];
         float tap[4 * TAPS + 1];
-        auto read_taps = [&] {
 #pragma unroll
-            for (int j = 0; j < TAPS; j++) {
-                const float4 e = *(const float4*)(conv.taps + channel * TAPS + 4 * j);
-                tap[4 * j] = e.x, tap[4 * j + 1] = e.y, tap[4 * j + 2] = e.z, tap[4 * j + 3] = e.w;
-            }
-        };
-        if (!EACH) read_taps();
+        for (int j = 0; j < TAPS; j++) {
+            const float4 e = *(const float4*)(conv.taps + channel * TAPS + 4 * j);
+            tap[4 * j] = e.x, tap[4 * j + 1] = e.y, tap[4 * j + 2] = e.z, tap[4 * j + 3] = e.w;
+        }
 #pragma unroll
         for (int j = 1; j <= BEFORE; j++) {
             if (rows[j] >= 0) continue;
@@ -92,8 +85,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
 #pragma unroll
         for (int j = 0; j <= BEFORE; j++) p[j] = head.p + (run.first + max(rows[j], 0)) * in.row + at;
         depend();
-        add_all<SLOTS, FOURS == 1 && !EACH ? 5 : 2>(sum, p, in.slot);
-        if (EACH) read_taps();
+        add_all<SLOTS, FOURS == 1 ? 5 : 2>(sum, p, in.slot);
 #pragma unroll
         for (int j = 0; j <= BEFORE; j++)
             if (j == 0 || rows[j] >= 0) x[j] = sum[j];

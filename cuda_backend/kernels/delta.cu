@@ -9,9 +9,8 @@
 // Out       NORM: (T, Hv * 128) in the forms of store.cuh; else out.dense [T][Hv][DV] before the norm
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros after it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
-//           ALONE: 1 for a step of one row, 2 for a step whose sequences have a row each, which need no prepare.cu: what three
-//           value heads share of a key head is computed by each then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as
-//           prepare.cu; the names of store.cuh
+//           ALONE: a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed by each
+//           then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; the names of store.cuh
 //           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
 //           multiprocessor
 // Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes share
@@ -40,15 +39,12 @@
 //             multiplications
 //           chunks of 8 rows instead of 16 -> 26.0 against 24.8 at 64 rows, 13.4 against 13.6 at 22: as many phases again
 
-#define NJ ((DK + 63) / 64)  // fours of a key per lane: 4 * lane and every 64 on
-#define ONE (ALONE == 1)     // the step has one row; EACH: each sequence has one
-#define CHUNK (EACH ? 2 : 16)  // rows that are read together, at most; even
-#define CTAS (EACH && DK <= 128 ? 2 : 1)  // of a multiprocessor, whose registers they share: one reads while another computes
+#define CHUNK 16  // rows that are read together, at most; even
 #ifndef WIDE
 #define WIDE 64              // columns of a CTA
 #endif
 #define TEAM (4 * WIDE)                             // threads of the recurrence
-#define HELPERS (ONE && DK <= 128 ? 6 : 4)          // warps beside them
+#define HELPERS (ALONE && DK <= 128 ? 6 : 4)          // warps beside them
 #define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads
@@ -59,77 +55,6 @@
 #else
 #define CLUSTER
 #endif
-
-struct DeltaRows {
-    float *k, *change, *factor;
-};
-
-__device__ __forceinline__ void read_fours(float4 (&v)[NJ], const float* from, int part) {
-#pragma unroll
-    for (int j = 0; j < NJ; j++) {
-        v[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (DK % 64 == 0 || j * 64 + part * 4 < DK) v[j] = *(const float4*)(from + j * 64 + part * 4);
-    }
-}
-__device__ __forceinline__ void write_fours(const float4 (&v)[NJ], float* to, int part) {
-#pragma unroll
-    for (int j = 0; j < NJ; j++)
-        if (DK % 64 == 0 || j * 64 + part * 4 < DK) *(float4*)(to + j * 64 + part * 4) = v[j];
-}
-__device__ __forceinline__ void copy_matrix(float4 (&to)[4][NJ], const float4 (&from)[4][NJ]) {
-#pragma unroll
-    for (int c = 0; c < 4; c++)
-#pragma unroll
-        for (int j = 0; j < NJ; j++) to[c][j] = from[c][j];
-}
-// A row's change of a column, in two parts.
-__device__ __forceinline__ void fade(float4 (&s)[NJ], float factor) {
-#pragma unroll
-    for (int j = 0; j < NJ; j++) {
-        s[j].x = __fmul_rn(factor, s[j].x), s[j].y = __fmul_rn(factor, s[j].y);
-        s[j].z = __fmul_rn(factor, s[j].z), s[j].w = __fmul_rn(factor, s[j].w);
-    }
-}
-__device__ __forceinline__ void add(float4 (&s)[NJ], const float4 (&k)[NJ], float change) {
-#pragma unroll
-    for (int j = 0; j < NJ; j++) {
-        s[j].x = __fmaf_rn(k[j].x, change, s[j].x), s[j].y = __fmaf_rn(k[j].y, change, s[j].y);
-        s[j].z = __fmaf_rn(k[j].z, change, s[j].z), s[j].w = __fmaf_rn(k[j].w, change, s[j].w);
-    }
-}
-__device__ __forceinline__ float part_of_dot(const float4 (&s)[NJ], const float4 (&k)[NJ]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < NJ; j++) {
-        sum = __fmaf_rn(s[j].x, k[j].x, sum), sum = __fmaf_rn(s[j].y, k[j].y, sum);
-        sum = __fmaf_rn(s[j].z, k[j].z, sum), sum = __fmaf_rn(s[j].w, k[j].w, sum);
-    }
-    return sum;
-}
-__device__ __forceinline__ float sum_of_sixteen(float v) {
-#pragma unroll
-    for (int m = 8; m; m >>= 1) v += __shfl_xor_sync(FULL, v, m);
-    return v;
-}
-// Sums over 16 lanes of the parts of four columns; a lane gets that of column part % 4.
-__device__ __forceinline__ float sum_of_sixteen(const float (&v)[4], int part) {
-    const bool odd = part & 1, second = part & 2;
-    const float x = (odd ? v[1] : v[0]) + __shfl_xor_sync(FULL, odd ? v[0] : v[1], 1);
-    const float y = (odd ? v[3] : v[2]) + __shfl_xor_sync(FULL, odd ? v[2] : v[3], 1);
-    float sum = (second ? y : x) + __shfl_xor_sync(FULL, second ? x : y, 2);
-    sum += __shfl_xor_sync(FULL, sum, 4);
-    return sum + __shfl_xor_sync(FULL, sum, 8);
-}
-// The matrix's four columns of a lane, `DK` apart; those beyond the last repeat it.
-__device__ __forceinline__ void read_matrix(float4 (&s)[4][NJ], const float* columns, int part, int left) {
-#pragma unroll
-    for (int c = 0; c < 4; c++) read_fours(s[c], columns + min(c, left - 1) * DK, part);
-}
-__device__ __forceinline__ void write_matrix(const float4 (&s)[4][NJ], float* columns, int part, int left) {
-#pragma unroll
-    for (int c = 0; c < 4; c++)
-        if (c < left) write_fours(s[c], columns + c * DK, part);
-}
 
 #if NORM
 __device__ __forceinline__ u32 rank_in_cluster() {
@@ -166,14 +91,14 @@ __device__ __forceinline__ void both_have_begun() { asm volatile("barrier.cluste
 __device__ __forceinline__ void both_have_begun() {}
 #endif
 
-extern "C" __global__ void __launch_bounds__(TEAM + 32 * HELPERS, CTAS) CLUSTER
+extern "C" __global__ void __launch_bounds__(TEAM + 32 * HELPERS, 1) CLUSTER
 delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv,
       int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, const float* taps, float* tail,
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
       float4* spill, int shared_slots, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
-    if (!ONE && (int)blockIdx.z >= step->runs) return;
-    const Run& run = step->run[ONE ? 0 : blockIdx.z];
+    if (!ALONE && (int)blockIdx.z >= step->runs) return;
+    const Run& run = step->run[ALONE ? 0 : blockIdx.z];
     extern __shared__ __align__(16) float shared[];
     float* ks = shared;                      // [2][CHUNK][DK]
     float* qs = ks + 2 * CHUNK * DK;         // [2][CHUNK][DK]
@@ -184,8 +109,8 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     u8* order = (u8*)(scalars + 2 * CHUNK);               // [MAX_DECODE_ROWS] as in StepState
     u8* moves = order + MAX_DECODE_ROWS;                      // [MAX_DECODE_ROWS]
     const int h = (int)blockIdx.x, hk = h % Hk, c0 = blockIdx.y * WIDE, lane = threadIdx.x % 32;
-    const int store = step->kept, base = ONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
-    const int path_at = ONE ? 0 : run.path;
+    const int store = step->kept, base = ALONE ? 0 : run.first, rows = ALONE ? 1 : run.rows, path = run.path_length;
+    const int path_at = ALONE ? 0 : run.path;
     const bool kept = ALONE || !run.kind, branches = !ALONE && run.branches;
     // a chunk is read in one phase, goes through the recurrence in the next and is finished in the one after
     const int chunks = ALONE ? 1 : (rows + CHUNK - 1) / CHUNK, phases = chunks ? chunks + 2 : 1;
@@ -211,7 +136,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #if NORM || ALONE
         const int warp = thread / 32;
 #endif
-#pragma unroll (EACH ? 3 : 1)  // code without a loop needs fewer registers
+#pragma unroll 1
         for (int c = 0; c < phases; c++) {
             const int first = c * chunk, half = c % 2, n = min(chunk, rows - first);  // of the chunk that is read
             const int last = first - 2 * chunk, last_n = c > 1 ? min(chunk, rows - last) : 0;  // of the chunk before the last
@@ -298,7 +223,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #endif
 #if ALONE
             Run alone = run;
-            if (ONE) alone.first = alone.path = 0;  // known here, for registers
+            alone.first = alone.path = 0;  // known here, for registers
             const Conv conv = {taps, tail, tail_flip, raw_rows, 2 * Hk * DIM + Hv * DV};
             if (c == 0 && warp < 3) {  // q, k, v
                 const bool first_of_key = (int)blockIdx.y == 0 && h < Hk;
@@ -351,7 +276,7 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
     const DeltaRows old = {row_k + (s64)store * MAX_DECODE_ROWS * Hk * DK, row_change + (s64)store * MAX_DECODE_ROWS * Hv * DV,
                            row_factor + store * MAX_DECODE_ROWS * Hv};
     const float* from = matrix + run.from * flip + at;
-    auto next = [&] { return matrix + (step->run[ONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the pair's other one
+    auto next = [&] { return matrix + (step->run[ALONE ? 0 : blockIdx.z].from ^ 1) * flip + at; };  // the pair's other one
 
     float4 s[4][NJ], key[NJ];
     read_matrix(s, from, part, max(left, 1));

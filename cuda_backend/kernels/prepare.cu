@@ -3,7 +3,8 @@
 // In        as delta.cu, readable as float4
 // Out       by visit: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be
 //           committed: row_k, row_factor, and of the convolution the rows and the tails that the last path leaves
-// Build     DK, DIM, TAPS as delta.cu; SLOTS: partial sums of q, k and v; A_SLOTS, B_SLOTS: of a and of b
+// Build     DK, DIM, TAPS as delta.cu; SLOTS: partial sums of q, k and v; A_SLOTS, B_SLOTS: of a and of b; EACH: each sequence has
+//           one row
 // Work      a warp per row and head of q, k or v, in the order of visits: a row reads those before it again, which neighbours have
 //           in their cache. The code is short, because loading instructions takes much of the 3 us of the kernel
 // Bound     launches
@@ -12,6 +13,10 @@
 //             barriers
 //           a warp convolves four visits one after the other -> 23.5: each waits for memory once more
 //           ancestors of visits that do not follow the one before read in three more rounds -> 21.1
+
+#ifndef EACH
+#define EACH 0
+#endif
 
 extern "C" __global__ void __launch_bounds__(128, FOURS == 1 && DK >= 64 && SLOTS <= 8 ? 4 : 1)
 prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
@@ -26,8 +31,8 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
         const float d = decay[h], bias = dt_bias[h];
 #pragma unroll 1
         for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < visits; i += gridDim.y * 8) {
-            const Run& run = run_at(step, i);
-            const int t = run.branches ? run.first + (step->line[i] & 0xff) : i;
+            const Run& run = EACH ? step->run[i] : run_at(step, i);
+            const int t = EACH ? run.first : run.branches ? run.first + (step->line[i] & 0xff) : i;
             depend();
             const float2 g = gates_of(a, b, t, h, d, bias);
             *(float2*)(gates + ((s64)i * Hv + h) * 2) = g;
@@ -52,16 +57,16 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
     const int stride = is_v ? Hv * DV : Hk * DK;
 #pragma unroll 1
     for (int i = blockIdx.y * 4 + threadIdx.x / 32; i < visits; i += gridDim.y * 4) {
-        const Run& run = run_at(step, i);
-        const u32 line = run.branches ? step->line[i] : 0;
+        const Run& run = EACH ? step->run[i] : run_at(step, i);
+        const u32 line = !EACH && run.branches ? step->line[i] : 0;
         int rows[BEFORE + 1];
 #pragma unroll
-        for (int j = 0; j <= BEFORE; j++) rows[j] = run.branches ? of_byte(line >> 8 * j) : i - run.first - j;
-        convolve(in, head, conv, step, run, rows, true, i == run.first, out + (s64)i * stride,
+        for (int j = 0; j <= BEFORE; j++) rows[j] = EACH ? -j : run.branches ? of_byte(line >> 8 * j) : i - run.first - j;
+        convolve(in, head, conv, step, run, rows, true, EACH || i == run.first, out + (s64)i * stride,
                  !run.kind ? keep : 0, Hk * DK);
     }
     const Run& run = step->run[0];
-    if (TAPS > 1 && run.kind && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
+    if (!EACH && TAPS > 1 && run.kind && blockIdx.y + 1 == gridDim.y && threadIdx.x < 32)  // the last rows of a long chain
 #pragma unroll 1
         for (int j = 0; j < BEFORE; j++)
 #pragma unroll 1
