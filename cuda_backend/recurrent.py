@@ -229,7 +229,7 @@ def _prepare(context: Context, rule: Rule) -> tuple[int, ...]:
 
 
 def _convolution(rule: Rule) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...], tuple[int, ...]]:
-    """What prepare.cu and delta.cu share: two groups of definitions, the first arguments, and those of the taps."""
+    """Return what prepare.cu and delta.cu share: two groups of definitions, the first arguments, those of the taps."""
     spec, (conv, taps) = rule.delta.spec, rule.taps or (None, 0)
     widths = f"DK={padded(spec.key_dim)}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
     sums = {"SLOTS": rule.inputs[0], "A_SLOTS": rule.inputs[3], "B_SLOTS": rule.inputs[4]}
