@@ -386,13 +386,14 @@ class LLM:
         return header
 
     def _replies(self, prompts: Sequence[Prepared], options: GenerationOptions) -> list[Reply]:
-        """The replies to prompts, in their order; a few more than run at once wait in the engine's queue."""
+        """The replies to prompts, in their order; a few more than run at once wait, as far as the queue has room."""
         replies: list[Reply] = []
+        most = min(AHEAD * self.parallel, self._options.queue)
         left, streams = iter(prompts), deque[Stream]()
         try:
             with tqdm(total=len(prompts), desc="replies", disable=not self._progress) as bar:
                 for _ in prompts:
-                    for prompt in islice(left, AHEAD * self.parallel - len(streams)):
+                    for prompt in islice(left, most - len(streams)):
                         streams.append(Stream(self._owner, self._starter(prompt, options, bar=False)))
                     replies.append(streams[0].reply())
                     streams.popleft()

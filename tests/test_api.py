@@ -157,6 +157,12 @@ def test_a_list_of_prompts(llm):
     assert llm.generate([5, 6], max_tokens=4).finish_reason
 
 
+def test_a_list_is_longer_than_the_queue(folder):
+    """With the default queue, lists were refused where more than 64 replies run at once."""
+    with generate.load(folder, backend="numpy", parallel=2, queue=2) as llm:
+        assert [len(reply.tokens) for reply in llm.generate(["hello"] * 20, max_tokens=2)] == [2] * 20
+
+
 def test_an_error_in_a_list_ends_the_others(llm):
     def fail(read, total):
         raise RuntimeError("the caller's own")
