@@ -1,16 +1,22 @@
 """The documentation: README stays short, links lead somewhere, and tables and figures are what their scripts write."""
 
+import inspect
 import io
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
+import generate
+from common.options import ChatOptions, LoadOptions
+from common.pieces import Logprob, Piece, Stats
 from generate.cli import parse
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +88,41 @@ def test_commands_are_understood(page, monkeypatch):
             argv = [*takewhile(lambda word: word not in ("|", "&&", ">", "<", "&"), words)]
             if "--help" not in argv:
                 parse(argv)
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_python_blocks_are_python(page):
+    for block in python_blocks(page):
+        compile(block, page.name, "exec")
+
+
+def test_python_page_runs(tmp_path, monkeypatch, capsys):
+    """Each block prints what its comments show; those that need a download or a missing extra are left out."""
+    monkeypatch.chdir(tmp_path)
+    session = {"__name__": "session"}
+    for block in python_blocks(ROOT / "docs/python.md"):
+        if not block.startswith("# download") and not ("extra: grammar" in block and find_spec("llguidance") is None):
+            exec(compile(block, "docs/python.md", "exec"), session)
+    with pytest.raises(generate.BimetalError, match="is closed"):
+        session["llm"].generate("x")
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("cancelled") == 1
+    assert "generate() has no option max_new_tokens; did you mean max_tokens?" in said
+    assert said[-1].startswith("PromptTooLongError the prompt has ")
+
+
+def test_python_page_names_everything():
+    """Options, methods and properties of a model, and the fields of what a caller gets."""
+    classes = (LoadOptions, ChatOptions, generate.Reply, Piece, Stats, Logprob)
+    names = {field.name for each in classes for field in fields(each)}
+    for each in (generate.LLM, generate.Reply, generate.Stream, generate.AsyncStream, Stats):
+        names |= {name for name, _ in inspect.getmembers(each) if not name.startswith("_")}
+    text = (ROOT / "docs/python.md").read_text()
+    assert sorted(name for name in names if not re.search(rf"`(?:\w+\.)?{name}\b", text)) == []
 
 
 def test_what_the_first_commands_install():
