@@ -61,6 +61,7 @@ class Backend(ABC):
     joins = False  # whether a step can have rows of several sequences
     micro_batches = 1  # steps of different sequences that are computed at the same time, on different devices
     replays = False  # whether a step of few rows is replayed from a captured graph
+    warm_rows: Sequence[int] = ()  # of steps that are slow at first, because kernels compile or graphs are captured
     draws = False  # whether `sample` can draw at random without copying logits to the host
     tree_rows: int | None = None  # limit of the rows of a tree or a block; None: no limit
     reserves = False  # whether a state allocates memory for its whole capacity at once

@@ -31,6 +31,7 @@ from common.slot import Prefixes, Slot
 from common.slots import Slots
 from common.suspended import Ended, Suspended
 from common.tokenizer import Tokenizer
+from common.warm_up import Size, warm_up
 
 DEFAULTS = GenerationOptions()
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram
@@ -167,6 +168,14 @@ class Engine:
         if chosen:
             self._step(chosen)
         schedule.has_decoded(time.perf_counter() - began)
+
+    def warm_up(self, size: Size) -> bool:
+        """Run steps of a size of which nothing is kept; False, and nothing runs, while there are calls."""
+        if any(self.load) or self.suspended:
+            return False
+        if self.memory.slots:
+            warm_up(self.model, self.memory, size)
+        return True
 
     def drain(self) -> None:
         """Run what was submitted to its end."""

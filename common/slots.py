@@ -94,6 +94,12 @@ class Slots:
         best.used = self._taken
         return best
 
+    def idle(self, count: int) -> list[Slot]:
+        """Return so many slots, or as many as there may be, while no sequence has one: those that hold least."""
+        while len(self.slots) < min(count, self.parallel):
+            self.slots.append(Slot(self.model, self.context, self.pool))
+        return sorted(self.slots, key=lambda slot: slot.state.length)[:count]
+
     def _fits(self, tokens: int, slot: Slot | None, running: Sequence[tuple[Slot, int]], idle: list[Slot]) -> bool:
         """Test whether memory is free for `tokens` tokens in `slot`, or in a new one; may drop slots of `idle`."""
         model, ops = self.model, self.model.ops

@@ -29,12 +29,13 @@ from cuda_backend.card import available
 from cuda_backend.context import Context, make
 from cuda_backend.layout import UNITS
 from cuda_backend.memory import Memory, give_back, room, upload
-from cuda_backend.replay import bucket
+from cuda_backend.replay import BUCKETS, bucket
 from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
 from cuda_backend.weights import Weight
 
 PROMPT_ROWS = 32  # the rows of each captured long step of a prompt are a multiple of this
+LONG_WARM = range(160, 257, PROMPT_ROWS)  # rows of long steps that are captured early: turns of a conversation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +54,7 @@ def of_context(op: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate
 class CudaOps(Ops):
     name = "cuda"
     item_bytes = 2  # of a cached key or value; activations are float32
+    warm_rows = (*BUCKETS, *LONG_WARM)
     runs_ahead = replays = draws = checks_scales = reserves = joins = True
     cache_pairs = PAIRS
     tree_rows = MAX_DECODE_ROWS

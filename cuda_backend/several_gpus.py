@@ -23,6 +23,7 @@ class SeveralGpus(Ops):
 
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes
+    warm_rows = CudaOps.warm_rows
     runs_ahead = CudaOps.runs_ahead
     replays = CudaOps.replays
     draws = CudaOps.draws

@@ -15,7 +15,7 @@ from common.files import check_regular, rewrite
 from common.options import ChatOptions
 from common.terminal import printable
 from generate.line import Interrupted, line_reader
-from generate.llm import LLM
+from generate.llm import LLM, warm_up_beside
 from generate.prompt import check_template, check_utf8, system_message
 from generate.terminal import Waiting, cancelled_by_ctrl_c, figures, show, tell_sampling
 
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with LLM(args.model, args.load, partial(check_template, args)) as llm:
         if sys.stdin.isatty():
             print(f"{llm.path.name} ({llm.architecture}) on {llm.backend}, context {llm.context}; /help lists commands")
+            warm_up_beside(llm)  # while the user types
         tell_sampling(llm, args.options)
         Chat(llm, args).loop()
     return 0

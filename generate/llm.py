@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -35,6 +37,7 @@ from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
 from common.turns import Render, reply_header, turns_of
+from common.warm_up import Size, warm_sizes
 from generate.activity import Activity, activity_of, tokens_held
 from generate.backends import Placement, check_draft, choose, leave_thread
 from generate.loading import load_all, make_room, resolve_draft
@@ -47,10 +50,21 @@ from generate.streaming import save_profile
 from generate.streams import DONE, AsyncStream, Reply, Start, Stream
 
 MOST_HEADERS = 64  # of replies that are remembered, by template and its options
+BUSY = 1  # seconds between two tests of whether calls run
 AHEAD = 4  # replies of a list that are submitted, times those that run at once, so that no slot waits for the oldest
 PROMPTS, CONVERSATIONS = (str, list, tuple, np.ndarray), (list, tuple)  # the types of each of a list of them
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+
+def warm_up_beside(llm: "LLM") -> None:
+    """Call `warm_up` in a thread that ends with the model."""
+
+    def run() -> None:
+        with suppress(BimetalError):  # the model is closed, or has no memory for larger steps: a call will report that
+            llm.warm_up()
+
+    threading.Thread(target=run, name="bimetal warm-up", daemon=True).start()
 
 
 def _shut(owner: Owner, running: Iterable[threading.Event]) -> None:
@@ -348,6 +362,18 @@ class LLM:
         if not self._shut.alive:
             raise BimetalError(f"{self.path.name} is closed; load it again")
         self._owner.check()
+
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs for steps of each size while no call runs; returns when all are ready.
+
+        Calls do the same when they need it, so that this only saves their time. Another thread may wait for it.
+        """
+        for size in self._submit(lambda: warm_sizes(self._engine.model, self._engine.memory)).result():
+            while not self._submit(partial(self._warm_up, size)).result():
+                time.sleep(BUSY)
+
+    def _warm_up(self, size: Size) -> bool:
+        return self._engine.warm_up(size)  # in the owner thread: no other may keep the engine
 
     async def acheck(self) -> None:
         """Wait for the owner thread, which answers between two steps; raises what the backend raises now."""

@@ -14,6 +14,7 @@ from common.options import GenerationOptions
 from common.sequence import Call
 from common.step import MAX_DECODE_ROWS, PAST, Step
 from common.storage import ConvSpec, DeltaSpec
+from common.warm_up import warm_sizes
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -226,9 +227,11 @@ class Ids:
         return SimpleNamespace(push=lambda token: "")
 
 
-def replies(model, parallel: int, calls) -> list[list[int]]:
-    """The tokens of each call, all submitted at once."""
+def replies(model, parallel: int, calls, warms: bool = False) -> list[list[int]]:
+    """The tokens of each call, all submitted at once; with `warms` after steps of which nothing is kept."""
     engine, out = Engine(model, Ids(), 400, parallel), []
+    for size in warm_sizes(model, engine.memory) if warms else ():
+        assert size.rows > 40 or engine.warm_up(size)
     for prompt, options in calls:
         tokens: list[int] = []
         out.append(tokens)
@@ -253,6 +256,7 @@ def test_an_engine_runs_over_a_pool(model):
     alone = replies(model, 1, calls)
     assert [len(tokens) for tokens in alone] == [options["max_tokens"] for _, options in calls]
     assert replies(model, 3, calls) == alone
+    assert replies(model, 3, calls, warms=True) == alone
 
 
 def test_memory_of_many_sequences():

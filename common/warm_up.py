@@ -1,0 +1,43 @@
+"""Steps of which nothing is kept, so that the steps of calls find kernels compiled and graphs captured."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.joined_step import JoinedStep
+from common.models import Model
+from common.slots import Slots
+from common.step import Step
+
+REPEATS = 2  # the first step of a size compiles kernels, the second is captured by a backend that replays steps
+
+
+class Size(NamedTuple):
+    """The rows of a step: of one sequence, or one of each of so many."""
+
+    rows: int
+    is_joined: bool = False
+
+
+def warm_sizes(model: Model, slots: Slots) -> list[Size]:
+    """List the sizes of steps that are slow at first, the smallest first."""
+    rows = [n for n in model.ops.warm_rows if n < slots.context]
+    joined = {min(n, slots.parallel) for n in rows} if slots.pool is not None else set()
+    return sorted([*map(Size, rows), *(Size(n, is_joined=True) for n in joined if n > 1)])
+
+
+def warm_up(model: Model, slots: Slots, size: Size) -> None:
+    """Run steps of a size in idle slots, if their sequences leave room."""
+    states = [slot.state for slot in slots.idle(size.rows if size.is_joined else 1)]
+    own = 1 if size.is_joined else size.rows
+    if any(state.length + own > state.capacity for state in states):
+        return
+    for _ in range(REPEATS):
+        steps = [Step.chain(np.zeros(own, np.int32), state.length) for state in states]
+        if size.is_joined:
+            pool: Any = slots.pool
+            tokens = np.zeros(size.rows, np.int32)
+            logits = model.forward(pool, JoinedStep.of(steps, tokens, [state.slot for state in states]))
+        else:
+            logits = model.forward(states[0], steps[0], slice(own - 1, own))
+        model.ops.read(logits[:1])
