@@ -77,7 +77,7 @@ class Replica:
         self._policy, self._log = policy_of(args), Log(args.log_json)
         self._service = Service(args.max_queue, serve.get_replica_context().replica_id.unique_id)
         load_compressor(self._service, args.load.backend, compression_of(args))
-        self._service.serve(LLM(args.model, args.load), args.model)
+        self._service.serve(LLM(args.model, args.load), args.model, args.warmup)
         self._figures = Figures()
 
     def __serve_build_asgi_app__(self) -> Guard:

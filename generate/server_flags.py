@@ -1,5 +1,7 @@
 """Flags of the commands that answer many requests, and of those that ask a server."""
 
+import argparse
+
 from generate import flags, values
 from generate.flags import Parser
 
@@ -32,6 +34,12 @@ def serve(p: Parser) -> None:
     )
     s.add_argument(
         "--grace", type=values.count, default=30, metavar="SECONDS", help="time to finish replies at exit (default: 30)"
+    )
+    s.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on CUDA, compile kernels and capture graphs before the first request (default: on)",
     )
     s.add_argument("--log-json", action="store_true", help="log JSON objects")
     flags.compression(p)

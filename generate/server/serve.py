@@ -16,7 +16,7 @@ import uvicorn
 
 from common.errors import BimetalError, UsageError
 from generate.flags import DEFAULT_MODEL
-from generate.llm import LLM, warm_up_beside
+from generate.llm import LLM
 from generate.server import proxy
 from generate.server.app import build
 from generate.server.compression import KEEP_RATIO, Compression, compressor_for
@@ -47,8 +47,6 @@ def run(args: argparse.Namespace) -> int:
         if error is None:
             size = {"context": service.llm.context, "parallel": service.slots} if service.is_ready else {}
             log.line("ready", **served, **size, seconds=round(service.metrics.load_seconds, 1))
-            if service.is_ready:
-                warm_up_beside(service.llm)
         else:
             errors.append(error)
             server.should_exit = True
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     def make() -> None:
         load_compressor(service, args.load.backend, compression)
         if upstream is None:
-            service.serve(LLM(args.model, args.load), args.model)
+            service.serve(LLM(args.model, args.load), args.model, args.warmup)
 
     service.load(make, ended)
     try:

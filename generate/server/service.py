@@ -56,8 +56,10 @@ class Service:
 
         threading.Thread(target=run, name="bimetal loading", daemon=True).start()
 
-    def serve(self, llm: LLM, name: str) -> None:
-        """Take requests for a loaded model."""
+    def serve(self, llm: LLM, name: str, warms_up: bool = False) -> None:
+        """Take requests for a loaded model, after `LLM.warm_up` if `warms_up`."""
+        if warms_up:
+            llm.warm_up()
         llm.tokenizer.least_tokens("")  # reads the vocabulary once, which takes 0.2 s for 150,000 tokens
         self._facts = facts_of(llm, name)
         self.slots = llm.parallel
