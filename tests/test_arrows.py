@@ -21,7 +21,7 @@ ENGINE = {
     f"common.{name}"
     for name in (
         *("attention_scores", "checks", "engine", "joined", "joined_step"),
-        *("scores", "sequence", "slot", "slots", "suspended"),
+        *("scores", "sequence", "slot", "slots", "suspended", "warm_up"),
     )
 }
 UPPER = {"common.models", "common.decode", "common.pieces"} | ENGINE
