@@ -19,10 +19,12 @@ from generate.server.events import Event, Failed, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.log import fault_of
-from generate.server.sending import ClientGoneError, Message, Receive, Send, in_time, sending
+from generate.server.sending import ClientGoneError, Message, Receive, Send, Write, in_time, sending
 from generate.server.service import Service
 from generate.server.task import SHORT, Ready, Task, events, is_short, prepare, whole
 from generate.server.wire import Parsed, dumps
+
+UNDISTURBED = 0.001  # seconds after a call in which the thread of the model alone has the interpreter, to launch a step
 
 Found = AsyncIterator[tuple[int, Event]]
 Count = Callable[[int, Event], None]
@@ -105,8 +107,8 @@ class Generate:
                     failed = writer.push(0, Failed(refused))  # it is too late for a status
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
-                begin = b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts)))
-                async with self._events(prompts, parsed.task, began) as (found, count), beside(write(begin)) as begun:
+                head = b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts)))
+                async with self._events(prompts, parsed.task, began) as (found, count), soon(write, head) as begun:
                     async for index, event in found:
                         count(index, event)
                         if isinstance(event, Finish):
@@ -145,28 +147,35 @@ def declares_few(request: Request) -> bool:
 
 async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
     """Await `work`, and cancel it when the client leaves; raises ClientGoneError then."""
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
 
     async def gone() -> None:
+        nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
+        has_left = task.cancel()
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    leaving = asyncio.ensure_future(gone())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        left = not working.done()
+        await work
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise ClientGoneError from None
+        raise
     finally:
-        working.cancel()
         leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-    if left:
-        raise ClientGoneError
-    working.result()
 
 
 @asynccontextmanager
-async def beside(work: Awaitable[None]) -> AsyncIterator[Awaitable[None]]:
-    """A task that begins once the block waits for something else, and ends with the block."""
-    task = asyncio.ensure_future(work)
+async def soon(write: Write, data: bytes) -> AsyncIterator[Awaitable[None]]:
+    """Write `data` in a task that begins after UNDISTURBED seconds, and ends with the block."""
+
+    async def run() -> None:
+        await asyncio.sleep(UNDISTURBED)
+        await write(data)
+
+    task = asyncio.ensure_future(run())
     try:
         yield task
     finally:

@@ -27,9 +27,9 @@ STORED = "/v1/responses/{id}"
 def build(service: Service, policy: Policy, log: Log) -> Guard:
     """The whole server as an ASGI application."""
     routes = [
+        *_texts(service),  # looked up first
         *page.routes(),
         *_status(service),
-        *_texts(service),
         *_utilities(service),
         *_ollama(service),
         *_stored(service),

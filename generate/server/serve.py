@@ -147,6 +147,7 @@ def config_of(app: Any, **more: Any) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         ws="none",
         lifespan="off",
         **more,
