@@ -220,6 +220,13 @@ class Backend(ABC):
         """Return the seconds for which the host has waited to read numbers; None if the backend does not count them."""
         return None
 
+    def count_idle(self) -> Callable[[], float] | None:
+        """Begin to count the seconds in which the device waits for the host between steps, and return their reader.
+
+        None if the backend does not count them.
+        """
+        return None
+
     def copy_bandwidth(self) -> float:
         """Measure a large copy in the memory of the weights: bytes per second, read and written bytes counted."""
         source = np.ones(2**27, np.uint8)

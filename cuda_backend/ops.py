@@ -27,6 +27,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
+from cuda_backend.idle import Idle
 from cuda_backend.layout import UNITS
 from cuda_backend.memory import Memory, give_back, room, upload
 from cuda_backend.replay import BUCKETS, bucket
@@ -67,6 +68,7 @@ class CudaOps(Ops):
         self.layer: int | None = None  # for which weights are loaded
         self.prefill_rows = 8192 if room()[1] > 64e9 else 1024  # a step expands every matrix once, whatever its rows
         self.expanded: dict[str, int] = {}  # types held as float16, and how many tensors
+        self.idle: Idle | None = None  # of a benchmark
 
     @cached_property
     def uploader(self) -> Uploader:
@@ -181,6 +183,8 @@ class CudaOps(Ops):
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 
     def run(self, fn: Callable[[Any, Any], Any], state: Any, step: Step, kept: slice | None = None) -> Any:
+        if self.idle:
+            self.idle.begins()
         play = partial(self.context.replay.run, fn, state, step)
         store = self.context.experts
         out, count = play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
@@ -248,6 +252,8 @@ class CudaOps(Ops):
             return np.array([sampler.pick(row) for row in self.read(logits)], np.int32)
         tokens = sampling.sample(self.context, logits, sampler)
         tokens.arrival = self.context.to_host.copy(tokens.address, tokens.size)
+        if self.idle:
+            self.idle.ends()
         return tokens
 
     def top_k(self, logits: Array, k: int) -> tuple[Array, Array]:
@@ -304,6 +310,10 @@ class CudaOps(Ops):
     @property
     def waited(self) -> float:
         return self.context.to_host.waited
+
+    def count_idle(self) -> Callable[[], float]:
+        self.idle = Idle(self.context.stream)
+        return self.idle.seconds
 
     def peak_bytes(self) -> int:
         return int(cupy.get_default_memory_pool().total_bytes())

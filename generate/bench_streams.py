@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -69,29 +70,32 @@ class Result:
     """Figures of streams while all of them decode.
 
     tps    tokens per second of all
-    host   seconds per step in which the host does not wait for the device; None where waits are not counted
+    host   seconds per step in which the host works, mostly while the device computes; None where waits are not counted
+    idle   seconds per step in which the device waits for the host; None where they are not counted
     first  seconds to each first token
     gaps   seconds between tokens
     """
 
     tps: float
     host: float | None
+    idle: float | None
     first: list[float]
     gaps: list[float]
 
 
 class HostTime:
-    """Time of the host, from the end of a step to the end of the last one."""
+    """Time in which the host works, and time in which the device waits for it, after the first step."""
 
     def __init__(self, ops: Ops):
         self.ops, self.steps, self.began, self.ended = ops, 0, (0.0, 0.0), (0.0, 0.0)
+        self._idle: Callable[[], float] | None = None
 
     def step(self) -> None:
         """Count a step that has just ended."""
         self.steps += 1
         self.ended = time.perf_counter(), self.ops.waited or 0.0
         if self.steps == 1:
-            self.began = self.ended
+            self.began, self._idle = self.ended, self.ops.count_idle()
 
     @property
     def seconds(self) -> float | None:
@@ -100,6 +104,11 @@ class HostTime:
             return None
         took, waited = (end - begin for begin, end in zip(self.began, self.ended, strict=True))
         return (took - waited) / (self.steps - 1)
+
+    @property
+    def idle(self) -> float | None:
+        """Seconds per step in which the device waits for the host; None where they are not counted."""
+        return None if self._idle is None or self.steps < 2 else self._idle() / (self.steps - 1)
 
 
 def run(options: StreamsBench) -> int:
@@ -112,8 +121,8 @@ def run(options: StreamsBench) -> int:
         model.ops.prefill_rows = min(model.ops.prefill_rows, SHARED_PREFILL_ROWS)
     print(f"{options.synthetic or options.model} on {name}, {machine(name)}")
     print(f"prompts of {context} tokens, called at once; {options.new_tokens} tokens of the last to begin")
-    head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms", "host ms"
-    print("{:>8} {:>9} {:>9} {:>10} {:>9} {:>9} {:>9} {:>8}".format(*head))
+    head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms", "host ms", "idle ms"
+    print("{:>8} {:>9} {:>9} {:>10} {:>9} {:>9} {:>9} {:>8} {:>8}".format(*head))
     rows = []
     for count in options.streams:
         tokenizer: Any = EveryToken()
@@ -123,10 +132,10 @@ def run(options: StreamsBench) -> int:
             engine.reset()
             result = measure(engine, count, context, options.new_tokens)
         times = [1e3 * percentile(values, p) for values in (result.first, result.gaps) for p in (50, 95)]
-        host = "-" if result.host is None else f"{1e3 * result.host:.3f}"
+        host, idle = ("-" if x is None else f"{1e3 * x:.3f}" for x in (result.host, result.idle))
         print(
             f"{count:8} {result.tps:9.1f} {result.tps / count:9.1f} {times[0]:10.1f} {times[1]:9.1f} "
-            f"{times[2]:9.2f} {times[3]:9.2f} {host:>8}",
+            f"{times[2]:9.2f} {times[3]:9.2f} {host:>8} {idle:>8}",
             flush=True,
         )
         rows.append(
@@ -142,7 +151,7 @@ def run(options: StreamsBench) -> int:
                 "peak_gb": f"{model.ops.peak_bytes() / 1e9:.2f}",
                 "verdict": options.verdict,
                 "note": "first token p50/p95 {:.1f}/{:.1f} ms, gaps {:.2f}/{:.2f} ms; ".format(*times)
-                + f"host {host} ms per step; {note(options)}",
+                + f"host {host} ms per step, idle {idle}; {note(options)}",
             }
         )
         del engine
@@ -190,6 +199,7 @@ def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result
             host.step()
         if all(len(stream.tokens) >= new_tokens for stream in streams):
             break
+    idle = host.idle  # before further steps
     for stream in streams:
         stream.cancel.set()
     engine.drain()
@@ -203,4 +213,4 @@ def measure(engine: Engine, count: int, context: int, new_tokens: int) -> Result
     together = sum(began < at <= ended for stream in streams for at in stream.tokens)
     gaps = [b - a for stream in streams for a, b in pairwise(at for at in stream.tokens if at >= began)]
     first = [stream.tokens[0] - stream.called for stream in streams]
-    return Result(together / max(ended - began, 1e-9), host.seconds, first, gaps)
+    return Result(together / max(ended - began, 1e-9), host.seconds, idle, first, gaps)

@@ -343,8 +343,8 @@ def test_bench_of_streams(run, tmp_path):
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
     assert [line[0] for line in lines[-2:]] == ["1", "3"]
-    assert all(float(number) > 0 for line in lines[-2:] for number in line[:-1])
-    assert [line[-1] for line in lines[-2:]] == ["-", "-"]  # nobody waits for a device
+    assert all(float(number) > 0 for line in lines[-2:] for number in line[:-2])
+    assert [line[-2:] for line in lines[-2:]] == [["-", "-"]] * 2  # nobody waits for a device
     assert [line.split("\t")[9] for line in log.read_text().splitlines()] == ["decoder", "1 streams", "3 streams"]
 
 
@@ -361,15 +361,16 @@ def test_more_streams_than_a_queue_holds(run, monkeypatch):
 
 def test_the_hosts_time_is_what_it_does_not_wait(monkeypatch):
     """Per step, from the end of the first one on."""
-    ops, seconds = SimpleNamespace(waited=5.0), iter([10.0, 12.0, 15.0])
+    ops, seconds = SimpleNamespace(waited=5.0, count_idle=lambda: lambda: 0.5), iter([10.0, 12.0, 15.0])
     monkeypatch.setattr(bench_streams.time, "perf_counter", lambda: next(seconds))
     host = bench_streams.HostTime(ops)
     host.step()
-    assert host.seconds is None
+    assert (host.seconds, host.idle) == (None, None)
     for waited in (6.5, 8.5):
         ops.waited = waited
         host.step()
     assert host.seconds == pytest.approx((15 - 10 - 3.5) / 2)
+    assert host.idle == 0.25
 
 
 def test_bench_of_streams_refuses_a_time_in_which_not_all_decode():

@@ -10,7 +10,8 @@ import tiny
 
 from common.engine import Engine
 from common.errors import BimetalError
-from common.options import GenerationOptions
+from common.options import GenerationOptions, Sampling
+from common.sampling import Sampler
 from common.sequence import Call
 from common.step import MAX_DECODE_ROWS, PAST, Step
 from common.storage import ConvSpec, DeltaSpec
@@ -267,6 +268,26 @@ def test_memory_of_many_sequences():
     assert 20.5e9 < many < 21.5e9
     held = CudaOps().new_pool([layer], 2, 64)
     assert held.nbytes == pool_bytes([layer], 2, 64)
+
+
+def test_gaps_between_steps_are_counted():
+    """One gap between two steps whose tokens are copied, and none before a benchmark begins to count."""
+    ops = CudaOps()
+    model, random = tiny.load("llama", ops), np.random.default_rng(0)
+    state = model.new_state(16)
+
+    def decode() -> None:
+        ops.sample(model.forward(state, a_step(random, state.length, 1)), Sampler(Sampling()))
+        state.commit([0])
+
+    decode()
+    assert ops.idle is None
+    seconds = ops.count_idle()
+    assert seconds() == 0
+    for _ in range(3):
+        decode()
+    assert len(ops.idle.gaps) == 2
+    assert seconds() > 0
 
 
 def test_refusals(ops):
