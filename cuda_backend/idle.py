@@ -1,0 +1,34 @@
+"""Time in which a GPU has nothing to do between two steps of decoding, for benchmarks."""
+
+import cupy
+
+from cuda_backend.launch import Stream
+
+
+class Idle:
+    """Counts the time from the end of each step whose tokens are copied to the host to the begin of the next one."""
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+        self.gaps: list[tuple[cupy.cuda.Event, cupy.cuda.Event]] = []
+        self._ended: cupy.cuda.Event | None = None
+
+    def _now(self) -> cupy.cuda.Event:
+        event = cupy.cuda.Event()
+        self.stream.record(event)
+        return event
+
+    def begins(self) -> None:
+        """Note that a step is about to be launched."""
+        if self._ended is not None:
+            self.gaps.append((self._ended, self._now()))
+            self._ended = None
+
+    def ends(self) -> None:
+        """Note that the last work of a step has been launched."""
+        self._ended = self._now()
+
+    def seconds(self) -> float:
+        """Wait for the steps so far, and return the sum of their gaps."""
+        self.stream.synchronize()
+        return sum(cupy.cuda.get_elapsed_time(ended, begun) for ended, begun in self.gaps) / 1e3
