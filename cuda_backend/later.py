@@ -44,7 +44,12 @@ class LaterCopies:
         thread, staging = self.worker
         out, written = np.empty(memory.nbytes, np.uint8), cupy.cuda.Event(disable_timing=True)
         written.record(self.stream)
-        self.waiting.append((thread.submit(staging.copy, memory, out, written), out))
+        try:
+            copied = thread.submit(staging.copy, memory, out, written)
+        except RuntimeError:  # the interpreter is about to end, and starts no work of threads
+            staging.copy(memory, out, written)
+            return out
+        self.waiting.append((copied, out))
         return out
 
     def completion(self, arrays: Sequence[np.ndarray] | None = None) -> Callable[[], object]:

@@ -130,6 +130,17 @@ def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
     assert np.array_equal(found, expected)
 
 
+def test_copies_while_the_interpreter_ends(ops):
+    """A script that ended right after a reply showed that no thread could be started."""
+    copies, source = later.LaterCopies(ops.context.stream.cuda), np.arange(200, dtype=np.uint8)
+    first, second = (memory.upload(each, ops.context.stream) for each in (source, source[::-1].copy()))
+    out = [copies.copy(first)]
+    copies.worker[0].shutdown()
+    out.append(copies.copy(second))
+    copies.completion()()
+    assert np.array_equal(out, [source, source[::-1]])
+
+
 def test_copies_that_wait(ops, monkeypatch):
     monkeypatch.setattr(later, "MANY", 100)
     copies, slow, out = later.LaterCopies(ops.context.stream.cuda), Future(), np.empty(101, np.uint8)

@@ -362,7 +362,7 @@ def test_windows(chosen):
     "chosen",
     [
         pytest.param("families and (qwen35 or laguna) and not 140 or emptied", marks=pytest.mark.compile),
-        pytest.param("wait or pinned", marks=pytest.mark.compile),
+        pytest.param("wait or pinned or interpreter_ends", marks=pytest.mark.compile),
         *(pytest.param(c, marks=pytest.mark.slow) for c in ("families", "not fam")),
     ],
 )
