@@ -111,6 +111,11 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
+    @property
+    def is_busy(self) -> bool:
+        """Test whether a thread encodes a text, for which others wait."""
+        return self._lock.locked()
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of `text`.
 

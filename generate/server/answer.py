@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from generate.server.fields import Fields
 from generate.server.log import fault_of
 from generate.server.sending import ClientGoneError, Message, Receive, Send, Write, in_time, sending
 from generate.server.service import Service
-from generate.server.task import SHORT, Ready, Task, events, is_short, prepare, whole
+from generate.server.task import BRIEF, SHORT, Ready, Task, events, is_short, prepare, whole
 from generate.server.wire import Parsed, dumps
 
 UNDISTURBED = 0.001  # seconds after a call in which the thread of the model alone has the interpreter, to launch a step
@@ -48,7 +48,7 @@ class Generate:
         parsed = parse() if few else await run_in_threadpool(parse)
         task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
-            preparing = asyncio.ensure_future(self._prepared(task, facts))
+            preparing = self._preparing(task, facts)
             if task.stream:
                 await self._stream(parsed, preparing, began, scope, send)
                 return
@@ -60,11 +60,23 @@ class Generate:
             response = Response(body, media_type="application/json")
             await response(scope, _no_receive, send)
 
+    def _preparing(self, task: Task, facts: Facts) -> asyncio.Future[list[Ready]]:
+        """Begin to prepare the prompts; a brief one is ready at once, since threads take longer to take turns."""
+        llm = self.service.llm
+        if self.service.compressor or llm.tokenizer.is_busy or not is_short(task, BRIEF):
+            return asyncio.ensure_future(self._prepared(task, facts))
+        ready = asyncio.get_running_loop().create_future()
+        try:
+            ready.set_result(prepare(llm, facts, task))
+        except Exception as error:
+            ready.set_exception(error)
+        return ready
+
     async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
         """The prompts, compressed where the server does that, rendered and encoded."""
         shorter = await self._compressed(task)
         job = partial(prepare, self.service.llm, facts, shorter)
-        if is_short(shorter):
+        if is_short(shorter, SHORT):
             return await asyncio.get_running_loop().run_in_executor(self.service.short_jobs, job)
         return await run_in_threadpool(job)
 
@@ -107,16 +119,16 @@ class Generate:
                     failed = writer.push(0, Failed(refused))  # it is too late for a status
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
-                head = b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts)))
-                async with self._events(prompts, parsed.task, began) as (found, count), soon(write, head) as begun:
+                begin = partial(writer.begin, sum(len(ready.prompt.tokens) for ready in prompts))
+                async with self._events(prompts, parsed.task, began) as (found, count), soon(write, begin) as begun:
                     async for index, event in found:
+                        await begun
                         count(index, event)
                         if isinstance(event, Finish):
                             usages[index] = event.usage
                         elif isinstance(event, Failed):
                             note(scope, **fault_of(event.error, event.error))
                         if data := b"".join(writer.push(index, event)):
-                            await begun
                             await write(data)
                     await begun
                 await write(b"".join(writer.end()))
@@ -168,12 +180,12 @@ async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
 
 
 @asynccontextmanager
-async def soon(write: Write, data: bytes) -> AsyncIterator[Awaitable[None]]:
-    """Write `data` in a task that begins after UNDISTURBED seconds, and ends with the block."""
+async def soon(write: Write, make: Callable[[], Iterable[bytes]]) -> AsyncIterator[Awaitable[None]]:
+    """Make and write data in a task that begins after UNDISTURBED seconds, and ends with the block."""
 
     async def run() -> None:
         await asyncio.sleep(UNDISTURBED)
-        await write(data)
+        await write(b"".join(make()))
 
     task = asyncio.ensure_future(run())
     try:

@@ -169,6 +169,7 @@ class Writer:
     def begin(self, tokens: int) -> Iterator[bytes]:
         for index in range(self.head.choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
+            self._frame(index, "content")  # before a token waits for it
 
     def push(self, index: int, event: Event) -> Iterator[bytes]:
         match event:

@@ -69,6 +69,8 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
 
 async def in_time(work: asyncio.Future[Any]) -> bool:
     """Wait until `work` is done or a keep-alive is due; whether it is. Cancelling the wait cancels the work."""
+    if work.done():
+        return True
     try:
         await asyncio.wait((work,), timeout=HEARTBEAT)
     except asyncio.CancelledError:

@@ -15,6 +15,7 @@ from generate.server.errors import failure, too_long
 from generate.server.events import Echo, Event, Events, Failed, Finish, Usage, Whole
 from generate.server.facts import Facts
 
+BRIEF = 1 << 12  # characters of prompts that are prepared in about a millisecond
 SHORT = 1 << 16  # characters of prompts that are prepared in less time than a thread waits for others
 
 
@@ -77,11 +78,11 @@ def prepare(llm: LLM, facts: Facts, task: Task) -> list[Ready]:
     return [Ready(prompt, _guide(facts, task, prompt, inner)) for prompt in prompts]
 
 
-def is_short(task: Task) -> bool:
-    """Test whether the prompts are prepared in milliseconds: a short request may continue a long conversation."""
+def is_short(task: Task, most: int) -> bool:
+    """Test whether there are at most `most` characters to prepare: a short request may continue a long conversation."""
     given = [(each.messages, each.options) if isinstance(each, Chat) else each for each in task.prompts]
     count, left = 0, list[Any](given)
-    while left and count <= SHORT:
+    while left and count <= most:
         each = left.pop()
         if isinstance(each, Mapping):
             left += each.keys()
@@ -89,7 +90,7 @@ def is_short(task: Task) -> bool:
         elif isinstance(each, list | tuple):
             left += each
         count += len(each) if isinstance(each, str) else 1
-    return task.grammar is None and count <= SHORT
+    return task.grammar is None and count <= most
 
 
 def rendered(llm: LLM, task: Task) -> list[Prepared]:

@@ -297,20 +297,29 @@ def test_the_sdk_reads_replies_and_streams(scripted):
 
 
 def test_where_prompts_are_prepared(scripted, monkeypatch):
-    """A short request may continue a long conversation, which takes a thread of its own and delays no short prompt."""
-    from generate.server import task
+    """A brief prompt is prepared at once, unless a thread encodes another text.
 
-    threads, prepare = list[str](), scripted.llm.prepare_chat
+    A short request may continue a long conversation, which takes a thread of its own and delays no short prompt.
+    """
+    from generate.server import answer
+
+    places, prepare = list[str](), scripted.llm.prepare_chat
 
     def noted(*args, **options):
-        threads.append(threading.current_thread().name)
+        name = threading.current_thread().name
+        places.append("short" if name.startswith("bimetal prompts") else "long" if "worker" in name else "at once")
         return prepare(*args, **options)
 
     monkeypatch.setattr(scripted.llm, "prepare_chat", noted)
-    monkeypatch.setattr(task, "SHORT", 100)
+    ask(scripted, input="Hello.")
+    with monkeypatch.context() as busy:
+        busy.setattr(type(scripted.llm.tokenizer), "is_busy", True)
+        ask(scripted, input="Hello.")
+    monkeypatch.setattr(answer, "BRIEF", 0)
+    monkeypatch.setattr(answer, "SHORT", 100)
     short = ask(scripted, input="Hello.").json()
     long = ask(scripted, input="word " * 40).json()
     ask(scripted, input="More.", previous_response_id=short["id"])
     ask(scripted, input="More.", previous_response_id=long["id"])
     ask(scripted, input="Hello.", text={"format": {"type": "json_object"}})
-    assert [name.startswith("bimetal prompts") for name in threads] == [True, False, True, False, False]
+    assert places == ["at once", "short", "short", "long", "short", "long", "long"]
