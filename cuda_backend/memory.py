@@ -35,8 +35,13 @@ def room() -> tuple[int, int]:
 
 
 def give_back() -> None:
-    """Return the unused memory of CuPy's pool to the driver."""
+    """Return the unused memory of CuPy's pool to the driver, after a collection of garbage."""
     gc.collect()
+    give_back_blocks()
+
+
+def give_back_blocks() -> None:
+    """Return the unused memory of CuPy's pool to the driver."""
     cupy.get_default_memory_pool().free_all_blocks()
 
 

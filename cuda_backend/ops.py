@@ -29,7 +29,7 @@ from cuda_backend.card import available
 from cuda_backend.context import Context, make
 from cuda_backend.idle import Idle
 from cuda_backend.layout import UNITS
-from cuda_backend.memory import Memory, give_back, room, upload
+from cuda_backend.memory import Memory, give_back, give_back_blocks, room, upload
 from cuda_backend.replay import BUCKETS, bucket
 from cuda_backend.states import CudaPool, may_capture, pool_bytes, state_bytes
 from cuda_backend.upload import BUFFERS, Uploader
@@ -179,6 +179,7 @@ class CudaOps(Ops):
         batches  micro-batches, whose steps alternate
         """
         attending.check_room(self.context.card, spec)
+        give_back_blocks()  # CuPy's pool would cut blocks of earlier states, whose rests nothing fits into
         apply_paths = partial(recurrent.apply_paths, self.context)
         return CudaPool(spec, slots, capacity, apply_paths, self.context.stream, tokens, batches)
 

@@ -112,7 +112,7 @@ def test_rows_of_trees():
 @pytest.mark.parametrize(
     "chosen",
     [
-        "refusals or memory_of_many or gaps",
+        "refusals or memory_of_many or gaps or blocks_of_another",
         pytest.param("long_steps and (llama-rows or llama])", marks=pytest.mark.compile),
         pytest.param("long_steps and qwen35 and not moe", marks=pytest.mark.slow),
         pytest.param("long_steps and (qwen35moe or laguna)", marks=pytest.mark.slow),
