@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from common.guide import Guide
 
 MOST_TOKENS = 2**31 - 1  # of a context: positions are 32-bit numbers
+MOST_PRIORITY = 2**31 - 1
 MOST_DRAFTED = 135  # draft tokens of a step on every backend: common.step.MAX_DECODE_ROWS less the root
 
 
@@ -71,6 +72,9 @@ class GenerationOptions(Sampling):
     )
     logprobs: int | None = option(
         None, rules.whole(0), "alternatives to list beside each token's log-probability; None: no log-probabilities"
+    )
+    priority: int = option(
+        0, rules.whole(-MOST_PRIORITY, MOST_PRIORITY), "of replies that wait, those of higher priority begin first"
     )
     on_prefill: Callable[[int, int], object] | None = option(  # noqa: RUF009
         None,

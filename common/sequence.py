@@ -59,7 +59,6 @@ class Call:
     shared    number of the prompt's tokens with which the next prompt will begin; None: all
     marks     Reading.marks of the prompt
     replies   Reading.replies of the prompt
-    priority  waiting calls of higher priority begin first
     """
 
     prompt: Any
@@ -70,7 +69,6 @@ class Call:
     shared: int | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
     replies: List[Span] = ()
-    priority: int = 0
 
 
 RESERVED = 1024  # tokens of a reply for which memory is granted at a time
@@ -103,7 +101,7 @@ class Sequence:
         self.speculation = speculation_of(call.options, default_spec(model), window)
         check(self.speculation, model, self.sampler)
         self.text, self.detokenizer = StopText(call.options.stop), target.tokenizer.decoder()
-        self.priority, self.arrival, self.waited, self.skips = call.priority, 0, 0, 0
+        self.priority, self.arrival, self.waited, self.skips = call.options.priority, 0, 0, 0
         self.slot: Slot | None = None
         self.decoder: Generator[Request, Any, None] | None = None
         self.request: Rows | Draft | None = None

@@ -476,6 +476,16 @@ def test_a_cancelled_sequence_leaves_at_the_next_turn():
     assert not engine.waiting
 
 
+def test_replies_of_higher_priority_begin_first():
+    model, order = tiny.load("llama", NumpyOps()), list[int]()
+    engine = Engine(model, Ids(), CONTEXT)
+    for priority in (0, 0, 7, -1, 3):
+        how = GenerationOptions(max_tokens=1, priority=priority)
+        engine.submit(Call([5, 6], how, lambda piece: None, lambda error, n=priority: order.append(n)))
+    engine.drain()
+    assert order == [7, 3, 0, 0, -1]
+
+
 def test_a_full_queue_is_refused():
     engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, queue=2)
     for n in range(2):

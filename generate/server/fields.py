@@ -148,6 +148,12 @@ def sampling(fields: Fields) -> dict[str, Any]:
     return found
 
 
+def priority(fields: Fields) -> dict[str, int]:
+    """The priority of a request, which vLLM's clients give as a number that is lower the earlier a reply begins."""
+    lower = fields.take("priority", OPTION_RULES["priority"])
+    return {"priority": -lower} if lower else {}
+
+
 def stops(fields: Fields, key: str) -> dict[str, Any]:
     """The stop strings of a request."""
     found = fields.take(key, OPTION_RULES["stop"], ())

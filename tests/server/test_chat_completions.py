@@ -71,6 +71,16 @@ def test_choices_of_one_seed_differ_and_repeat(client):
         assert [c["finish_reason"] for c in mine].count("length") == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_lower_priority_comes_first_as_in_vllm(scripted, path):
+    body = {"messages": USER, "prompt": "Hi."}
+    for given, expected in ((3, -3), (-2, 2), (0, 0), (None, 0)):
+        assert scripted.post(path, json=body | {"priority": given}).status_code == 200
+        assert scripted.llm.options[-1].get("priority", 0) == expected
+    refused = scripted.post(path, json=body | {"priority": "high"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+
+
 @pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 0.0, "top_k": 40}, {"min_p": 1}])
 def test_the_ends_of_ranges_keep_the_likeliest_token(client, fields):
     texts = [
