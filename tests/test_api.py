@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import gc
+import io
 import os
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiny_chat import TEMPLATE, write
+from tqdm import tqdm
 
 import generate
 from common.errors import BimetalError, UsageError
@@ -577,6 +579,24 @@ def test_jobs_that_come_after_the_end_are_refused():
         owner.put(lambda: None).result(10)
     with pytest.raises(BimetalError, match="closed"):
         owner.wake()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_list_of_prompts_has_one_bar(folder, monkeypatch, shown):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **how):
+            super().__init__(*args, **how, file=io.StringIO())
+            bars.append((self, how["disable"]))
+
+    monkeypatch.setattr("generate.llm.tqdm", Bar)
+    with generate.load(folder, backend="numpy", ctx=256, progress=shown) as llm:
+        llm.generate(["abc", "de", "f"] * 4, max_tokens=2)
+        llm.generate("one", max_tokens=2)
+    ((bar, hidden),) = bars
+    assert (bar.total, hidden) == (12, not shown)
+    assert bar.n == (12 if shown else 0)
 
 
 def test_a_progress_bar_whose_terminal_is_gone_ends_no_reply(folder, monkeypatch):

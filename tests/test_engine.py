@@ -54,6 +54,7 @@ class Reply:
     after: Any = None
     length: int = 0
     call: Call | None = None
+    state: dict[str, np.ndarray] | None = None
 
     def put(self, piece):
         self.tokens += piece.tokens
@@ -69,6 +70,25 @@ def submit(engine, prompt, cancel=None, **options):
     reply.call = Call(prompt, GenerationOptions(**options), reply.put, reply.end, cancel or threading.Event())
     reply.sequence = engine.submit(reply.call)
     return reply
+
+
+def keeps_state(reply):
+    """Have a reply copy its state when it ends: `state`, by name."""
+    ended = reply.call.ended
+
+    def end(error):
+        if reply.sequence.slot is not None:
+            reply.state = reply.sequence.slot.state.save()
+        ended(error)
+
+    reply.call.ended = end
+    return reply
+
+
+def same_states(pair, one, other):
+    """Compare what two states hold for the target: rows of the draft that nobody reads are written by some steps."""
+    names = pair.target.new_state(CONTEXT).save()
+    return all(np.array_equal(one[name], other[name]) for name in names)
 
 
 def look(engine, reply):
@@ -107,7 +127,7 @@ def without_clock(engine):
 
 def alone(model, prompt, **options):
     engine = Engine(model, Ids(), CONTEXT)
-    return drain(engine, [submit(engine, prompt, **options)])[0]
+    return drain(engine, [keeps_state(submit(engine, prompt, **options))])[0]
 
 
 def prompts_of(name, count, random):
@@ -825,13 +845,48 @@ def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_
         for i, prompt in enumerate(prompts_of("qwen35", 9, random))
     ]
     replies: list[Reply] = []
-    arrivals = [lambda prompt=prompt, how=how: submit(engine, prompt, **how) for prompt, how in asked]
+    arrivals = [lambda prompt=prompt, how=how: keeps_state(submit(engine, prompt, **how)) for prompt, how in asked]
     drain_within(engine, replies, arrivals, random)
     assert pool.refused > 0
     for reply, (prompt, how) in zip(replies, asked, strict=True):
         assert reply.error is None
         expected = alone(alike, prompt, **how)
         assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
+        assert same_states(pair, reply.state, expected.state)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hits_trees_cancellations_and_preemptions_at_once(seed, tmp_path, monkeypatch):
+    """Prompts that begin alike, random arrivals and little memory: tokens and final states of running alone."""
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
+    pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
+    alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
+    random, ids = np.random.default_rng(seed), tiny.golden("qwen35")["ids"].tolist()
+    engine = without_clock(Engine(pair, Ids(), CONTEXT, parallel=4, prefixes=PrefixCache(b"a test", 10**9)))
+    monkeypatch.setattr(sequence, "RESERVED", 6)  # more of a reply needs memory that others may hold by then
+    pool, ways = engine.memory.pool, [*options[:4], *PLAIN[1:4]]
+    pool.room, pool.counts = 170, True
+    asked = [
+        (
+            [*ids[40 * (i % 2) : 40 * (i % 2) + 34], *random.choice(ids, int(random.integers(1, 9))).tolist()],
+            {"max_tokens": int(random.integers(10, 40)), "logprobs": 1} | ways[i % len(ways)],
+        )
+        for i in range(12)
+    ]
+    replies: list[Reply] = []
+    arrivals = [lambda prompt=prompt, how=how: keeps_state(submit(engine, prompt, **how)) for prompt, how in asked]
+    drain_within(engine, replies, arrivals, random, cancels={3: 5, 8: 9})
+    assert engine.preemptions
+    assert sum(reply.sequence.cached > 0 for reply in replies) >= 4
+    assert [at for at, reply in enumerate(replies) if reply.reason == "cancelled"] == [3, 8]
+    for reply, (prompt, how) in zip(replies, asked, strict=True):
+        assert reply.error is None
+        if reply.reason == "cancelled":
+            assert reply.tokens == alone(alike, prompt, **how).tokens[: len(reply.tokens)]
+            continue
+        expected = alone(alike, prompt, **how)
+        assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
+        assert same_states(pair, reply.state, expected.state)
 
 
 def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path):
@@ -849,11 +904,17 @@ def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path)
     assert all(slot._saved is None for slot in engine.slots)
 
 
-def drain_within(engine, replies, arrivals, random):
-    """Turn the engine, submitting `arrivals` at random turns, until all replies have ended."""
+def drain_within(engine, replies, arrivals, random, cancels=None):
+    """Turn the engine, submitting `arrivals` at random turns, until all replies have ended.
+
+    cancels  tokens after which a reply is cancelled, by its number
+    """
     while arrivals or engine.running or engine.waiting or engine.suspended or engine._inbox:
         if arrivals and random.random() < 0.3:
             replies.append(arrivals.pop(0)())
+        for at, tokens in (cancels or {}).items():
+            if at < len(replies) and replies[at].sequence.new >= tokens:
+                replies[at].call.cancel.set()
         engine.turn()
 
 

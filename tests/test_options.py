@@ -50,6 +50,7 @@ WRONG = {
     "max_tokens": ("x", 0, 2.0, True),
     "stop": (5, [""], "", b"x", ["a", 5]),
     "logprobs": (True, -1, "3"),
+    "priority": ("high", 1.5, True, 2**31),
     "on_prefill": (5,),
     "spec": ("trees", 5, True),
     "tree_budget": (0, "auto"),
