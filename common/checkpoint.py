@@ -14,6 +14,7 @@ from common.tensors import Tensor
 
 SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 INDEX = "model.safetensors.index.json"
+WEDLM = "WeDLMForCausalLM"  # in `architectures`
 UNFINISHED = "unfinished.json"  # the marker of a folder that a quantization run is still writing
 
 
@@ -139,6 +140,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _open_safetensors(files: list[Path], listed: Iterable[str] = ()) -> Checkpoint:
     path = files[0].parent
     config = read_json(path / "config.json")
+    if config.get("model_type") == "qwen3" and config.get("architectures") == [WEDLM]:
+        config["model_type"] = "wedlm"  # a folder for mlx-lm, which knows the network by that name alone
     tensors: dict[str, Tensor] = {}
     for file in files:
         in_file = read_safetensors(file)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers.processors import TemplateProcessing
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import WEDLM, Checkpoint
 from common.config import Keys
 from common.errors import BimetalError
 from common.files import rewrite
@@ -28,7 +28,7 @@ from common.tensors import Tensor
 from common.tokenizer import Tokenizer
 from common.weights import Layout, Matrix, Stored, canonical, dense
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": "WeDLMForCausalLM"}
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "wedlm": WEDLM}
 
 
 @dataclass(frozen=True)

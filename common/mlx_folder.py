@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import INDEX, UNFINISHED, Checkpoint
+from common.checkpoint import INDEX, UNFINISHED, WEDLM, Checkpoint
 from common.errors import BimetalError
 from common.files import rewrite
 from common.outputs import Output, check_space, encoded_chunks, output_of, parts_of
@@ -146,7 +146,12 @@ def copy_files(part: Path, source: Path) -> None:
 
 
 def write_config(part: Path, config: dict[str, Any], outputs: Sequence[Output], default: Format) -> None:
-    """Write config.json: the source's, and how each matrix is stored."""
+    """Write config.json: the source's, and how each matrix is stored.
+
+    mlx-lm knows WeDLM's network as Qwen3. `open_checkpoint` tells them apart by the class.
+    """
+    if config["model_type"] == "wedlm":
+        config = config | {"model_type": "qwen3", "architectures": [WEDLM]}
     rewrite(part / "config.json", json.dumps(_with_quantization(config, outputs, default), indent=1))
 
 

@@ -289,6 +289,13 @@ def test_wedlm_keeps_its_mask_and_says_why(tmp_path, capsys):
         assert "every mask position reads one row of the embedding" in capsys.readouterr().out
         model = load_model(tmp_path / out, NumpyOps())
         assert (model.architecture, model.config.mask_id) == ("wedlm", 90)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("qwen3", ["WeDLMForCausalLM"])  # as mlx-lm knows it
+    assert (
+        main(["quantize", str(tmp_path / "out"), str(tmp_path / "again.gguf"), "--type", "Q8_0", "--requantize"]) == 0
+    )
+    model = load_model(tmp_path / "again.gguf", NumpyOps())
+    assert (model.architecture, model.config.mask_id) == ("wedlm", 90)
 
 
 # -- runs that are stopped ---------------------------------------------------------------------------------------------
@@ -611,6 +618,9 @@ def test_sensitivity_is_refused_before_anything_is_loaded(tmp_path, capsys, monk
 
 def float32_copy(name, path):
     """A tiny model in float32, so that mlx-lm computes in it, with the keys that mlx-lm reads."""
+    if name == "wedlm":
+        folder = tiny.wedlm(path.with_name("wedlm"), mask_token_id=90)
+        return rewritten(folder, path, rope_parameters=None, rope_theta=10000.0)
     config = json.loads((tiny.FOLDER / name / "config.json").read_text())
     if name.startswith("qwen35"):
         kind = config["model_type"].removesuffix("_text")
@@ -623,7 +633,7 @@ def float32_copy(name, path):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3", "qwen35", "qwen35moe", "laguna", "glm"])
+@pytest.mark.parametrize("name", ["llama", "llama-untied", "qwen3", "wedlm", "qwen35", "qwen35moe", "laguna", "glm"])
 @pytest.mark.parametrize("flags", [["--bits", "4"], ["--mode", "mxfp4"], ["--bits", "3", "--recipe", "mixed"]], ids=str)
 def test_mlx_lm_reads_it(name, flags, tmp_path):
     """The logits of our NumPy reading of the folder, by mlx-lm's definition and MLX's products."""
