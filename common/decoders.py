@@ -117,7 +117,7 @@ class WedlmOptions:
 
 
 PRESETS = {
-    "quality": WedlmOptions(16, 0.2, 0.02),
+    "quality": WedlmOptions(10, 0.2, 0.02),  # later masks could not pass tau
     "balanced": WedlmOptions(8, 0.4, 0.05),
     "fast": WedlmOptions(16, 0.6, 0.02),
     "checked": WedlmOptions(16, 0.6, 0.02, sure=0.1),

@@ -126,9 +126,10 @@ def _report(job: Job, out: Path, outputs: Sequence[Output]) -> None:
     source = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
     print(f"{out}: {total / 2**20:.1f} MiB, of a source of {source / 2**20:.1f} MiB")
     fragile = [8 * nbytes / values for (kind, _, _), (_, values, nbytes) in rows.items() if kind in ("embed", "head")]
-    if job.family == "wedlm" and min(fragile, default=8) < 8:
+    if job.family == "wedlm":
+        few = min(fragile, default=8) < 8
+        worth = "are worth more bits, such as the 8 of --recipe careful" if few else "keep at least 8 bits"
         print(
-            "The embedding and the head are worth more bits here, such as the 8 of --recipe careful: every mask "
-            "position reads one row of the embedding, and the entropy of the head's logits decides which positions are "
-            "filled."
+            f"The embedding and the head {worth}: every mask position reads one row of the embedding, and the entropy "
+            "of the head's logits decides which positions are filled."
         )

@@ -55,6 +55,7 @@ def batch(p: Parser) -> None:
     flags.prefixes(p)
     flags.sampling(p)
     flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
+    flags.window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
     r = p.add_argument_group("replies to requests that leave these out")
     flags.max_tokens(r)
 

@@ -232,3 +232,12 @@ def test_few_requests_are_in_memory(run, tmp_path, monkeypatch):
     monkeypatch.setattr(batch, "read_requests", counted)
     assert run(None, "--parallel", "2")[0] == 0
     assert 2 < most <= 4 * 2
+
+
+def test_windows_of_a_wedlm_model(run, tmp_path):
+    line, forwards = json.dumps({"messages": [{"role": "user", "content": "Count by 2 from 11 to 19."}]}), []
+    for preset in ("quality", "fast"):
+        assert run([line], "--wedlm-preset", preset, model="demo-wedlm")[0] == 0
+        forwards.append(answers(tmp_path)["line-1"]["response"]["body"]["timings"]["wedlm"]["forwards"])
+        (tmp_path / "out").unlink()
+    assert forwards[1] < forwards[0]

@@ -47,7 +47,7 @@ def test_presets_and_what_replaces_them():
 
     assert chosen() == chosen(wedlm_preset="balanced") == WedlmOptions(8, 0.4, 0.05)
     assert chosen(wedlm_preset="fast") == PRESETS["fast"] == WedlmOptions(16, 0.6, 0.02)
-    assert chosen(wedlm_preset="quality", wedlm_tau=0) == WedlmOptions(16, 0.0, 0.02)
+    assert chosen(wedlm_preset="quality", wedlm_tau=0) == WedlmOptions(10, 0.0, 0.02)
     assert chosen(wedlm_preset="checked") == WedlmOptions(16, 0.6, 0.02, sure=0.1)
     assert chosen(wedlm_preset="checked", wedlm_sure=1).sure == 1
     whole = {"wedlm_window": 3, "wedlm_tau": 1, "wedlm_lambda": 0, "wedlm_order": "paper", "wedlm_verify": True}

@@ -2,21 +2,18 @@
 
 from contextlib import closing
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
-from test_wedlm_schedules import replies_at_once
+from test_wedlm_schedules import ends_of_the_leading_run, replies_at_once, whole_text
 from wedlm_simulator import simulate, simulate_checked
 
 from common.decode.alone import run_alone
 from common.decode.run import Run
 from common.decoders import Speculation, WedlmOptions
-from common.engine import Engine
 from common.models import load_model
 from common.models.window import KEEP, bounded
-from common.options import GenerationOptions
 from common.reference import NumpyOps
 from common.sampling import Sampler, Sampling
 from common.step import Step
@@ -154,19 +151,6 @@ def test_filled_slots_after_a_mask_are_not_committed(model):
     assert rows[2] > 5e-2
 
 
-def whole_text(model):
-    """Forwards of the whole text from an empty state, in its natural order, as the simulators call them."""
-
-    def forward(tokens, positions, _):
-        order = np.argsort(tokens == MASK, kind="stable")
-        parents, slots = np.arange(-1, len(tokens) - 1, dtype=np.int32), np.zeros(len(tokens), np.int32)
-        step = Step(tokens[order].astype(np.int32), positions[order].astype(np.int32), parents, slots)
-        logits = model.ops.read(model.forward(model.new_state(64), step))
-        return logits[np.argsort(order)].astype(np.float64)
-
-    return forward
-
-
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (4, 0.0, 0.02), (5, 100.0, 0.0)])
 @pytest.mark.parametrize("limit", [None, 6 + KEEP])
 def test_tokens_are_a_simulators_without_a_cache(limit, window, tau, penalty, model):
@@ -186,23 +170,7 @@ def test_checked_windows_are_the_simulators(sure, model):
 
 
 def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
-    """A filled end token ends nothing before its turn; the limit of new tokens holds inside a run."""
-    window = {"spec": "wedlm", "wedlm_window": 6, "wedlm_tau": 4.4}
-
-    def reply(count, *ends):
-        tokenizer = SimpleNamespace(
-            end_ids=set(ends),
-            vocab_size=model.config.vocab,
-            decoder=lambda: SimpleNamespace(push=lambda token: "", flush=lambda: ""),
-        )
-        pieces = list(Engine(model, tokenizer, 64).stream(PROMPT, GenerationOptions(max_tokens=count, **window)))
-        return [token for piece in pieces for token in piece.tokens], pieces[-1].finish_reason
-
-    whole, reason = reply(14)
-    assert (len(whole), reason) == (14, "length")
-    assert [reply(count)[0] for count in (1, 5)] == [whole[:1], whole[:5]]
-    for end in (whole[2], whole[-1]):
-        assert reply(14, end) == (whole[: whole.index(end)], "stop")
+    ends_of_the_leading_run(model)
 
 
 def test_several_replies_at_once(model):

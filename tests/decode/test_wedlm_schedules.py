@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from test_wedlm_decoder import MASK, PROMPT, decoded, folder, model, read  # noqa: F401  fixtures
+from wedlm_simulator import simulate
 
 from common.decode.wedlm import choose
 from common.decoders import WedlmOptions
@@ -124,19 +125,40 @@ class Ids:
         return SimpleNamespace(push=lambda token: "", flush=lambda: "")
 
 
-def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
+def whole_text(model):
+    """Forwards of the whole text from an empty state, in its natural order, as the simulators call them."""
+
+    def forward(tokens, positions, _):
+        order = np.argsort(tokens == MASK, kind="stable")
+        parents, slots = np.arange(-1, len(tokens) - 1, dtype=np.int32), np.zeros(len(tokens), np.int32)
+        step = Step(tokens[order].astype(np.int32), positions[order].astype(np.int32), parents, slots)
+        logits = model.ops.read(model.forward(model.new_state(64), step))
+        return logits[np.argsort(order)].astype(np.float64)
+
+    return forward
+
+
+def ends_of_the_leading_run(model):
     """A filled end token ends nothing before its turn; the limit of new tokens holds inside a run."""
+    order: list[int] = []
+    simulated, _ = simulate(whole_text(model), PROMPT, 14, 6, 0.0, 0.0, MASK, order)
+    early = [at for i, at in enumerate(order) if at < 14 and any(before not in order[:i] for before in range(at))]
+    assert len(early) > 3  # filled behind a mask
 
     def reply(count, *ends):
-        options = GenerationOptions(max_tokens=count, spec="wedlm", wedlm_window=6, wedlm_tau=4.4)
+        options = GenerationOptions(max_tokens=count, spec="wedlm", wedlm_window=6, wedlm_tau=0.0, wedlm_lambda=0.0)
         pieces = list(Engine(model, Ids(*ends), 64).stream(PROMPT, options))
         return [token for piece in pieces for token in piece.tokens], pieces[-1].finish_reason
 
     whole, reason = reply(14)
-    assert (len(whole), reason) == (14, "length")
+    assert (whole, reason) == (simulated, "length")
     assert [reply(count)[0] for count in (1, 5)] == [whole[:1], whole[:5]]
-    for end in (whole[2], whole[-1]):
+    for end in {whole[2], whole[-1], *(whole[at] for at in early)}:
         assert reply(14, end) == (whole[: whole.index(end)], "stop")
+
+
+def test_a_reply_ends_at_an_end_token_of_the_leading_run(model):
+    ends_of_the_leading_run(model)
 
 
 CALLS = [

@@ -58,9 +58,19 @@ def visible(filled: np.ndarray) -> np.ndarray:
 
 
 def simulate(
-    forward: Forward, prompt: list[int], count: int, window: int, tau: float | None, penalty: float, mask: int
+    forward: Forward,
+    prompt: list[int],
+    count: int,
+    window: int,
+    tau: float | None,
+    penalty: float,
+    mask: int,
+    order: list[int] | None = None,
 ) -> tuple[list[int], int]:
-    """`count` tokens after the prompt, and the number of forwards that filled a slot."""
+    """`count` tokens after the prompt, and the number of forwards that filled a slot.
+
+    order  takes the filled slots one after another, counted from the end of the prompt
+    """
     tokens, filled, fills = list(prompt), [True] * len(prompt), 0
     while True:
         first = filled.index(False) if False in filled else len(filled)
@@ -79,6 +89,8 @@ def simulate(
         chosen = np.flatnonzero(adjusted < tau) if tau is not None else np.array([], int)
         for j in chosen if len(chosen) else [adjusted.argmin()]:
             tokens[slots[j]], filled[slots[j]] = int(ids[rows[j].argmax()]), True
+            if order is not None:
+                order.append(int(slots[j]) - len(prompt))
         fills += 1
 
 

@@ -351,6 +351,7 @@ def test_sequences_on_several_gpus(chosen):
     "chosen",
     [
         pytest.param("reordered or no_row or not_committed or at_once", marks=pytest.mark.compile),
+        pytest.param("leading_run or loop or prefills or simulators or verified and 8", marks=pytest.mark.compile),
         pytest.param("test_", marks=pytest.mark.slow),
     ],
 )
