@@ -49,9 +49,10 @@ def test_readme_names_files_that_exist():
             assert any(ROOT.glob(f"*/**/{name}")), f"{line}: no {name}"
 
 
-def test_contributing_names_tests_that_exist():
-    names = re.findall(r"\btests/[\w/]+(?:\.py)?", (ROOT / "CONTRIBUTING.md").read_text())
-    assert [name for name in names if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_tests_that_are_named_exist(page):
+    names = re.findall(r"\btests/[\w/*]+(?:\.py)?", page.read_text())
+    assert [name for name in names if not any(ROOT.glob(name.rstrip("/")))] == []
 
 
 def test_extending_names_what_exists():
