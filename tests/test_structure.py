@@ -1,6 +1,7 @@
 """The shape of the code: functions have few parameters, and no modules of a package import one another in a circle."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def test_functions_have_few_parameters() -> None:
 )
 def test_functions_with_many_parameters_are_found(source: str, count: int) -> None:
     assert len(list(long_functions("a.py", source))) == count
+
+
+def test_headers_of_kernels_name_their_launcher() -> None:
+    """The file that the header names launches the kernel, by its name."""
+    paths = [*ROOT.glob("cuda_backend/kernels/*.cu"), *ROOT.glob("metal_kernels/*.metal")]
+    assert len(paths) > 40
+    for path in paths:
+        named = re.search(r"Launcher +(\S+\.py)", path.read_text())
+        assert named, f"{path.name} names no launcher"
+        assert f'"{path.stem}"' in (ROOT / named[1]).read_text(), f"{path.name}: {named[1]} does not launch it"
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package != "metal_kernels"])

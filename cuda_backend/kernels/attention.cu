@@ -1,7 +1,7 @@
 // attention: grouped-query attention of a long step: prefill
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
-//           (rows.cu heads_to_cache)                      Out       out [T][H][DIM] float32
+//           (heads_to_cache.cu)                           Out       out [T][H][DIM] float32
 // Build     formats.cuh; EXACT, of packed rows alone: exact.cuh; D, a multiple of 16 up to 256; DIM: the width of a head of out, at most D, zeros after it in q and cache
 //           IN_PARTS: for `part`, over positions that come a stretch at a time
 //           SPARSE: positions of a block of keys, or of queries, of which `sight` has the bits of choose_blocks.cu; 0: all keys are seen

@@ -1,5 +1,5 @@
 // experts: y = x W' where each row has its own matrix of a stack: experts, or the heads of latent attention
-// Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/products.py grouped_linear
+// Meaning   common/reference.py NumpyOps.moe, head_linear   Launcher  cuda_backend/expert_products.py
 // In        table   the address of each matrix, units of tile.cuh in device memory or in pinned host memory
 //           x       packed rows, not interleaved (store.cuh, cols = 1), perhaps of a norm without its factor: linear.cu
 //           last    the matrix with the number `matrices`: a shared expert's

@@ -1,5 +1,5 @@
 // latent: multi-head latent attention over one row per token for all heads: a latent and a roped key
-// Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/attention.py
+// Meaning   common/reference.py NumpyOps.latent_attention, expanded_attention   Launcher  cuda_backend/latent.py
 // In        cache [capacity][W] float16: the latent padded to R, then the roped key padded to W - R; q [T][H][W] float16 in the
 //           same layout. gather writes both                  Out  sums and stats of pieces.cu, sums [place][T][H][R]
 // Build     APART: latents have a plane of their own, in the format KEYS of formats.cuh; R, W: multiples of 16; TILE: positions of a tile, 32 or 64; BUFFERS: of 32 positions in shared memory, 2 to 5;

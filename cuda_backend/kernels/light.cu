@@ -1,6 +1,6 @@
 // light: row-wise ops between the products of a decoding step, for rows readable as float4; rows.cu has the general forms
-// Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, gated_rms_norm, and rows.cu heads_to_cache
-// Launcher  cuda_backend/ops.py
+// Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, gated_rms_norm
+// Launcher  cuda_backend/rows.py
 // In        activations (T, ...) float32, perhaps partial sums (prelude.cuh In), readable as float4
 // Out       as rows.cu (store.cuh)
 // Build     the macros of sums.cuh and of store.cuh

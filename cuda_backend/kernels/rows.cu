@@ -1,7 +1,7 @@
 // rows: row-wise ops between two products, and the int8 activations that linear.cu reads
 // Meaning   common/reference.py NumpyOps.add, rms_norm, swiglu, mul_sigmoid, mul_softplus, rope,
 //           gated_rms_norm
-// Launcher  cuda_backend/ops.py
+// Launcher  cuda_backend/rows.py
 // In        activations (T, ...) float32, strided, perhaps partial sums (prelude.cuh In)
 // Out       the forms of store.cuh
 // Work      add_norm: a CTA per row. pointwise: a warp per 128 columns. heads: a warp per head

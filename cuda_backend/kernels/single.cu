@@ -1,5 +1,5 @@
 // single: y = x W' for a step of one row and several matrices: the experts that it chooses, or one per head; more rows: experts.cu
-// Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/products.py
+// Meaning   common/reference.py NumpyOps.route_sigmoid, route_softmax, moe, head_linear   Launcher  cuda_backend/expert_products.py
 // In        w        with CHOICE the table of experts.cu, which also has `last`; else matrices, matrix_bytes apart; choice  choose.cuh
 //           x        packed rows (store.cuh, cols = 1), x_bytes apart, perhaps of a norm without its factor: linear.cu `squares`
 //           y        with MADE: floats, perhaps partial sums, from which row j is made: as they are (SUM) or as gate and up (SWIGLU)

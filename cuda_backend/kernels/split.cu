@@ -1,7 +1,7 @@
 // split: grouped-query attention of the rows of a decoding or verifying step, piece by piece of what they see
 // Meaning   common/reference.py NumpyOps.attention        Launcher  cuda_backend/attention.py
 // In        q [T][H][D] float16 and keys and values [K][place][D] float16, the step's rows already there
-//           (to_cache.cu, rows.cu heads_to_cache)
+//           (to_cache.cu, heads_to_cache.cu)
 // Out       of every piece sums [place][T][H][D] and stats [place][T][H], (power, sum), for pieces.cu
 // Build     formats.cuh; D, a multiple of 16 up to 256, of 32 where rows are packed; ROWS of a CTA, 16 or 32; BUFFERS: tiles of keys or values in shared memory; CTAS of
 //           a multiprocessor; WINDOWED: flash.cuh; ALONE: the step has one sequence, whose share of the CTAs is known; EXACT, of packed rows alone: exact.cuh

@@ -1,4 +1,4 @@
-// to_cache: rows.cu heads_to_cache for heads of 128 or 256, aligned in fours, in a decoding step
+// to_cache: heads_to_cache.cu for heads of 128 or 256, aligned in fours, in a decoding step
 // Launcher  cuda_backend/attention.py
 // In        q, k, v (T, heads, D) float32 as partial sums     Out  q_out [T][H][D] and the step's rows of the cache
 // Build     D, formats.cuh
