@@ -2,7 +2,7 @@
 
 Random weights choose nothing useful: a step commits a fixed number of tokens, and speed is computed from that number.
 Each run begins at the context that the table names and lasts REPEATS steps.
-`host ms` is what a step takes longer than one that is queued behind others: the time in which the device waits for the
+`idle ms` is what a step takes longer than one that is queued behind others: the time in which the device waits for the
 host, from the read of a choice to the launch of the next step.
 """
 
@@ -34,7 +34,7 @@ def run(options: SyntheticWindowBench) -> int:
     print(
         f"{'context':>8} {'ms':>8} {'min..max':>16} "
         + " ".join(f"{p:>8}" for p in PHASES)
-        + f" {'host ms':>8} {'tok/s':>8}"
+        + f" {'idle ms':>8} {'tok/s':>8}"
     )
     rows = []
     for context in sorted(set(options.contexts)):
@@ -53,8 +53,8 @@ def run(options: SyntheticWindowBench) -> int:
         ms, split = statistics.median(totals), [1e3 * statistics.median(part) for part in zip(*taken, strict=True)]
         spread, speed = f"{min(totals):.3f}..{max(totals):.3f}", COMMITTED / ms * 1e3
         times = " ".join(f"{x:8.3f}" for x in split)
-        host = "-" if ops.waited is None else f"{ms - statistics.median(queued):.3f}"
-        print(f"{context:8} {ms:8.3f} {spread:>16} {times} {host:>8} {speed:8.0f}", flush=True)
+        idle = "-" if ops.waited is None else f"{ms - statistics.median(queued):.3f}"
+        print(f"{context:8} {ms:8.3f} {spread:>16} {times} {idle:>8} {speed:8.0f}", flush=True)
         phases = ", ".join(f"{phase} {x:.3f}" for phase, x in zip(PHASES, split, strict=True))
         rows.append(
             environment(ops.name)
@@ -65,7 +65,7 @@ def run(options: SyntheticWindowBench) -> int:
                 "runs": options.runs,
                 "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
                 "verdict": options.verdict,
-                "note": f"{ms:.3f} ms: {phases}; host {host}; {speed:.0f} tok/s at {COMMITTED} per forward; "
+                "note": f"{ms:.3f} ms: {phases}; idle {idle}; {speed:.0f} tok/s at {COMMITTED} per forward; "
                 + note(options),
             }
         )
