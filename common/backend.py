@@ -63,7 +63,6 @@ class Backend(ABC):
     replays = False  # whether a step of few rows is replayed from a captured graph
     warm_rows: Sequence[int] = ()  # of steps that are slow at first, because kernels compile or graphs are captured
     draws = False  # whether `sample` can draw at random without copying logits to the host
-    tree_rows: int | None = None  # limit of the rows of a tree or a block; None: no limit
     reserves = False  # whether a state allocates memory for its whole capacity at once
     cache_pairs: frozenset[tuple[str, str]] = frozenset()  # (keys, values): supported formats of caches
     expert_supply: ExpertSupply | None = None  # keeps some of a mixture's experts in memory; None: all are

@@ -58,7 +58,6 @@ class CudaOps(Ops):
     warm_rows = (*BUCKETS, *LONG_WARM)
     runs_ahead = replays = draws = checks_scales = reserves = joins = True
     cache_pairs = PAIRS
-    tree_rows = MAX_DECODE_ROWS
 
     def __init__(self, experts: HotExperts | None = None) -> None:
         """experts  what experts may take of the GPU's memory, the others being in the host's; None: all are loaded"""

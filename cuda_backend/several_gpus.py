@@ -27,7 +27,6 @@ class SeveralGpus(Ops):
     runs_ahead = CudaOps.runs_ahead
     replays = CudaOps.replays
     draws = CudaOps.draws
-    tree_rows = CudaOps.tree_rows
     cache_pairs = CudaOps.cache_pairs
     checks_scales = CudaOps.checks_scales
     reserves = CudaOps.reserves

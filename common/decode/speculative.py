@@ -36,10 +36,6 @@ def check(options: Speculation, model: Model) -> None:
     if not isinstance(model, Model):
         raise UsageError(f"spec {options.kind}: a model run by mlx-lm decodes one token at a time")
     check_draft(options.kind, isinstance(model, Pair))
-    ops, budget = model.ops, options.budget or 0
-    if ops.tree_rows is not None and budget >= ops.tree_rows:
-        most = ops.tree_rows - 1
-        raise UsageError(f"tree_budget is {budget}; the {ops.name} backend verifies at most {most} draft tokens")
 
 
 def new_tuner(options: Speculation, model: Model) -> Tuner:
