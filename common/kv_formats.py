@@ -252,7 +252,6 @@ class Format:
     bits     of a code, without scales
     scales   bytes of a group's scales
     group    values of a block; 0: `group_of` the head
-    rotates  whether its vectors are rotated unless a flag says otherwise
     encode   float32 (..., n) -> bytes of each group, uint8 (..., groups, block bytes)
     decode   the inverse, (..., groups, group) float32
     """
@@ -261,7 +260,6 @@ class Format:
     bits: int
     scales: int
     group: int
-    rotates: bool
     _encode: Callable[[np.ndarray], np.ndarray]
     _decode: Callable[[np.ndarray], np.ndarray]
 
@@ -294,19 +292,19 @@ class Format:
 
 
 def _ggml(name: str, bits: int, scales: int, encode: Callable[[np.ndarray], np.ndarray]) -> Format:
-    return Format(name, bits, scales, BLOCK, bits < 8, encode, partial(_from_ggml, name=name.upper()))
+    return Format(name, bits, scales, BLOCK, encode, partial(_from_ggml, name=name.upper()))
 
 
 def _lm(name: str, bits: int) -> Format:
     encode, decode = partial(_lloyd_max, name=name, bits=bits), partial(_from_lloyd_max, name=name, bits=bits)
-    return Format(name, bits, 2, 0, True, encode, decode)
+    return Format(name, bits, 2, 0, encode, decode)
 
 
 FORMATS = {
     f.name: f
     for f in (
-        Format("f16", 16, 0, 1, False, _f16, _from_f16),
-        Format("bf16", 16, 0, 1, False, _bf16, _from_bf16),
+        Format("f16", 16, 0, 1, _f16, _from_f16),
+        Format("bf16", 16, 0, 1, _bf16, _from_bf16),
         _ggml("q4_0", 4, 2, partial(_signed, bits=4)),
         _ggml("q4_1", 4, 4, partial(_shifted, bits=4)),
         _ggml("q5_0", 5, 2, partial(_signed, bits=5)),
@@ -316,7 +314,7 @@ FORMATS = {
         _lm("lm2", 2),
         _lm("lm3", 3),
         _lm("lm4", 4),
-        Format("turboquant", 4, 4, 0, True, _turboquant, _from_turboquant),
+        Format("turboquant", 4, 4, 0, _turboquant, _from_turboquant),
     )
 }
 
@@ -330,13 +328,3 @@ def to_blocks(rows: np.ndarray) -> np.ndarray:
     norm = np.broadcast_to(groups[..., None, :2], (*groups.shape[:-1], 4, 2))
     parts = [norm, _split(groups[..., 2:34], 8), _split(groups[..., 34:], 4)]
     return np.concatenate(parts, axis=-1).reshape(*rows.shape[:-1], -1)
-
-
-def from_blocks(blocks: np.ndarray) -> np.ndarray:
-    """The inverse of `to_blocks`; raises BimetalError where the four norms of a group differ."""
-    groups = _split(blocks, 56).reshape(*blocks.shape[:-1], -1, 4, 14)
-    if (groups[..., :2] != groups[..., :1, :2]).any():
-        raise BimetalError("the four blocks of a tq3_0 group have different norms; they must repeat one")
-    flat = (*groups.shape[:-2], -1)
-    parts = [groups[..., 0, :2], groups[..., 2:10].reshape(flat), groups[..., 10:].reshape(flat)]
-    return np.concatenate(parts, axis=-1).reshape(*blocks.shape[:-1], -1)

@@ -18,7 +18,6 @@ from common.safetensors import DEFAULTS, MODES
 from common.tensors import Tensor
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZES = MODES["affine"][1]
 MLX_MODES = ("affine", "mxfp4", "nvfp4")
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # that the gguf package encodes, beside floats and ternary types
 FLOAT_TYPES = ("F32", "F16", "BF16")

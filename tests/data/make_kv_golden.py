@@ -24,7 +24,7 @@ def main() -> None:
             if name.startswith("q"):
                 rows = quants.quantize(x, GGMLQuantizationType[name.upper()])
             else:
-                rows = format_.encode(rotate(x) if format_.rotates else x)
+                rows = format_.encode(rotate(x) if not format_.group else x)
             golden.setdefault(name, {})[str(dim)] = rows.tobytes().hex()
     Path(__file__).with_name("kv_golden.json").write_text(json.dumps(golden, indent=1) + "\n")
 

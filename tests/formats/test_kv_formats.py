@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 
 from common.errors import BimetalError
 from common.hadamard import group_of, rotate, signs, unrotate
-from common.kv_formats import FORMATS, from_blocks, norms, to_blocks
+from common.kv_formats import FORMATS, norms, to_blocks
 from common.reference_packed import Calibration
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "kv_golden.json").read_text())
@@ -42,7 +42,7 @@ def coded(name, x, rotated):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_golden_bytes(name, dim):
     format_ = FORMATS[name]
-    rows = format_.encode(rotate(sines(dim)) if format_.rotates and not name.startswith("q") else sines(dim))
+    rows = format_.encode(rotate(sines(dim)) if not format_.group else sines(dim))
     assert rows.tobytes().hex() == GOLDEN[name][str(dim)]
     assert len(rows) == format_.row_bytes(dim)
 
@@ -85,13 +85,11 @@ def test_file_blocks_of_tq3_0():
     rows = FORMATS["tq3_0"].encode(np.random.default_rng(2).standard_normal((5, 256)))
     blocks = to_blocks(rows)
     assert blocks.shape == (5, 112)
-    assert np.array_equal(from_blocks(blocks), rows)
+    norms_of = rows.reshape(5, 2, 1, 50)[..., :2]
+    assert np.array_equal(blocks.reshape(5, 2, 4, 14)[..., :2], norms_of.repeat(4, axis=2))
     j = 37  # of the first group: block 1, element 5
     code = (blocks[0, 14 + 2 + 1] >> 2) & 3 | ((blocks[0, 14 + 10] >> 5) & 1) << 2
     assert code == (rows[0, 2 + j // 4] >> 2 * (j % 4)) & 3 | ((rows[0, 34 + j // 8] >> j % 8) & 1) << 2
-    blocks[0, 14] ^= 1
-    with pytest.raises(BimetalError, match="different norms"):
-        from_blocks(blocks)
 
 
 # -- measured errors ---------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def test_other_head_sizes(dim, expected):
 )
 def test_inner_products(name, rms, slope):
     x, q = data("G"), np.random.default_rng(77).standard_normal((512, 128))
-    exact, estimate = q @ x.T, q @ coded(name, x, FORMATS[name].rotates and name != "q4_0").T
+    exact, estimate = q @ x.T, q @ coded(name, x, not FORMATS[name].group).T
     scale = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(x, axis=1)
     assert 128**0.5 * np.sqrt(np.mean(((estimate - exact) / scale) ** 2)) == pytest.approx(rms, rel=0.005)
     assert np.sum(exact * estimate) / np.sum(exact**2) == pytest.approx(slope, abs=0.0015)
@@ -226,7 +224,7 @@ def test_values_are_averaged():
     K, q = scene("G")
     V, p = np.random.default_rng(31).standard_normal((4096, 128)), softmax(q @ K.T)
     for name, expected in {"q8_0": 0.0053, "q4_0": 0.0854, "tq3_0": 0.1824, "lm4": 0.0954, "lm2": 0.3440}.items():
-        out = p @ coded(name, V, FORMATS[name].rotates and name != "q4_0")
+        out = p @ coded(name, V, not FORMATS[name].group)
         assert np.linalg.norm(out - p @ V) / np.linalg.norm(p @ V) == pytest.approx(expected, rel=0.03), name
 
 
@@ -281,7 +279,7 @@ def test_extreme_vectors(name, value):
     one_hot = np.zeros(128, np.float32)
     one_hot[77] = value
     for x in (one_hot, np.full(128, value, np.float32)):
-        out = coded(name, x, FORMATS[name].rotates)
+        out = coded(name, x, FORMATS[name].bits < 8)
         assert np.isfinite(out).all()
         assert value or not out.any()
 

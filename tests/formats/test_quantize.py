@@ -10,7 +10,6 @@ from common.quantize import (
     AFFINE_BITS,
     FLOAT_TYPES,
     GGUF_TYPES,
-    GROUP_SIZES,
     Format,
     encode,
     encoded_bytes,
@@ -19,11 +18,12 @@ from common.quantize import (
     to_e4m3,
 )
 from common.quants import dequantize
+from common.safetensors import MODES
 from common.tensors import Tensor
 
 mx = pytest.importorskip("mlx.core")
 MX_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-MX_FORMATS = [mlx_format("affine", bits, size) for bits in AFFINE_BITS for size in GROUP_SIZES]
+MX_FORMATS = [mlx_format("affine", bits, size) for bits in AFFINE_BITS for size in MODES["affine"][1]]
 MX_FORMATS += [mlx_format("mxfp4"), mlx_format("nvfp4")]
 
 
