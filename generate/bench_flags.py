@@ -158,7 +158,10 @@ def _server(group: Any) -> None:
     )
     group.add_argument("--prompt-tokens", type=values.positive, metavar="N", help="words of a prompt (default: 128)")
     group.add_argument(
-        "--seed", type=values.count, metavar="N", help="repeat the prompts of a run (default: new ones, in no cache)"
+        "--seed",
+        type=values.count,
+        metavar="N",
+        help="make the same prompts as a run with this seed (default: new ones, which no cache holds)",
     )
-    group.add_argument("--timeout", type=values.above_zero, metavar="S", help="seconds of a reply (default: 600)")
+    group.add_argument("--timeout", type=values.above_zero, metavar="S", help="most seconds of a reply (default: 600)")
     group.add_argument("--api-key", metavar="KEY", help="the server's key")

@@ -164,6 +164,13 @@ def _parser() -> Parser:
 
 
 DESCRIPTIONS = {
+    "devices": "Show the backends of this machine, which one is chosen and why.",
+    "inspect": "Show a model's architecture, shapes, block types and tokenizer, and its memory by context length.",
+    "bench": "Measure prefill and decode speed of a model at several context lengths; or, with one of these flags: "
+    "--synthetic, released shapes with random weights; --streams, several replies at once; --spec, the speculative "
+    "modes on prompts; --serve, a server under load.",
+    "plan": "Predict tokens per second: of a mixture whose experts are read from disk (--machine), or of several "
+    "machines that divide a model (--machines).",
     "list": "List the models in the Hugging Face cache, also those that other tools have downloaded.",
     "pull": "Download a model into the Hugging Face cache, as --model does, and print its path.",
     "rm": "Remove a model from the Hugging Face cache, which other tools use too; owner/repo removes the repository.",
