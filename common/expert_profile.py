@@ -8,6 +8,7 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from os import PathLike
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,18 @@ def check_profile(path: Path, profile: Profile, sizes: Sequence[int], experts: i
     stray = next((layer for layer, n in enumerate(sizes) if not n and profile.counts[layer].any()), None)
     if stray is not None:
         raise BimetalError(f"{path} is the profile of another model: it counts experts in layer {stray}, a dense one")
+
+
+def known_profile(path: str | PathLike[str] | None, sizes: Sequence[int], experts: int) -> Profile | None:
+    """Read the profile of a model; None where no file is named, or where the file does not exist yet.
+
+    sizes, experts  as in `check_profile`. Raises BimetalError for the profile of another model.
+    """
+    if path is None or not Path(path).exists():
+        return None
+    profile = read_profile(Path(path))
+    check_profile(Path(path), profile, sizes, experts)
+    return profile
 
 
 def place(

@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
-from common.expert_profile import Profile, check_profile, read_profile
+from common.expert_profile import known_profile
 from common.fit import SPARE, predict_run, predict_stacks, predict_weights
 from common.hot_experts import HotExperts, HotSizes, check_hot, hot_sizes
 from common.models import architecture, is_defined
@@ -99,16 +98,6 @@ def hot_experts(options: LoadOptions, checkpoint: Checkpoint, placement: Placeme
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), options, ops)
     asked: Any = options.expert_vram  # the option's rule has made it bytes
     budget = hot_budget(checkpoint, layout, config, ops, spec, options.ctx, asked)
-    profile = _profile(options, budget.sizes)
+    profile = known_profile(options.expert_profile, budget.sizes.sizes, budget.sizes.experts)
     print(budget, file=sys.stderr)
     return HotExperts(budget.experts, config.experts.top_k, profile)
-
-
-def _profile(options: LoadOptions, sizes: HotSizes) -> Profile | None:
-    """The profile that is named, if its file exists yet."""
-    path = None if options.expert_profile is None else Path(options.expert_profile)
-    if path is None or not path.exists():
-        return None
-    profile = read_profile(path)
-    check_profile(path, profile, sizes.sizes, sizes.experts)
-    return profile

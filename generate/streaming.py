@@ -9,7 +9,7 @@ from common.checkpoint import Checkpoint
 from common.expert_budget import expert_budget
 from common.expert_files import ExpertSource, checkpoint_source
 from common.expert_pack import pack_source
-from common.expert_profile import Profile, check_profile, read_profile, write_profile
+from common.expert_profile import Profile, known_profile, read_profile, write_profile
 from common.expert_stream import ExpertStream, open_stream
 from common.experts import ExpertSupply
 from common.models import OpenExperts, architecture
@@ -33,7 +33,8 @@ def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options
     budget = expert_budget(checkpoint, layout, config, ops, spec, options.ctx, **asked)  # type: ignore[arg-type]
     source = expert_source(checkpoint, layout, options)
     layers, used = len(layout.layers), config.experts.top_k
-    profile = _profile(options, source, layers)
+    sizes = [int(layer in source.forms) for layer in range(layers)]
+    profile = known_profile(options.expert_profile, sizes, source.experts)
     stream = open_stream(source, ops, layers, used, budget.experts, profile)
     bypassed = source.bypass_cache(budget.memory)
     print(f"{budget}{'; reads bypass the cache of the system' if bypassed else ''}", file=sys.stderr)
@@ -45,16 +46,6 @@ def expert_source(checkpoint: Checkpoint, layout: Layout, options: ExpertChoice)
     if options.expert_pack is None:
         return checkpoint_source(checkpoint, layout)
     return pack_source(Path(options.expert_pack), checkpoint, layout)
-
-
-def _profile(options: ExpertChoice, source: ExpertSource, layers: int) -> Profile | None:
-    """The profile that is named, if its file exists yet."""
-    path = Path(options.expert_profile) if options.expert_profile is not None else None
-    if path is None or not path.exists():
-        return None
-    profile = read_profile(path)
-    check_profile(path, profile, [int(layer in source.forms) for layer in range(layers)], source.experts)
-    return profile
 
 
 def save_profile(options: ExpertChoice, stream: ExpertSupply) -> None:
