@@ -303,34 +303,6 @@ class PrefixCache:
         if self.store is not None:
             self.store.close()
 
-    def clear(self) -> None:
-        """Drop everything in memory; the slower tier keeps its states."""
-        for page in reversed(list(self.root.subtree())):
-            for entry in list(page.entries.values()):
-                self._drop(entry)
-            if page.parent is not None and page.key in page.parent.children:
-                self._drop(page)
-
-    def check(self) -> int:
-        """Number of pages; raises AssertionError where counts, keys or links contradict one another."""
-        pages, entries = list(self.root.subtree()), set(self.entries())
-        assert self.bytes == sum(p.nbytes for p in pages) + sum(e.nbytes for e in entries), "bytes are miscounted"
-        assert self.bytes <= max(self.budget, 0), "the budget is exceeded"
-        for page in pages[1:]:
-            assert page.parent is not None
-            assert page.key == chained_key(page.parent.key, page.tokens, page.steps), "a page has another's key"
-            assert page.parent.children[page.key] is page, "a page is not its parent's child"
-        for entry in entries:
-            assert entry.base is None or (entry.base in entries and entry in entry.base.kids), "an entry's base is gone"
-            assert entry.base is entry.find_base(), "an entry has a wrong base"
-            assert all(kid in entries and kid.base is entry for kid in entry.kids), (
-                "an entry that extends another is gone"
-            )
-        if any(entry.point for entry in entries):
-            idle = [p for p in pages[1:] if not p.children and not p.entries]
-            assert not idle, f"{len(idle)} pages lead to no state"
-        return len(pages) - 1
-
 
 def _before(reading: Reading, length: int) -> tuple[LongStep, ...]:
     return tuple(step for step in reading.long_steps if step[1] <= length)

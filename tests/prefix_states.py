@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 
+from common.prefix_tree import chained_key
 from common.reading import Reading
 from common.step import State
 
@@ -86,4 +87,31 @@ def restored(cache, points, tokens, **marks):
 
 def offer(cache, points, tokens, why="turn", **marks):
     cache.offer(tokens, Fake(points, tokens, reading_of(tokens, **marks)), why)
-    cache.check()
+    check(cache)
+
+
+def check(cache):
+    """Count the pages; fails where counts, keys or links contradict one another."""
+    pages, entries = list(cache.root.subtree()), set(cache.entries())
+    assert cache.bytes == sum(p.nbytes for p in pages) + sum(e.nbytes for e in entries), "bytes are miscounted"
+    assert cache.bytes <= max(cache.budget, 0), "the budget is exceeded"
+    for page in pages[1:]:
+        assert page.key == chained_key(page.parent.key, page.tokens, page.steps), "a page has another's key"
+        assert page.parent.children[page.key] is page, "a page is not its parent's child"
+    for entry in entries:
+        assert entry.base is None or (entry.base in entries and entry in entry.base.kids), "an entry's base is gone"
+        assert entry.base is entry.find_base(), "an entry has a wrong base"
+        assert all(kid in entries and kid.base is entry for kid in entry.kids), "an entry that extends another is gone"
+    if any(entry.point for entry in entries):
+        idle = [p for p in pages[1:] if not p.children and not p.entries]
+        assert not idle, f"{len(idle)} pages lead to no state"
+    return len(pages) - 1
+
+
+def clear(cache):
+    """Drop everything in memory; a slower tier keeps its states."""
+    for page in reversed(list(cache.root.subtree())):
+        for entry in list(page.entries.values()):
+            cache._drop(entry)
+        if page.parent is not None and page.key in page.parent.children:
+            cache._drop(page)

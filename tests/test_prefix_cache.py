@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefix_states import POISON, Fake, Rows, offer, reading_of, restored, text, texts
+from prefix_states import POISON, Fake, Rows, check, clear, offer, reading_of, restored, text, texts
 
 from common.prefix_cache import PrefixCache
 from common.reading import Reading
@@ -57,7 +57,7 @@ def test_pages_are_shared(cache, points):
     offer(cache, points, [*tokens, *text(30, 1)], turn=1024)
     before = cache.bytes
     offer(cache, points, [*tokens, *text(30, 2)], turn=1024)
-    assert cache.check() == 4
+    assert check(cache) == 4
     assert cache.bytes - before < 1000
 
 
@@ -128,7 +128,7 @@ def test_what_is_larger_than_the_budget_is_not_kept(points):
     assert cache.bytes == before > 0
     none = PrefixCache(b"", 0)
     offer(none, points, text(10))
-    assert none.bytes == none.check() == 0
+    assert none.bytes == check(none) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_grid_points_thin_out():
         state.capacity = len(tokens)
         state.read(tokens[:n], Reading(n, 512))
         cache.offer(tokens[:n], state, "grid")
-    cache.check()
+    check(cache)
     assert sorted(entry.length // 8192 for entry in cache.entries()) == [8, 12, 14, 15, 16]
 
 
@@ -223,8 +223,8 @@ def run(cache, points, history):
         tokens = texts(choice, length)
         marks = {"turn": 300, "system": 40} if choice % 2 else {}
         if operation == "clear" and choice % 50 == 0:
-            cache.clear()
-            assert cache.bytes == cache.check() == 0
+            clear(cache)
+            assert cache.bytes == check(cache) == 0
         elif operation == "offer":
             offer(cache, points, tokens, ("turn", "grid", "system", "branch")[choice % 4], **marks)
             if cache.budget > 60_000:
@@ -232,7 +232,7 @@ def run(cache, points, history):
         elif operation == "read":
             found = restored(cache, points, tokens, **marks)
             assert found.length <= found.matched <= len(tokens)
-    cache.check()
+    check(cache)
 
 
 def poisoned(budget):
@@ -268,6 +268,6 @@ def test_nothing_leaks_in_4_000_operations(points):
         run(cache, points, [(kind, int(random.integers(10**6)), int(random.integers(1, 1200))) for kind in kinds])
     held = cache.bytes
     assert 10_000 < held <= 30_000
-    cache.clear()
-    assert cache.bytes == cache.check() == 0
+    clear(cache)
+    assert cache.bytes == check(cache) == 0
     assert sum(freed) > 30_000

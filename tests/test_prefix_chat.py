@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from prefix_states import check
 
 import generate
 from common.demo import demo_path
@@ -82,7 +83,7 @@ def test_two_conversations_in_turns_and_a_restart(template, repeats, turns, tmp_
 
     with load(template, cache_dir=tmp_path, ctx=16384) as llm:
         run(llm, range(turns - 1), 0)
-        assert llm._engine.prefixes.check() > 0
+        assert check(llm._engine.prefixes) > 0
     with load(template, cache_dir=tmp_path, ctx=16384) as again:
         run(again, [turns - 1], turns - 1)
     if repeats < 20:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefix_states import Fake, Rows, reading_of, restored, text
+from prefix_states import Fake, Rows, clear, reading_of, restored, text
 
 from common import prefix_file
 from common.errors import BimetalError
@@ -261,7 +261,7 @@ def test_a_state_that_another_process_writes_too(tmp_path):
         other.offer(True, text(400), turn=100)
         assert files(tmp_path) == written
         for opened in (one, other):
-            opened.cache.clear()
+            clear(opened.cache)
             assert opened.found(True, text(401), turn=100, end=400) == 400
             assert opened.lines == []
 
@@ -275,7 +275,7 @@ def test_a_state_that_another_process_replaced(tmp_path):
             other.offer(True, text(400), turn=100)
         (whole,) = files(tmp_path / "elsewhere")
         whole.replace(one.disk.folder / whole.name)
-        one.cache.clear()
+        clear(one.cache)
         assert one.found(True, text(401), turn=100, end=400) == 400
         assert one.lines == []
 
@@ -291,7 +291,7 @@ def test_a_file_of_the_name_of_a_waiting_state_makes_room(tmp_path, monkeypatch)
         copied.set()
         opened.disk.flush()
         opened.offer(True, text(60, 3))
-        opened.cache.clear()
+        clear(opened.cache)
         assert opened.found(True, text(61, 3)) == 60
         assert opened.lines == []
 
