@@ -74,9 +74,9 @@ class MultiGpuOps(SeveralGpus):
         with self.loads_on.ops.at(layer):
             yield
 
-    def weight(self, *gpus: Tensor) -> Held:
+    def weight(self, *parts: Tensor) -> Held:
         with self.loads_on.device:
-            return Held(self.loads_on.ops.weight(*gpus), self.loads_on)
+            return Held(self.loads_on.ops.weight(*parts), self.loads_on)
 
     def expert_weight(self, *parts: Tensor) -> Held:
         with self.loads_on.device:

@@ -122,7 +122,7 @@ def _delta_weights(c: Config, at: Names) -> Table:
         return [c.ranks.of(c.value_heads * width)]
 
     def grouped(fix: Fix) -> dict[str, Fix]:
-        """Test for files in which head g * R + r uses key head g: files as trained, and mlx-lm's."""
+        """Fix the files in which head g * R + r uses key head g: files as trained, and mlx-lm's."""
         return {"hf": fix, "mlx": fix}
 
     decay = mapped(lambda A_log: -np.exp(A_log[tiled]))
