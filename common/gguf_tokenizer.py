@@ -59,54 +59,66 @@ _MAX_PIECE = 1024  # characters of a SentencePiece token; splitting one takes qu
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 
-def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """The package's tokenizer, and the other arguments of common.tokenizer.Tokenizer.
+class _Metadata:
+    """The `tokenizer.ggml` keys of a GGUF file; a value of another type than requested raises BimetalError."""
 
-    Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults where a key is absent: llama.cpp.
-    """
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = config
 
-    def get(key: str, kind: type, default: Any = ...) -> Any:
-        value = config.get(f"tokenizer.ggml.{key}", default)
+    def get(self, key: str, kind: type, default: Any = ...) -> Any:
+        """The value at `key`; a missing key gives `default`, or an error without one."""
+        value = self.config.get(f"tokenizer.ggml.{key}", default)
         if value is ...:
             raise BimetalError(f"tokenizer.ggml.{key} is missing")
         if value is not None and not isinstance(value, kind):
             raise BimetalError(f"tokenizer.ggml.{key} is {value!r:.60}, not a {kind.__name__}")
         return value
 
-    def get_list(key: str) -> list:
-        value = get(key, object)
+    def get_list(self, key: str) -> list:
+        """The list at `key`, of Python's own values."""
+        value = self.get(key, object)
         value = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(value, list):
             raise BimetalError(f"tokenizer.ggml.{key} is {value!r:.60}, not a list")
         return value
 
-    def get_id(key: str) -> int | None:
-        id = get(f"{key}_token_id", int, None)
-        if id is not None and not 0 <= id < len(tokens):
-            raise BimetalError(f"tokenizer.ggml.{key}_token_id is {id}, but there are {len(tokens)} tokens")
+    def get_id(self, key: str, count: int) -> int | None:
+        """The id of a token with a role, such as "bos", of `count` tokens; None where the file has no such token."""
+        id = self.get(f"{key}_token_id", int, None)
+        if id is not None and not 0 <= id < count:
+            raise BimetalError(f"tokenizer.ggml.{key}_token_id is {id}, but there are {count} tokens")
         return id
 
-    def around(name: str, id: int | None, default: bool) -> list[int]:
-        added = get(f"add_{name}_token", bool, None)
-        if added and id is None:
+    def added(self, name: str, id: int | None, default: bool) -> list[int]:
+        """The token `id` if a prompt gets it: as the file says, else as `default` does."""
+        adds = self.get(f"add_{name}_token", bool, None)
+        if adds and id is None:
             raise BimetalError(f"tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
-        return [id] if id is not None and (default if added is None else added) else []
+        return [id] if id is not None and (default if adds is None else adds) else []
 
-    model = get("model", str)
-    tokens, types = get_list("tokens"), get_list("token_type")
+    def templates(self) -> dict[str, str]:
+        """The chat templates by name."""
+        found = {}
+        for key, source in self.config.items():
+            if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template."):
+                if not isinstance(source, str):
+                    raise BimetalError(f"{key} is {source!r:.60}, not text")
+                found[key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"] = source
+        return found
+
+
+def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
+    """The package's tokenizer, and the other arguments of common.tokenizer.Tokenizer.
+
+    Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; defaults where a key is absent: llama.cpp.
+    """
+    metadata = _Metadata(config)
+    model = metadata.get("model", str)
+    tokens, types = metadata.get_list("tokens"), metadata.get_list("token_type")
     if len(types) != len(tokens):
         raise BimetalError(f"there are {len(tokens)} tokens but {len(types)} entries in tokenizer.ggml.token_type")
     try:
-        if model == "gpt2":
-            name = get("pre", str)
-            if name not in _PRE:
-                raise BimetalError(f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(sorted(_PRE))}")
-            backend, add_bos = _byte_level_bpe(tokens, get_list("merges"), _PRE[name]), _PRE[name].add_bos
-        elif model == "llama":
-            prefix_space = get("add_space_prefix", bool, True)
-            backend, add_bos = _sentencepiece_bpe(tokens, get_list("scores"), types, prefix_space), True
-        else:
-            raise BimetalError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE), llama")
+        backend, add_bos = _backend(metadata, model, tokens, types)
         backend.add_tokens(
             [
                 AddedToken(token, special=type != _USER_DEFINED, normalized=False)
@@ -118,22 +130,28 @@ def from_gguf(config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
         raise
     except Exception as error:  # the package raises plain Exception, TypeError and ValueError
         raise BimetalError(f"the vocabulary cannot be used: {error}") from None
-
-    bos, eos = get_id("bos"), get_id("eos")
-    templates = {}
-    for key, source in config.items():
-        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template."):
-            if not isinstance(source, str):
-                raise BimetalError(f"{key} is {source!r:.60}, not text")
-            templates[key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"] = source
+    bos, eos, eot, eom = (metadata.get_id(key, len(tokens)) for key in ("bos", "eos", "eot", "eom"))
     return backend, dict(
-        prefix=around("bos", bos, add_bos),
-        suffix=around("eos", eos, False),
+        prefix=metadata.added("bos", bos, add_bos),
+        suffix=metadata.added("eos", eos, False),
         bos_id=bos,
         eos_id=eos,
-        end_ids=[id for id in (get_id("eot"), get_id("eom")) if id is not None],
-        chat_templates=templates,
+        end_ids=[id for id in (eot, eom) if id is not None],
+        chat_templates=metadata.templates(),
     )
+
+
+def _backend(metadata: _Metadata, model: str, tokens: list[str], types: list[int]) -> tuple[Backend, bool]:
+    """The package's tokenizer of a model "gpt2" or "llama", and whether prompts begin with bos by default."""
+    if model == "gpt2":
+        name = metadata.get("pre", str)
+        if name not in _PRE:
+            raise BimetalError(f"tokenizer.ggml.pre is {name!r}; supported: {', '.join(sorted(_PRE))}")
+        return _byte_level_bpe(tokens, metadata.get_list("merges"), _PRE[name]), _PRE[name].add_bos
+    if model == "llama":
+        prefix_space = metadata.get("add_space_prefix", bool, True)
+        return _sentencepiece_bpe(tokens, metadata.get_list("scores"), types, prefix_space), True
+    raise BimetalError(f"tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE), llama")
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:

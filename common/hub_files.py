@@ -31,12 +31,8 @@ def choose_files(
 
     `where` is what a refusal calls the repository. Without `file` and `quant`, safetensors come before GGUF.
     """
-    if file is None and quant is None:
-        root = sorted(path for path in files if "/" not in path)
-        weights = [path for path in root if path.endswith(".safetensors")]
-        # Some repositories hold the same weights twice, as model-*.safetensors and as consolidated.safetensors.
-        if weights := [path for path in weights if path.startswith("model")] or weights:
-            return [p for p in root if any(fnmatchcase(p, kept) for kept in BESIDE_WEIGHTS)] + weights, ""
+    if file is None and quant is None and (paths := _safetensors(files)):
+        return paths, ""
     models: dict[str, list[str]] = {}  # name without the part number -> the parts of that model
     for path in sorted(files):
         if path.lower().endswith(".gguf") and (path == file or not is_aside(path)):
@@ -49,6 +45,16 @@ def choose_files(
     if numbered and len(parts) != int(numbered[1]):
         raise BimetalError(f"{where} has {len(parts)} of the {int(numbered[1])} parts of {PART.sub('', parts[0])}")
     return parts, parts[0]
+
+
+def _safetensors(files: Collection[str]) -> list[str]:
+    """The safetensors at the top of a repository, and what a model needs beside them; [] where there are none."""
+    root = sorted(path for path in files if "/" not in path)
+    weights = [path for path in root if path.endswith(".safetensors")]
+    # Some repositories hold the same weights twice, as model-*.safetensors and as consolidated.safetensors.
+    weights = [path for path in weights if path.startswith("model")] or weights
+    beside = [path for path in root if any(fnmatchcase(path, kept) for kept in BESIDE_WEIGHTS)]
+    return beside + weights if weights else []
 
 
 def is_aside(path: str) -> bool:

@@ -54,37 +54,47 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options  of prompt and chat: checked keyword arguments of LLM.stream; of bench: a BenchOptions
     load     of prompt and chat: keyword arguments of generate.load
     """
+    _check_words(argv)
+    end = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)  # of our own flags
+    parser = _parser()
+    if not argv or argv[0] not in COMMANDS:
+        parser.refuse_unknown(takewhile(lambda word: word not in COMMANDS, argv[:end]))
+    args = parser.parse_args(argv[:end])
+    vars(args).pop("_given", None)
+    if args.command is None:
+        _finish_text(args)
+    elif argv[0] != args.command:
+        raise UsageError(f"the command {args.command} comes first, and its flags after it")
+    else:
+        _finish(args, argv[end + 1 :])
+    return args
+
+
+def _check_words(argv: list[str]) -> None:
+    """Refuse what argparse would take for something else: an unknown command, and a value "--"."""
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageError(f"{argv[0]!r} is not a command; commands: {', '.join(COMMANDS)}; a prompt goes after --prompt")
     if empty := next((flag for flag in argv if flag.startswith("--") and flag.endswith("=--")), None):
         raise UsageError(f"{empty[:-3]} has the value '--', which ends the flags; give another")
-    end = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)
-    parser = _parser()
-    if argv[:1] not in ([name] for name in COMMANDS):
-        parser.refuse_unknown(takewhile(lambda word: word not in COMMANDS, argv[:end]))
-    args = parser.parse_args(argv[:end])
-    vars(args).pop("_given", None)
-    if args.command is not None:
-        if argv[0] != args.command:
-            raise UsageError(f"the command {args.command} comes first, and its flags after it")
-        _finish(args, argv[end + 1 :])
-        return args
+
+
+def _finish_text(args: argparse.Namespace) -> None:
+    """Name the command, prompt or chat, refuse flags that exclude each other, and collect options."""
     args.command = "chat" if args.chat else "prompt"
     if args.chat and args.prompt is not None:
         raise UsageError("--chat and --prompt exclude each other; in a chat the prompt is typed")
-    if args.chat and args.raw:
-        raise UsageError("--chat and --raw exclude each other; a chat needs the model's template")
-    if args.think is not None and args.raw:
-        raise UsageError("--think and --raw exclude each other; thinking is a matter of the model's template")
-    if args.parse_special and args.raw:
-        raise UsageError("--parse-special and --raw exclude each other; control tokens of a raw prompt always count")
-    if args.system is not None and args.raw:
-        raise UsageError("--system and --raw exclude each other; a system prompt needs the model's template")
+    for flag, is_given, why in (
+        ("--chat", args.chat, "a chat needs the model's template"),
+        ("--think", args.think is not None, "thinking is a matter of the model's template"),
+        ("--parse-special", args.parse_special, "control tokens of a raw prompt always count"),
+        ("--system", args.system is not None, "a system prompt needs the model's template"),
+    ):
+        if args.raw and is_given:
+            raise UsageError(f"{flag} and --raw exclude each other; {why}")
     if not args.chat and args.prompt is None and sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt TEXT, a prompt on stdin, or --chat")
     args.options = _given_options(args)
     args.load = _load_options(args)
-    return args
 
 
 def _given_options(args: argparse.Namespace) -> dict[str, Any]:
