@@ -77,22 +77,20 @@ class Slots:
             self.pool = self._new_pool()
         taken = [slot for slot, _ in running]
         idle = sorted((slot for slot in self.slots if slot not in taken), key=lambda slot: slot.used)
-        best = max(idle, key=lambda slot: slot.reusable(prompt, reading), default=None)
-        if best is None or not best.reusable(prompt, reading):
-            best = next((slot for slot in idle if not slot.tokens), None)
-        room = len(self.slots) < self.parallel
-        if best is None and idle and not (room and self._fits(tokens, None, running, [])):
-            best = idle[0]
+        slot = _longest_prefix(idle, prompt, reading) or next((each for each in idle if not each.tokens), None)
+        if slot is None and idle:
+            may_add = len(self.slots) < self.parallel and self._fits(tokens, None, running, [])
+            slot = None if may_add else idle[0]
         if running or self.pool is not None:  # one alone needs what idle slots hold of a pool
-            others = [slot for slot in idle if slot is not best]
-            if not self._fits(tokens, best, running, others) and running:
+            others = [each for each in idle if each is not slot]
+            if not self._fits(tokens, slot, running, others) and running:
                 return None
-        if best is None:
-            best = Slot(self.model, self.context, self.pool)
-            self.slots.append(best)
+        if slot is None:
+            slot = Slot(self.model, self.context, self.pool)
+            self.slots.append(slot)
         self._taken += 1
-        best.used = self._taken
-        return best
+        slot.used = self._taken
+        return slot
 
     def idle(self, count: int) -> list[Slot]:
         """Return so many slots, or as many as there may be, while no sequence has one: those that hold least."""
@@ -133,3 +131,9 @@ class Slots:
 
     def _bytes(self, tokens: int) -> int:
         return self.model.ops.held_state_bytes(self.model.sequence_spec, tokens, self.model.ops.prefill_rows)
+
+
+def _longest_prefix(idle: Sequence[Slot], prompt: list[int], reading: Reading) -> Slot | None:
+    """Choose the slot that can reuse most of a prompt; None where no slot can reuse any of it."""
+    best = max(idle, key=lambda slot: slot.reusable(prompt, reading), default=None)
+    return best if best is not None and best.reusable(prompt, reading) else None

@@ -59,27 +59,22 @@ class Tuner:
 
     def choose(self) -> int:
         """The budget of the next step."""
-        begins, self.begins = self.begins, False
-        self.settled = False
+        begins, self.begins, self.settled = self.begins, False, False
         if self.trial:
             return self.trial.popleft()
-        for size in (self.sizes[1], 0, self.sizes[min(len(self.sizes) // 3, 2)]):
-            if not self.seconds[size].count:
+        if (first := self._unmeasured()) is not None:
+            return first
+        measured = [size for size in self.sizes if self.seconds[size].count]
+        best = max(measured, key=self.rate)
+        at = self.sizes.index(best)
+        beside = [self.sizes[i] for i in (at + 1, at - 1) if 0 <= i < len(self.sizes)]
+        for size in beside:  # the best so far may only be the best of those that were tried
+            if size not in measured:
                 return size
-            if size == 0 and self.rate(0) > self.rate(self.sizes[1]):
-                break  # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
-        measured = [i for i, size in enumerate(self.sizes) if self.seconds[size].count]
-        best = max(measured, key=lambda i: self.rate(self.sizes[i]))
-        beside = [i for i in (best + 1, best - 1) if 0 <= i < len(self.sizes)]
-        for i in beside:  # the best so far may only be the best of those that were tried
-            if i not in measured:
-                return self.sizes[i]
-        others = [self.sizes[i] for i in dict.fromkeys((*beside, 0)) if i != best and i in measured]
-        if self.sizes[best] == 0:
-            others = [max((self.sizes[i] for i in measured if self.sizes[i]), key=self.rate)]
+        others = list(dict.fromkeys((*beside, 0))) if best else [max(filter(None, measured), key=self.rate)]
         tried = others[self.trials % len(others)]
         steps = TRIALS[tried == 0]
-        step = self.seconds[tried].value - self.lengths[tried].value / self.rate(self.sizes[best])
+        step = self.seconds[tried].value - self.lengths[tried].value / self.rate(best)
         lost = max(steps * step, 0.0) + self.switch.value
         if self.saved >= lost * (1 if begins else PATIENCE):
             self.saved -= lost
@@ -87,7 +82,16 @@ class Tuner:
             self.trial.extend([tried] * (steps - 1))
             return tried
         self.settled = True
-        return self.sizes[best]
+        return best
+
+    def _unmeasured(self) -> int | None:
+        """The first size without a time, of those that are measured before any is the best; None: they are measured."""
+        for size in (self.sizes[1], 0, self.sizes[min(len(self.sizes) // 3, 2)]):
+            if not self.seconds[size].count:
+                return size
+            if size == 0 and self.rate(0) > self.rate(self.sizes[1]):
+                break  # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
+        return None
 
     def plain_steps(self) -> int:
         """Plain steps that may be taken after `choose` returned 0, before it is asked again."""
