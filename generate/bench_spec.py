@@ -75,23 +75,12 @@ def run(options: SpecBench) -> int:
         ids[: context - options.new_tokens]
         for ids in map(tokenizer.encode, read_prompts(options.spec, options.prompts))
     ]
-    sessions = {"off": Engine(target, tokenizer, context)}
-    ways = {"plain": PLAIN, "lookup": Speculation("lookup", options.tree_budget)}
-    if default_spec(target) == "wedlm":
-        greedy = [
-            way for way, each in WINDOWS.items() if options.temperature > 0 and (each.wedlm.checks or each.wedlm.verify)
-        ]
-        for way in greedy:
-            print(f"left out: {way}, which needs greedy decoding", file=sys.stderr)
-        ways |= {way: each for way, each in WINDOWS.items() if way not in greedy}
+    engines = {"off": Engine(target, tokenizer, context)}
+    ways = _ways(options, default_spec(target) == "wedlm")
     if draft is not None:
         drafted = Engine(load_pair(draft, target, True), tokenizer, context)
-        for kind in (row.name for row in DECODERS.values() if row.needs_draft):
-            sessions[kind] = drafted
-            ways[kind] = Speculation(kind, options.tree_budget, options.tree_topk)
-        ways["tree, chain first"] = Speculation("tree", options.tree_budget, options.tree_topk, seed_chain=True)
-        ways |= {f"tree {n}": Speculation("tree", n, options.tree_topk) for n in options.budgets or ()}
-    results = measure(sessions, ways, prompts, options.new_tokens, **options.sampling)
+        engines |= dict.fromkeys((row.name for row in DECODERS.values() if row.needs_draft), drafted)
+    results = measure(engines, ways, prompts, options.new_tokens, **options.sampling)
     name = target.ops.name
     mean = statistics.mean(map(len, prompts))
     print(f"{path.name} on {name}, {machine(name)}")
@@ -106,6 +95,22 @@ def run(options: SpecBench) -> int:
     if options.log:
         log(Path(options.log), [_row(name, path, way, r, options, mean) for way, r in results.items()])
     return 0
+
+
+def _ways(options: SpecBench, is_wedlm: bool) -> dict[str, Speculation]:
+    """List the ways of decoding to compare, by name; prints which windows are left out."""
+    ways = {"plain": PLAIN, "lookup": Speculation("lookup", options.tree_budget)}
+    for way, each in WINDOWS.items() if is_wedlm else ():
+        if options.temperature > 0 and (each.wedlm.checks or each.wedlm.verify):
+            print(f"left out: {way}, which needs greedy decoding", file=sys.stderr)
+        else:
+            ways[way] = each
+    if options.draft is not None:
+        sizes = options.tree_budget, options.tree_topk
+        ways |= {row.name: Speculation(row.name, *sizes) for row in DECODERS.values() if row.needs_draft}
+        ways["tree, chain first"] = Speculation("tree", *sizes, seed_chain=True)
+        ways |= {f"tree {n}": Speculation("tree", n, options.tree_topk) for n in options.budgets or ()}
+    return ways
 
 
 def read_prompts(file: str, most: int) -> list[str]:
@@ -148,7 +153,7 @@ def generation_options(speculation: Speculation, new_tokens: int, **sampling: An
 
 
 def measure(
-    sessions: dict[str, Engine],
+    engines: dict[str, Engine],
     ways: dict[str, Speculation],
     prompts: list[list[int]],
     new_tokens: int,
@@ -157,6 +162,8 @@ def measure(
     """Every way over every prompt, taken in turn so that a busy machine is busy for all; the first prompt warms up.
 
     The first way decodes plainly. With a temperature, the seed of a prompt is its number.
+
+    engines  by the decoder that each runs; "off" runs every other one
     """
     is_greedy = not sampling.get("temperature")
     results: dict[str, Result] = {way: Result() for way in ways}
@@ -164,10 +171,10 @@ def measure(
         for number, prompt in enumerate([prompts[0], *prompts]):
             expected: list[int] = []
             for way, speculation in ways.items():
-                session = sessions.get(speculation.kind, sessions["off"])
+                engine = engines.get(speculation.kind, engines["off"])
                 options = generation_options(speculation, new_tokens, seed=number, **sampling)
-                pieces = list(session.stream(prompt, options))
-                session.reset()
+                pieces = list(engine.stream(prompt, options))
+                engine.reset()
                 bar.update()
                 tokens, stats = [t for p in pieces for t in p.tokens], pieces[-1].stats
                 assert stats
@@ -184,7 +191,7 @@ def measure(
                 if stats.wedlm:
                     result.wedlm.add(stats.wedlm)
                 if tokens != expected:
-                    tie = is_greedy and is_near_tie(sessions["off"], prompt, expected, tokens)
+                    tie = is_greedy and is_near_tie(engines["off"], prompt, expected, tokens)
                     result.near_ties += tie
                     result.different += not tie
     return results
@@ -214,12 +221,12 @@ def _add(total: DecodeStats, one: DecodeStats) -> None:
         total.seconds[phase] += seconds
 
 
-def is_near_tie(session: Engine, prompt: list[int], expected: list[int], tokens: list[int]) -> bool:
+def is_near_tie(engine: Engine, prompt: list[int], expected: list[int], tokens: list[int]) -> bool:
     """Were the first tokens in which two replies differ as good as equal to the model?"""
     at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=False)) if a != b), None)
     if at is None:
         return False  # one ends where the other goes on
-    row = logits_of(session.model, [*prompt, *expected[:at]], session.target.context)[-1]
+    row = logits_of(engine.model, [*prompt, *expected[:at]], engine.target.context)[-1]
     return bool(row[expected[at]] - row[tokens[at]] < NEAR_TIE)
 
 
