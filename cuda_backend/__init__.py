@@ -72,7 +72,7 @@ def open_devices(
     sizes   bytes of each layer of the model, as given ops hold it
     random  make quantized matrices at random, as `random_ops` does
     """
-    from cuda_backend.multi_gpu import open_gpus
+    from cuda_backend.layer_split import open_gpus
     from cuda_backend.ops import CudaOps
     from cuda_backend.random_weights import RandomOps
 

@@ -98,7 +98,7 @@ def attention(
         keys, values = unrolled(kv, step, context.arena, context.stream)
     exact = write_rows(context, (q, k, v), kv, step, q16, (keys, values))
     if step.prefill:
-        out = whole(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, keep), exact)
+        out = attend_long(context, q16, (keys, values), (T, H, D), step, scale, (window or 0, keep), exact)
         if kv.store.is_ring:
             rolled(kv, step, (keys, values), context.stream)
         close_exact(context, kv, step, exact)
@@ -145,7 +145,10 @@ def new_pieces(
     shares: int,
     seen: tuple[int, int] = (0, 0),
 ) -> Pieces:
-    """Memory for the sums of rows and heads = `shape`, whose pieces `shares` CTAs share; `seen` as `whole` takes it."""
+    """Memory for the sums of rows and heads = `shape`, whose pieces `shares` CTAs share.
+
+    seen  as in `attend_long`
+    """
     (T, H), (window, keep), wide, most = shape, seen, values.width, store.most
     trunk = piece_places(most, SPLIT_TILE, window, keep, shares)
     count = trunk + tail_places(SPLIT_TILE, T)
@@ -278,7 +281,7 @@ class Sight(NamedTuple):
     words: int
 
 
-def whole(
+def attend_long(
     context: Context,
     q16: int,
     room: Planes,
@@ -325,7 +328,7 @@ def whole(
     return out
 
 
-def part(
+def attend_stretch(
     context: Context,
     q16: int,
     room: Planes,

@@ -4,7 +4,7 @@ from typing import Any
 
 from common.block_sparse import BLOCK
 from cuda_backend.arrays import Array
-from cuda_backend.attention import Sight, attention, whole, write_rows
+from cuda_backend.attention import Sight, attend_long, attention, write_rows
 from cuda_backend.caches.formats import format_defines
 from cuda_backend.caches.kv import KV
 from cuda_backend.caches.planes import of_slot
@@ -44,4 +44,4 @@ def block_sparse_attention(context: Context, q: Array, k: Array, v: Array, kv: K
         shared_mem=shared,
         stream=context.stream,
     )
-    return whole(context, q16, (kv.keys, kv.values), (T, H, D), step, scale, exact=exact, sight=sight)
+    return attend_long(context, q16, (kv.keys, kv.values), (T, H, D), step, scale, exact=exact, sight=sight)

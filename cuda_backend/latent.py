@@ -7,7 +7,7 @@ import cupy
 from common.step import MAX_DECODE_ROWS
 from cuda_backend import gemm
 from cuda_backend.arrays import Array
-from cuda_backend.attention import LOG2_E, Pieces, combine, combined, part, sums_memory, whole, windowed
+from cuda_backend.attention import LOG2_E, Pieces, attend_long, attend_stretch, combine, combined, sums_memory, windowed
 from cuda_backend.caches.formats import turn_back
 from cuda_backend.caches.latent import Latent
 from cuda_backend.caches.planes import TILE, Places, Plane, move, planes_at
@@ -117,8 +117,8 @@ def expanded_attention(
             stream=context.stream,
         )
         if n > most:
-            part(context, q16, (keys, values), out, step, scale, (first, first + count), held)
-    return out if n > most else whole(context, q16, (keys, values), (T, H, V), step, scale)
+            attend_stretch(context, q16, (keys, values), out, step, scale, (first, first + count), held)
+    return out if n > most else attend_long(context, q16, (keys, values), (T, H, V), step, scale)
 
 
 class Queries(NamedTuple):

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from common.errors import BimetalError
-from cuda_backend.later import LaterCopies
+from cuda_backend.background_copies import BackgroundCopies
 from cuda_backend.prototypes import prototypes, type_of
 from cuda_backend.sources import OPTIONS, source
 from cuda_backend.staged import StagedCopies
@@ -31,7 +31,7 @@ class Stream:
         self.cuda = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = self.joined = self.is_captured = False
         self.launches = 0
-        self.copies, self.staged = LaterCopies(self.cuda), StagedCopies(self.cuda)
+        self.copies, self.staged = BackgroundCopies(self.cuda), StagedCopies(self.cuda)
 
     @property
     def ptr(self) -> int:

@@ -189,8 +189,8 @@ class CudaOps(Ops):
         store = self.context.experts
         out, count = play() if store is None else store.step(fn, len(step), bucket(len(step)), play)
         if isinstance(out, tuple):
-            return tuple(rows.kept(self.context, x, count) for x in out)
-        return rows.kept(self.context, out if kept is None else out[kept], count)
+            return tuple(rows.out_of_arena(self.context, x, count) for x in out)
+        return rows.out_of_arena(self.context, out if kept is None else out[kept], count)
 
     def scope(self, layer: int, block: Callable[[AnyArray], AnyArray], x: AnyArray) -> AnyArray:
         self.context.arena.turn()
@@ -273,7 +273,7 @@ class CudaOps(Ops):
         if isinstance(x, np.ndarray):
             return x
         if x.dtype == np.float32 and not x.is_dense:
-            x = rows.kept(self.context, x, x.shape[0])
+            x = rows.out_of_arena(self.context, x, x.shape[0])
         return self.read_all(x)[0]
 
     def read_all(self, *xs: Any) -> tuple[np.ndarray, ...]:

@@ -74,7 +74,7 @@ def summed(context: Context, x: Array) -> Array:
     return x if x.partials == 1 else Array(x.shape, copied(context, x).as_dense())
 
 
-def kept(context: Context, x: Array, count: int) -> Array:
+def out_of_arena(context: Context, x: Array, count: int) -> Array:
     """Copy the first `count` rows of x out of the arena, which the next step overwrites; partial sums are added.
 
     If rows can be read in float4, as logits can, the same launch finds their largest keys.

@@ -19,7 +19,7 @@ from cuda_backend.relay import Gpu
 
 
 class SeveralGpus(Ops):
-    """Base of MultiGpuOps and TensorParallelOps: what concerns all of `gpus`, and what the first one does for all."""
+    """Base of LayerSplitOps and TensorParallelOps: what concerns all of `gpus`, and what the first one does for all."""
 
     name = CudaOps.name
     item_bytes = CudaOps.item_bytes

@@ -26,12 +26,12 @@ from cuda_backend.card import card_of
 from cuda_backend.exchange import MOST_RANKS
 from cuda_backend.multi_gpu_states import MultiGpuPool
 from cuda_backend.ops import CudaOps
+from cuda_backend.per_rank import GraphPerRank, PerRank, per_rank
 from cuda_backend.relay import Gpu, Input, MultiGpuStep
 from cuda_backend.replay import DeviceStep, check, shape_of, table_of
 from cuda_backend.segments import Program, run_step
 from cuda_backend.several_gpus import SeveralGpus, check_devices, each, free
 from cuda_backend.transports import Transport, open_exchange, warn_of_slow_sums
-from cuda_backend.wide import Wide, WideGraph, widened
 
 
 def on_all(name: str) -> Any:
@@ -43,7 +43,7 @@ def on_all(name: str) -> Any:
             given = {key: each(x, local) for key, x in options.items()}
             return getattr(self.gpus[rank].ops, name)(*each(args, local), **given)
 
-        return self._wide(self._each(one))
+        return self._per_rank(self._each(one))
 
     return op
 
@@ -88,16 +88,16 @@ class TensorParallelOps(SeveralGpus):
 
     def _joined(self, models: Sequence[Any]) -> Any:
         names = [name for name in ("weights", "draft_weights") if hasattr(models[0], name)]
-        trees = {name: widened(self.gpus, [getattr(model, name) for model in models]) for name in names}
+        trees = {name: per_rank(self.gpus, [getattr(model, name) for model in models]) for name in names}
         return replace(models[0], ops=self, **trees)
 
-    def weight(self, *parts: Tensor) -> Wide:
-        return Wide(self.gpus, self.each_gpu(lambda gpu: gpu.ops.weight(*parts)))
+    def weight(self, *parts: Tensor) -> PerRank:
+        return PerRank(self.gpus, self.each_gpu(lambda gpu: gpu.ops.weight(*parts)))
 
-    def vector(self, tensor: Tensor) -> Wide:
-        return Wide(self.gpus, self.each_gpu(lambda gpu: gpu.ops.vector(tensor)))
+    def vector(self, tensor: Tensor) -> PerRank:
+        return PerRank(self.gpus, self.each_gpu(lambda gpu: gpu.ops.vector(tensor)))
 
-    def weight_bytes(self, weight: Wide) -> int:
+    def weight_bytes(self, weight: PerRank) -> int:
         """Count the bytes on all GPUs, which read them at once."""
         return sum(gpu.ops.weight_bytes(part) for gpu, part in zip(self.gpus, weight.parts, strict=True))
 
@@ -113,7 +113,7 @@ class TensorParallelOps(SeveralGpus):
 
     def new_pool(self, spec: Sequence[LayerSpec], slots: int, capacity: int, tokens: int | None = None) -> MultiGpuPool:
         parts = self.each_gpu(lambda gpu: gpu.ops.new_pool(spec, slots, capacity, tokens))
-        layers = widened(self.gpus, [part.layers for part in parts])
+        layers = per_rank(self.gpus, [part.layers for part in parts])
         return MultiGpuPool(dict(zip(self.gpus, parts, strict=True)), layers)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class TensorParallelOps(SeveralGpus):
         return self._kept(out if kept is None else out[kept], count)
 
     def _uploaded(self, rank: int, pool: MultiGpuPool, step: Step, runs: Any) -> DeviceStep:
-        if isinstance(step.tokens, Wide):
+        if isinstance(step.tokens, PerRank):
             step = replace(step, tokens=step.tokens.parts[rank])
         gpu = self.gpus[rank]
         return gpu.context.replay.upload(pool.pools[gpu], step, runs)
@@ -157,7 +157,7 @@ class TensorParallelOps(SeveralGpus):
         with ExitStack() as stack:
             captures = self.each_gpu(lambda gpu: stack.enter_context(self._capture(gpu)))
             out = self._call(fn, state)
-        return Program([WideGraph(self.gpus, captures, self.exchange, self.exchange.index)], out)
+        return Program([GraphPerRank(self.gpus, captures, self.exchange, self.exchange.index)], out)
 
     @contextmanager
     def _capture(self, gpu: Gpu) -> Iterator[Any]:
@@ -171,20 +171,20 @@ class TensorParallelOps(SeveralGpus):
             with gpu.device:
                 graph.end()
 
-    def scope(self, layer: int, block: Callable[[Any], Any], x: Wide) -> Wide:
+    def scope(self, layer: int, block: Callable[[Any], Any], x: PerRank) -> PerRank:
         for gpu in self.gpus:
             gpu.context.arena.turn()
-        out: Wide = block(x)
+        out: PerRank = block(x)
         return out
 
-    def all_reduce(self, x: Wide) -> Wide:
+    def all_reduce(self, x: PerRank) -> PerRank:
         is_captured = self.gpus[0].context.arena.frozen
-        return Wide(self.gpus, self.exchange.sum(x.parts, fuses=is_captured))
+        return PerRank(self.gpus, self.exchange.sum(x.parts, fuses=is_captured))
 
-    def all_gather(self, x: Wide, columns: int) -> Wide:
-        return x if x.shape[1] == columns else Wide(self.gpus, self.exchange.gather(x.parts))
+    def all_gather(self, x: PerRank, columns: int) -> PerRank:
+        return x if x.shape[1] == columns else PerRank(self.gpus, self.exchange.gather(x.parts))
 
-    def sample(self, logits: Wide, sampler: Sampler | Samplers) -> Any:
+    def sample(self, logits: PerRank, sampler: Sampler | Samplers) -> Any:
         drawn: Sampler | Samplers
         if isinstance(sampler, Samplers):
             drawn = Samplers([(Drawn(each, rows), rows) for each, rows in sampler.of])
@@ -199,7 +199,7 @@ class TensorParallelOps(SeveralGpus):
             own = logits.parts[rank]
             return sampling.sample(self.gpus[rank].context, own, drawn) if rank else first(own, drawn)
 
-        return Wide(self.gpus, self._each(one))
+        return PerRank(self.gpus, self._each(one))
 
     def read(self, x: Any) -> np.ndarray:
         return self.read_all(x)[0]
@@ -264,20 +264,22 @@ class TensorParallelOps(SeveralGpus):
 
     def _local(self, x: Any, rank: int) -> Any:
         """An argument as the ops of a rank take it."""
-        if isinstance(x, Wide):
+        if isinstance(x, PerRank):
             return x.parts[rank]
         if isinstance(x, MultiGpuStep):
             return self.steps[rank]
         return getattr(self.steps[rank], x.name) if isinstance(x, Input) else x
 
-    def _wide(self, outs: Sequence[Any]) -> Any:
+    def _per_rank(self, outs: Sequence[Any]) -> Any:
         """Wrap what an op returned on the ranks."""
         if isinstance(outs[0], tuple):
-            return tuple(self._wide(parts) for parts in zip(*outs, strict=True))
-        return Wide(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]
+            return tuple(self._per_rank(parts) for parts in zip(*outs, strict=True))
+        return PerRank(self.gpus, outs) if isinstance(outs[0], Array) else outs[0]
 
-    def _kept(self, x: Wide, count: int) -> Wide:
-        return Wide(self.gpus, self._each(lambda rank: rows.kept(self.gpus[rank].context, x.parts[rank], count)))
+    def _kept(self, x: PerRank, count: int) -> PerRank:
+        return PerRank(
+            self.gpus, self._each(lambda rank: rows.out_of_arena(self.gpus[rank].context, x.parts[rank], count))
+        )
 
 
 def open_ranks(

@@ -28,7 +28,7 @@ from generate.synthetic import synthetic, synthetic_checkpoint
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import multi_gpu  # noqa: E402
+from cuda_backend import layer_split  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.states import state_bytes  # noqa: E402
 
@@ -144,7 +144,7 @@ def test_the_fullest_sets_the_context(full, monkeypatch):
         monkeypatch.setattr(CudaOps, name, lambda *_: 0)
     own = [[s for i, s in enumerate(spec) if ops.layers[i].index == device] for device in (0, 1)]
     limit = state_bytes(own[full], 5000)
-    monkeypatch.setattr(multi_gpu, "free", lambda gpu: limit / (1 - SPARE) if gpu.index == full else 10**15)
+    monkeypatch.setattr(layer_split, "free", lambda gpu: limit / (1 - SPARE) if gpu.index == full else 10**15)
     context = context_that_fits(ops, config, layout, spec)
     assert state_bytes(own[full], context) <= limit < state_bytes(own[full], context + 64)
 
@@ -245,7 +245,7 @@ def test_real_widths(name, monkeypatch):
 
 def test_every_op_is_forwarded():
     own = {name for name in vars(CudaOps) if hasattr(Ops, name) and not name.startswith("_")}
-    classes = multi_gpu.MultiGpuOps.__mro__
+    classes = layer_split.LayerSplitOps.__mro__
     assert own <= {name for c in classes[: classes.index(Ops)] for name in vars(c)}
 
 
@@ -286,11 +286,11 @@ def test_refused(placement, said):
 
 def test_more_gpus_than_layers():
     with pytest.raises(UsageError, match="the model has 2 layers, too few for 3 GPUs"):
-        multi_gpu.shared_out([5, 5], [1, 1, 1])
+        layer_split.shared_out([5, 5], [1, 1, 1])
 
 
 def test_too_little_memory_names_the_gpu(monkeypatch):
-    monkeypatch.setattr(multi_gpu, "free", lambda gpu: 10**9 if gpu.index == 0 else 10)
+    monkeypatch.setattr(layer_split, "free", lambda gpu: 10**9 if gpu.index == 0 else 10)
     with pytest.raises(BimetalError, match=r"GPU 1 \(.*\) has 0.0 GB free, and its 2 layers take 0.0 GB"):
         ops_on("qwen3", Placement((0, 1), (1, 2)))
 
@@ -307,7 +307,7 @@ def test_too_little_memory_names_the_gpu(monkeypatch):
     ],
 )
 def test_shared_out(sizes, proportions, layers):
-    assert multi_gpu.shared_out(sizes, proportions) == layers
+    assert layer_split.shared_out(sizes, proportions) == layers
 
 
 def test_through_the_api(tmp_path):

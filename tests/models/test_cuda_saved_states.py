@@ -14,7 +14,7 @@ from generate.synthetic import synthetic
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-from cuda_backend import later, memory, staged  # noqa: E402
+from cuda_backend import background_copies, memory, staged  # noqa: E402
 from cuda_backend.ops import CudaOps  # noqa: E402
 from cuda_backend.random_weights import RandomOps  # noqa: E402
 
@@ -95,7 +95,7 @@ def test_a_state_that_is_emptied(ops, name):
 @pytest.mark.parametrize("name", ["qwen35", "laguna", "glm"])
 def test_copies_are_made_beside_later_steps(ops, name, many, monkeypatch):
     """What is saved is what the state held then, though its rows are overwritten before the copies are complete."""
-    monkeypatch.setattr(later, "MANY", many)
+    monkeypatch.setattr(background_copies, "MANY", many)
     model, ids = tiny.load(name, ops), tiny.golden(name)["ids"].astype(np.int32)
     state = model.new_state(tiny.CAPACITY)
     tiny.run(model, state, ids[:9])
@@ -142,8 +142,9 @@ def test_copies_while_the_interpreter_ends(ops):
 
 
 def test_copies_that_wait(ops, monkeypatch):
-    monkeypatch.setattr(later, "MANY", 100)
-    copies, slow, out = later.LaterCopies(ops.context.stream.cuda), Future(), np.empty(101, np.uint8)
+    monkeypatch.setattr(background_copies, "MANY", 100)
+    copies = background_copies.BackgroundCopies(ops.context.stream.cuda)
+    slow, out = Future(), np.empty(101, np.uint8)
     copies.waiting.append((slow, out))
     assert (copies.waiting_bytes, copies.most(0), copies.most(699)) == (101, 100, 200)
     copies.make_room(100, 1200)  # returns at once: a quarter of what is free is more
@@ -155,7 +156,8 @@ def test_copies_that_wait(ops, monkeypatch):
 
 
 def test_arrays_are_waited_for_alone(ops):
-    copies, outs = later.LaterCopies(ops.context.stream.cuda), [np.empty(8, np.uint8) for _ in range(4)]
+    copies = background_copies.BackgroundCopies(ops.context.stream.cuda)
+    outs = [np.empty(8, np.uint8) for _ in range(4)]
     done = [Future() for _ in outs]
     copies.waiting.extend(zip(done, outs, strict=True))
     of_two, of_all = copies.completion([outs[0], outs[2].view(np.float32)[:1], np.empty(3)]), copies.completion()

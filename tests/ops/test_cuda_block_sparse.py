@@ -93,11 +93,11 @@ def test_steps_that_see_all_keys(steps, ops):
 
 
 def test_scores_of_a_long_text_are_those_of_numpy(tmp_path, monkeypatch):
-    folder, seen, whole = write(tmp_path / "drafter"), [], sparse_attention.whole
+    folder, seen, attend = write(tmp_path / "drafter"), [], sparse_attention.attend_long
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(config))
     tokens = [random.Random(4).randrange(2, 258) for _ in range(1700)]
-    monkeypatch.setattr(sparse_attention, "whole", lambda *a, **o: seen.append(o["sight"]) or whole(*a, **o))
+    monkeypatch.setattr(sparse_attention, "attend_long", lambda *a, **o: seen.append(o["sight"]) or attend(*a, **o))
     scores = []
     for backend in ("numpy", "cuda"):
         with generate.load(folder, backend=backend, parallel=1) as llm:

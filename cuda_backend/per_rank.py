@@ -10,7 +10,7 @@ from cuda_backend.relay import Gpu
 from cuda_backend.transports import Transport
 
 
-class Wide:
+class PerRank:
     """An array, a weight or a layer's state of each rank; arrays have one shape. `gpus` may be more than `parts`."""
 
     __slots__ = ("gpus", "parts")
@@ -26,38 +26,38 @@ class Wide:
     def __len__(self) -> int:
         return len(self.parts[0])
 
-    def reshape(self, *shape: Any) -> "Wide":
+    def reshape(self, *shape: Any) -> "PerRank":
         return self._each(lambda part: part.reshape(*shape))
 
-    def __getitem__(self, index: Any) -> "Wide":
+    def __getitem__(self, index: Any) -> "PerRank":
         return self._each(lambda part: part[index])
 
-    def _each(self, change: Callable[[Any], Any]) -> "Wide":
+    def _each(self, change: Callable[[Any], Any]) -> "PerRank":
         parts = []
         for gpu, part in zip(self.gpus, self.parts, strict=False):
             with gpu.device:
                 parts.append(change(part))
-        return Wide(self.gpus, parts)
+        return PerRank(self.gpus, parts)
 
 
 # -- trees of a model --------------------------------------------------------------------------------------------------
 
 
-def widened(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
-    """The weights of all ranks as one tree of Wide weights; `trees` are namespaces and lists of weights or None."""
+def per_rank(gpus: Sequence[Gpu], trees: Sequence[Any]) -> Any:
+    """The weights of all ranks as one tree of PerRank weights; `trees` are namespaces and lists of weights or None."""
     first = trees[0]
     if isinstance(first, SimpleNamespace):
-        return SimpleNamespace(**{n: widened(gpus, [getattr(tree, n) for tree in trees]) for n in vars(first)})
+        return SimpleNamespace(**{n: per_rank(gpus, [getattr(tree, n) for tree in trees]) for n in vars(first)})
     if isinstance(first, list):
-        return [widened(gpus, parts) for parts in zip(*trees, strict=True)]
-    return None if first is None else Wide(gpus, trees)
+        return [per_rank(gpus, parts) for parts in zip(*trees, strict=True)]
+    return None if first is None else PerRank(gpus, trees)
 
 
 # -- captured steps ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class WideGraph:
+class GraphPerRank:
     """A step as a graph of each rank, with so many exchanges. All are launched before the host waits for any."""
 
     gpus: Sequence[Gpu]

@@ -1,4 +1,4 @@
-"""Several GPUs, each with some layers of a model: the rows of a step pass from one GPU to the next.
+"""A model split by layers over several GPUs: the rows of a step pass from one GPU to the next.
 
 An op runs on the GPU of its weight or state, or else of its first array; other arrays are copied there. `scope` copies
 the residual rows to the GPU of the layer. A captured step is one graph per stretch of layers on one GPU. It never waits
@@ -31,7 +31,7 @@ from cuda_backend.several_gpus import SeveralGpus, check_devices, connect, each,
 def forwarded(name: str) -> Any:
     """The op `name` on the GPU that its arguments choose."""
 
-    def op(self: "MultiGpuOps", *args: Any, **options: Any) -> Any:
+    def op(self: "LayerSplitOps", *args: Any, **options: Any) -> Any:
         gpu = gpu_of(list(leaves(args)))
         args = each(args, lambda x: self.relay.bring(x, gpu) if isinstance(x, Value) else x)
         with self.relay.on(gpu) as ops:
@@ -45,8 +45,8 @@ def gpu_of(args: Sequence[Any]) -> Gpu:
     return next(x.gpu for kind in (Held, Value) for x in args if isinstance(x, kind))
 
 
-class MultiGpuOps(SeveralGpus):
-    """The op contract on several GPUs.
+class LayerSplitOps(SeveralGpus):
+    """The op contract on several GPUs, each of which holds some layers.
 
     layers  index into `gpus` for each layer of the model
     draft   index of the GPU that holds the layers of a draft
@@ -191,7 +191,7 @@ class MultiGpuOps(SeveralGpus):
 
     def _kept(self, x: Value, count: int) -> Value:
         with x.gpu.device:
-            return Value(rows.kept(x.gpu.context, x.array, count), x.gpu, self.relay)
+            return Value(rows.out_of_arena(x.gpu.context, x.array, count), x.gpu, self.relay)
 
 
 # -- which GPU has what ------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def open_gpus(
                 f"{layers.count(place)} layers take {need / 1e9:.1f} GB; "
                 "give it a smaller share of the split, or choose more GPUs"
             )
-    return MultiGpuOps(list(gpus.values()), layers, gpus[devices[-1] if draft is None else draft])
+    return LayerSplitOps(list(gpus.values()), layers, gpus[devices[-1] if draft is None else draft])
 
 
 def shared_out(sizes: Sequence[int], split: Sequence[float]) -> list[int]:

@@ -12,7 +12,7 @@ MANY = 256 << 20  # bytes of device memory that may wait for their copies howeve
 CHUNK = 16 << 20  # bytes that are copied at a time
 
 
-class LaterCopies:
+class BackgroundCopies:
     """Copies of memory that one stream has written, in order."""
 
     def __init__(self, stream: cupy.cuda.Stream):
