@@ -80,6 +80,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _map_tensors(
     data: np.ndarray, path: Path, entries: list[tuple[str, tuple[int, ...], str, int]], start: int, alignment: int
 ) -> dict[str, Tensor]:
+    """Cut the tensors (name, shape, type, offset) out of the data that begin at `start`; refuses gaps and overlaps."""
     tensors: dict[str, Tensor] = {}
     end, previous = start, ""
     for name, shape, type_, offset in sorted(entries, key=lambda entry: entry[3]):

@@ -92,6 +92,7 @@ def _load(checkpoint: Checkpoint, source: Stored, name: str) -> Tensor:
 
 
 def _config(checkpoint: Checkpoint, family: str, c: Any) -> dict[str, Any]:
+    """Write the config.json of a GGUF file of Llama, Qwen3 or WeDLM."""
     keys = Keys(checkpoint.config, str(checkpoint.path), prefix=family + ".", nested=False)
     card: dict[str, Any] = {
         "architectures": [FAMILIES[family]],

@@ -114,6 +114,7 @@ def _resolve_repo(repo: str, file: str | None, quant: str | None, progress: bool
 
 
 def remote_listing(repo: str, revision: str | None) -> Listing:
+    """Ask the Hub what a repository holds; raises HubUnavailableError where a cached copy may serve."""
     check_endpoint()
     from huggingface_hub import HfApi, constants, is_offline_mode
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RevisionNotFoundError

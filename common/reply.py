@@ -110,6 +110,7 @@ class ReplyParser:
         return False
 
     def _call(self, parts: Parts, end: bool) -> bool:
+        """Read a call up to its closing tag; what is no call becomes text. False: it waits for more."""
         assert self._syntax
         lead = self._syntax.lead
         if not lead.startswith(self._held[self._body :].lstrip()[: len(lead)]):

@@ -92,6 +92,7 @@ class Array:
         return self._view(target, reshaped(self.shape, self.strides, target), 0)
 
     def __getitem__(self, index: Any) -> "Array":
+        """Return a view of numbers, slices and at most one `...`; of a lazy array, all of it stays lazy."""
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in index:
             at = index.index(Ellipsis)

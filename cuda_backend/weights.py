@@ -136,6 +136,7 @@ def held_bytes(part: Tensor) -> int:
 
 
 def _segment(parts: list[Tensor], uploader: Uploader, half: str, stage: Stage) -> Segment:
+    """Stack parts of one type by rows and repack them on the device to the units that products read."""
     first = parts[0]
     experts = first.shape[0] if len(first.shape) == 3 else 1
     rows, columns = sum(p.shape[-2] for p in parts), first.shape[-1]

@@ -176,6 +176,7 @@ def _candidates(
 
 
 def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice, args: argparse.Namespace) -> Candidate:
+    """Predict from headers what a model and its draft take, as functions of tokens and memory."""
     _, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), cache, ops)

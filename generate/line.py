@@ -37,6 +37,7 @@ def _plain_line(prompt: str) -> str:
 
 
 def _terminal_reader(commands: Sequence[str]) -> Callable[[str], str]:
+    """Return a reader with history, completion of commands, and lines that Alt-Enter adds."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import Completer, Completion
     from prompt_toolkit.key_binding import KeyBindings
