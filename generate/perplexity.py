@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,7 @@ from common.perplexity import (
     score,
     scored_targets,
 )
+from common.storage import KVSpec, RowSpec, all_specs
 from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.caches import cache_of, with_cache
@@ -45,6 +47,12 @@ def run(args: argparse.Namespace) -> int:
         )
     ids = _tokens(tokenizer, text)
     windows = cut_windows(ids[: args.max_tokens], args.ctx_window, tokenizer.bos_id if tokenizer.add_bos else None)
+    if args.ctx_window <= (exact := _exact_tokens(model)):
+        print(
+            f"the cache of {model.cache} reads windows of up to {exact} tokens exactly, without a loss to measure; "
+            f"choose a --ctx-window above {exact}",
+            file=sys.stderr,
+        )
     reference_name, reference = _reference(args, model, text, ids, windows)
     blocks = score(model, windows)
     if args.save_reference:
@@ -69,6 +77,12 @@ def _load(path: Path, args: argparse.Namespace) -> tuple[Model, Tokenizer]:
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     return open_model(checkpoint, args.backend, progress=True, placement=placement_of(args)), tokenizer
+
+
+def _exact_tokens(model: Model) -> int:
+    """Count the tokens of a sequence up to which nothing is read from the codes of a compressed cache."""
+    specs = [s for s in all_specs(model.state_spec) if isinstance(s, RowSpec) and s.is_packed]
+    return min((s.packing.first + s.packing.recent if isinstance(s, KVSpec) else 0 for s in specs), default=0)
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -161,5 +161,19 @@ def test_perplexity_against_the_same_model(tmp_path, capsys):
     alone = json.loads(capsys.readouterr().out)
     assert alone["cache"] == "keys lm4, values lm4"
     assert main(["perplexity", "demo", *flags, "--kv", "q8", "--reference", "demo"]) == 0
-    measured = json.loads(capsys.readouterr().out)["agreement"]
+    out, said = capsys.readouterr()
+    measured = json.loads(out)["agreement"]
     assert 0 < measured["kl"]["value"] < 1e-3
+    assert "exactly" not in said
+
+
+@pytest.mark.parametrize(("window", "is_exact"), [("192", True), ("224", False)])
+def test_perplexity_of_windows_that_are_read_exactly(tmp_path, capsys, window, is_exact):
+    """Keys of 4 bits keep the first tokens and the latest 128 exact: in such a window nothing is read from codes."""
+    text = tmp_path / "text.py"
+    text.write_text(CODE * 24)
+    flags = ["--kv", "q4", "--kv-calibration", "64", "--ctx-window", window, "--backend", "numpy", "--json"]
+    assert main(["perplexity", "demo", "--text", str(text), *flags, "--reference", "demo"]) == 0
+    out, said = capsys.readouterr()
+    assert (json.loads(out)["agreement"]["kl"]["value"] == 0) == is_exact
+    assert ("reads windows of up to 192 tokens exactly" in said) == is_exact
