@@ -243,7 +243,7 @@ def table(results: dict[str, Result]) -> None:
         speed = f"{statistics.median(r.rates):.1f} ({spread})", f"{r.tps / plain:.2f}"
         print(form.format(way, *figures, *speed, *times, same))
     _windows({way: r.wedlm for way, r in results.items() if r.wedlm.forwards})
-    print("accepted by place")
+    print("accepted by position")
     for way, r in results.items():
         if r.accepted.steps:
             print(f"{way:18} " + (" ".join(f"{share:4.0%}" for share in r.accepted.by_position) or "none"))

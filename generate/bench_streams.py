@@ -120,7 +120,7 @@ def run(options: StreamsBench) -> int:
     if most > 1:
         model.ops.prefill_rows = min(model.ops.prefill_rows, SHARED_PREFILL_ROWS)
     print(f"{options.synthetic or options.model} on {name}, {machine(name)}")
-    print(f"prompts of {context} tokens, called at once; {options.new_tokens} tokens of the last to begin")
+    print(f"prompts of {context} tokens, all at once, until the last reply to begin has {options.new_tokens} tokens")
     head = "streams", "tok/s", "of each", "first p50", "p95", "gap p50", "p95 ms", "host ms", "idle ms"
     print("{:>8} {:>9} {:>9} {:>10} {:>9} {:>9} {:>9} {:>8} {:>8}".format(*head))
     rows = []

@@ -132,12 +132,12 @@ def speculation_figures(stats: Stats) -> str:
     accepted = stats.accepted
     assert accepted is not None
     steps = max(accepted.steps, 1)
-    against = f", {stats.speedup:.2f} x steps of one token" if stats.speedup else ""
-    places = " ".join(f"{share:.0%}" for share in accepted.by_position)
+    against = f", {stats.speedup:.2f} x plain decoding" if stats.speedup else ""
+    positions = " ".join(f"{share:.0%}" for share in accepted.by_position)
     phases = ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in accepted.seconds.items())
     return (
         f"speculative decoding: {accepted.length:.2f} tokens per step of {accepted.rows / steps:.1f} rows{against}; "
-        f"accepted by place: {places or 'none'}\n"
+        f"accepted by position: {positions or 'none'}\n"
         f"ms per step: {phases}"
     )
 

@@ -40,7 +40,7 @@ def test_table_and_log(files, tmp_path, capsys):
     assert all(f"\n{way} " in out for way in ways)
     assert "differ" not in out
     assert re.search(r"draft +tree +verify +commit +host +ms", out)
-    shares = out[out.index("accepted by place") :].splitlines()[1 : len(ways)]
+    shares = out[out.index("accepted by position") :].splitlines()[1 : len(ways)]
     assert [line[:18].strip() for line in shares] == ways[1:]
     assert all(re.fullmatch(r"none|( *\d+%)+", line[18:].strip()) for line in shares)
     rows = list(csv.DictReader(log.open(), delimiter="\t"))
