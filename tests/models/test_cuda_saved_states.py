@@ -132,7 +132,7 @@ def test_copies_through_pinned_memory(ops, nbytes, monkeypatch):
 
 def test_copies_while_the_interpreter_ends(ops):
     """A script that ended right after a reply showed that no thread could be started."""
-    copies, source = later.LaterCopies(ops.context.stream.cuda), np.arange(200, dtype=np.uint8)
+    copies, source = background_copies.BackgroundCopies(ops.context.stream.cuda), np.arange(200, dtype=np.uint8)
     first, second = (memory.upload(each, ops.context.stream) for each in (source, source[::-1].copy()))
     out = [copies.copy(first)]
     copies.worker[0].shutdown()
