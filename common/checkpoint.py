@@ -22,7 +22,8 @@ UNFINISHED = "unfinished.json"  # the marker of a folder that a quantization run
 class Checkpoint:
     """A model's files: configuration and tensors, from which the model is built.
 
-    path     the GGUF file, or the directory of the safetensors files, with config.json and perhaps a tokenizer.json
+    path     the GGUF file, of a split one the first, or the directory of the safetensors files, with config.json and
+             perhaps a tokenizer.json
     format   "gguf" or "safetensors"
     config   GGUF metadata (of the first part of a split), or the parsed config.json
     tensors  by their names in the file; MLX's quantized triples are folded into one tensor each
@@ -118,7 +119,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         raise BimetalError(
             f"{path} says the model has {expected!r} tensors; its {len(parts)} files have {len(tensors)}"
         )
-    return Checkpoint(path, "gguf", first, tensors)
+    return Checkpoint(parts[0], "gguf", first, tensors)
 
 
 def _open_index(index: Path) -> Checkpoint:

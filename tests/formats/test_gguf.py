@@ -206,6 +206,9 @@ def test_split_opens_by_any_part(tmp_path):
     paths = write_split(tmp_path, [part(0, 3, [], 3), part(1, 3, ["a", "b"], 3), part(2, 3, ["c"], 3)])
     for path in (*paths, tmp_path):
         checkpoint = open_checkpoint(path)
+        assert (
+            checkpoint.path == paths[0]
+        )  # where all metadata are; quantize copied those of a later part, which has none
         assert list(checkpoint.tensors) == ["a", "b", "c"]
         assert "only.0" in checkpoint.config
         assert "only.1" not in checkpoint.config
