@@ -135,6 +135,16 @@ def test_the_command(model, prompts, capsys):
     assert str(found) in capsys.readouterr().out
 
 
+def test_a_folder_of_a_gguf_file_keeps_it_where_replies_look(model, prompts, capsys):
+    """It was kept in the folder's own wedlm.json, which is read for safetensors alone."""
+    assert (
+        main(["calibrate", str(model.parent), "--text", str(prompts), "--backend", "numpy", *ENOUGH, "--loss", "0.2"])
+        == 0
+    )
+    assert str(model.with_name("small.wedlm.json")) in capsys.readouterr().out
+    assert load_model(model.parent, NumpyOps()).window == wedlm_calibration.read(model).window
+
+
 def test_a_window_that_never_ran_has_no_rate(model, prompts, capsys):
     """Two tokens of no forward at all were the best rate, and the tokens of one window were called those of all."""
     grid = ["--windows", "4,8", "--taus", "0.1,0.4", "--lambdas", "0.05", "--loss", "0.9"]
