@@ -65,7 +65,7 @@ def perplexity(p: Parser) -> None:
     flags.named_model(p)
     p.add_argument("--text", required=True, metavar="FILE", help="the text, UTF-8")
     p.add_argument(
-        "--ctx-window", type=values.count, default=512, metavar="N", help="tokens of a window (default: 512)"
+        "--ctx-window", type=values.count, metavar="N", help="tokens of a window (default: 512, or as trained)"
     )
     p.add_argument(
         "--max-tokens", type=values.count, metavar="N", help="read the first N tokens of the text (default: all)"
@@ -148,7 +148,9 @@ def quantize(p: Parser) -> None:
     s = p.add_argument_group("sensitivity: quantize one kind of matrix at a time, in memory, and write nothing")
     s.add_argument("--sensitivity", action="store_true", help="print the loss (KL divergence) by kind of matrix")
     s.add_argument("--text", metavar="FILE", help="the text to measure it on, UTF-8")
-    s.add_argument("--ctx-window", type=values.positive, metavar="N", help="tokens of a window (default: 512)")
+    s.add_argument(
+        "--ctx-window", type=values.positive, metavar="N", help="tokens of a window (default: 512, or as trained)"
+    )
     s.add_argument(
         "--max-tokens", type=values.positive, metavar="N", help="read the first N tokens of the text (default: all)"
     )

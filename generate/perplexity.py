@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -33,6 +34,8 @@ from common.tokenizer import Tokenizer, load_tokenizer
 from generate.backends import open_model, placement_of
 from generate.caches import cache_of, with_cache
 
+WINDOW = 512
+
 
 def run(args: argparse.Namespace) -> int:
     text, cache = read_text(Path(args.text)), cache_of(args)
@@ -40,14 +43,11 @@ def run(args: argparse.Namespace) -> int:
     if args.save_reference:
         check_output(Path(args.save_reference), [Path(args.text), *files_of(path)])
     model, tokenizer = _load(path, args)
-    model = with_cache(model, cache, args.ctx_window)
-    if args.ctx_window > model.config.context:
-        raise UsageError(
-            f"--ctx-window is {args.ctx_window}, and the model was trained for {model.config.context} tokens"
-        )
+    size = window_size(args, model)
+    model = with_cache(model, cache, size)
     ids = _tokens(tokenizer, text)
-    windows = cut_windows(ids[: args.max_tokens], args.ctx_window, tokenizer.bos_id if tokenizer.add_bos else None)
-    if args.ctx_window <= (exact := _exact_tokens(model)):
+    windows = cut_windows(ids[: args.max_tokens], size, tokenizer.bos_id if tokenizer.add_bos else None)
+    if size <= (exact := _exact_tokens(model)):
         print(
             f"the cache of {model.cache} reads windows of up to {exact} tokens exactly, without a loss to measure; "
             f"choose a --ctx-window above {exact}",
@@ -63,6 +63,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(path, model, args, windows, result, reference_name)
     return 0
+
+
+def window_size(args: argparse.Namespace, model: Any) -> int:
+    """Tokens of a window: --ctx-window, by default 512 or, if that is less, what the model was trained for."""
+    size: int = min(WINDOW, model.config.context) if args.ctx_window is None else args.ctx_window
+    if size > model.config.context:
+        raise UsageError(f"--ctx-window is {size}, and the model was trained for {model.config.context} tokens")
+    return size
 
 
 def read_text(path: Path) -> str:

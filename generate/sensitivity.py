@@ -22,10 +22,9 @@ from common.recipe import Weight, choose
 from common.tokenizer import load_tokenizer
 from common.weights import dense
 from generate.backends import open_model
-from generate.perplexity import read_text
+from generate.perplexity import read_text, window_size
 from generate.quantize_job import Job
 
-WINDOW = 512
 BAR, LABEL, ROW = 420, 200, 22  # pixels of the plot: longest bar, room for names, height of a row
 
 
@@ -55,15 +54,15 @@ def run(args: argparse.Namespace, job: Job) -> int:
     tokenizer = load_tokenizer(checkpoint.path, checkpoint.config)
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     model = open_model(checkpoint, args.backend, progress=True)
-    size = args.ctx_window or min(WINDOW, model.config.context)
-    if size > model.config.context:
-        raise UsageError(f"--ctx-window is {size}, and the model was trained for {model.config.context} tokens")
-    windows = cut_windows(ids[: args.max_tokens], size, tokenizer.bos_id if tokenizer.add_bos else None)
+    windows = cut_windows(
+        ids[: args.max_tokens], window_size(args, model), tokenizer.bos_id if tokenizer.add_bos else None
+    )
     with TemporaryDirectory() as folder:
         reference = Path(folder) / "reference"
         base = measure(save(reference, checkpoint.path.name, windows, model.config.vocab, score(model, windows)))
         del model
         costs = _costs(args, job, windows, reference)
+    size = windows.shape[1]
     print(f"{checkpoint.path.name}, {args.text}: {windows.size} tokens in windows of {size}, {base.scored} scored")
     print(f"each kind alone in {job.format}; perplexity of the source {base.perplexity.value:.4f}")
     _print(costs, base.perplexity.value)

@@ -260,6 +260,13 @@ def test_the_command_prints_the_figures(run, folder, text):
     assert (figures["scored"], fewer["scored"]) == (60, 30)
 
 
+def test_the_default_window_is_as_long_as_the_model_was_trained_for(run, folder, tmp_path):
+    """A window of 512 that nobody had asked for was refused."""
+    (tmp_path / "long").write_text("It was the best of times. " * 12)
+    code, out, _ = run(folder, "--text", str(tmp_path / "long"))
+    assert (code, "256 tokens in 1 window of 256" in out) == (0, True)
+
+
 def test_a_model_and_a_file_as_references(run, folder, text, tmp_path):
     other = str(write(tmp_path / "other", seed=1))
     kept = str(tmp_path / "kept")
