@@ -153,6 +153,17 @@ def test_speculation_is_lossless_with_the_same_cache(demo, pair):
         assert tokens(drafted, kind) == plain, kind
 
 
+def test_perplexity_of_windows_that_are_read_exactly(tmp_path, capsys):
+    """The divergence of `--kv q4` at the default window of 512 was 0, without a word on why."""
+    text = tmp_path / "text.py"
+    text.write_text(CODE * 16)
+    flags = ["perplexity", "demo", "--text", str(text), "--backend", "numpy", "--kv", "q4", "--kv-calibration"]
+    for calibration, window, is_exact in (("64", "192", True), ("64", "193", False), ("0", "132", True)):
+        assert main([*flags, calibration, "--ctx-window", window]) == 0
+        said = f"all of a window of {window}, so that these figures are of an exact cache" in capsys.readouterr().err
+        assert said == is_exact, (calibration, window)
+
+
 def test_perplexity_against_the_same_model(tmp_path, capsys):
     text = tmp_path / "text.py"
     text.write_text(CODE * 12)
