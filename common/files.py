@@ -12,6 +12,8 @@ from typing import IO
 
 from common.errors import BimetalError, UsageError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write, which name no file
+
 
 @contextmanager
 def rewriting(path: Path) -> Iterator[IO[bytes]]:
@@ -22,7 +24,7 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
     """
     target = _target(path)
     if target.exists() and not target.is_file():
-        with TemporaryFile() as file:
+        with naming(path), TemporaryFile() as file:
             yield file
             file.seek(0)
             with target.open("wb") as sink:
@@ -30,7 +32,7 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
         return
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        with partial.open("w+b") as file:
+        with naming(path), partial.open("w+b") as file:
             yield file
         if target.exists():
             shutil.copymode(target, partial)
@@ -42,6 +44,17 @@ def rewriting(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(OSError):  # of a folder that cannot be written, whose error comes from the block
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in the error of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            error.filename = str(path)
+        raise
 
 
 def _target(path: Path) -> Path:

@@ -6,7 +6,6 @@ line. Answers are written as they are finished, in any order; by their ids a lat
 
 import argparse
 import asyncio
-import errno
 import fcntl
 import json
 import re
@@ -22,6 +21,7 @@ from tqdm.auto import tqdm
 
 from common.amounts import counted
 from common.errors import BimetalError, UsageError
+from common.files import naming
 from generate.llm import AHEAD, LLM
 from generate.server import chat, completions
 from generate.server.errors import ApiError, envelope, failure, refusal
@@ -32,7 +32,6 @@ from generate.server.task import events, prepare, whole
 from generate.server.wire import dumps, new_id
 
 QUEUE = 1 << 16  # replies that may wait: a request may ask for 128, and AHEAD times as many are read as run
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DIALECTS = {"/v1/chat/completions": chat.parse, "/v1/completions": completions.parse}
 ID = re.compile(r"batch_req_(\d{1,15})_([0-9a-f]{8})")
 
@@ -99,12 +98,8 @@ class Answered:
 def run(args: argparse.Namespace) -> int:
     """Answer what OUT lacks; raises BimetalError at the end where OUT has errors."""
     requests, out = Path(args.requests), Path(args.answers)
-    try:
+    with naming(out):
         return _run(args, requests, out)
-    except OSError as error:
-        if error.errno in FULL:  # writing names no file
-            error.filename = str(out)
-        raise
 
 
 def _run(args: argparse.Namespace, requests: Path, out: Path) -> int:

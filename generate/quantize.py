@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from common.checkpoint import open_checkpoint
 from common.errors import BimetalError, UsageError
+from common.files import naming
 from common.hub import resolve_model
 from common.models import architecture
 from common.outputs import Output, begin, check_place, parts_of
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         from generate import sensitivity
 
         return sensitivity.run(args, job)
-    (_write_gguf if is_gguf else _write_folder)(job, out, args.shard_size or 5 * 10**9)
+    with naming(out):
+        (_write_gguf if is_gguf else _write_folder)(job, out, args.shard_size or 5 * 10**9)
     return 0
 
 

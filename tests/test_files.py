@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 
 import pytest
+import tiny
 from tiny_chat import write
 
 from common.errors import UsageError
@@ -93,6 +95,30 @@ def test_a_device_is_written_through(tmp_path, capsys):
     assert main(["perplexity", *flags, "--save-reference", str(link), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scored"] > 0
     assert link.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["quantize", str(tiny.FOLDER / "qwen3"), "out"],
+        ["quantize", str(tiny.FOLDER / "qwen3"), "out.gguf"],
+        ["pack", str(tiny.FOLDER / "laguna"), "out"],
+        ["perplexity", "model", "--text", "text", "--ctx-window", "8", "--backend", "numpy", "--save-reference", "out"],
+    ],
+)
+def test_a_full_disk_names_the_result(command, tmp_path, monkeypatch, capsys):
+    """`error: system: No space left on device` named nothing."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "model")
+    (tmp_path / "text").write_text("hello " * 20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))  # as if the disk were full
+    try:
+        assert main(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    name = next(word for word in command if word.startswith("out"))
+    assert capsys.readouterr().err == f"error: {name}: {os.strerror(errno.EFBIG)}\n"
 
 
 def read_only(*_, **__):
