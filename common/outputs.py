@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.amounts import shown_size
-from common.checkpoint import UNFINISHED, Checkpoint
+from common.checkpoint import UNFINISHED, Checkpoint, files_of
 from common.errors import BimetalError, UsageError
 from common.files import rewrite
 from common.quantize import Encoded, Format, encode_rows, encoded_bytes, float_chunks, float_type
@@ -122,7 +122,7 @@ def check_room(folder: Path, needed: int, held: int = 0) -> None:
 
 def _fingerprint(source: Checkpoint) -> list[Any]:
     """Hash names, sizes and times of a source's files, so that a change is noticed."""
-    files = [source.path] if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
+    files = files_of(source.path) if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 

@@ -24,9 +24,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import generate
 from common import outputs
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.config import Keys
 from common.demo import demo_path
+from common.errors import UsageError
 from common.gguf_to_folder import _llama3
 from common.gguf_tokenizer import _QWEN2
 from common.models import architecture, load_model
@@ -340,6 +341,18 @@ def test_a_killed_run_goes_on(monkeypatch, given, out, after, tmp_path, capsys):
         assert len(calls) == len(open_checkpoint(tmp_path / out).tensors) - after  # whole tensors stay
     assert not (tmp_path / f"{out}.part").exists()
     assert divergence(tmp_path / out, "qwen3") < 0.01
+
+
+def test_a_later_part_that_has_changed_is_noticed(tmp_path):
+    """A stopped run of a split GGUF file went on with other weights."""
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"a")
+    source = Checkpoint(parts[0], "gguf", {}, {})
+    assert outputs.begin(tmp_path / "out", source, [], {}) == outputs.begin(tmp_path / "out", source, [], {})
+    parts[1].write_bytes(b"ab")
+    with pytest.raises(UsageError, match="another source"):
+        outputs.begin(tmp_path / "out", source, [], {})
 
 
 def test_sigkill(tmp_path):
