@@ -188,17 +188,19 @@ def windows(run: Run) -> Generator[Request, Any, None]:
             emitted = time.perf_counter()
             state.commit(np.arange(keep if held is None else held))
         committed = time.perf_counter()
-        if keep < leading:
+        is_full = not masks and state.length < state.capacity  # in the paper's order
+        restarts = following is not None and (keep < leading or is_full)
+        if restarts:
             assert following is not None
             window.restart(keep, following, done.logits)
         elif following is not None and masks:
             yield from _fill_checked(run, window, masks, done, following)
         elif masks:
             yield from _fill(run, window, masks, done, ahead)
-        stats.fills += bool(masks) or keep < leading
+        stats.fills += bool(masks) or restarts
         chosen = time.perf_counter()
         prompt = unread if window.base < first else 0
-        if keep == leading:
+        if not restarts:
             window.drop(leading)
         stats.forwards += 1
         stats.rows += len(step) - prompt

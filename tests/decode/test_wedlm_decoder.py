@@ -122,6 +122,20 @@ def test_what_is_always_checked_is_plain_decodings_text(window, tau, model):
                 assert stats.tokens == count
 
 
+@pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (8, 4.4), (16, 100.0)])
+def test_checked_windows_in_the_papers_order(window, tau, model):
+    """A window of filled slots alone leaves none before the next masks: an index was out of range."""
+    for sure in (0.0, 4.2):
+        for unread in (0, 1):
+            options = WedlmOptions(window, tau, 0.0, order="paper", sure=sure)
+            out, stats, state = decoded(model, PROMPT, 30, options, unread=unread)
+            assert stats.fills <= stats.tokens == len(out) == 30
+            if sure == 0:
+                assert out == decoded(model, PROMPT, 30, WedlmOptions(window, tau, 0.0, sure=sure), unread=unread)[0]
+            out, _, state = decoded(model, PROMPT, 99, options, capacity=20, unread=unread)
+            assert (len(out), state.length <= 20) == (20 - len(PROMPT), True)
+
+
 @pytest.mark.parametrize("capacity", [8, 9, 20])
 def test_checked_windows_fill_the_state(capacity, model):
     for unread in (0, 1):
