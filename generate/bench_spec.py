@@ -116,7 +116,7 @@ def _ways(options: SpecBench, is_wedlm: bool) -> dict[str, Speculation]:
 def read_prompts(file: str, most: int) -> list[str]:
     """The prompts of a JSON Lines file, {"prompt": text} each; the first `most`."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8").split("\n")  # a text may have other line ends in it
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read as a prompt file: {error}") from None
     prompts = []

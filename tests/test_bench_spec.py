@@ -116,6 +116,15 @@ def test_prompt_files(text, message, files, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_line_ends_within_a_prompt(tmp_path):
+    """JSON writes U+0085 and U+2028 as they are; the line was cut there, and refused."""
+    prompts = ["a\u2028b", "c\x85d"]
+    file = tmp_path / "prompts.jsonl"
+    text = "\r\n".join(json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts)
+    file.write_text(text, encoding="utf-8", newline="")
+    assert bench_spec.read_prompts(str(file), 9) == prompts
+
+
 def test_a_synthetic_pair(monkeypatch, capsys):
     """A synthetic pair of shapes small enough for the NumPy backend."""
     small = {
