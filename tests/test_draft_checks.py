@@ -9,6 +9,7 @@ import tiny_eagle
 
 import generate
 from common import models
+from common.demo import demo_path
 from common.errors import BimetalError
 from generate.__main__ import main
 
@@ -44,3 +45,13 @@ def test_before_the_target_s_weights(kind, target, tmp_path, capsys):
 def test_a_block_that_the_files_lack(target):
     with pytest.raises(BimetalError, match="models have no multi-token-prediction block here"):
         generate.load(target, draft="mtp", backend="numpy")
+
+
+@pytest.mark.parametrize(
+    "file", [*(tiny.FOLDER / kind for kind in ("dflash", "dflash2", "dspark")), demo_path("draft")]
+)
+def test_a_draft_in_place_of_a_model(file, tmp_path, capsys):
+    """Those with the model_type of their model were refused for missing tensors, or described as a broken model."""
+    for command in (["inspect", str(file)], ["fit", str(file)], ["quantize", str(file), str(tmp_path / "out")]):
+        assert main(command) == 1
+        assert capsys.readouterr().err == f"error: {file} is a draft; name its model, and this as the draft\n"

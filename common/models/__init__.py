@@ -36,6 +36,10 @@ ARCHITECTURES: dict[str, ModuleType] = {  # GGUF general.architecture and config
 }
 
 
+KIND_KEYS = ("architectures", "general.architecture", "speculators_model_type")  # that name the kind of a draft
+DRAFTS = ("dflash", "dspark", "eagle3")  # marks of drafts, some of which have a model's model_type
+
+
 def is_defined(checkpoint: Checkpoint) -> bool:
     """Test whether the checkpoint's architecture is defined here."""
     name = checkpoint.config.get(_name_key(checkpoint))
@@ -48,12 +52,19 @@ def is_wide(checkpoint: Checkpoint) -> bool:
 
 
 def architecture(checkpoint: Checkpoint) -> tuple[str, ModuleType]:
-    """The checkpoint's architecture and the module that defines it."""
+    """The checkpoint's architecture and the module that defines it; raises BimetalError for others and for drafts."""
     name = checkpoint.config.get(_name_key(checkpoint))
+    if any(mark in kind_of(checkpoint) for mark in DRAFTS):
+        raise BimetalError(f"{checkpoint.path} is a draft; name its model, and this as the draft")
     if not is_defined(checkpoint):
         supported = ", ".join(sorted(ARCHITECTURES))
         raise BimetalError(f"{checkpoint.path}: {_name_key(checkpoint)} is {name!r}; supported: {supported}")
     return str(name), ARCHITECTURES[str(name)]
+
+
+def kind_of(checkpoint: Checkpoint) -> str:
+    """The names in a checkpoint's configuration by which drafts are told from models, in lower case."""
+    return " ".join(str(checkpoint.config.get(key, "")) for key in KIND_KEYS).lower()
 
 
 def rank_config(definition: ModuleType, checkpoint: Checkpoint, ranks: Ranks) -> Any:

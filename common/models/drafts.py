@@ -12,7 +12,7 @@ from common.backend import VECTOR_ITEM
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.kv_cache import CacheOptions
-from common.models import Model, architecture, is_defined
+from common.models import Model, architecture, is_defined, kind_of
 from common.models.dflash_load import check_dflash, load_dflash
 from common.models.eagle3 import check_eagle3, load_eagle3
 from common.models.eagle3_config import is_eagle3
@@ -23,7 +23,6 @@ from common.ops import Ops
 from common.storage import LayerSpec
 from common.tensors import Tensor
 
-KEYS = ("architectures", "general.architecture", "speculators_model_type")  # keys that name its kind
 REFUSED = {  # the kind, by a mark of it
     "domino": "Domino",
     "peagle": "P-EAGLE",
@@ -110,18 +109,14 @@ def predict_draft(path: Path, target: Checkpoint, ops: Ops, cache: CacheOptions)
 
 def _is_model(checkpoint: Checkpoint) -> bool:
     """Whether the file is that of a model, and not of a draft whose model_type is a model's."""
-    return is_defined(checkpoint) and not any(mark in _kind(checkpoint) for mark in ("dflash", "dspark"))
+    return is_defined(checkpoint) and not any(mark in kind_of(checkpoint) for mark in ("dflash", "dspark"))
 
 
 def _is_eagle3(checkpoint: Checkpoint) -> bool:
-    return "eagle3" in _kind(checkpoint) or is_eagle3(checkpoint)
+    return "eagle3" in kind_of(checkpoint) or is_eagle3(checkpoint)
 
 
 def _refuse_others(checkpoint: Checkpoint) -> None:
     for mark, kind in REFUSED.items():
-        if mark in _kind(checkpoint) and not (mark == "eagle" and _is_eagle3(checkpoint)):
+        if mark in kind_of(checkpoint) and not (mark == "eagle" and _is_eagle3(checkpoint)):
             raise BimetalError(f"{checkpoint.path} is a draft of the kind {kind}; supported: {SUPPORTED}")
-
-
-def _kind(checkpoint: Checkpoint) -> str:
-    return " ".join(str(checkpoint.config.get(key, "")) for key in KEYS).lower()
