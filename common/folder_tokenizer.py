@@ -55,7 +55,7 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, st
     """List the files of a Hugging Face folder that may hold chat templates; a later file overrides an earlier one."""
     templates: dict[str, Any] = {}
     for source in (settings, _read_json(folder / "chat_template.json")):
-        found = source.get("chat_template", [])
+        found = source.get("chat_template") or []  # null in some files
         for entry in found if isinstance(found, list) else [{"name": "default", "template": found}]:
             if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
                 raise BimetalError(f"{folder} has a chat template that is not text: {entry!r:.80}")

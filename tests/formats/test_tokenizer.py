@@ -416,6 +416,9 @@ def test_folder_templates(folder):
     def templates():
         return load_tokenizer(folder, {}).chat_templates
 
+    for nothing in (None, [], ""):
+        write(folder / "tokenizer_config.json", {"chat_template": nothing})
+        assert templates() == {}
     write(folder / "tokenizer_config.json", {"chat_template": "a"})
     assert templates() == {"default": "a"}
     named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "t"}]
