@@ -152,6 +152,9 @@ def _tokenizer_keys(checkpoint: Checkpoint, vocab: int, preferred_pre: str | Non
     if not file.is_file():
         return [_key("tokenizer.ggml.model", "none")]
     backend, rest = from_folder(checkpoint.path, checkpoint.config)
+    known, bos = range(vocab), rest["bos_id"]  # files with other ids are refused
+    ends = [id for id in rest["end_ids"] if id in known]
+    rest |= {"bos_id": bos if bos in known else None, "eos_id": ends[0] if ends else None, "end_ids": ends}
     tokenizer = Tokenizer(backend, **rest)
     values = json.loads(file.read_text(encoding="utf-8"))
     pre = _pre_name(file, values, preferred_pre)

@@ -275,6 +275,18 @@ def test_tokenizer_template_and_sampling_go_along(chat_folder, out, tmp_path):
     assert recommended_sampling(after).options == {"temperature": pytest.approx(0.6), "top_k": 20}
 
 
+@pytest.mark.parametrize("id", [-1, 10**12, 9999])
+def test_ids_of_no_token(chat_folder, id, tmp_path):
+    """A negative or huge one ended in a traceback, another one in a file that could not be loaded."""
+    config = json.loads((chat_folder / "config.json").read_text())
+    ids = {"bos_token_id": id, "eos_token_id": [id, 1]}
+    (chat_folder / "config.json").write_text(json.dumps(config | ids))
+    quantize(chat_folder, tmp_path / "out.gguf")
+    file = open_checkpoint(tmp_path / "out.gguf")
+    tokenizer = load_tokenizer(file.path, file.config)
+    assert (tokenizer.bos_id, tokenizer.end_ids) == (None, {1})
+
+
 def test_a_tokenizer_that_gguf_has_no_name_for(tmp_path, capsys):
     folder = tiny_chat.write(tmp_path / "chat")
     assert main(["quantize", str(folder), str(tmp_path / "out.gguf")]) == 1
