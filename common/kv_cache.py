@@ -153,12 +153,6 @@ def _either(chosen: Any, default: Any) -> Any:
     return default if chosen is None else chosen
 
 
-def reads_exactly(spec: Sequence[LayerSpec], tokens: int) -> bool:
-    """Test whether compressed caches keep all of a sequence of `tokens` tokens exact."""
-    caches = [s for layer in spec for s in layer.values() if isinstance(s, KVSpec | LatentSpec)]
-    return all(isinstance(s, KVSpec) and s.packing.first + s.packing.recent >= tokens for s in caches)
-
-
 def described(spec: Sequence[LayerSpec]) -> list[str]:
     """Describe how the layers of a model store their caches, a line for each group of equal layers."""
     lines: dict[str, list[int]] = {}

@@ -16,7 +16,6 @@ from common.checkpoint import files_of, open_checkpoint
 from common.errors import BimetalError, UsageError
 from common.files import check_output
 from common.hub import resolve_model
-from common.kv_cache import reads_exactly
 from common.models import Model
 from common.perplexity import (
     Block,
@@ -46,12 +45,6 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = _load(path, args)
     size = window_size(args, model)
     model = with_cache(model, cache, size)
-    if model.cache.compresses and reads_exactly(model.state_spec, size):
-        print(
-            f"a cache of {model.cache} keeps the first and the latest tokens exact: all of a window of {size}, so that "
-            "these figures are of an exact cache; give a larger --ctx-window",
-            file=sys.stderr,
-        )
     ids = _tokens(tokenizer, text)
     windows = cut_windows(ids[: args.max_tokens], size, tokenizer.bos_id if tokenizer.add_bos else None)
     if size <= (exact := _exact_tokens(model)):
