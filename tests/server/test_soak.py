@@ -16,6 +16,7 @@ from idle import check_idle
 from tiny_chat import write
 
 import generate
+from common import encoded_parts
 from common.errors import BimetalError
 
 SECONDS = float(os.environ.get("BIMETAL_SOAK", "60"))
@@ -23,7 +24,9 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def llm(tmp_path):
+def llm(tmp_path, monkeypatch):
+    """A tiny model whose memories of earlier prompts are full after few of them."""
+    monkeypatch.setattr(encoded_parts, "REMEMBERED", 1 << 14)
     how = {"backend": "numpy", "parallel": 4, "cache_memory": 100_000, "queue": 10**4}
     with generate.load(write(tmp_path / "model"), **how) as llm:
         yield llm
@@ -154,6 +157,7 @@ def test_a_soak_leaves_nothing(llm):
     """Random load, cancellations and malformed requests; then nothing runs, and what is held is what was."""
     with open(os.devnull, "w") as log:  # kept, its lines would be most of the growth
         client = client_of(llm, most=10**4, log=log)
+        client.service.short_jobs.submit(int).result()  # its thread is there from then on
         warm = Load(llm, client, 5, 0)
         warm.run()
         before, at = check_idle(llm), resident()
