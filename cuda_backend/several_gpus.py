@@ -87,6 +87,9 @@ class SeveralGpus(Ops):
     def waited(self) -> float:
         return sum(gpu.ops.waited for gpu in self.gpus)
 
+    def count_idle(self) -> None:
+        """Count nothing: each GPU waits for the others too."""
+
     def each_gpu(self, fn: Callable[[Gpu], Any]) -> list[Any]:
         """Call `fn` with each GPU, which is the current one meanwhile, and return its results."""
         out = []

@@ -30,7 +30,7 @@ from cuda_backend.products import EXPAND
 
 engine = host_time.begun(model, {streams}, GenerationOptions(spec="off", temperature=0.8, top_k=40))
 host_time.turns(engine, 2)
-beside = free_cuda.held["all"] - free_cuda.held["kept"]
+beside = free_cuda.held["all"] - free_cuda.held["out_of_arena"]
 free_cuda.peaks.clear()
 host_time.turns(engine, 5)
 print(free_cuda.peaks["all"] - beside, model.ops.logits_bytes(model.config.vocab, {streams}))
