@@ -57,14 +57,19 @@ class Group:
             threading.Thread(target=self._listen, args=(rank, peer), daemon=True).start()
 
     # -- rows --------------------------------------------------------------------------------------------------------
+    # Arrays without rows, as the output of a step without logits is, stay lazy: MLX's quantized product divides by 0.
 
     def pass_on(self, x: mx.array) -> None:
         """Compute x and send it to the next rank; after the last one comes rank 0."""
+        if not x.size:
+            return
         with self._telling_of_loss():
             mx.eval(mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group))
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """Receive what the rank before this one passes on."""
+        if 0 in shape:
+            return mx.zeros(shape, dtype)
         with self._telling_of_loss():
             x = mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
             mx.eval(x)
@@ -77,7 +82,7 @@ class Group:
     def compute(self, *arrays: mx.array) -> None:
         """Evaluate arrays that depend on sums over all ranks."""
         with self._telling_of_loss():
-            mx.eval(arrays)
+            mx.eval([x for x in arrays if x.size])
 
     def gather(self, values: list[int]) -> np.ndarray:
         """The integers of every rank, below 2**31 each: (size, n)."""

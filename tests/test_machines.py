@@ -226,6 +226,15 @@ def test_a_model_beyond_the_memory_of_one_runs_on_two(tmp_path, flags) -> None:
     assert texts == [whole.stdout, ""]
 
 
+@pytest.mark.parametrize("flags", [[], ["--tensor-parallel", "2"]], ids=["layers", "tensor parallel"])
+def test_a_chat_prompt_has_a_step_without_logits(tmp_path, flags) -> None:
+    """Of quantized weights, whose product without rows ends MLX's process."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    with group(tmp_path, 2, "-m", "demo", "--prompt", "Name a prime.", "--max-tokens", "2", *flags) as ranks:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "lost", "flags"),
