@@ -46,7 +46,7 @@ def check_load(options: LoadOptions) -> None:
     ranks = options.tensor_parallel
     on_gpus = rank() is None and options.devices
     if ranks is not None and ranks != size() and not on_gpus:
-        alone = f"mlx.launch -n {ranks} python -m generate ..."
+        alone = f"mlx.launch -n {ranks} -- python -m generate ..."
         started = f"mlx.launch has started {size()}" if rank() is not None else f"start them by {alone}"
         gpus = "" if rank() is not None else f", or {ranks} devices, NVIDIA GPUs of one machine"
         raise UsageError(f"tensor_parallel {ranks} needs {ranks} processes, one per machine{gpus}; {started}")
