@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import BimetalError
-from common.files import check_regular, rewrite
+from common.files import check_output, check_regular, rewrite
 
 HEADER = re.compile(r"#\s*hotness table:\s*n_layer=(\d+)\s+n_expert=(\d+)\s+n_expert_used=(\d+)\s*")
 ASSUMED_USED = 8  # experts per token of a file without its first line, as in Spark
@@ -104,6 +104,18 @@ def known_profile(path: str | PathLike[str] | None, sizes: Sequence[int], expert
         return None
     profile = read_profile(Path(path))
     check_profile(Path(path), profile, sizes, experts)
+def open_profile(name: str | PathLike[str] | None, sizes: Sequence[int], experts: int) -> Profile | None:
+    """Read the profile of this model that is named, if its file exists yet.
+
+    Raises BimetalError for a damaged file and another model's, and OSError where none can be written.
+    """
+    if name is None:
+        return None
+    path, profile = Path(name), None
+    if path.exists():
+        profile = read_profile(path)
+        check_profile(path, profile, sizes, experts)
+    check_output(path)
     return profile
 
 

@@ -10,6 +10,7 @@ from common.expert_budget import expert_budget
 from common.expert_files import ExpertSource, checkpoint_source
 from common.expert_pack import pack_source
 from common.expert_profile import Profile, known_profile, read_profile, write_profile
+from common.expert_profile import Profile, open_profile, write_profile
 from common.expert_stream import ExpertStream, open_stream
 from common.experts import ExpertSupply
 from common.models import OpenExperts, architecture
@@ -35,6 +36,7 @@ def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options
     layers, used = len(layout.layers), config.experts.top_k
     sizes = [int(layer in source.forms) for layer in range(layers)]
     profile = known_profile(options.expert_profile, sizes, source.experts)
+    profile = open_profile(options.expert_profile, [int(i in source.forms) for i in range(layers)], source.experts)
     stream = open_stream(source, ops, layers, used, budget.experts, profile)
     bypassed = source.bypass_cache(budget.memory)
     print(f"{budget}{'; reads bypass the cache of the system' if bypassed else ''}", file=sys.stderr)
@@ -51,7 +53,8 @@ def expert_source(checkpoint: Checkpoint, layout: Layout, options: ExpertChoice)
 def save_profile(options: ExpertChoice, stream: ExpertSupply) -> None:
     """Write what was used, with what the file counted before, where a profile is named."""
     if options.expert_profile is not None:
-        path = Path(options.expert_profile)
-        before = read_profile(path).counts if path.exists() else 0
-        used = stream.residency.profile
-        write_profile(path, Profile(used.counts + before, used.used))
+        residency = stream.residency
+        before = open_profile(options.expert_profile, residency.sizes, residency.experts)
+        used = residency.profile
+        counts = used.counts if before is None else used.counts + before.counts
+        write_profile(Path(options.expert_profile), Profile(counts, used.used))

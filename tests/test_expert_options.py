@@ -76,6 +76,21 @@ def test_the_text_is_that_of_the_loaded_model(run, backend, tmp_path):
     assert ran <= counts.sum() <= ran + 2 * 3 * 5  # MLX launches a step ahead
 
 
+def test_a_profile_that_cannot_be_written_is_refused_before_the_first_reply(folder, tmp_path):
+    profile = tmp_path / "none" / "p.csv"
+    with pytest.raises(OSError, match=re.escape(str(profile))):
+        generate.load(folder, backend="numpy", stream_experts=True, expert_profile=profile)
+
+
+def test_a_profile_that_became_another_models_is_refused_at_the_end(folder, tmp_path):
+    profile = tmp_path / "p.csv"
+    llm = generate.load(folder, backend="numpy", stream_experts=True, expert_profile=profile)
+    profile.write_text("1,2\n3,4\n")
+    with pytest.raises(BimetalError, match="is the profile of another model: it has 2 layers of 2 experts"):
+        llm.close()
+    assert profile.read_text() == "1,2\n3,4\n"
+
+
 def test_counters_are_those_of_each_reply(folder):
     with generate.load(folder, backend="numpy", stream_experts=True, expert_cache="160KB") as llm:
         first, second = (llm.generate("abc", max_tokens=9).stats.experts for _ in range(2))
