@@ -12,6 +12,7 @@ experts   experts shared, all else on each: the busiest machine's experts, all e
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -101,7 +102,7 @@ def read_hosts(path: Path) -> tuple[list[Host], Link]:
                 str(each.get("name", number)),
                 parse_size(str(each["memory"])),
                 _positive(each, "read_gbs") * 1e9,
-                float(each.get("step_ms", 0)) * 1e-3,
+                _finite(each.get("step_ms", 0), "step_ms") * 1e-3,
                 _positive(each, "tflops") * 1e12,
             )
             for number, each in enumerate(values["machines"], 1)
@@ -122,9 +123,15 @@ def read_hosts(path: Path) -> tuple[list[Host], Link]:
 
 
 def _positive(values: Any, name: str) -> float:
-    number = float(values[name])
-    if not 0 < number < float("inf"):
+    number = _finite(values[name], name)
+    if number <= 0:
         raise ValueError(f"{name} is {values[name]}; it must be above 0")
+    return number
+
+
+def _finite(value: Any, name: str) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{name} is {value}; it must be a finite number")
     return number
 
 

@@ -20,9 +20,8 @@ ITEM_BYTES = 2  # of a state's number
 
 
 def run(args: argparse.Namespace) -> int:
-    if other := next(
-        (name for name in ("expert_cache", "expert_profile", "trace", "skew") if getattr(args, name)), None
-    ):
+    given = [name for name in ("expert_cache", "expert_profile", "trace", "skew") if getattr(args, name) is not None]
+    if other := next(iter(given), None):
         raise UsageError(f"--{other.replace('_', '-')} goes with --machine, not with --machines")
     hosts, link = read_hosts(Path(args.machines))
     prompt = PROMPT if args.prompt_tokens is None else args.prompt_tokens

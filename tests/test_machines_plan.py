@@ -170,6 +170,10 @@ def test_the_command(name, tmp_path, capsys):
         ({"machines": []}, "describes 0 machines"),
         ({"link": {"gbs": 4, "us": 1, "gpus": 2}}, "gpus is 2; it must be true or false"),
         ({"machines": [{"memory": "64GB", "read_gbs": 0, "tflops": 1}]}, "read_gbs is 0; it must be above 0"),
+        (
+            {"machines": [{"memory": "64GB", "read_gbs": 1, "tflops": 1, "step_ms": float("nan")}]},
+            "step_ms is nan; it must",
+        ),
         ({"machines": 3}, "describes no machines"),
     ],
 )
@@ -184,7 +188,7 @@ def test_files_that_describe_no_machines(change, message, tmp_path, capsys):
     [
         ((), "one of the arguments --machines --machine is required"),
         (("--machines", "x", "--machine", "m4-16gb"), "not allowed with argument"),
-        (("--machines", "x", "--skew", "1"), "--skew goes with --machine, not with --machines"),
+        (("--machines", "x", "--skew", "0"), "--skew goes with --machine, not with --machines"),
         (("--machine", "m4-16gb", "--prompt-tokens", "5"), "--prompt-tokens goes with --machines"),
     ],
 )
