@@ -204,7 +204,7 @@ class LLM:
         ids of one prompt.
         """
         if is_many(prompt, PROMPTS):
-            return self._replies([self.prepare(each) for each in prompt], options)
+            return self._replies(prepared("prompt", self.prepare, prompt), options)
         with Stream(self._owner, self._starter(self.prepare(prompt), options)) as stream:
             return stream.reply()
 
@@ -227,7 +227,8 @@ class LLM:
         messages  {"role": ..., "content": ...} each, as in OpenAI's API
         """
         if is_many(messages, CONVERSATIONS):
-            return self._replies([self._prepare_chat(each, options) for each in messages], options)
+            prepare = partial(self._prepare_chat, options=options)
+            return self._replies(prepared("conversation", prepare, messages), options)
         with Stream(self._owner, self._starter(self._prepare_chat(messages, options), options)) as stream:
             return stream.reply()
 
@@ -466,6 +467,18 @@ class LLM:
 def is_many(value: Any, kinds: tuple[type, ...]) -> bool:
     """Whether `value` is a list of prompts or conversations, each of one of `kinds`, and not one alone."""
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, kinds) for each in value)
+
+
+def prepared(what: str, prepare: Callable[[Any], Prepared], values: Iterable[Any]) -> list[Prepared]:
+    """Prepare each of a list of prompts or conversations; an error names the number of its own, from 0."""
+    found = []
+    for number, value in enumerate(values):
+        try:
+            found.append(prepare(value))
+        except BimetalError as error:
+            error.args = (f"{what} {number} of the list: {error}",)
+            raise
+    return found
 
 
 def check_one(method: str, value: Any) -> None:

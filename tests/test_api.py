@@ -20,7 +20,7 @@ from tiny_chat import TEMPLATE, write
 from tqdm import tqdm
 
 import generate
-from common.errors import BimetalError, UsageError
+from common.errors import BimetalError, PromptTooLongError, UsageError
 from common.reference import NumpyOps
 from common.schedule import SHARED_PREFILL_ROWS
 from common.sequence import Sequence
@@ -75,6 +75,14 @@ def test_logits_are_float32_rows_over_the_vocabulary(llm):
     logits = llm.logits("hello")
     assert (logits.shape, logits.dtype) == ((5, 258), np.float32)
     assert logits[-1].argmax() == llm.generate("hello", max_tokens=1).tokens[0]
+
+
+def test_the_bad_one_of_a_list_is_named(llm):
+    with pytest.raises(PromptTooLongError, match=r"^prompt 1 of the list: the prompt has 999 tokens and") as caught:
+        llm.generate(["a", "b" * 999, "c"])
+    assert caught.value.tokens == 999
+    with pytest.raises(BimetalError, match=r"^conversation 2 of the list: message 0 is {}, not an object with"):
+        llm.chat([MESSAGES, MESSAGES, [{}]])
 
 
 def test_seed_repeats_and_temperature_varies(llm):
