@@ -310,12 +310,14 @@ class LLM:
 
         cancel  ends the work at the next step, with BimetalError
         """
+        queries = rules.whole(1).accept("queries", queries)
         job = partial(attention_to, tokens=tokens, queries=queries, context=self.context, cancel=cancel)
         return self._submit(lambda: job(self._engine.model)).result()
 
-    def held(self, tokens: Sequence[int]) -> int:
-        """Count how many of `tokens` a slot, or a text in the prefix cache's memory, begins with."""
-        return self._submit(lambda: tokens_held(self._engine, tokens)).result()
+    def held(self, prompt: Prompt) -> int:
+        """Count the tokens of `prompt` (text or token ids) with which a slot, or a text in the prefix cache, begins."""
+        ids = self._ids(prompt)
+        return self._submit(lambda: tokens_held(self._engine, ids)).result()
 
     # -- the owner thread ----------------------------------------------------------------------------------------------
 

@@ -85,6 +85,20 @@ def test_the_bad_one_of_a_list_is_named(llm):
         llm.chat([MESSAGES, MESSAGES, [{}]])
 
 
+def test_questions_about_a_prompt_take_what_a_prompt_may_be(llm):
+    llm.generate("held", max_tokens=1)
+    assert llm.held("held or not") == llm.held(list(llm.tokenizer.encode("held"))) == len("held")
+    with pytest.raises(UsageError, match="the prompt is None; it must be text or a sequence of token ids"):
+        llm.held(None)
+    with pytest.raises(UsageError, match="queries is 0; it must be a whole number of at least 1"):
+        llm.attention_to([1, 2, 3], 0, threading.Event())
+
+
+def test_a_stream_outlives_its_dropped_model(folder):
+    pieces = list(generate.load(str(folder), backend="numpy").stream("hello", max_tokens=40))
+    assert pieces[-1].finish_reason == "length"
+
+
 def test_seed_repeats_and_temperature_varies(llm):
     one, two, other = (llm.generate("hello", max_tokens=20, temperature=1.5, seed=s).tokens for s in (1, 1, 2))
     assert one == two != other
