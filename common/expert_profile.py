@@ -95,15 +95,6 @@ def check_profile(path: Path, profile: Profile, sizes: Sequence[int], experts: i
         raise BimetalError(f"{path} is the profile of another model: it counts experts in layer {stray}, a dense one")
 
 
-def known_profile(path: str | PathLike[str] | None, sizes: Sequence[int], experts: int) -> Profile | None:
-    """Read the profile of a model; None where no file is named, or where the file does not exist yet.
-
-    sizes, experts  as in `check_profile`. Raises BimetalError for the profile of another model.
-    """
-    if path is None or not Path(path).exists():
-        return None
-    profile = read_profile(Path(path))
-    check_profile(Path(path), profile, sizes, experts)
 def open_profile(name: str | PathLike[str] | None, sizes: Sequence[int], experts: int) -> Profile | None:
     """Read the profile of this model that is named, if its file exists yet.
 

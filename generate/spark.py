@@ -7,7 +7,6 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import BimetalError, UsageError
-from common.expert_profile import known_profile
 from common.expert_profile import open_profile
 from common.fit import SPARE, predict_run, predict_stacks, predict_weights
 from common.hot_experts import HotExperts, HotSizes, check_hot, hot_sizes
@@ -99,7 +98,6 @@ def hot_experts(options: LoadOptions, checkpoint: Checkpoint, placement: Placeme
     layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), options, ops)
     asked: Any = options.expert_vram  # the option's rule has made it bytes
     budget = hot_budget(checkpoint, layout, config, ops, spec, options.ctx, asked)
-    profile = known_profile(options.expert_profile, budget.sizes.sizes, budget.sizes.experts)
     profile = open_profile(options.expert_profile, budget.sizes.sizes, budget.sizes.experts)
     print(budget, file=sys.stderr)
     return HotExperts(budget.experts, config.experts.top_k, profile)

@@ -9,7 +9,6 @@ from common.checkpoint import Checkpoint
 from common.expert_budget import expert_budget
 from common.expert_files import ExpertSource, checkpoint_source
 from common.expert_pack import pack_source
-from common.expert_profile import Profile, known_profile, read_profile, write_profile
 from common.expert_profile import Profile, open_profile, write_profile
 from common.expert_stream import ExpertStream, open_stream
 from common.experts import ExpertSupply
@@ -35,8 +34,7 @@ def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options
     source = expert_source(checkpoint, layout, options)
     layers, used = len(layout.layers), config.experts.top_k
     sizes = [int(layer in source.forms) for layer in range(layers)]
-    profile = known_profile(options.expert_profile, sizes, source.experts)
-    profile = open_profile(options.expert_profile, [int(i in source.forms) for i in range(layers)], source.experts)
+    profile = open_profile(options.expert_profile, sizes, source.experts)
     stream = open_stream(source, ops, layers, used, budget.experts, profile)
     bypassed = source.bypass_cache(budget.memory)
     print(f"{budget}{'; reads bypass the cache of the system' if bypassed else ''}", file=sys.stderr)
