@@ -271,6 +271,8 @@ class MlxOps(Ops):
     def moe(self, x: Array, gate_up: Weight, down: Weight, ids: Array, weights: Array) -> Array:
         if not isinstance(gate_up, Streamed):
             return products.moe(x, gate_up, down, ids, weights)
+        if not len(ids):  # of a step without logits: a quantized router's product without rows divides by 0
+            return x
         slots = mx.array(gate_up.fetch(np.array(ids)))
         out = products.moe(x, gate_up.parts.weight, down.parts.weight, ids, weights, slots)
         gate_up.parts.memory.last = out

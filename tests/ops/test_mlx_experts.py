@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from test_mlx_weights import blocks
 
-from common.expert_forms import ExpertForm, components, filled
+from common.expert_forms import ExpertForm, Streamed, components, filled
 from common.quantize import encode_rows, mlx_format
 from common.tensors import Tensor
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from mlx_backend.experts import MlxSlots, array_bits, bits, expert_bytes  # noqa: E402
+from mlx_backend.ops import MlxOps  # noqa: E402
 from mlx_backend.quantized import Blocks  # noqa: E402
 from mlx_backend.weights import GGUF_MAPPING, Packed, load_matrix  # noqa: E402
 
@@ -95,3 +96,14 @@ def test_rounding_to_bfloat16_is_that_of_mlx():
     finite = ~np.isnan(values)
     np.testing.assert_array_equal(ours[finite], theirs[finite])
     assert np.isnan((ours[~finite].astype(np.uint32) << 16).view(np.float32)).all()
+
+
+def test_a_step_without_rows_computes_no_ids():
+    """MLX's quantized product without rows, as that of such a router, would end the process."""
+
+    def fetch(ids):
+        raise AssertionError("the ids were computed")
+
+    x, gate_up = mx.zeros((0, COLUMNS)), Streamed(fetch, lambda: None, None, 0)
+    ids = mx.zeros((0, 3), mx.int32)
+    assert MlxOps().moe(x, gate_up, gate_up, ids, mx.zeros((0, 3))).shape == (0, COLUMNS)
