@@ -201,12 +201,12 @@ def test_sampled_steps(vocab):
             sampled = ops.sample(logits, greedy)
             after(ids)
             assert np.array_equal(ops.read(after(sampled)), at_once)
-    logits = rows_of.kept(ops.context, rows_on(ops, rows), 2)
+    logits = rows_of.out_of_arena(ops.context, rows_on(ops, rows), 2)
     sampled, memory = ops.sample(logits, greedy), weakref.ref(logits.owner)
     del logits
     assert memory() is None  # a step's may have 135 MB, and tokens outlive it
     assert ops.read(sampled).tolist() == rows[:2].argmax(-1).tolist()
-    logits = rows_of.kept(ops.context, rows_on(ops, rows), 4)
+    logits = rows_of.out_of_arena(ops.context, rows_on(ops, rows), 4)
     for part, launches in ((slice(3), 1), (slice(1, 4), 2)):  # the best of the first rows are known
         before = ops.launches
         found = ops.read(ops.sample(logits[part], greedy))
@@ -214,7 +214,7 @@ def test_sampled_steps(vocab):
         assert ops.launches - before == launches
     rows[1, -1] = np.nan
     with pytest.raises(NotFiniteError):
-        ops.read(ops.sample(rows_of.kept(ops.context, rows_on(ops, rows), 2), greedy))
+        ops.read(ops.sample(rows_of.out_of_arena(ops.context, rows_on(ops, rows), 2), greedy))
 
 
 def test_chosen_tokens_do_not_wait_for_later_work(ops, monkeypatch):
