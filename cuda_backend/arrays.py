@@ -24,7 +24,8 @@ class Array:
     partials  number of partial sums to add, `partial_stride` elements apart
     needs     (end, count) pairs: columns of (T, n) up to `end` have only `count` partial sums that are not zero
     best      address of the largest keys of a step's logits, if kernels/sample.cu found them, else 0
-    arrival   a copy to the host that has been started already; None: `read` starts one
+    arrival   its numbers, and those of the array after it that `read_all` reads with it, which are written to the host
+              as well; None: `read` copies them
     """
 
     __slots__ = (

@@ -134,7 +134,8 @@ class Inputs:
             host[at : at + len(data)] = data
 
         kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
-        applied, records, paths, sees, numbers = 0, [], [], [], []  # `applied`: rows of all paths so far
+        applied, paths, sees, numbers = 0, [], [], []  # `applied`: rows of all paths so far
+        HEAD.pack_into(host, 0, T, len(runs), kept)
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             branches = 0
             if T <= MAX_DECODE_ROWS and not is_known:
@@ -151,16 +152,16 @@ class Inputs:
                     put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
                     put(MOVES + first, bytes(moves))
                     put(PARENTS + first, bytes(visit % 256 for visit in after))
-            records.append(RUN.pack(slot, first, rows, past, source, target, applied, len(path), kind, branches))
+            fields = slot, first, rows, past, source, target, applied, len(path), kind, branches
+            RUN.pack_into(host, RUNS + number * RUN.size, *fields)
             if len(path):
                 paths.append(path.tobytes())
                 applied += len(path)
-        put(0, HEAD.pack(T, len(runs), kept))
-        put(PATH, b"".join(paths))
+        if paths:
+            put(PATH, b"".join(paths))
         if not is_known:
             put(SEEN, b"".join(sees))
             put(RUN_OF, bytes(numbers))
-        put(RUNS, b"".join(records))
         put(END, np.asarray(step.positions, np.int32).tobytes())
         on_host = not isinstance(step.tokens, Array)
         if on_host:

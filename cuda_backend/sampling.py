@@ -34,9 +34,12 @@ def sample(context: Context, logits: Array, sampler: Sampler | Samplers) -> Arra
             _draw_each(context, logits, best, sampler, tokens.address)
         else:
             _draw(context, logits, best, sampler, tokens.address)
+        tokens.arrival = context.to_host.copy(tokens.address, T)
         return tokens
     next_step = context.replay.small.place_for(tokens) if T <= MAX_DECODE_ROWS else tokens.address
-    kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step), stream=stream)
+    tokens.arrival = arrival = context.to_host.expect(T)
+    kernel("sample", "final")((T,), (32,), (*best, tokens.address, next_step, arrival.address), stream=stream)
+    arrival.launched()
     return tokens
 
 
@@ -83,7 +86,10 @@ def argmax_entropy(context: Context, logits: Array, excluded: int) -> tuple[Arra
     keys, sums, ids = (memory.address + n * T for n in (0, 8 * pieces, 16 * pieces))
     out = [Array((T,), ids + 4 * i * T, owner=memory, dtype=t) for i, t in enumerate((np.int32, np.float32))]
     kernel("entropy", "partial")((pieces, T), (256,), (logits.address, V, excluded, keys, sums), stream=stream)
-    kernel("entropy", "final")((T,), (32,), (keys, sums, pieces, out[0].address, out[1].address), stream=stream)
+    out[0].arrival = arrival = context.to_host.expect(2 * T)
+    last = keys, sums, pieces, out[0].address, out[1].address, arrival.address
+    kernel("entropy", "final")((T,), (32,), last, stream=stream)
+    arrival.launched()
     return out[0], out[1]
 
 
@@ -136,7 +142,7 @@ def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers:
                 draws.append(DRAW.pack(s.temperature, s.top_p, number, least, top_k, row))
         at += rows
     if len(draws) < T:
-        kernel("sample", "final")((T,), (32,), (*best, tokens, tokens), stream=stream)
+        kernel("sample", "final")((T,), (32,), (*best, tokens, tokens, tokens), stream=stream)
     records = upload(np.frombuffer(b"".join(draws), np.uint8), stream)
     head = logits.address, V, *best
     for first, rows, chances, bins in _groups(context, len(draws), V, cut):

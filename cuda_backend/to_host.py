@@ -11,13 +11,21 @@ FEW = 1 << 14  # most numbers copied through pinned memory; the driver copies lo
 
 
 class Arrival:
-    """int32 numbers in pinned memory of the host, complete once `done` has happened."""
+    """int32 numbers in pinned memory of the host, complete once `done` has happened.
 
-    __slots__ = ("done", "memory", "numbers", "to_host")
+    address  of the numbers, for the host and for kernels
+    """
+
+    __slots__ = ("address", "done", "memory", "numbers", "to_host")
 
     def __init__(self, to_host: "ToHost", memory: cupy.cuda.PinnedMemoryPointer, count: int):
         self.to_host, self.memory, self.done = to_host, memory, cupy.cuda.Event(disable_timing=True)
         self.numbers = np.frombuffer(memory, np.int32, count)
+        self.address = self.numbers.ctypes.data
+
+    def launched(self) -> None:
+        """Note that what writes the numbers has been launched on the stream."""
+        self.to_host.stream.record(self.done)
 
     def read(self) -> np.ndarray:
         """Wait for the numbers alone, not for what was launched after them."""
@@ -39,13 +47,16 @@ class ToHost:
     def __init__(self, stream: Stream):
         self.stream, self.pool, self.waited = stream, cupy.cuda.PinnedMemoryPool(), 0.0
 
+    def expect(self, count: int) -> Arrival:
+        """Return memory for `count` int32 numbers that a kernel will write: without a copy the host has them sooner."""
+        return Arrival(self, self.pool.malloc(max(4 * count, 1)), count)
+
     def copy(self, address: int, count: int) -> Arrival:
         """Queue a copy of `count` int32 numbers at `address`."""
-        arrival = Arrival(self, self.pool.malloc(max(4 * count, 1)), count)
-        runtime, to = cupy.cuda.runtime, arrival.numbers.ctypes.data
+        arrival, runtime = self.expect(count), cupy.cuda.runtime
         if count:
-            runtime.memcpyAsync(to, address, 4 * count, runtime.memcpyDeviceToHost, self.stream.ptr)
-        self.stream.record(arrival.done)
+            runtime.memcpyAsync(arrival.address, address, 4 * count, runtime.memcpyDeviceToHost, self.stream.ptr)
+        arrival.launched()
         return arrival
 
     def read(self, address: int, count: int) -> np.ndarray:

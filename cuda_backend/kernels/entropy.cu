@@ -1,7 +1,7 @@
 // entropy: the best token of each row except `excluded`, and the entropy of its softmax without it; a NaN in the row gives -1
 // Meaning   common/sampling.py argmax_entropy; of equal logits the smaller id   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; `excluded`, an id
-// Out       ids [T] int32, entropies [T] float32 in nats
+// Out       ids [T] int32, entropies [T] float32 in nats; both also in memory of the host, ids first
 // Work      partial: `pieces` CTAs per row; each finds the best key of its piece and, with its maximum m, the sums of e^(x - m) and
 //           of (x - m) e^(x - m). final: a warp per row rescales the pieces to one maximum and adds them
 // Assumes   at most THREADS * OWN logits of a CTA
@@ -54,7 +54,7 @@ partial(const float* logits, int V, int excluded, u64* keys, float2* sums) {
     if (t == 0) keys[at] = key, sums[at] = sum;
 }
 
-extern "C" __global__ void final(const u64* keys, const float2* sums, int pieces, int* ids, float* entropies) {
+extern "C" __global__ void final(const u64* keys, const float2* sums, int pieces, int* ids, float* entropies, int* host) {
     keys += blockIdx.x * pieces, sums += blockIdx.x * pieces;
     u64 key = 0;
     for (int i = threadIdx.x; i < pieces; i += 32) key = max(key, keys[i]);
@@ -68,6 +68,8 @@ extern "C" __global__ void final(const u64* keys, const float2* sums, int pieces
     }
     all.x = warp_sum(all.x), all.y = warp_sum(all.y);
     if (threadIdx.x) return;
-    ids[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
-    entropies[blockIdx.x] = logf(all.x) - all.y / all.x;
+    const float entropy = logf(all.x) - all.y / all.x;
+    ids[blockIdx.x] = host[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
+    entropies[blockIdx.x] = entropy;
+    host[gridDim.x + blockIdx.x] = __float_as_int(entropy);
 }

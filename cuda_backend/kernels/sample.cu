@@ -1,7 +1,7 @@
 // sample: the largest logit of each row; ties go to the smaller id, and a NaN anywhere in the row gives -1
 // Meaning   common/sampling.py Sampler.pick at temperature 0   Launcher  cuda_backend/sampling.py
 // In        logits [T][V] float32; for add_up partial sums, readable as float4
-// Out       tokens [T] int32, also at the address that the next step reads; add_up: the logits
+// Out       tokens [T] int32, also at the address that the next step reads and in memory of the host; add_up: the logits
 // Work      add_up: a CTA adds up 1,024 logits and writes their largest key. partial: for logits without partial sums, 64 CTAs per
 //           row write a key each. final: a warp per row
 // Bound     bytes of logits
@@ -39,9 +39,9 @@ extern "C" __global__ void partial(const float* logits, int V, u64* keys) {
     leave(key, keys);
 }
 
-extern "C" __global__ void final(const u64* keys, int n, int* tokens, int* next) {
+extern "C" __global__ void final(const u64* keys, int n, int* tokens, int* next, int* host) {
     u64 key = 0;
     for (int i = threadIdx.x; i < n; i += 32) key = max(key, keys[blockIdx.x * n + i]);
     for (int m = 16; m; m >>= 1) key = max(key, __shfl_xor_sync(FULL, key, m));
-    if (threadIdx.x == 0) tokens[blockIdx.x] = next[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
+    if (threadIdx.x == 0) tokens[blockIdx.x] = next[blockIdx.x] = host[blockIdx.x] = key == ~0ull ? -1 : (int)(~(u32)key);
 }
