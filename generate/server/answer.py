@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from generate.server.events import Event, Failed, Finish, Usage, total
 from generate.server.facts import Facts
 from generate.server.fields import Fields
 from generate.server.log import fault_of
-from generate.server.sending import ClientGoneError, Message, Receive, Send, Write, in_time, sending
+from generate.server.sending import ClientGoneError, Message, Receive, Send, in_time, later, sending
 from generate.server.service import Service
 from generate.server.task import BRIEF, SHORT, Ready, Task, events, is_short, prepare, whole
 from generate.server.wire import Parsed, dumps
@@ -119,18 +119,22 @@ class Generate:
                     failed = writer.push(0, Failed(refused))  # it is too late for a status
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
-                begin = partial(writer.begin, sum(len(ready.prompt.tokens) for ready in prompts))
-                async with self._events(prompts, parsed.task, began) as (found, count), soon(write, begin) as begun:
-                    async for index, event in found:
+
+                async def begin() -> None:
+                    await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
+
+                async with self._events(prompts, parsed.task, began) as (found, count):
+                    with later(UNDISTURBED, begin) as begun:
+                        async for index, event in found:
+                            await begun
+                            count(index, event)
+                            if isinstance(event, Finish):
+                                usages[index] = event.usage
+                            elif isinstance(event, Failed):
+                                note(scope, **fault_of(event.error, event.error))
+                            if data := b"".join(writer.push(index, event)):
+                                await write(data)
                         await begun
-                        count(index, event)
-                        if isinstance(event, Finish):
-                            usages[index] = event.usage
-                        elif isinstance(event, Failed):
-                            note(scope, **fault_of(event.error, event.error))
-                        if data := b"".join(writer.push(index, event)):
-                            await write(data)
-                    await begun
                 await write(b"".join(writer.end()))
         finally:
             preparing.cancel()
@@ -168,30 +172,13 @@ async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
             pass
         has_left = task.cancel()
 
-    leaving = asyncio.ensure_future(gone())
-    try:
-        await work
-    except asyncio.CancelledError:
-        if has_left and not task.uncancel():
-            raise ClientGoneError from None
-        raise
-    finally:
-        leaving.cancel()
-
-
-@asynccontextmanager
-async def soon(write: Write, make: Callable[[], Iterable[bytes]]) -> AsyncIterator[Awaitable[None]]:
-    """Make and write data in a task that begins after UNDISTURBED seconds, and ends with the block."""
-
-    async def run() -> None:
-        await asyncio.sleep(UNDISTURBED)
-        await write(b"".join(make()))
-
-    task = asyncio.ensure_future(run())
-    try:
-        yield task
-    finally:
-        task.cancel()
+    with later(UNDISTURBED, gone):
+        try:
+            await work
+        except asyncio.CancelledError:
+            if has_left and not task.uncancel():
+                raise ClientGoneError from None
+            raise
 
 
 def note(scope: Message, **values: Any) -> None:

@@ -132,6 +132,7 @@ class Writer:
         self.none = {"usage": None} if head.usage else {}
 
     def begin(self, tokens: int) -> Iterator[bytes]:
+        self._frame(0)  # before a token waits for it
         return iter(())
 
     def _chunk(self, index: int, text: str, finish: str | None, entries: Sequence[Logprob | int]) -> bytes:

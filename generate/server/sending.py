@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 HEARTBEAT = 5.0  # seconds after which a silent stream gets a keep-alive
@@ -46,25 +46,54 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
     async def beat() -> None:
         nonlocal is_stalled
         while True:
-            await asyncio.sleep(HEARTBEAT)
             silent = time.monotonic() - sent
             if is_sending and silent >= STALLED and task is not None:
                 is_stalled = True
                 task.cancel()
             elif not is_sending and silent >= HEARTBEAT and (data := ping()):
                 await write(data)
+            await asyncio.sleep(HEARTBEAT)
 
     headers = [(b"content-type", f"{media}; charset=utf-8".encode()), *HEADERS]
-    beating = asyncio.ensure_future(beat())
+    with later(HEARTBEAT, beat):
+        try:
+            yield write
+            await put(b"", False)
+        except asyncio.CancelledError:
+            if is_stalled:
+                raise ClientGoneError from None
+            raise
+
+
+@contextmanager
+def later(seconds: float, run: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[asyncio.Future[None]]:
+    """Run a task that begins after `seconds` and ends with the block; yields a future that is done when the task is.
+
+    A timer takes less of the event loop than a task that begins by sleeping.
+    """
+    loop, task = asyncio.get_running_loop(), None
+    done: asyncio.Future[None] = loop.create_future()
+
+    def begin() -> None:
+        nonlocal task
+        task = loop.create_task(run())
+        task.add_done_callback(finish)
+
+    def finish(task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            done.cancel()
+        elif error := task.exception():
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    timer = loop.call_later(seconds, begin)
     try:
-        yield write
-        await put(b"", False)
-    except asyncio.CancelledError:
-        if is_stalled:
-            raise ClientGoneError from None
-        raise
+        yield done
     finally:
-        beating.cancel()
+        timer.cancel()
+        if task is not None:
+            task.cancel()
 
 
 async def in_time(work: asyncio.Future[Any]) -> bool:
