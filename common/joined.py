@@ -35,7 +35,7 @@ class RowRunner:
     def alone(self, state: State, rows: Rows) -> Computed:
         """Run a step with the rows of one sequence."""
         model = self.target if rows.target_only else self.model
-        step = rows.step if type(rows.step.tokens) is not Part else _by_itself(rows.step)
+        step = rows.step if type(rows.step.tokens) is not Handle else _by_itself(rows.step)
         return computed(self.ops, model.forward(state, step), rows)
 
     def together(self, asked: Sequence[tuple[State, Rows]]) -> list[Computed | Exception]:
@@ -70,58 +70,59 @@ class RowRunner:
             for at, rows, each, masked in zip(runs, asked, chosen, filled, strict=True)
         ]
 
-    def _sampled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part"]:
+    def _sampled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Handle"]:
         """Choose tokens of the first rows of a step in one call, each by the sampler of its sequence."""
         if not asked:
             return []
-        parts = [_rows_in(rows.sampled, at) for rows, at in zip(asked, runs, strict=False)]
+        sampled = [_rows_in(rows.sampled, at) for rows, at in zip(asked, runs, strict=False)]
         samplers, end = list[tuple[Sampler, int]](), 0
-        for rows, part in zip(asked, parts, strict=True):
+        for rows, at in zip(asked, sampled, strict=True):
             assert rows.sampler is not None
-            if part.start > end:
-                samplers.append((UNREAD, part.start - end))
-            samplers.append((rows.sampler, part.stop - part.start))
-            end = part.stop
-        whole = Whole(self.ops, self.ops.sample(logits if end == len(logits) else logits[:end], Samplers(samplers)))
-        return [Part(whole, part) for part in parts]
+            if at.start > end:
+                samplers.append((UNREAD, at.start - end))
+            samplers.append((rows.sampler, at.stop - at.start))
+            end = at.stop
+        tokens = self.ops.sample(logits if end == len(logits) else logits[:end], Samplers(samplers))
+        found = StepResults(self.ops, tokens)
+        return [Handle(found, at) for at in sampled]
 
-    def _picked(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Part | Exception | None"]:
+    def _picked(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list["Handle | Exception | None"]:
         """Choose tokens of rows that the host must read (penalties, guides); None if nothing is to be chosen."""
         count = sum(rows.sampler is not None for rows in asked)
-        chosen: list[Part | Exception | None] = [None] * len(asked)
+        chosen: list[Handle | Exception | None] = [None] * len(asked)
         if not count:
             return chosen
         first = runs[0].start
         host = self.ops.read(logits[first : runs[count - 1].stop])
         for i, (rows, at) in enumerate(zip(asked[:count], runs, strict=False)):
             assert rows.sampler is not None
-            part = _rows_in(rows.sampled, at)
+            sampled = _rows_in(rows.sampled, at)
             try:
-                own = host[part.start - first : part.stop - first]
+                own = host[sampled.start - first : sampled.stop - first]
                 tokens = np.array([rows.sampler.pick(row) for row in own], np.int32)
-                chosen[i] = Part(Whole(self.ops, tokens, host=(tokens,)), slice(0, len(tokens)))
+                chosen[i] = Handle(StepResults(self.ops, tokens, host=(tokens,)), slice(0, len(tokens)))
             except BimetalError as error:
                 chosen[i] = error
         return chosen
 
-    def _filled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list[tuple["Part", ...] | None]:
+    def _filled(self, logits: Array, asked: list[Rows], runs: list[slice]) -> list[tuple["Handle", ...] | None]:
         """Find what the masks of several windows predict in one call, over the rows from the first mask to the last.
 
         None for a sequence without masks, and for all where there is one window, or where a row is not finite.
         """
-        parts = [None if rows.mask is None else _rows_in(rows.masked, at) for rows, at in zip(asked, runs, strict=True)]
-        of = [(rows.mask, part) for rows, part in zip(asked, parts, strict=True) if part is not None]
-        if len(of) < 2:
+        pairs = zip(asked, runs, strict=True)
+        masked = [None if rows.mask is None else _rows_in(rows.masked, at) for rows, at in pairs]
+        known = [at for at in masked if at is not None]
+        if len(known) < 2:
             return [None] * len(asked)
-        first, end = min(part.start for _, part in of), max(part.stop for _, part in of)
-        mask = of[0][0]  # the model's, which all of them have
-        assert mask is not None
+        first, end = min(at.start for at in known), max(at.stop for at in known)
+        mask = next(rows.mask for rows in asked if rows.mask is not None)  # the model's, which all of them have
         try:
-            whole = Whole(self.ops, *self.ops.argmax_entropy(logits[first:end], mask))
+            found = StepResults(self.ops, *self.ops.argmax_entropy(logits[first:end], mask))
         except NotFiniteError:  # in any row
             return [None] * len(asked)
-        at = [None if part is None else slice(part.start - first, part.stop - first) for part in parts]
-        return [None if rows is None else (Part(whole, rows), Part(whole, rows, 1)) for rows in at]
+        moved = [None if at is None else slice(at.start - first, at.stop - first) for at in masked]
+        return [None if at is None else (Handle(found, at), Handle(found, at, 1)) for at in moved]
 
     @property
     def shares_drafts(self) -> bool:
@@ -219,8 +220,8 @@ def _answer(
     ops: Ops,
     logits: "LogitRows",
     rows: Rows,
-    chosen: "Part | Exception | None",
-    filled: "tuple[Part, ...] | None",
+    chosen: "Handle | Exception | None",
+    filled: "tuple[Handle, ...] | None",
 ) -> Computed | Exception:
     """The answer of one sequence; `filled`: what its masks predict, where that was found for several at once."""
     if isinstance(chosen, Exception):
@@ -234,7 +235,10 @@ def _answer(
 
 
 class LogitRows:
-    """Rows `first` to `end` of a step's logits, which are cut out where they are used."""
+    """One sequence's rows, `first` to `end`, of the logits (T, vocab) of a joined step.
+
+    Indexing gives LogitRows again and launches nothing; `cut` makes the backend's array of the rows.
+    """
 
     __slots__ = ("end", "first", "logits")
 
@@ -245,24 +249,28 @@ class LogitRows:
         return self.end - self.first
 
     def __getitem__(self, rows: slice) -> "LogitRows":
-        part = _rows_in(rows, slice(self.first, self.end))
-        return LogitRows(self.logits, part.start, part.stop)
+        at = _rows_in(rows, slice(self.first, self.end))
+        return LogitRows(self.logits, at.start, at.stop)
 
     def cut(self) -> Array:
+        """Return the rows as the backend's array."""
         return self.logits[self.first : self.end]
 
 
-class Whole:
-    """Arrays (T,) that a joined step found for its rows, which are read from the device once, and together.
+class StepResults:
+    """Arrays (T,) that one call found for rows of all sequences of a joined step: tokens; or ids and entropies.
 
-    host  the arrays on the host, where known
+    The first sequence that reads its rows copies the arrays to the host, for all sequences.
+
+    arrays  on the device
+    host    copies of the arrays, if they were made on the host
     """
 
     def __init__(self, ops: Ops, *arrays: Array, host: tuple[np.ndarray, ...] | None = None):
         self.ops, self.arrays, self._host = ops, arrays, host
 
     def read(self, number: int, rows: slice) -> np.ndarray:
-        """Return rows of an array on the host."""
+        """Return rows of array `number` on the host."""
         if self._host is None:
             try:
                 self._host = self.ops.read_all(*self.arrays)
@@ -271,61 +279,66 @@ class Whole:
         return self._host[number][rows]
 
 
-class Part:
-    """One sequence's rows of an array of a Whole."""
+class Handle:
+    """One sequence's `rows` of array `number` of StepResults: the handle that a Computed gives to a decoder."""
 
-    __slots__ = ("number", "rows", "whole")
+    __slots__ = ("number", "results", "rows")
 
-    def __init__(self, whole: Whole, rows: slice, number: int = 0):
-        self.whole, self.rows, self.number = whole, rows, number
+    def __init__(self, results: StepResults, rows: slice, number: int = 0):
+        self.results, self.rows, self.number = results, rows, number
 
     def __len__(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
     def read(self) -> np.ndarray:
-        return self.whole.read(self.number, self.rows)
+        """Return the rows on the host."""
+        return self.results.read(self.number, self.rows)
 
 
-OF_A_STEP = {Part, LogitRows}
+OF_A_JOINED_STEP = {Handle, LogitRows}
 
 
 def read(ops: Ops, of: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """Parts, LogitRows, and arrays of the backend, on the host."""
-    if len(of) == 1 and type(of[0]) is Part:
+    """Bring Handles, LogitRows and arrays of the backend to the host."""
+    if len(of) == 1 and type(of[0]) is Handle:
         return (of[0].read(),)
-    if OF_A_STEP.isdisjoint(map(type, of)):
+    if OF_A_JOINED_STEP.isdisjoint(map(type, of)):
         return ops.read_all(*of)
     return tuple([_on_host(ops, x) for x in of])
 
 
 def array_of(logits: Any) -> Array:
-    """LogitRows, or logits of the backend, as the backend's."""
+    """Return the backend's array of LogitRows, or of logits that are one already."""
     return logits.cut() if type(logits) is LogitRows else logits
 
 
 def _by_itself(step: Step) -> Step:
-    """A step that runs by itself: its tokens are no Part."""
+    """Replace the Handle that a step has for tokens by the backend's array, for a step that runs alone."""
     tokens = step.tokens
-    return replace(step, tokens=tokens.whole.arrays[tokens.number][tokens.rows])
+    return replace(step, tokens=tokens.results.arrays[tokens.number][tokens.rows])
 
 
 def tokens_of(ops: Ops, steps: Sequence[Step]) -> Any:
-    """The tokens of `steps`: on the device where they are the whole of what one joined step chose, else on the host."""
+    """Join the tokens of `steps`.
+
+    If they are all tokens that one joined step chose, in its order, the result is its array on the device: the next
+    step can then be launched before the host knows its tokens. Else the tokens are copied to the host.
+    """
     first = steps[0].tokens
-    if type(first) is Part:
-        whole, at = first.whole, 0
+    if type(first) is Handle:
+        results, at = first.results, 0
         for step in steps:
             tokens = step.tokens
-            if type(tokens) is not Part or tokens.whole is not whole or tokens.rows.start != at:
+            if type(tokens) is not Handle or tokens.results is not results or tokens.rows.start != at:
                 break
             at = tokens.rows.stop
         else:
-            if at == len(whole.arrays[0]):
-                return whole.arrays[0]
+            if at == len(results.arrays[0]):
+                return results.arrays[0]
     return np.concatenate([_on_host(ops, step.tokens) for step in steps])
 
 
 def _on_host(ops: Ops, x: Any) -> np.ndarray:
-    if type(x) is Part:
+    if type(x) is Handle:
         return x.read()
     return x if isinstance(x, np.ndarray) else ops.read(array_of(x))
