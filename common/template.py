@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from common.errors import BimetalError
-from common.template_limits import SECONDS, LimitError, Run
+from common.template_limits import SECONDS, LimitError, TemplateLimits
 
 SOURCE = 1 << 16  # characters of a template; published ones have up to 25,000
 WORDS = 1000  # characters of a template's own message that are shown
@@ -34,7 +34,7 @@ _NO_METHODS = frozenset(("decode", "encode", "expandtabs", "format_map", "from_b
 _NO_METHODS |= {"to_bytes", "translate"}
 
 
-_run: ContextVar[Run] = ContextVar("run")
+_limits: ContextVar[TemplateLimits] = ContextVar("limits")
 
 
 class TemplateStoppedError(BimetalError):
@@ -49,11 +49,11 @@ def run(template: str, inputs: Mapping[str, Any]) -> str:
     """
     compiled = compile_template(template)
     try:
-        token = _run.set(Run(inputs, SECONDS))
+        token = _limits.set(TemplateLimits(inputs, SECONDS))
         try:
             return compiled.render(inputs)
         finally:
-            _run.reset(token)
+            _limits.reset(token)
     except TemplateError as error:
         raise BimetalError(f"the chat template refuses this conversation: {error!s:.{WORDS}}") from None
     except LimitError as error:
@@ -84,7 +84,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.filters = {name: _guarded(name, function) for name, function in self.filters.items()}
         self.tests = {name: _timed(test) for name, test in self.tests.items()}
-        self.filters |= {"_steps": _Steps, "_made": lambda value: _run.get().check(value), "_concat": _concat}
+        self.filters |= {"_steps": _Steps, "_made": lambda value: _limits.get().check(value), "_concat": _concat}
         self.globals.update(namespace=_namespace, dict=_dict)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
@@ -97,40 +97,40 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        _run.get().tick()
+        _limits.get().tick()
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        _run.get().tick()
+        _limits.get().tick()
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        run = _run.get()
-        run.tick()
+        limits = _limits.get()
+        limits.tick()
         if operator == "%" and isinstance(left, str | bytes):
-            run.check_growth("format", (left, right), {})
+            limits.check_growth("format", (left, right), {})
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            run.check_bits(left.bit_length() * right)
+            limits.check_bits(left.bit_length() * right)
         elif operator == "*" and isinstance(left, int) != isinstance(right, int):
             count, value = (left, right) if isinstance(left, int) else (right, left)
-            if not isinstance(value, float) and isinstance(count, int) and run.size(value) * count > run.limit:
-                raise run.too_long()
-        return run.check(super().call_binop(context, operator, left, right))
+            if not isinstance(value, float) and isinstance(count, int) and limits.size(value) * count > limits.limit:
+                raise limits.too_long()
+        return limits.check(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (kwargs take any name)
-        run, method = _run.get(), getattr(__obj, "__wrapped__", __obj)
+        limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str | bytes):
-            run.check_growth(method.__name__, (owner, *args), kwargs)
-        return run.check(super().call(__context, __obj, *args, **kwargs))
+            limits.check_growth(method.__name__, (owner, *args), kwargs)
+        return limits.check(super().call(__context, __obj, *args, **kwargs))
 
     def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
-        run, held, size = _run.get(), [], 0
+        limits, held, size = _limits.get(), [], 0
         for piece in pieces:
-            run.tick()
+            limits.tick()
             size += len(piece)
-            if size > run.limit:
-                raise run.too_long()
+            if size > limits.limit:
+                raise limits.too_long()
             held.append(piece)
         return "".join(held)
 
@@ -182,9 +182,9 @@ class _Steps:
         self.values = values
 
     def __iter__(self) -> Iterator[Any]:
-        run = _run.get()
+        limits = _limits.get()
         for value in self.values:
-            run.tick()
+            limits.tick()
             yield value
 
     def __len__(self) -> int:
@@ -196,31 +196,31 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        run = _run.get()
-        run.check_growth(name, args[passed:], kwargs)
+        limits = _limits.get()
+        limits.check_growth(name, args[passed:], kwargs)
         if name == "sum":  # of lists makes one per step
             args = (*args[:passed], _Steps(args[passed]), *args[passed + 1 :])
         made = function(*args, **kwargs)
-        return _values(run, made) if isinstance(made, Iterator) else run.check(made)
+        return _values(limits, made) if isinstance(made, Iterator) else limits.check(made)
 
     return guarded
 
 
-def _values(run: Run, values: Iterator[Any]) -> Iterator[Any]:
+def _values(limits: TemplateLimits, values: Iterator[Any]) -> Iterator[Any]:
     """`values`, which together may be as long as a list of them."""
     size = 0
     for value in values:
-        run.tick()
-        size += run.size(value)
-        if size > run.limit:
-            raise run.too_long()
+        limits.tick()
+        size += limits.size(value)
+        if size > limits.limit:
+            raise limits.too_long()
         yield value
 
 
 def _timed(test: Any) -> Callable[..., Any]:
     @wraps(test)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        _run.get().tick()
+        _limits.get().tick()
         return test(*args, **kwargs)
 
     return timed
@@ -228,14 +228,14 @@ def _timed(test: Any) -> Callable[..., Any]:
 
 @pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    return _run.get().check(value)
+    return _limits.get().check(value)
 
 
 def _concat(values: list[Any]) -> str:
-    run = _run.get()
-    if sum(map(run.size, values)) > run.limit:
-        raise run.too_long()
-    return run.check("".join(map(str, values)))
+    limits = _limits.get()
+    if sum(map(limits.size, values)) > limits.limit:
+        raise limits.too_long()
+    return limits.check("".join(map(str, values)))
 
 
 class _Generation(Extension):
@@ -280,8 +280,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
-    _run.get().check_format(format)
-    return _run.get().now.strftime(format)
+    _limits.get().check_format(format)
+    return _limits.get().now.strftime(format)
 
 
 def _tojson(

@@ -25,8 +25,8 @@ class LimitError(Exception):
     """A template passed a limit."""
 
 
-class Run:
-    """The limits of one run, and what is left of them.
+class TemplateLimits:
+    """The limits of one run of a template, and what is left of them.
 
     inputs   what the template reads; it cannot change these values, so that each is measured once
     seconds  of the thread's time
