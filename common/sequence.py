@@ -13,7 +13,7 @@ from common.checks import check_fits, check_tokens, default_spec, default_window
 from common.decode.plain import target_of
 from common.decode.registry import check, decode
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decode.tuner import Tuner
 from common.decode.wedlm import most_unread
 from common.errors import UsageError, shown
@@ -106,7 +106,7 @@ class Sequence:
         self.decoder: Generator[Request, Any, None] | None = None
         self.request: Rows | Draft | None = None
         self.tuner: Tuner | None = None
-        self.run: Run | None = None
+        self.run: DecoderRun | None = None
         self.cached = self.matched = self.new = 0
         self.started = self.first = self.last = 0.0
         self.reading = self._reading()
@@ -223,7 +223,9 @@ class Sequence:
         assert self.slot
         state, target = self.slot.state, self.target
         unread = self.prompt[state.length :]
-        self.run = Run(target.decoding, state, logits, self.sampler, self.prompt, self.speculation, unread=unread)
+        self.run = DecoderRun(
+            target.decoding, state, logits, self.sampler, self.prompt, self.speculation, unread=unread
+        )
         self.run.tuner = self.tuner = tuner
         self.first = self.last = time.perf_counter()
         self.decoder = decode(self.run)

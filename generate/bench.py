@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.errors import BimetalError, UsageError
 from common.hub import resolve_model
 from common.models import Model
@@ -154,7 +154,7 @@ def ours(model: Model, stop: threading.Event) -> Runner:
                 chunk = prompt[at : at + rows]
                 logits = model.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
                 state.commit(np.arange(len(chunk)))
-            tokens = run_alone(Run(model, state, logits, Sampler(Sampling())))
+            tokens = run_alone(DecoderRun(model, state, logits, Sampler(Sampling())))
             next(tokens)
         with Clock() as decode:
             _take(tokens, new_tokens - 1, stop)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from common.decode.alone import run_alone
-from common.decode.run import PHASES, DecodeStats, Run
+from common.decode.run import PHASES, DecoderRun, DecodeStats
 from common.decoders import Speculation
 from common.sampling import Sampler, Sampling
 from common.step import Step
@@ -41,7 +41,7 @@ def run(options: SyntheticSpecBench) -> int:
             logits = pair.forward(state, Step.chain(chunk, at), slice(len(chunk) - 1, len(chunk)))
             state.commit(np.arange(len(chunk)))
         how = Speculation("tree", budget, options.tree_topk)
-        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), ids.tolist(), how, stats=accepted))
+        tokens = run_alone(DecoderRun(pair, state, logits, Sampler(Sampling()), ids.tolist(), how, stats=accepted))
         with announced(f"{5 + steps} steps with a tree of {budget} draft tokens"):
             while accepted.steps < 5:  # launches, captures and tunes
                 next(tokens)

@@ -14,7 +14,7 @@ import tiny_draft
 import tiny_eagle
 
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation
 from common.models import Model
 from common.models.drafts import load_pair
@@ -118,5 +118,5 @@ def _text(model: Model, prompt: np.ndarray, how: Speculation) -> list[int]:
     state = model.new_state(64)
     logits = model.forward(state, Step.chain(prompt, 0), slice(PROMPT - 1, PROMPT))
     state.commit(range(PROMPT))
-    run = Run(model, state, logits, Sampler(Sampling()), prompt.tolist(), how)
+    run = DecoderRun(model, state, logits, Sampler(Sampling()), prompt.tolist(), how)
     return [token for token, _ in islice(run_alone(run), NEW)]

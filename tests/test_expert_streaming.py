@@ -14,7 +14,7 @@ import tiny_draft
 
 from common.checkpoint import open_checkpoint
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation
 from common.errors import BimetalError
 from common.expert_files import checkpoint_source
@@ -112,7 +112,7 @@ def test_a_draft_accepts_as_on_the_loaded_model(name, ops, tmp_path):
         state = pair.new_state(tiny.CAPACITY)
         logits = pair.forward(state, Step.chain(np.array(prompt, np.int32), 0))
         state.commit(np.arange(len(prompt)))
-        run = Run(pair, state, logits[-1:], Sampler(Sampling(), prompt), list(prompt), Speculation("tree", 6))
+        run = DecoderRun(pair, state, logits[-1:], Sampler(Sampling(), prompt), list(prompt), Speculation("tree", 6))
         rows = [(token, ops.read(row)) for (token, row), _ in zip(run_alone(run), range(40), strict=False)]
         replies.append(rows)
     assert [token for token, _ in replies[0]] == [token for token, _ in replies[1]]

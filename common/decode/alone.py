@@ -8,14 +8,14 @@ import numpy as np
 from common.decode.plain import target_of
 from common.decode.registry import decode
 from common.decode.requests import EVERY, Choose, Computed, Draft, Emit, Read, Rows
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
 from common.ops import Array, Ops
 from common.step import State
 
 
-def run_alone(run: Run) -> Generator[tuple[int, Array], None, None]:
+def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
     """Yield (token, the logits row (1, vocab) it was chosen from) until the state is full or the caller stops."""
     decoder = decode(run)
     answer: Any = None

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from common.decode.alone import run_alone
-from common.decode.run import Run, WedlmStats
+from common.decode.run import DecoderRun, WedlmStats
 from common.decoders import Speculation, WedlmOptions
 from common.errors import BimetalError, UsageError
 from common.models import Model
@@ -147,7 +147,7 @@ def _reply(
     model: Model, state: State, prompt: Sequence[int], logits: Array, point: Point, ends: frozenset[int]
 ) -> list[int]:
     """The tokens of a greedy reply in the point's windows, the end token included."""
-    run = Run(model, state, logits, Sampler(Sampling()), prompt, Speculation("wedlm", wedlm=point.options))
+    run = DecoderRun(model, state, logits, Sampler(Sampling()), prompt, Speculation("wedlm", wedlm=point.options))
     reply: list[int] = []
     with closing(run_alone(run)) as tokens:
         for token, _ in tokens:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from common.decode.requests import Choose, Emit, Read, Request, Rows
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.models import Model
 from common.models.pair import Pair
 from common.ops import Array
@@ -16,7 +16,7 @@ THE_ROW = np.zeros(1, np.int64)  # the path of a step of one row
 THE_ROW.flags.writeable = False
 
 
-def decode(run: Run) -> Generator[Request, Any, None]:
+def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Decode without draft tokens, even if a draft is loaded. The first step reads the prompt's unread token."""
     if not run.unread:
         yield from plain(run, run.logits)
@@ -32,7 +32,7 @@ def target_of(model: Model) -> Model:
 
 
 def plain(
-    run: Run,
+    run: DecoderRun,
     logits: Array,
     ask: Callable[[], int] | None = None,
     note: Callable[[], None] | None = None,

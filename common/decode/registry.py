@@ -5,12 +5,12 @@ from typing import Any
 
 from common.decode import plain, speculative, wedlm
 from common.decode.requests import Request
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation
 from common.models import Model
 from common.sampling import Sampler
 
-Decode = Callable[[Run], Generator[Request, Any, None]]
+Decode = Callable[[DecoderRun], Generator[Request, Any, None]]
 
 FAMILIES: dict[str, Decode] = {"plain": plain.decode, "speculative": speculative.decode, "wedlm": wedlm.decode}
 
@@ -23,6 +23,6 @@ def check(options: Speculation, model: Model, sampler: Sampler) -> None:
         wedlm.check(options, plain.target_of(model), sampler)
 
 
-def decode(run: Run) -> Generator[Request, Any, None]:
+def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Run the decoder that `run.options` name: yield requests and tokens until the state is full or it is closed."""
     return FAMILIES[run.options.decoder.family](run)

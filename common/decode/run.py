@@ -1,4 +1,4 @@
-"""Run, the input of a decoder, and the statistics that a decoder fills."""
+"""DecoderRun, the input of a decoder, and the statistics that a decoder fills."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -111,7 +111,7 @@ class WedlmStats:
 
 
 @dataclass
-class Run:
+class DecoderRun:
     """Input of a decoder: a model that has read a prompt, and the options of the reply.
 
     tokens  the prompt

@@ -15,7 +15,7 @@ from common.decode.ddtree import Tree, best_chain, grow
 from common.decode.lookup import Lookup
 from common.decode.plain import plain
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decode.tuner import STRETCH, Tuner
 from common.decoders import Speculation, check_draft
 from common.errors import UsageError
@@ -48,7 +48,7 @@ def new_tuner(options: Speculation, model: Model) -> Tuner:
 class Drafter:
     """Builds the tree of each step from prompt lookup, the draft model, or both."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: DecoderRun):
         self.options, self.stats, self.sampler = run.options, run.stats, run.sampler
         self.lookup = Lookup(run.tokens) if "lookup" in run.options.kind else None
 
@@ -89,7 +89,7 @@ class Budgets:
     tuner  None: the options name a number
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: DecoderRun):
         self.run, self.tuner = run, run.tuner
         if run.options.budget is None and self.tuner is None:
             self.tuner = new_tuner(run.options, run.model)
@@ -114,7 +114,7 @@ class Budgets:
             self.tuner.record(size, path, seconds, switched, steps)
 
 
-def decode(run: Run) -> Generator[Request, Any, None]:
+def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit the tokens that `plain` emits, with the logits rows (1, vocab) that they were drawn from.
 
     Before each step a budget is chosen. If it is 0, plain decoding without the draft continues until another one is
@@ -140,7 +140,7 @@ def decode(run: Run) -> Generator[Request, Any, None]:
             budget = budgets.choose()
 
 
-def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
+def _first(run: DecoderRun, drafter: Drafter) -> Generator[Request, Any, int]:
     """Emit the token after the prompt, and return it."""
     chosen = yield Choose(run.logits, run.sampler)
     (values,) = yield Read((chosen,))
@@ -151,7 +151,9 @@ def _first(run: Run, drafter: Drafter) -> Generator[Request, Any, int]:
     return token
 
 
-def _plain(run: Run, drafter: Drafter, budgets: Budgets, logits: Array) -> Generator[Request, Any, tuple[int, int]]:
+def _plain(
+    run: DecoderRun, drafter: Drafter, budgets: Budgets, logits: Array
+) -> Generator[Request, Any, tuple[int, int]]:
     """Emit tokens of plain decoding from `logits` on until a budget is chosen; return the newest token and the budget.
 
     A budget is chosen, and the tuner learns what steps took, once per stretch: a step may be as short as the host's
@@ -188,7 +190,7 @@ def _plain(run: Run, drafter: Drafter, budgets: Budgets, logits: Array) -> Gener
     return token, budget
 
 
-def _step(run: Run, drafter: Drafter, token: int, budget: int) -> Generator[Request, Any, tuple[int, list[int]]]:
+def _step(run: DecoderRun, drafter: Drafter, token: int, budget: int) -> Generator[Request, Any, tuple[int, list[int]]]:
     """Emit the tokens that one step verifies after `token`; return the newest and the path of accepted nodes."""
     state, sampler = run.state, run.sampler
     tree = yield from drafter.tree(state, token, budget)

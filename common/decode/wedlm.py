@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from common.decode.requests import Choose, Computed, Emit, Read, Request, Rows
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation, WedlmOptions
 from common.errors import UsageError
 from common.models import Model
@@ -62,7 +62,7 @@ def most_unread(options: WedlmOptions) -> int:
     return 0 if options.verify else MAX_DECODE_ROWS - options.window
 
 
-def decode(run: Run) -> Generator[Request, Any, None]:
+def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit tokens and the logits rows (1, vocab) that they were chosen from; the draft of a pair is left alone."""
     check(run.options, run.model, run.sampler)
     if run.options.wedlm.verify:
@@ -121,7 +121,7 @@ class _Window:
         self.tokens += tokens
         self.filled += [filled] * len(tokens)
 
-    def emitted(self, run: Run, slot: int) -> Emit:
+    def emitted(self, run: DecoderRun, slot: int) -> Emit:
         """Hand over the token of a slot."""
         token, sampler = self.tokens[slot], run.sampler
         if not sampler.is_argmax:
@@ -149,7 +149,7 @@ class _Window:
         return Step(tokens, self.base + positions, parents, np.zeros(len(order), np.int32)), masks
 
 
-def windows(run: Run) -> Generator[Request, Any, None]:
+def windows(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit tokens until the state is full or the driver stops.
 
     The first step reads the prompt's unread tokens with the first masks. A token is emitted once it and all before it
@@ -220,7 +220,7 @@ def windows(run: Run) -> Generator[Request, Any, None]:
 
 
 def _computed(
-    run: Run, window: _Window, step: Step, masks: Sequence[int], yielded: int
+    run: DecoderRun, window: _Window, step: Step, masks: Sequence[int], yielded: int
 ) -> Generator[Request, Any, tuple[Computed, Ahead | None]]:
     """Compute a window's step; also return what samples its masks, None for greedy decoding."""
     rows = slice(len(step) - len(masks), len(step))
@@ -238,7 +238,7 @@ def _computed(
 
 
 def _fill(
-    run: Run, window: _Window, masks: Sequence[int], done: Computed, ahead: Ahead | None
+    run: DecoderRun, window: _Window, masks: Sequence[int], done: Computed, ahead: Ahead | None
 ) -> Generator[Request, Any, None]:
     """Fill the masks that the options choose; `masks` are slots, and the last rows of the step."""
     slots, first = np.asarray(masks), len(done.logits) - len(masks)
@@ -254,7 +254,7 @@ def _fill(
 
 
 def _fill_checked(
-    run: Run, window: _Window, masks: Sequence[int], done: Computed, following: int
+    run: DecoderRun, window: _Window, masks: Sequence[int], done: Computed, following: int
 ) -> Generator[Request, Any, None]:
     """Fill the first mask, and those that the options choose, which are doubtful where the model was not sure.
 
@@ -276,7 +276,7 @@ def _fill_checked(
             window.doubtful.add(window.base + masks[j])
 
 
-def verified(run: Run) -> Generator[Request, Any, None]:
+def verified(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit the tokens of plain greedy decoding, with the model's own masks as the draft.
 
     Rows of a step: the newest token, the draft, and masks after it. The next-token logits of the newest token and of

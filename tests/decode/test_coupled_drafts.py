@@ -11,7 +11,7 @@ from test_plain import prefilled
 from common.checkpoint import open_checkpoint
 from common.coupled import Coupling, considered
 from common.decode.alone import run_alone
-from common.decode.run import DecodeStats, Run
+from common.decode.run import DecoderRun, DecodeStats
 from common.decoders import Speculation
 from common.demo import demo_path
 from common.models import load_model
@@ -34,7 +34,7 @@ def text_of(model, prompt, new, sampling, speculation=None):
     """A text of `new` tokens, and what steps accepted."""
     state, logits = prefilled(model, prompt, len(prompt) + new)
     sampler, accepted = Sampler(sampling, prompt), DecodeStats()
-    tokens = run_alone(Run(model, state, logits, sampler, prompt, speculation or Speculation(), stats=accepted))
+    tokens = run_alone(DecoderRun(model, state, logits, sampler, prompt, speculation or Speculation(), stats=accepted))
     out = [next(tokens)[0] for _ in range(new)]
     tokens.close()
     return out, accepted

@@ -14,7 +14,7 @@ from test_plain import prefilled
 
 from common.coupled import CANDIDATES, Coupling
 from common.decode.alone import run_alone
-from common.decode.run import DecodeStats, Run
+from common.decode.run import DecoderRun, DecodeStats
 from common.decode.speculative import check
 from common.decoders import DECODERS, Speculation
 from common.errors import BimetalError, NotFiniteError, UsageError
@@ -72,7 +72,9 @@ def test_memory_of_a_state(pair):
 
     def used() -> int:
         state, logits = prefilled(pair, TEXT[:12].tolist())
-        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7)))
+        tokens = run_alone(
+            DecoderRun(pair, state, logits, Sampler(Sampling()), TEXT[:12].tolist(), Speculation("tree", 7))
+        )
         for _ in range(12):
             next(tokens)
         tokens.close()
@@ -198,7 +200,7 @@ def test_sampled_text(pair, sampling):
     asked, prompt = Sampling(temperature=0.9, seed=6, **sampling), TEXT[:20].tolist()
     assert_plain(pair, prompt, 30, Speculation("lookup+tree", 12), asked)
     state, logits = prefilled(pair, prompt)
-    tokens, sampler = run_alone(Run(pair, state, logits, Sampler(asked))), Sampler(asked)
+    tokens, sampler = run_alone(DecoderRun(pair, state, logits, Sampler(asked))), Sampler(asked)
     for token, row in itertools.islice(tokens, 30):
         assert token == sampler.pick(pair.ops.read(row)[0])
         sampler.accept(token)
@@ -239,7 +241,7 @@ def test_trees_with_cold_experts(name, tmp_path):
     for model, how in ((whole, Speculation("off")), (load_model(checkpoint, ops), Speculation("lookup+tree", 20))):
         pair = load_pair(folder, model)
         state, logits = prefilled(pair, prompt)
-        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), prompt, how, None, DecodeStats()))
+        tokens = run_alone(DecoderRun(pair, state, logits, Sampler(Sampling()), prompt, how, None, DecodeStats()))
         texts.append([next(tokens)[0] for _ in range(24)])
         tokens.close()
     assert texts[0] == texts[1]
@@ -249,11 +251,11 @@ def test_trees_with_cold_experts(name, tmp_path):
 def assert_plain(pair, prompt, new, speculation, sampling=None):
     sampling = sampling or Sampling()
     state, logits = prefilled(pair, prompt)
-    tokens = run_alone(Run(pair, state, logits, Sampler(sampling)))
+    tokens = run_alone(DecoderRun(pair, state, logits, Sampler(sampling)))
     expected = [next(tokens)[0] for _ in range(new)]
     state, logits = prefilled(pair, prompt)
     accepted = DecodeStats()
-    tokens = run_alone(Run(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted))
+    tokens = run_alone(DecoderRun(pair, state, logits, Sampler(sampling), prompt, speculation, None, accepted))
     assert [next(tokens)[0] for _ in range(new)] == expected
     tokens.close()
     assert state.length == len(prompt) + new - 1

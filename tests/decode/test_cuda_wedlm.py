@@ -10,7 +10,7 @@ from test_wedlm_schedules import ends_of_the_leading_run, replies_at_once, whole
 from wedlm_simulator import simulate, simulate_checked
 
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation, WedlmOptions
 from common.models import load_model
 from common.models.window import KEEP, bounded
@@ -54,7 +54,7 @@ def read(model, prompt, capacity=64):
 def decoded(model, prompt, count, options, unread=3, sampling=None):
     unread = 0 if options.verify else unread
     state, logits = read(model, prompt[: len(prompt) - unread])
-    run = Run(model, state, logits, Sampler(sampling or Sampling(), prompt), prompt)
+    run = DecoderRun(model, state, logits, Sampler(sampling or Sampling(), prompt), prompt)
     run.options, run.unread = Speculation("wedlm", wedlm=options), prompt[len(prompt) - unread :]
     out, rows = [], []
     with closing(run_alone(run)) as tokens:
@@ -123,7 +123,7 @@ def test_a_window_of_one_is_a_loop(model):
 def test_verified_text_is_plain_decodings(window, tau, model):
     for prompt in (PROMPT, [1], [7] * 12):
         state, logits = read(model, prompt)
-        expected = [token for token, _ in islice(run_alone(Run(model, state, logits, Sampler(Sampling()))), 30)]
+        expected = [token for token, _ in islice(run_alone(DecoderRun(model, state, logits, Sampler(Sampling()))), 30)]
         out, _, counts, state = decoded(model, prompt, 30, WedlmOptions(window, tau, verify=True))
         assert out == expected
         assert counts.forwards < 30
@@ -194,7 +194,9 @@ def test_no_row_of_logits_is_copied(model, monkeypatch):
         CudaOps, "read_all", lambda self, *xs: (sizes.append(sum(x.size for x in xs)), read_all(self, *xs))[1]
     )
     state = model.new_state(64)
-    run = Run(model, state, None, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=options), unread=PROMPT)
+    run = DecoderRun(
+        model, state, None, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=options), unread=PROMPT
+    )
     with closing(run_alone(run)) as tokens:
         assert len(list(islice(tokens, 12))) == 12
     assert max(sizes) <= 12

@@ -14,7 +14,7 @@ from test_plain import prefilled
 
 from common.checkpoint import open_checkpoint
 from common.decode.alone import run_alone
-from common.decode.run import DecodeStats, Run
+from common.decode.run import DecoderRun, DecodeStats
 from common.decoders import Speculation
 from common.demo import demo_path
 from common.models import load_model
@@ -35,9 +35,9 @@ def texts(model, prompts, new, speculation=None, accepted=None, with_margins=Fal
         state, logits = prefilled(model, prompt, len(prompt) + new)
         sampler = Sampler(Sampling())
         if speculation is None:
-            tokens = run_alone(Run(model, state, logits, sampler))
+            tokens = run_alone(DecoderRun(model, state, logits, sampler))
         else:
-            tokens = run_alone(Run(model, state, logits, sampler, prompt, speculation, None, accepted))
+            tokens = run_alone(DecoderRun(model, state, logits, sampler, prompt, speculation, None, accepted))
         chosen, margins = [], []
         for token, row in tokens:
             chosen.append(token)

@@ -12,7 +12,7 @@ import tiny
 import generate
 from common.checkpoint import open_checkpoint
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation, WedlmOptions
 from common.demo import demo_path
 from common.errors import BimetalError
@@ -120,9 +120,11 @@ def verified_is_plain(model, prompts, count, settings):
             state.commit(np.arange(len(prompt)))
             sampler = Sampler(Sampling())
             if options is None:
-                tokens = run_alone(Run(model, state, logits, sampler))
+                tokens = run_alone(DecoderRun(model, state, logits, sampler))
             else:
-                tokens = run_alone(Run(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options)))
+                tokens = run_alone(
+                    DecoderRun(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options))
+                )
             with closing(tokens):
                 replies.append([token for token, _ in islice(tokens, count)])
         assert all(reply == replies[0] for reply in replies), prompt

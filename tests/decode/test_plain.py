@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.sampling import Sampler, Sampling
 from common.step import Step
 
@@ -29,13 +29,13 @@ def test_the_generator_can_be_left_and_taken_up_again(ops):
     prompt = tiny.golden("qwen35")["ids"][:PROMPT]
     whole = decode(model, prompt, NEW)
     state, logits = prefilled(model, prompt)
-    tokens = run_alone(Run(model, state, logits, Sampler(Sampling())))
+    tokens = run_alone(DecoderRun(model, state, logits, Sampler(Sampling())))
     first = [next(tokens)[0] for _ in range(NEW // 2)]
     tokens.close()
     assert state.length == PROMPT + len(first) - 1  # all but the newest
     logits = model.forward(state, Step.chain(np.array(first[-1:]), state.length))
     state.commit([0])
-    again = run_alone(Run(model, state, logits, Sampler(Sampling())))
+    again = run_alone(DecoderRun(model, state, logits, Sampler(Sampling())))
     assert first + [next(again)[0] for _ in range(NEW - len(first))] == whole
 
 
@@ -43,7 +43,7 @@ def test_it_ends_where_the_state_is_full(ops):
     model = tiny.load("llama", ops)
     prompt = tiny.golden("llama")["ids"][:PROMPT]
     state, logits = prefilled(model, prompt, capacity=PROMPT + 3)
-    assert len(list(run_alone(Run(model, state, logits, Sampler(Sampling()))))) == 4
+    assert len(list(run_alone(DecoderRun(model, state, logits, Sampler(Sampling()))))) == 4
     assert state.length == state.capacity
 
 
@@ -59,7 +59,7 @@ def test_seeded_sampling_is_the_same_on_every_backend(ops):
 
 def decode(model, prompt, count, **sampling):
     state, logits = prefilled(model, prompt)
-    tokens = run_alone(Run(model, state, logits, Sampler(Sampling(**sampling))))
+    tokens = run_alone(DecoderRun(model, state, logits, Sampler(Sampling(**sampling))))
     return [next(tokens)[0] for _ in range(count)]
 
 

@@ -15,7 +15,7 @@ from common.checks import default_spec
 from common.decode import alone as driver
 from common.decode import speculative
 from common.decode.alone import run_alone
-from common.decode.run import DecodeStats, Run
+from common.decode.run import DecoderRun, DecodeStats
 from common.decode.tuner import Tuner
 from common.decoders import DECODERS, Speculation
 from common.errors import UsageError
@@ -32,7 +32,7 @@ KINDS = [row.name for row in DECODERS.values() if row.family == "speculative"]
 
 
 def speculate(model, state, logits, sampler, tokens, options, stats=None):
-    return run_alone(Run(model, state, logits, sampler, tokens, options, stats=stats or DecodeStats()))
+    return run_alone(DecoderRun(model, state, logits, sampler, tokens, options, stats=stats or DecodeStats()))
 
 
 def decode(model, prompt, count, speculation=None, capacity=tiny.CAPACITY, accepted=None, **sampling):
@@ -40,7 +40,7 @@ def decode(model, prompt, count, speculation=None, capacity=tiny.CAPACITY, accep
     state, logits = prefilled(model, prompt, capacity)
     sampler = Sampler(Sampling(**sampling), prompt)
     if speculation is None:
-        tokens = run_alone(Run(model, state, logits, sampler))
+        tokens = run_alone(DecoderRun(model, state, logits, sampler))
     else:
         tokens = speculate(model, state, logits, sampler, list(prompt), speculation, accepted)
     out, margins = [], []
@@ -221,7 +221,7 @@ def test_decoding_is_plain_while_no_draft_token_may_be_had(budget):
     model, prompt = tiny.load("llama", NumpyOps()), [5, 6, 7, 8] * 4
     expected, _, _ = decode(model, prompt, 100, capacity=200)
     state, logits = prefilled(model, prompt, 200)
-    run = Run(model, state, logits, Sampler(Sampling()), prompt, Speculation("lookup", budget), most_drafted=0)
+    run = DecoderRun(model, state, logits, Sampler(Sampling()), prompt, Speculation("lookup", budget), most_drafted=0)
     tokens, out = run_alone(run), []
     for token, _ in tokens:
         out.append(token)
@@ -258,7 +258,7 @@ def test_plain_stretches_leave_the_draft_alone(name, sampling, stretch, ops, tmp
         reads.clear()
         tuner = Script([*first, *[0] * stretch, *[7] * 60])
         sampler = Sampler(Sampling(**sampling), prompt)
-        run = Run(pair, state, logits, sampler, prompt, Speculation("chain"), tuner)
+        run = DecoderRun(pair, state, logits, sampler, prompt, Speculation("chain"), tuner)
         tokens = [token for (token, _), _ in zip(run_alone(run), range(new), strict=False)]
         assert_same(tokens, expected, margins, ops)
         assert len(reads) == sum(size > 0 for size, _ in tuner.recorded) + 1 > 2

@@ -13,7 +13,7 @@ from wedlm_simulator import qwen3, simulate, simulate_checked, visible
 from common.decode import wedlm
 from common.decode.alone import run_alone
 from common.decode.registry import check
-from common.decode.run import Run, WedlmStats
+from common.decode.run import DecoderRun, WedlmStats
 from common.decode.wedlm import choose
 from common.decoders import Speculation, WedlmOptions
 from common.errors import BimetalError, UsageError
@@ -61,7 +61,7 @@ def decoded(model, prompt, count, options, sampling=None, unread=1, capacity=tin
     unread = 0 if options.verify else unread
     state, logits = read(model, prompt[: len(prompt) - unread], capacity)
     rest, sampler = prompt[len(prompt) - unread :], Sampler(sampling or Sampling(), prompt)
-    run = Run(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options), unread=rest)
+    run = DecoderRun(model, state, logits, sampler, prompt, Speculation("wedlm", wedlm=options), unread=rest)
     with closing(run_alone(run)) as tokens:
         out = [token for token, _ in islice(tokens, count)]
     return out, run.wedlm, state
@@ -112,7 +112,7 @@ def test_checked_windows_are_the_simulators(window, tau, penalty, sure, model, n
 def test_what_is_always_checked_is_plain_decodings_text(window, tau, model):
     for prompt in (PROMPT, [1]):
         state, logits = read(model, prompt)
-        expected = [token for token, _ in islice(run_alone(Run(model, state, logits, Sampler(Sampling()))), 30)]
+        expected = [token for token, _ in islice(run_alone(DecoderRun(model, state, logits, Sampler(Sampling()))), 30)]
         for count in (30, 1, 5):
             for unread in (0, 1):
                 options = WedlmOptions(window, tau, 0.0, sure=0.0)
@@ -306,7 +306,9 @@ def test_a_step_is_launched_before_its_tokens_are_handed_over(runs_ahead, folder
     forward = ops.run
     ops.run = lambda *of: order.append("step") or forward(*of)
     state, logits = read(model, PROMPT)
-    run = Run(model, state, logits, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=WedlmOptions(1, 0.0)))
+    run = DecoderRun(
+        model, state, logits, Sampler(Sampling()), PROMPT, Speculation("wedlm", wedlm=WedlmOptions(1, 0.0))
+    )
     order.clear()
     for token, _ in islice(run_alone(run), 6):
         order.append(token)
@@ -326,7 +328,7 @@ def test_the_state_may_fill_up(capacity, model):
 def test_verified_text_is_plain_decodings(window, tau, model):
     for prompt in (PROMPT, [1], [7] * 12):
         state, logits = read(model, prompt)
-        expected = [token for token, _ in islice(run_alone(Run(model, state, logits, Sampler(Sampling()))), 40)]
+        expected = [token for token, _ in islice(run_alone(DecoderRun(model, state, logits, Sampler(Sampling()))), 40)]
         out, stats, state = decoded(model, prompt, 40, WedlmOptions(window, tau, verify=True))
         assert out == expected
         assert stats.forwards <= 40

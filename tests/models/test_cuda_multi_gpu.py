@@ -14,7 +14,7 @@ from narrow import WIDE, narrow
 
 import generate
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation
 from common.errors import BimetalError, UsageError
 from common.fit import SPARE, context_that_fits, predict_layers
@@ -176,7 +176,7 @@ def test_draft(target, placement, one, tmp_path):
             state.commit(range(12))
             out.append(pair.ops.read(pair.propose(state, int(ids[12]))))
             text, how = ids[:12].tolist(), Speculation(kind, 5)
-            tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), text, how))
+            tokens = run_alone(DecoderRun(pair, state, logits, Sampler(Sampling()), text, how))
             for token, row in (next(tokens) for _ in range(5)):
                 out += [np.array([token]), pair.ops.read(row)]
         outputs.append(out)
@@ -208,7 +208,7 @@ def test_candidates_after_the_token_before(kind, placement, one):
             logits = pair.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
             state.commit(range(12))
             out += pair.drafted(state, int(ids[12]), 3, 3)
-            run = Run(pair, state, logits, Sampler(Sampling()), ids[:12].tolist(), Speculation(mode, 5))
+            run = DecoderRun(pair, state, logits, Sampler(Sampling()), ids[:12].tolist(), Speculation(mode, 5))
             out += [np.array([token]) for token, _ in itertools.islice(run_alone(run), 6)]
         outputs.append(out)
     assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
@@ -223,7 +223,9 @@ def assert_chains(name, draft, several):
         logits = pair.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
         state.commit(range(12))
         out += [pair.ops.read(pair.propose(state, ids[12 : 12 + n].tolist())) for n in (1, 3)]
-        tokens = run_alone(Run(pair, state, logits, Sampler(Sampling()), ids[:12].tolist(), Speculation("chain", 3)))
+        tokens = run_alone(
+            DecoderRun(pair, state, logits, Sampler(Sampling()), ids[:12].tolist(), Speculation("chain", 3))
+        )
         for token, row in (next(tokens) for _ in range(8)):
             out += [np.array([token]), pair.ops.read(row)]
         outputs.append(out)

@@ -14,7 +14,7 @@ from narrow import WIDE, narrow
 
 import generate
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.decoders import Speculation
 from common.errors import BimetalError, UsageError
 from common.joined_step import JoinedStep
@@ -195,7 +195,7 @@ def test_drafts(target, tmp_path):
         state = model.new_state(96)
         logits = model.forward(state, Step.chain(ids[:12], 0), slice(11, 12))
         state.commit(range(12))
-        run = run_alone(Run(model, state, logits, Sampler(Sampling()), ids[:12].tolist(), how))
+        run = run_alone(DecoderRun(model, state, logits, Sampler(Sampling()), ids[:12].tolist(), how))
         return [token for token, _ in (next(run) for _ in range(8))]
 
     plain = tokens(model, Speculation("off"))

@@ -10,7 +10,7 @@ import tiny_chat
 import generate
 from common.checkpoint import open_checkpoint
 from common.decode.alone import run_alone
-from common.decode.run import Run
+from common.decode.run import DecoderRun
 from common.errors import BimetalError
 from common.sampling import Sampler, Sampling
 from common.step import Step
@@ -99,7 +99,7 @@ def test_snapshots_and_whole_steps(name, request):
     saved = state.snapshot()
     replies = []
     for _ in range(2):
-        tokens = run_alone(Run(model, state, logits, Sampler(Sampling())))
+        tokens = run_alone(DecoderRun(model, state, logits, Sampler(Sampling())))
         replies.append([next(tokens)[0] for _ in range(10)])
         state.restore(saved)
     assert replies[0] == replies[1]
