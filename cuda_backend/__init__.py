@@ -1,4 +1,67 @@
-"""The CUDA backend: NVIDIA GPUs of compute capability 7.5 and newer, through CuPy and our own kernels."""
+"""The CUDA backend: NVIDIA GPUs of compute capability 7.5 and newer, through CuPy and our own kernels.
+
+To follow a step, read replay.py, segments.py, ops.py, rows.py and products.py, in this order.
+
+Steps and graphs
+    context.py            what every op receives: card, stream, arena, the step on the device
+    replay.py             uploads a step; runs its ops, or replays the graph that was captured of them
+    segments.py           a captured step: graphs, calls on the host, copies between GPUs
+    runs.py               the adjacent rows of each sequence in a step
+    tree_order.py         the order in which recurrent layers compute a tree's rows
+    to_host.py            numbers that the host reads while later steps run
+
+Ops
+    ops.py                CudaOps, the op contract; its methods are the functions of the files below
+    arrays.py             Array, an activation on the device
+    lazy.py, fuse.py      row-wise ops that wait for their consumer, and which consumers compute them
+    rows.py               norms, ropes, gates, sums, `linear`, `embed`
+    products.py, gemm.py  products with a quantized matrix; products of many rows by cuBLAS
+    attention.py          attention over cached keys and values
+    block_sparse.py       attention that leaves out blocks of keys
+    latent.py             latent attention
+    recurrent.py          convolution and the gated delta rule
+    mixture.py            routing, experts and their weighted sum
+    expert_products.py    products in which each row has its own matrix
+    sampling.py           sampling, argmax, top-k and entropy
+
+Kernels and launches
+    kernels/              CUDA C++, one file per kernel, and headers
+    sources.py            the text of a kernel: its headers and its file
+    prototypes.py         the types of a kernel's parameters, read from its text
+    launch.py             compiles and launches kernels; streams and captured graphs
+    views.py              the structs by which a kernel reads and writes arrays
+    layout.py             sizes on which kernels and launchers agree
+    card.py, occupancy.py the current GPU; shared memory and registers by compute capability
+
+Memory, weights and states
+    memory.py             allocations on the device, and the arena for the outputs of a step
+    sizes.py              predicted workspace of a prompt
+    host_memory.py        pinned memory of the host
+    upload.py, staged.py  copies to the device: of weights while loading, of other large arrays
+    background_copies.py  copies to the host while steps go on
+    weights.py            matrices in their block types
+    states.py             a pool of slots for the states of sequences
+    caches/               what a pool holds: keys and values, windows, latents, recurrent states; pages and formats
+    exact.py              the rows of a compressed cache that attention reads exactly
+    experts.py            hot experts in GPU memory, all experts in host memory
+    expert_stacks.py      the experts in host memory, and the tables of their addresses
+
+Several GPUs
+    several_gpus.py       ops that are equal for both ways of sharing a model
+    layer_split.py        each GPU has some layers
+    relay.py              arrays that know their GPU, and steps that pass from GPU to GPU
+    tensor_parallel.py    each GPU has a part of every layer
+    per_rank.py           values of tensor parallelism, once per GPU
+    transports.py         chooses how ranks exchange rows:
+    exchange.py           by our kernels, through each other's memory
+    nccl_exchange.py      by NCCL
+    multi_gpu_states.py   states on several GPUs
+
+Benchmarks
+    idle.py               time in which a GPU waits between two steps
+    random_weights.py     CudaOps with random weights
+    routing_replay.py     logits that repeat a recorded routing
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING

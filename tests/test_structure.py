@@ -63,6 +63,14 @@ def test_headers_of_kernels_name_their_launcher() -> None:
         assert f'"{path.stem}"' in (ROOT / named[1]).read_text(), f"{path.name}: {named[1]} does not launch it"
 
 
+def test_the_cuda_package_names_each_of_its_files_once() -> None:
+    folder = ROOT / "cuda_backend"
+    lines = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
+    column = "".join(line[:26] for line in lines if line.startswith("    "))
+    files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert sorted(re.findall(r"\w+(?:\.py|/)", column)) == sorted([*files, "caches/", "kernels/"])
+
+
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package != "metal_kernels"])
 def test_no_circles(package: str) -> None:
     """Under TYPE_CHECKING and inside functions too; the package itself opens what it needs on demand."""
