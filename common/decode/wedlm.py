@@ -66,8 +66,8 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit tokens and the logits rows (1, vocab) that they were chosen from; the draft of a pair is left alone."""
     check(run.options, run.model, run.sampler)
     if run.options.wedlm.verify:
-        return verified(run)
-    return windows(run)
+        return decode_verified(run)
+    return decode_windows(run)
 
 
 def choose(entropies: np.ndarray, distances: np.ndarray, options: WedlmOptions) -> np.ndarray:
@@ -82,13 +82,20 @@ def choose(entropies: np.ndarray, distances: np.ndarray, options: WedlmOptions) 
 
 @dataclass
 class _Window:
-    """Slots from position `base` on; a slot is filled or a mask by its flag, whatever its token id is."""
+    """Slots from position `base` on; a slot is filled or a mask by its flag, whatever its token id is.
+
+    base      position of the first slot; once a step has been committed, the state holds all positions before
+    next      position of the next token to emit
+    logits    by filled position: logits of a step, and the row of them from which the token was chosen
+    doubtful  filled positions that are to be confirmed
+    """
 
     base: int
+    next: int
     tokens: list[int] = field(default_factory=list)
     filled: list[bool] = field(default_factory=list)
-    logits: dict[int, tuple[Array, int]] = field(default_factory=dict)  # and the row that each filled position is from
-    doubtful: set[int] = field(default_factory=set)  # filled positions that are to be confirmed
+    logits: dict[int, tuple[Array, int]] = field(default_factory=dict)
+    doubtful: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -121,21 +128,24 @@ class _Window:
         self.tokens += tokens
         self.filled += [filled] * len(tokens)
 
-    def emitted(self, run: DecoderRun, slot: int) -> Emit:
-        """Hand over the token of a slot."""
-        token, sampler = self.tokens[slot], run.sampler
+    def emit(self, run: DecoderRun) -> Emit:
+        """Return the request that hands over the next token, which then counts as emitted."""
+        at, self.next = self.next, self.next + 1
+        token, sampler = self.tokens[at - self.base], run.sampler
         if not sampler.is_argmax:
             sampler.numbers(1)  # which it was drawn with
         sampler.accept(token)
         run.wedlm.tokens += 1
-        logits, row = self.logits.pop(self.base + slot)
+        logits, row = self.logits.pop(at)
         return Emit(token, logits[row : row + 1])
 
     def drop(self, count: int) -> None:
+        """Remove the first `count` slots, which have been committed."""
         self.base += count
         del self.tokens[:count], self.filled[:count]
 
     def fill(self, slot: int, token: int, logits: Array, row: int) -> None:
+        """Put `token`, chosen from a row of `logits`, in place of a mask."""
         self.tokens[slot], self.filled[slot] = token, True
         self.logits[self.base + slot] = logits, row
 
@@ -149,44 +159,43 @@ class _Window:
         return Step(tokens, self.base + positions, parents, np.zeros(len(order), np.int32)), masks
 
 
-def windows(run: DecoderRun) -> Generator[Request, Any, None]:
-    """Emit tokens until the state is full or the driver stops.
+def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
+    """Emit tokens until the state is full or the driver stops. Each turn of the loop is one step of the model.
 
-    The first step reads the prompt's unread tokens with the first masks. A token is emitted once it and all before it
-    are filled; where the backend runs ahead, once the next step has been launched as well, so that the device computes
-    while the host prints. When the generator is closed, the state holds a prefix of prompt and reply.
+    1. Masks are added to the window, and the step computes its filled slots and its masks. The first step also reads
+       the prompt's unread tokens, as filled slots.
+    2. The filled slots before the first mask are final. With the option `sure`, those up to a slot that is not
+       confirmed are.
+    3. Final tokens that have not been emitted are emitted, and the final slots committed.
+    4. Masks that the model is sure of are filled; where a slot was not confirmed, the window begins anew with it.
+    5. Slots that are final by now, though not committed, are emitted. Where the backend runs ahead, part 3 of the next
+       turn emits them instead: the device computes the next step while the host prints.
+
+    When the generator is closed, the state holds a prefix of prompt and reply.
     """
     state, options, stats, mask = run.state, run.options.wedlm, run.wedlm, mask_id(run.model)
     runs_ahead = run.model.ops.runs_ahead and not options.checks  # which reads a step before more is known to be final
     unread = len(run.unread)
-    window = _Window(state.length, list(run.unread), [True] * unread)
-    yielded = first = state.length + unread  # positions of the reply
+    first = state.length + unread  # position of the reply
+    window = _Window(state.length, first, list(run.unread), [True] * unread)
     if options.checks and not unread:
         (values,) = yield Read(((yield Choose(run.logits, run.sampler)),))
         window.add([int(values[0])], True)
         window.logits[window.base] = run.logits, 0
-    while yielded < state.capacity:
+    while window.next < state.capacity:
         began = time.perf_counter()
-        leading = window.leading
-        full = options.window + (leading if options.order == "streaming" or window.base < first else 0)
-        window.add([mask] * (min(full, state.capacity - window.base) - len(window)), False)
+        leading, prompt = window.leading, unread if window.base < first else 0
+        size = options.window + (leading if options.order == "streaming" or window.base < first else 0)
+        window.add([mask] * (min(size, state.capacity - window.base) - len(window)), False)
         step, masks = window.step()
-        done, ahead = yield from _computed(run, window, step, masks, yielded)
+        done, ahead = yield from _computed(run, window, step, masks)
         keep, following = leading, None
         if options.checks:
             (best,) = yield Read((done.sampled,))
             keep = window.confirmed(best)
             following = int(best[keep - 1])
         computed = time.perf_counter()
-        held = None
-        try:
-            for slot in range(yielded - window.base, keep):  # those that were filled before, and have been confirmed
-                held, yielded = slot, yielded + 1
-                yield window.emitted(run, slot)
-            held = None
-        finally:
-            emitted = time.perf_counter()
-            state.commit(np.arange(keep if held is None else held))
+        yield from _emit_and_commit(run, window, keep)
         committed = time.perf_counter()
         is_full = not masks and state.length < state.capacity  # in the paper's order
         restarts = following is not None and (keep < leading or is_full)
@@ -197,30 +206,49 @@ def windows(run: DecoderRun) -> Generator[Request, Any, None]:
             yield from _fill_checked(run, window, masks, done, following)
         elif masks:
             yield from _fill(run, window, masks, done, ahead)
-        stats.fills += bool(masks) or restarts
-        chosen = time.perf_counter()
-        prompt = unread if window.base < first else 0
         if not restarts:
             window.drop(leading)
+        chosen = time.perf_counter()
         stats.forwards += 1
+        stats.fills += bool(masks) or restarts
         stats.rows += len(step) - prompt
         stats.committed += keep - prompt
         stats.seconds["forward"] += computed - began
-        stats.seconds["host"] += emitted - computed
-        stats.seconds["commit"] += committed - emitted
         stats.seconds["choice"] += chosen - committed
-        if runs_ahead and window.base + window.leading < state.capacity:
-            continue
-        try:
-            for slot in range(yielded - window.base, window.settled):
-                yielded += 1
-                yield window.emitted(run, slot)
-        finally:
-            stats.seconds["host"] += time.perf_counter() - chosen
+        if not runs_ahead or window.base + window.leading >= state.capacity:
+            yield from _emit_settled(run, window)
+
+
+def _emit_and_commit(run: DecoderRun, window: _Window, keep: int) -> Generator[Request, Any, None]:
+    """Emit those of the first `keep` slots that have not been emitted, and commit all of them.
+
+    If the generator is closed at an Emit, the slots before the emitted one are committed.
+    """
+    seconds, began, committed = run.wedlm.seconds, time.perf_counter(), keep
+    try:
+        while window.next < window.base + keep:
+            committed = window.next - window.base
+            yield window.emit(run)
+        committed = keep
+    finally:
+        emitted = time.perf_counter()
+        run.state.commit(np.arange(committed))
+    seconds["host"] += emitted - began
+    seconds["commit"] += time.perf_counter() - emitted
+
+
+def _emit_settled(run: DecoderRun, window: _Window) -> Generator[Request, Any, None]:
+    """Emit the tokens of settled slots, which a later step commits."""
+    began = time.perf_counter()
+    try:
+        for _ in range(window.next - window.base, window.settled):
+            yield window.emit(run)
+    finally:
+        run.wedlm.seconds["host"] += time.perf_counter() - began
 
 
 def _computed(
-    run: DecoderRun, window: _Window, step: Step, masks: Sequence[int], yielded: int
+    run: DecoderRun, window: _Window, step: Step, masks: Sequence[int]
 ) -> Generator[Request, Any, tuple[Computed, Ahead | None]]:
     """Compute a window's step; also return what samples its masks, None for greedy decoding."""
     rows = slice(len(step) - len(masks), len(step))
@@ -232,7 +260,7 @@ def _computed(
         return (yield Rows(step, target_only=True)), None
     if sampler.is_argmax:
         return (yield Rows(step, mask=mask, masked=rows, target_only=True)), None
-    ahead = Ahead(sampler, window.base + np.asarray(masks) - yielded)  # a position draws with its own number always
+    ahead = Ahead(sampler, window.base + np.asarray(masks) - window.next)  # a position draws with its own number always
     chooser = ahead if run.model.ops.chooses(sampler) else None
     return (yield Rows(step, chooser, rows, mask, rows, target_only=True)), ahead
 
@@ -276,7 +304,7 @@ def _fill_checked(
             window.doubtful.add(window.base + masks[j])
 
 
-def verified(run: DecoderRun) -> Generator[Request, Any, None]:
+def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit the tokens of plain greedy decoding, with the model's own masks as the draft.
 
     Rows of a step: the newest token, the draft, and masks after it. The next-token logits of the newest token and of
