@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def _launches_next(self) -> bool:
-        """Test whether the next turn launches a step of decoding without waiting for the device before."""
+        """Test whether the next turn begins by launching a step of decoding, without waiting for the device."""
         decodes = bool(self.running) and all([type(each.request) is Rows for each in self.running])
         return decodes and self.model.ops.runs_ahead and not (self._inbox or self.suspended)
 
@@ -155,7 +155,7 @@ class Engine:
         began = time.perf_counter()
         reader = schedule.reader(running)
         if reader is not None:
-            self._finish_launched()  # a later step but those of other micro-batches may overwrite its rows
+            self._finish_launched()  # the prompt's step may overwrite the rows of launched steps
             self._read_prompt(reader)
             schedule.has_read(time.perf_counter() - began, any(not each.reads for each in running))
             return
@@ -262,7 +262,10 @@ class Engine:
             print_exc()
 
     def _offer(self, sequence: Sequence) -> None:
-        """Keep the state at the end of a reply, whose rows have the bits of a prompt's."""
+        """Offer the state at a reply's end to the prefix cache.
+
+        With `attention_window` it is not offered: its rows are not those that reading its tokens as a prompt gives.
+        """
         slot, same_bits = sequence.slot, self.target.decoding is self.model
         if self.prefixes is not None and slot is not None and sequence.decoder is not None and same_bits:
             self.prefixes.offer(slot.committed, slot.state)
@@ -292,7 +295,7 @@ class Engine:
         return error
 
     def _tuners(self, sequence: Sequence) -> list[Tuner]:
-        """Tuners of such options that no sequence uses."""
+        """Return the tuners that have learnt from calls with the options of `sequence`, and that no sequence uses."""
         return self.tuners.setdefault((sequence.speculation, sequence.sampler.is_argmax), [])
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -312,7 +315,7 @@ class Engine:
             self._fail(error)
             return
         try:
-            if not sequence.has_read(step, logits, self.prefixes):
+            if not sequence.commit_prompt_step(step, logits, self.prefixes):
                 self._decode(sequence, logits)
         except BaseException as error:  # of the caller's own function, sys.exit included
             self._end(sequence, error)
@@ -329,7 +332,7 @@ class Engine:
         self._advance(sequence, None)
 
     def _share_rows(self) -> None:
-        """Bound the draft tokens of those that decode."""
+        """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each."""
         runs = [each.run for each in self.running if each.run is not None]
         drafting = [run for run in runs if run.options.drafts]
         most = self.schedule.most_drafted(len(drafting), len(runs) - len(drafting)) if drafting else None

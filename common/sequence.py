@@ -78,10 +78,16 @@ class Sequence:
     """A prompt and the reply to it. Making one checks the call: UsageError, BimetalError.
 
     request  the decoder's current request, Rows or a Draft; None while the prompt is read
-    rows     of its next step, while it decodes
+    run      the input of the decoder; None while the prompt is read
+    cached   tokens of the prompt that were not read, because a slot or the prefix cache held their state
+    matched  tokens of the prompt with which an earlier text begins; of some, no state was kept
+    end      tokens of the prompt that its own steps read; the decoder's first step reads the rest
+    new      tokens of the reply so far
+    pending  the piece that has not been put, because its text may be part of a stop string or of a character
+    reason   why the reply has ended, as Piece.finish_reason
     granted  tokens for which memory was free at the last check
-    waited   steps of decoding since the last that had room for it
-    skips    number of later calls that began before it
+    waited   steps of decoding since the last that had room for the sequence's rows
+    skips    number of later calls that began before this one
     """
 
     def __init__(self, target: Target, call: Call):
@@ -202,7 +208,7 @@ class Sequence:
         rows = slice(n - 1, n) if cut == len(self.prompt) else slice(0, 0)
         return self.slot.state, Step.chain(np.asarray(self.prompt[at:cut], np.int32), at), rows
 
-    def has_read(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
+    def commit_prompt_step(self, step: Step, logits: Array, prefixes: Prefixes | None) -> bool:
         """Commit a step of the prompt; return whether more steps are left."""
         assert self.slot
         state, end = self.slot.state, self.end
