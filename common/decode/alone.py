@@ -34,7 +34,7 @@ def run_alone(run: DecoderRun) -> Generator[tuple[int, Array], None, None]:
 
 
 def answered(model: Model, state: State, request: Any) -> Any:
-    """The answer to a request of one decoder that is not an Emit."""
+    """Answer a request of a decoder other than an Emit."""
     ops, kind = model.ops, type(request)
     if kind is Read:
         return ops.read_all(*request.of)
@@ -58,6 +58,6 @@ def computed(ops: Ops, logits: Array, rows: Rows) -> Computed:
 
 
 def drafted(model: Model, state: State, request: Draft) -> tuple[np.ndarray, ...]:
-    """The likeliest tokens of each position after the request's, and their log-probabilities, (n, k) each."""
+    """Answer a Draft: the likeliest tokens of each position after its token, and log-probabilities, (n, k) each."""
     assert isinstance(model, Pair)
     return model.drafted(state, request.token, request.k, request.depth, request.coupling)

@@ -67,9 +67,10 @@ class Point:
 
 
 def grid(windows: Sequence[int], taus: Sequence[float], penalties: Sequence[float]) -> list[WedlmOptions]:
-    """All combinations but windows that reach no further than a smaller one: no mask beyond tau / lambda passes.
+    """Combine all values, and the largest window and smallest lambda also with `sure`, which confirms doubtful fills.
 
-    At the end those of the largest window and the smallest lambda again, with what they are not sure of confirmed.
+    The adjusted entropy of a mask further than tau / lambda from the first one is never below tau. A window that adds
+    only such masks to a smaller one is left out.
     """
     kept: dict[tuple[int, float, float], WedlmOptions] = {}
     for window, tau, penalty in product(sorted(windows), taus, penalties):
@@ -98,8 +99,9 @@ def measure(
     ends: frozenset[int],
     progress: Callable[[], object] = lambda: None,
 ) -> list[Point]:
-    """The points of `settings`, over replies of at most `new_tokens` tokens to each prompt; `ends` end a reply.
+    """Measure each of `settings` on replies to all prompts, of at most `new_tokens` tokens.
 
+    ends      tokens that end a reply
     progress  called after each reply
     """
     points = [Point(options) for options in settings]
@@ -111,7 +113,7 @@ def measure(
             state.restore(after)
             reply = _reply(model, state, prompt, logits, point, ends)
             state.restore(after)
-            same, nats = _plain(model, state, logits, reply)
+            same, nats = _agreement(model, state, logits, reply)
             point.same.append(same)
             point.sizes.append(len(reply))
             point.nats += nats
@@ -120,9 +122,9 @@ def measure(
 
 
 def best(points: Sequence[Point], loss: float) -> Point | None:
-    """The point of most tokens per forward among those whose agreement is at least 1 - `loss`, if there is one.
+    """Choose the point of most tokens per forward among points whose agreement is at least 1 - `loss`.
 
-    A point of whose forwards none filled a mask, because every reply ended before, has no such rate.
+    None if there is no such point. A point whose forwards filled no mask, since every reply ended before, has no rate.
     """
     good = [point for point in points if point.has_filled and point.agreement >= 1 - loss]
     return max(good, key=lambda p: (p.tokens_per_forward, -p.stats.rows_per_token), default=None)
@@ -158,7 +160,7 @@ def _reply(
     return reply
 
 
-def _plain(model: Model, state: State, logits: Array, reply: Sequence[int]) -> tuple[int, float]:
+def _agreement(model: Model, state: State, logits: Array, reply: Sequence[int]) -> tuple[int, float]:
     """Count the reply's tokens that are the likeliest after the tokens before them; also the sum of their -log p."""
     rows = [model.ops.read(logits)]
     for chunk in _chunks(model, reply[:-1]):

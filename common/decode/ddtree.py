@@ -23,7 +23,7 @@ class Tree:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
-        """The node for `token` after node `parent`, made if there is none."""
+        """Return the node for `token` after node `parent`; a node is added if there is none."""
         node = self.children[parent].setdefault(token, len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -32,14 +32,14 @@ class Tree:
         return node
 
     def add_chain(self, tokens: Sequence[int]) -> None:
-        """`tokens` one after the other from the root."""
+        """Add `tokens` one after another, the first of them after the root."""
         node = 0
         for token in tokens:
             node = self.add(node, token)
 
 
 def best_chain(ids: np.ndarray, after: np.ndarray | None = None) -> list[int]:
-    """The likeliest token of each position, after the likeliest before it; ids and after as for `grow`."""
+    """Return the likeliest first token, the likeliest token after it, and so on; `ids` and `after` as for `grow`."""
     if after is None:
         return [int(token) for token in ids[:, 0]]
     chain, row = list[int](), 0

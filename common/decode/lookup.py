@@ -19,9 +19,9 @@ class Lookup:
         self.tokens.extend(tokens)
 
     def find(self, count: int) -> tuple[list[int], int]:
-        """The `count` tokens that followed the newest earlier occurrence of the last tokens, and the match's length.
+        """Return the `count` tokens after the newest earlier occurrence of the last tokens, and the match's length.
 
-        Where they reach the end of `tokens` they continue as it begins to repeat itself; [] and 0 without a match.
+        If fewer tokens follow the occurrence, the tokens after it are repeated. Without a match: [] and 0.
         """
         tokens = np.array(self.tokens, np.int32)
         if not len(tokens):

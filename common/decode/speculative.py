@@ -53,12 +53,12 @@ class Drafter:
         self.lookup = Lookup(run.tokens) if "lookup" in run.options.kind else None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens of the reply."""
+        """Add tokens of the reply to the text in which prompt lookup searches."""
         if self.lookup:
             self.lookup.extend(tokens)
 
     def tree(self, state: State, token: int, budget: int) -> Generator[Request, Any, Tree]:
-        """Continuations of `token`, the newest; `budget` nodes at most."""
+        """Draft continuations of `token`, the newest one; the tree has at most `budget` nodes beside its root."""
         kind, tree = self.options.kind, Tree(token)
         room = state.capacity - state.length - 1  # a path may fill the state with its root and so many nodes
         started = time.perf_counter()
@@ -109,7 +109,7 @@ class Budgets:
         return STRETCH if self.tuner is None or self.run.most_drafted == 0 else self.tuner.plain_steps()
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
-        """Pass what steps took and accepted to the tuner, if there is one: Tuner.record."""
+        """Call Tuner.record, unless the options name a budget."""
         if self.tuner is not None:
             self.tuner.record(size, path, seconds, switched, steps)
 

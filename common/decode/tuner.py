@@ -8,10 +8,7 @@ SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means ave
 FIRST = 3  # first steps of a size, of which only the fastest counts: the others may compile or capture
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
-SHARES = {
-    True: 0.005,
-    False: 0.01,
-}  # of the time, at most, that trials may lose: of plain decoding, and beside a budget
+SHARES = {True: 0.005, False: 0.01}  # of the time of such steps, at most, that trials may lose
 SAVED = 32  # most time saved up for trials, in plain steps
 STRETCH = 32  # plain steps between two choices while plain decoding is best, because a choice takes host time
 PATIENCE = 2  # times its cost: time to be saved before a trial in mid-reply, where the draft's context may have gaps
@@ -53,12 +50,12 @@ class Tuner:
         self.settled = False  # was the last choice the best size, and not a trial?
 
     def begin(self) -> None:
-        """A reply begins."""
+        """Note that a reply begins."""
         self.trial.clear()
         self.begins = True
 
     def choose(self) -> int:
-        """The budget of the next step."""
+        """Choose the budget of the next step."""
         begins, self.begins, self.settled = self.begins, False, False
         if self.trial:
             return self.trial.popleft()
@@ -85,7 +82,7 @@ class Tuner:
         return best
 
     def _unmeasured(self) -> int | None:
-        """The first size without a time, of those that are measured before any is the best; None: they are measured."""
+        """Return a size that must be measured before sizes are compared; None: nothing is missing."""
         for size in (self.sizes[1], 0, self.sizes[min(len(self.sizes) // 3, 2)]):
             if not self.seconds[size].count:
                 return size
@@ -98,7 +95,7 @@ class Tuner:
         return STRETCH if self.settled else 1
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
-        """Steps of budget `size` took `seconds` each; the last accepted the nodes `path`, the root first.
+        """Record that steps of budget `size` took `seconds` each, and the nodes `path` that the last one accepted.
 
         switched  a plain step after another size, before which no step was launched ahead
         """

@@ -54,7 +54,7 @@ def mask_id(model: Model) -> int:
 
 
 def most_unread(options: WedlmOptions) -> int:
-    """Tokens of the prompt that the first step may read beside its masks; none with `verify`.
+    """Return how many tokens of the prompt the first step may read beside its masks; 0 with `verify`.
 
     With `verify` the prompt is read as in plain decoding: its keys and values, and so the text, are the same bit for
     bit even where a backend computes long steps in another order.
@@ -71,7 +71,7 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
 
 
 def choose(entropies: np.ndarray, distances: np.ndarray, options: WedlmOptions) -> np.ndarray:
-    """Indices of the masks to fill: adjusted entropy below tau, or the one of least adjusted entropy.
+    """Return indices of the masks to fill: all with an adjusted entropy below tau, else the one with the least.
 
     entropies (n,) in nats; distances (n,) positions from the first mask.
     """
