@@ -81,7 +81,7 @@ class Prepared:
 
     tokens  of the prompt
     parser  makes what parses one reply; None: the reply is plain text
-    turns   what a chat template shows of it
+    turns   the turns that a chat template shows in it
     """
 
     tokens: list[int]
@@ -179,7 +179,7 @@ class LLM:
 
     @property
     def recommended_options(self) -> Mapping[str, Any]:
-        """The options that calls take where they are given none."""
+        """Return the sampling options that apply to calls which give none."""
         return self.recommended.options
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -275,7 +275,7 @@ class LLM:
         return AsyncStream(self._owner, self._starter(prompt, options))
 
     def render(self, messages: Sequence[Message], tools: Any = None, think: bool | None = None, **template: Any) -> str:
-        """`messages` as the model's chat template writes them, up to where the assistant's reply begins."""
+        """Render `messages` by the model's chat template, up to where the assistant's reply begins."""
         return self.tokenizer.chat_prompt(messages, tools, think=think, **template).text
 
     # -- numbers -------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class LLM:
         return self._submit(lambda: job(self._engine.model)).result()
 
     def held(self, prompt: Prompt) -> int:
-        """Count the tokens of `prompt` (text or token ids) with which a slot, or a text in the prefix cache, begins."""
+        """Count the first tokens of `prompt` (text or token ids) that a slot or the prefix cache holds."""
         ids = self._ids(prompt)
         return self._submit(lambda: tokens_held(self._engine, ids)).result()
 
@@ -369,7 +369,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs for steps of each size while no call runs; returns when all are ready.
 
-        Calls do the same when they need it, so that this only saves their time. Another thread may wait for it.
+        Without this, the first call with a step of a new size does that. Any thread but the owner's may call this.
         """
         for size in self._submit(lambda: warm_sizes(self._engine.model, self._engine.memory)).result():
             while not self._submit(partial(self._warm_up, size)).result():
@@ -393,7 +393,7 @@ class LLM:
         return check_tokens(prompt, self.vocab_size)
 
     def _prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> Prepared:
-        """The prompt that the chat template writes, and what the next turn repeats of it."""
+        """Render and encode a conversation, and find its turns: what the next prompt may repeat of this one."""
         how = dict(options.template or {}) | {"think": options.think, "parse_special": options.parse_special}
         render: Render = partial(self.tokenizer.chat_prompt, tools=options.tools, **how)
         prompt = render(messages, context=self.context)
@@ -405,7 +405,7 @@ class LLM:
         return Prepared(prompt.tokens, parser, turns)
 
     def _reply_header(self, render: Render, template: str, how: Mapping[str, Any]) -> list[int]:
-        """Tokens by which a template with its options begins a reply; remembered, since they take 1 ms to find."""
+        """Return the tokens by which a template with its options begins a reply; to find them takes 1 ms, once."""
         key = template, repr(sorted(how.items()))
         header = self._headers.get(key)
         if header is None:
@@ -415,7 +415,7 @@ class LLM:
         return header
 
     def _replies(self, prompts: Sequence[Prepared], options: GenerationOptions) -> list[Reply]:
-        """The replies to prompts, in their order; a few more than run at once wait, as far as the queue has room."""
+        """Generate the replies to prompts, in their order; AHEAD times as many as run at once are submitted."""
         replies: list[Reply] = []
         most = min(AHEAD * self.parallel, self._options.queue)
         left, streams = iter(prompts), deque[Stream]()
@@ -467,12 +467,12 @@ class LLM:
 
 
 def is_many(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether `value` is a list of prompts or conversations, each of one of `kinds`, and not one alone."""
+    """Test whether `value` is a list of prompts or conversations of the types `kinds`, and not a single one."""
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(each, kinds) for each in value)
 
 
 def prepared(what: str, prepare: Callable[[Any], Prepared], values: Iterable[Any]) -> list[Prepared]:
-    """Prepare each of a list of prompts or conversations; an error names the number of its own, from 0."""
+    """Prepare each of a list of prompts or conversations; an error names the number, from 0, of the one it is about."""
     found = []
     for number, value in enumerate(values):
         try:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Hands what the owner thread makes to the tasks of one event loop.
+    """Passes items, such as pieces of replies, from the owner thread to queues of one event loop.
 
     Items are held until `deliver`, which wakes the loop once for all of them: a woken loop takes the interpreter from
     the owner thread, which should first launch the device's next step.
@@ -61,9 +61,9 @@ class Owner:
 
     MLX arrays and CUDA contexts belong to the thread that made them, so loading is a job too.
 
-    at_end   called in the thread when it ends
-    turn     one step of what runs beside jobs; whether more is left. It calls `deliver` itself. A job sets it; nothing
-             calls it before the first `wake`
+    at_end  called in the thread when the thread ends
+    turn    Engine.turn, which the job that loads a model puts here: runs a step, calls `deliver`, and returns whether
+            work is left. It is called after each job, and again as long as work is left
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]):
@@ -112,12 +112,12 @@ class Owner:
         return self._inboxes.setdefault(loop, Inbox(loop, self._due.append))
 
     def deliver(self) -> None:
-        """Wake each event loop for which something has come, from this thread."""
+        """Wake each event loop whose inbox has items, from this thread."""
         while self._due:
             self._due.popleft()()
 
     def wake(self) -> None:
-        """Have `turn` called until nothing is left; raises BimetalError where nothing calls it any more."""
+        """Have `turn` called until no work is left; raises BimetalError if the thread has ended."""
         self.put(lambda: None)
         if self._has_ended:
             raise BimetalError(CLOSED)
@@ -130,7 +130,7 @@ class Owner:
                     item[0].set_exception(BimetalError(CLOSED))
 
     def close(self) -> None:
-        """Let the jobs handed in so far and what runs beside them finish, and end the thread."""
+        """End the thread after the jobs that have been put, and after the last turn that has work."""
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

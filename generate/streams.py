@@ -50,7 +50,7 @@ class Reply:
 
 
 class _Collected:
-    """Pieces that a stream has yielded so far, and a way to end it."""
+    """Base of streams: collects the pieces that have been yielded, and cancels the reply."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner, self._cancel = owner, threading.Event()
@@ -62,7 +62,7 @@ class _Collected:
         self.stats: Stats | None = None
 
     def cancel(self) -> None:
-        """End the reply at the next step; what came stays, and the last piece follows."""
+        """End the reply at the next step; pieces that were yielded stay, and a last piece follows."""
         self._cancel.set()
 
     def __del__(self) -> None:
@@ -125,14 +125,14 @@ class Stream(_Collected):
         self.cancel()
 
     def reply(self) -> Reply:
-        """Read to the end. An interrupt (Ctrl-C) cancels the rest and keeps what came."""
+        """Read to the end, and return the whole reply. An interrupt (Ctrl-C) cancels it and keeps what was yielded."""
         for _ in self:
             pass
         return self._reply()
 
 
 class _Loop:
-    """The iterator of one `for` loop, which drops it on leaving."""
+    """Iterator of one `for` loop: when the loop is left, Python drops the iterator, which cancels the reply."""
 
     def __init__(self, stream: Stream):
         self._stream = stream
@@ -190,14 +190,14 @@ class AsyncStream(_Collected):
         self.cancel()
 
     async def reply(self) -> Reply:
-        """Read to the end."""
+        """Read to the end, and return the whole reply."""
         async for _ in self:
             pass
         return self._reply()
 
 
 class _AsyncLoop:
-    """The iterator of one `async for` loop, which drops it on leaving."""
+    """Iterator of one `async for` loop: when the loop is left, Python drops the iterator, which cancels the reply."""
 
     def __init__(self, stream: AsyncStream):
         self._stream = stream
