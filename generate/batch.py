@@ -28,7 +28,7 @@ from generate.server.errors import ApiError, envelope, failure, refusal
 from generate.server.facts import Facts, facts_of
 from generate.server.fields import OBJECT, TEXT, Fields
 from generate.server.json_object import MOST_BYTES, parse_json
-from generate.server.task import events, prepare, whole
+from generate.server.task import events, finished_replies, prepare
 from generate.server.wire import dumps, new_id
 
 QUEUE = 1 << 16  # replies that may wait: a request may ask for 128, and AHEAD times as many are read as run
@@ -70,10 +70,11 @@ class Request:
 class Answered:
     """Requests to which OUT has answers.
 
-    below   all with a number below this one; beyond: those of the others
+    below   all requests with a lower number have one
+    beyond  numbers of the other requests that have one
     count   of answers
     errors  how many of the answers are errors
-    sum     of the requests' checksums
+    sum     of the checksums of all these requests
     """
 
     below: int = 0
@@ -251,7 +252,7 @@ class Batch:
         except BimetalError as error:
             raise refusal(error) or failure(error) from None
         async with aclosing(events(self.llm, prompts, task)) as found:
-            return parsed.whole(await whole(found, len(prompts) * task.n))
+            return parsed.whole(await finished_replies(found, len(prompts) * task.n))
 
 
 async def _one_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

@@ -21,7 +21,7 @@ from generate.server.fields import Fields
 from generate.server.log import fault_of
 from generate.server.sending import ClientGoneError, Message, Receive, Send, in_time, later, sending
 from generate.server.service import Service
-from generate.server.task import BRIEF, SHORT, Ready, Task, events, is_short, prepare, whole
+from generate.server.task import BRIEF, SHORT, Ready, Task, events, finished_replies, is_short, prepare
 from generate.server.wire import Parsed, dumps
 
 UNDISTURBED = 0.001  # seconds after a call in which the thread of the model alone has the interpreter, to launch a step
@@ -54,7 +54,7 @@ class Generate:
                 return
             prompts = await preparing
             async with self._events(prompts, task, began) as (found, count):
-                replies = await whole(found, len(prompts) * task.n, count)
+                replies = await finished_replies(found, len(prompts) * task.n, count)
             note(scope, usage=total({i: reply.finish.usage for i, reply in enumerate(replies)}, task.n))
             body = await run_in_threadpool(lambda: dumps(parsed.whole(replies)))  # long where it lists probabilities
             response = Response(body, media_type="application/json")
@@ -73,7 +73,7 @@ class Generate:
         return ready
 
     async def _prepared(self, task: Task, facts: Facts) -> list[Ready]:
-        """The prompts, compressed where the server does that, rendered and encoded."""
+        """Render and encode the prompts, after they were compressed, where a drafter is loaded."""
         shorter = await self._compressed(task)
         job = partial(prepare, self.service.llm, facts, shorter)
         if is_short(shorter, SHORT):
@@ -82,13 +82,13 @@ class Generate:
 
     @asynccontextmanager
     async def _events(self, prompts: list[Ready], task: Task, began: float) -> AsyncIterator[tuple[Found, Count]]:
-        """The events of all replies, which end when the context is left, and what counts each of them."""
+        """Yield the events of all replies, and the function that counts an event; replies end with the context."""
         with self.service.metrics.counting(task, began) as count:
             async with aclosing(events(self.service.llm, prompts, task)) as found:
                 yield found, count
 
     async def _compressed(self, task: Task) -> Task:
-        """The task with its long prompts shortened, where the server does that."""
+        """Return the task with its long prompts shortened, where a drafter is loaded."""
         if self.service.compressor is None:
             return task
         cancel = threading.Event()

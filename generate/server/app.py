@@ -1,4 +1,4 @@
-"""The routes."""
+"""Routes of the server: which function answers each path."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ STORED = "/v1/responses/{id}"
 def build(service: Service, policy: Policy, log: Log) -> Guard:
     """The whole server as an ASGI application."""
     routes = [
-        *_texts(service),  # looked up first
+        *_replies(service),  # looked up first
         *page.routes(),
         *_status(service),
         *_utilities(service),
@@ -68,7 +68,7 @@ def _status(service: Service) -> list[BaseRoute]:
     ]
 
 
-def _texts(service: Service) -> list[BaseRoute]:
+def _replies(service: Service) -> list[BaseRoute]:
     parsers: dict[str, Callable[[Fields, Facts], Parsed]] = {
         **{f"{prefix}/chat/completions": chat.parse for prefix in PREFIXES},
         **{f"{prefix}/completions": completions.parse for prefix in PREFIXES},

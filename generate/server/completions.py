@@ -87,7 +87,7 @@ class Tokens:
         self.tokenizer, self.decoder, self.at = tokenizer, tokenizer.decoder(), 0
 
     def of(self, logprobs: Sequence[Logprob | int]) -> dict[str, list[Any]]:
-        """A list per column; a bare token id is the first of a prompt, which has no log-probability."""
+        """Return the four lists for some tokens; a prompt's first token has no log-probability and is a bare id."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             token = one if isinstance(one, int) else one.token
@@ -99,7 +99,7 @@ class Tokens:
         return columns
 
     def _top(self, one: Logprob) -> dict[str, float]:
-        """The best alternatives, and the token itself; of tokens with one text the likeliest."""
+        """Return the log-probabilities of the token and the best alternatives by text; of equal texts, the highest."""
         found = {token_text(self.tokenizer, one.token)[0]: finite(one.logprob)}
         for token, value in one.top:
             text = token_text(self.tokenizer, token)[0]
@@ -108,7 +108,7 @@ class Tokens:
 
 
 def echoed(echo: Echo) -> list[Logprob | int]:
-    """The entries of a prompt: its first token, and the scores of the others."""
+    """List what `Tokens.of` takes for a prompt: the id of its first token, and the scores of the others."""
     return [echo.tokens[0], *(echo.scores or ())]
 
 

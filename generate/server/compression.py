@@ -93,7 +93,7 @@ class Compressor:
         if not self._is_long(ids) or is_cached(llm, prompt):
             return prompt, 0
         texts, dropped = self._cut(ids, cancel)
-        return replaced(prompt, texts), dropped
+        return with_texts(prompt, texts), dropped
 
     def shortened(self, texts: Sequence[str], cancel: threading.Event) -> tuple[list[str], int]:
         """Return the texts of one prompt shortened where they are long together, and the tokens that were left out.
@@ -132,7 +132,7 @@ class Compressor:
 
 
 def texts_of(prompt: Chat | str | list[int]) -> list[str]:
-    """The texts of a prompt that may be shortened, in order; none of a prompt that stays as it is."""
+    """List the texts of a prompt that may be shortened; [] for token ids, and for a conversation with tools."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, Chat) or prompt.options.get("tools"):
@@ -145,8 +145,8 @@ def is_shortened(message: Any) -> bool:
     return message["role"] != "system" and bool(message.get("content"))
 
 
-def replaced(prompt: Chat | str | list[int], texts: Sequence[str]) -> Chat | str:
-    """The prompt with other texts in the place of those of `texts_of`."""
+def with_texts(prompt: Chat | str | list[int], texts: Sequence[str]) -> Chat | str:
+    """Return the prompt with `texts` in place of the texts that `texts_of` lists."""
     if not isinstance(prompt, Chat):
         return texts[0]
     left = iter(texts)

@@ -24,7 +24,7 @@ class Usage:
 
 
 def total(usages: Mapping[int, Usage], n: int) -> Usage:
-    """The usage of several replies by index, of which `n` after another share a prompt, which counts once."""
+    """Add up the usage of replies, by index; each prompt has `n` successive replies, and counts once."""
     each = (replace(u, prompt=0, cached=0) if index % n else u for index, u in usages.items())
     return Usage(*(sum(column) for column in zip(*(astuple(u) for u in each), strict=True)))
 

@@ -151,7 +151,7 @@ def call_object(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 
 def figures(finish: Finish | None) -> dict[str, Any]:
-    """Why a reply ended, and what it took, in nanoseconds."""
+    """Return why a reply ended, its tokens, and its times in nanoseconds."""
     if finish is None:
         return {"done_reason": "load"}
     usage, stats = finish.usage, finish.stats

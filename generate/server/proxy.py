@@ -24,7 +24,7 @@ from generate.server.log import Log
 from generate.server.metrics import MEDIA
 from generate.server.sending import Message, Receive, Send, Write, in_time, sending
 from generate.server.service import Service
-from generate.server.upstream import STREAMS, WHOLE, Upstream, kind_of, lines, whole
+from generate.server.upstream import STREAMS, WHOLE, Upstream, kind_of, read_lines, read_object
 from generate.server.wire import dumps, named_sse, sse
 
 TEXTS = ("text", "input_text", "output_text")  # types of parts that hold text
@@ -119,7 +119,7 @@ class Forward:
         async with self.upstream.ask(self.client, self.method, self.path, data, passed) as response:
             kind = kind_of(response)
             if kind == WHOLE:
-                found = await whole(response)
+                found = await read_object(response)
                 await send({"type": "http.response.start", "status": 200, "headers": JSON})
                 await send({"type": "http.response.body", "body": found, "more_body": False})
                 return
@@ -166,7 +166,7 @@ class Forward:
 
     async def _pass_on(self, response: httpx2.Response, write: Write) -> None:
         try:
-            async for part in lines(response):
+            async for part in read_lines(response):
                 await write(part)
         except ApiError as error:
             await write(failure(self.path, self.dialect, error))

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def switching(seconds: float) -> Iterator[None]:
-    """Have threads that compute let others in after so long, in a block."""
+    """Set, for a block, the time after which a thread that computes lets waiting threads have the interpreter."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:
@@ -139,7 +139,7 @@ def load_compressor(service: Service, backend: str | None, compression: Compress
 
 
 def config_of(app: Any, **more: Any) -> uvicorn.Config:
-    """Settings of the HTTP server, the same whatever else is installed: httptools would put no bound on headers."""
+    """Configure the HTTP server, with our own protocol: uvicorn would choose httptools, which bounds no headers."""
     return uvicorn.Config(
         app,
         http=Connection,

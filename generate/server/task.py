@@ -175,7 +175,7 @@ async def echo(llm: LLM, task: Task, prompt: Prepared, at: int) -> Echo:
     return Echo(text, prompt.tokens, None if top is None else await llm.ascore(prompt.tokens, top))
 
 
-async def whole(
+async def finished_replies(
     found: AsyncIterator[tuple[int, Event]], count: int, seen: Callable[[int, Event], object] = lambda *_: None
 ) -> list[Whole]:
     """Return `count` replies when they are finished; raises the error of one that failed.

@@ -71,7 +71,7 @@ class Upstream:
         status = response.status_code
         if status in (401, 403):
             return ApiError(502, "the upstream server refused this server's key", "upstream_key")
-        message, code = said(await read(response, MOST_REFUSAL))
+        message, code = refusal_of(await read_body(response, MOST_REFUSAL))
         if self.key:
             message = message.replace(self.key, "…")
         text = f"the upstream server answered {status}" + (f": {message}" if message else "")
@@ -82,8 +82,8 @@ class Upstream:
         return ApiError(status if status in SAME else 502, text, code)
 
 
-def said(data: bytes) -> tuple[str, str | None]:
-    """The message and the code of a refusal in the form of any dialect, or "" and None."""
+def refusal_of(data: bytes) -> tuple[str, str | None]:
+    """Read the message and the code of a refusal in any dialect; "" and None where it has none."""
     try:
         error = json.loads(data)["error"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -94,8 +94,8 @@ def said(data: bytes) -> tuple[str, str | None]:
     return message, code if isinstance(code, str) and code.isidentifier() and len(code) < 80 else None
 
 
-async def read(response: httpx2.Response, most: int) -> bytes:
-    """The body of an answer; raises ApiError beyond `most` bytes."""
+async def read_body(response: httpx2.Response, most: int) -> bytes:
+    """Read the body of an answer; raises ApiError beyond `most` bytes."""
     held = bytearray()
     async for part in response.aiter_raw():
         held += part
@@ -104,9 +104,9 @@ async def read(response: httpx2.Response, most: int) -> bytes:
     return bytes(held)
 
 
-async def whole(response: httpx2.Response) -> bytes:
-    """The JSON object that an answer holds, as it was sent; raises ApiError for anything else."""
-    data = await read(response, MOST_WHOLE)
+async def read_object(response: httpx2.Response) -> bytes:
+    """Read an answer that is a JSON object, as it was sent; raises ApiError for anything else."""
+    data = await read_body(response, MOST_WHOLE)
     try:
         parse_json(data)
     except ApiError as error:
@@ -114,8 +114,11 @@ async def whole(response: httpx2.Response) -> bytes:
     return data
 
 
-async def lines(response: httpx2.Response) -> AsyncIterator[bytes]:
-    """The whole lines of a stream, several at once as they come; raises ApiError for what is too long or not UTF-8."""
+async def read_lines(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """Yield the bytes of a stream as they come, cut after ends of lines.
+
+    Raises ApiError for a line or a stream that is too long, or not UTF-8.
+    """
     held, total = bytearray(), 0
     async for part in response.aiter_raw():
         total += len(part)
