@@ -69,7 +69,11 @@ def run(options: ModelBench) -> int:
 def _bench_backend(
     path: Path, checkpoint: Checkpoint, backend: str, options: ModelBench, heading: bool, stop: threading.Event
 ) -> list[dict[str, object]]:
-    """Print the lines of one backend, under a heading where asked for; the rows of the log. `stop` ends it."""
+    """Measure one backend, print a line per context, and return the rows of the log.
+
+    heading  print the heading of the table, and which contexts are left out
+    stop     when set, ends the measurement at the next step
+    """
     model = open_model(checkpoint, backend, progress=True, placement=placement_of(options))
     model = with_cache(model, options.cache, max(options.contexts) + options.new_tokens)
     ops = model.ops
@@ -192,7 +196,7 @@ def _go_on(stop: threading.Event) -> None:
 
 
 def _ratio(timings: dict[str, list[Timing]], field: str) -> str:
-    """Ours over the peer's, run by run: median (min..max)."""
+    """Divide our speeds by the peer's, run by run; return the ratios in words: median (min..max)."""
     pairs = zip(*timings.values(), strict=True)
     ratios = [getattr(a, field) / getattr(b, field) for a, b in pairs]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"

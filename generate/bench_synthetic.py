@@ -41,27 +41,40 @@ def run(options: SyntheticBench) -> int:
         most = _predicted(options.synthetic, model, tokens)
         print(f"predicted: {most / 1e9:.2f} GB at most; prefill steps of {ops.prefill_rows} rows")
     common = environment(name) | {"model": options.synthetic, "runs": options.runs, "verdict": options.verdict}
-    rows = []
+    rows = [*_bench_prefill(model, options), *_bench_steps(model, options, copy)]
+    if options.log:
+        log(Path(options.log), [common | row for row in rows])
+    return 0
+
+
+def _bench_prefill(model: Model, options: SyntheticBench) -> list[dict[str, object]]:
+    """Print the speed of reading prompts of each length; return the rows of the log."""
+    rows: list[dict[str, object]] = []
     print(f"{'prefill':>10} {'ms':>9} {'tok/s':>9}")
     for n in options.prefill:
         with announced(f"prefill of {n} tokens, {options.runs + 1} times"):
             times = [read_prompt(model, model.new_state(n), n) for _ in range(options.runs + 1)]
         seconds = statistics.median(times[1:])  # the first compiles
         print(f"{n:10} {seconds * 1e3:9.2f} {n / seconds:9.1f}", flush=True)
-        rows.append(
-            common
-            | {"decoder": "prefill", "prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}", "note": note(options)}
-        )
-    experts = bench_spark.Measured(ops) if options.spark else None
+        speed = {"prompt_tokens": n, "prefill_tps": f"{n / seconds:.1f}"}
+        rows.append({"decoder": "prefill", **speed, "note": note(options)})
+    return rows
+
+
+def _bench_steps(model: Model, options: SyntheticBench, copy: float) -> list[dict[str, object]]:
+    """Print the speed of steps of each number of rows at each context; return the rows of the log.
+
+    copy  bytes per second of a copy
+    """
+    experts = bench_spark.Measured(model.ops) if options.spark else None
     head = ("context", "rows", "ms", "min..max", "tok/s", "GB/s", "of copy", "kernels", "peak GB")
     print("{:>8} {:>5} {:>9} {:>17} {:>9} {:>7} {:>8} {:>8} {:>8}".format(*head))
     state = model.new_state(max(options.contexts) + MAX_DECODE_ROWS)
+    rows: list[dict[str, object]] = []
     for context in sorted(set(options.contexts)):
         with announced(f"reading {context} tokens"):
             read_prompt(model, state, context - state.length - 1)
-            read_prompt(
-                model, state, 1
-            )  # as in decoding: no step finds more than a row that layers have still to apply
+            read_prompt(model, state, 1)  # as in decoding: a step finds one row that layers have still to apply
         for n in options.rows:
             with announced(f"steps of {n} rows at a context of {context} tokens, {3 + options.runs * REPEATS} of them"):
                 if experts:
@@ -69,18 +82,19 @@ def run(options: SyntheticBench) -> int:
                     experts.begin()
                 times, kernels = _steps(model, state, n, options.runs)
             ms, low, high = (1e3 * f(times) for f in (statistics.median, min, max))
-            rate = read_bytes(model, n, context) / ms * 1e3
+            rate, peak = read_bytes(model, n, context) / ms * 1e3, model.ops.peak_bytes()
             spread = f"{low:.3f}..{high:.3f}"
             print(
                 f"{context:8} {n:5} {ms:9.3f} {spread:>17} {n / ms * 1e3:9.1f} {rate / 1e9:7.0f} {rate / copy:8.1%} "
-                f"{kernels or '-':>8} {ops.peak_bytes() / 1e9:8.2f}",
+                f"{kernels or '-':>8} {peak / 1e9:8.2f}",
                 flush=True,
             )
+            notes = f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; "
             if experts:
                 print(f"{'':14} {experts}", flush=True)
+                notes += f"{experts}; "
             rows.append(
-                common
-                | {
+                {
                     "weights": f"{read_bytes(model, n, 0) / 1e9:.3f} GB/step",
                     "decoder": f"steps of {n}",
                     "context": context,
@@ -89,19 +103,15 @@ def run(options: SyntheticBench) -> int:
                     "decode_tps_min": f"{n / high * 1e3:.1f}",
                     "decode_tps_max": f"{n / low * 1e3:.1f}",
                     "gb_per_s": f"{rate / 1e9:.1f}",
-                    "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
-                    "note": f"{ms:.3f} ms, {kernels or 'uncounted'} kernels; copy {copy / 1e9:.0f} GB/s; "
-                    + (f"{experts}; " if experts else "")
-                    + note(options),
+                    "peak_gb": f"{peak / 1e9:.2f}",
+                    "note": notes + note(options),
                 }
             )
-    if options.log:
-        log(Path(options.log), rows)
-    return 0
+    return rows
 
 
 def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindowBench, tokens: int) -> Model:
-    """The model of --synthetic, for `tokens` tokens; what this machine is not for is refused before it is made."""
+    """Make the model of --synthetic, for `tokens` tokens; refuses one for which this machine is too small or slow."""
     checkpoint, found = synthetic_checkpoint(options.synthetic), choose(options.backend)
     definition = architecture(checkpoint)[1]
     config = definition.read_config(checkpoint)
@@ -136,14 +146,14 @@ def open_synthetic(options: SyntheticBench | SyntheticSpecBench | SyntheticWindo
 
 
 def _predicted(name: str, model: Model, tokens: int) -> int:
-    """Bytes that weights, a state of `tokens` tokens and its steps take, as `fit` predicts them."""
+    """Predict the bytes of weights, of a state of `tokens` tokens and of its steps, as `fit` does."""
     weights = fit.predict_weights(synthetic_checkpoint(name), model.layout, model.ops)
     sizes = model.config, model.layout, model.state_spec, tokens, model.ops.prefill_rows
     return weights + sum(fit.predict_run(model.ops, *sizes))
 
 
 def read_prompt(model: Model, state: State, tokens: int) -> float:
-    """Seconds to read as many random tokens."""
+    """Read `tokens` random tokens; return the seconds that it took."""
     ids = np.random.default_rng(state.length).integers(0, model.config.vocab, tokens).astype(np.int32)
     ops, greedy = model.ops, Sampler(Sampling())
     with Clock() as clock:
@@ -157,7 +167,10 @@ def read_prompt(model: Model, state: State, tokens: int) -> float:
 
 
 def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float], int]:
-    """Seconds of a step of `rows` rows that samples greedily, and its kernels, 0 where the backend does not count."""
+    """Run `runs` times REPEATS steps of `rows` rows with greedy sampling.
+
+    Returns the seconds per step of each run, and the kernels of a step, 0 where the backend does not count them.
+    """
     ops, greedy = model.ops, Sampler(Sampling())
     tokens: Any = np.random.default_rng(rows).integers(0, model.config.vocab, rows).astype(np.int32)
 
@@ -182,7 +195,7 @@ def _steps(model: Model, state: State, rows: int, runs: int) -> tuple[list[float
 
 
 def read_bytes(model: Model, rows: int, context: int) -> float:
-    """Bytes of weights and cached keys and values that a step of `rows` rows reads, experts chosen independently."""
+    """Count the bytes of weights, keys and values that a step of `rows` rows reads, if rows choose random experts."""
     total = state_bytes(model.state_spec, context, model.ops.item_bytes) if context else 0.0
     for table, handles in zip(
         (model.layout.top, *model.layout.layers), (model.weights, *model.weights.layers), strict=True
