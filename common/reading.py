@@ -100,13 +100,13 @@ def replies_in(tokens: Sequence[int], header: Sequence[int], ends: frozenset[int
 
 @dataclass(frozen=True)
 class Turns:
-    """Counts of a prompt's tokens, by what its chat template shows.
+    """Places in a prompt, as numbers of tokens before them, found by its chat template.
 
-    shared   those that the next prompt will begin with, if it is the user's; None: all
-    system   those before the first message that is not of the system; 0: none
+    shared   end of the tokens with which the next prompt begins, if its newest message is the user's; None: all
+    system   end of the system messages; 0: there are none
     replies  stretches of earlier replies
-    begun    those before the reply, which the next prompt will begin with, if it is a tool's; templates that drop
-             earlier thinking write more of them than are `shared`. 0: unknown
+    begun    beginning of the reply; the next prompt begins with all tokens before it, if its newest message is a
+             tool's. Above `shared` for templates that drop earlier thinking when the user writes. 0: unknown
     """
 
     shared: int | None = None
@@ -116,7 +116,7 @@ class Turns:
 
 
 def common_length(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
-    """Tokens that both begin with."""
+    """Count the tokens with which both begin."""
     n = min(len(one), len(other))
     differ = np.flatnonzero(np.asarray(one[:n]) != np.asarray(other[:n]))
     return int(differ[0]) if len(differ) else n

@@ -93,7 +93,7 @@ class Slots:
         return slot
 
     def idle(self, count: int) -> list[Slot]:
-        """Return so many slots, or as many as there may be, while no sequence has one: those that hold least."""
+        """Return `count` slots, at most `parallel`, the ones that hold least; to be called while no sequence runs."""
         while len(self.slots) < min(count, self.parallel):
             self.slots.append(Slot(self.model, self.context, self.pool))
         return sorted(self.slots, key=lambda slot: slot.state.length)[:count]

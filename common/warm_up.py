@@ -13,7 +13,7 @@ REPEATS = 2  # the first step of a size compiles kernels, the second is captured
 
 
 class Size(NamedTuple):
-    """The rows of a step: of one sequence, or one of each of so many."""
+    """The size of a step: `rows` of one sequence, or if `is_joined`, one row of each of `rows` sequences."""
 
     rows: int
     is_joined: bool = False

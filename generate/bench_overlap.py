@@ -31,7 +31,7 @@ class Overlap:
     likeliest: int = 0
 
     def shares(self) -> Mapping[str, float]:
-        """Each of them per place."""
+        """Divide the three sums by the number of places."""
         names = "overlap", "coupled", "likeliest"
         return {name: getattr(self, name) / max(self.places, 1) for name in names}
 

@@ -97,7 +97,7 @@ def run(options: ServeBench) -> int:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The value that `percent` of the others do not exceed; NaN of none."""
+    """Return the value below which `percent` % of the sorted values lie; NaN without values."""
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, percent * len(values) // 100)]

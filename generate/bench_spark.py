@@ -18,7 +18,7 @@ PLACING = 4  # the first quarter of a trace says which experts are hot; steps re
 
 
 def open_ops(options: SyntheticBench, checkpoint: Checkpoint, backend: str) -> Ops:
-    """Ops whose steps route by the trace of --routing, with --spark such as hold the experts of --expert-vram."""
+    """Open ops that replay the trace of --routing; with --spark, GPU memory holds as many experts as --expert-vram."""
     if backend != "cuda":
         raise UsageError(f"--routing is for CUDA, and the backend is {backend}")
     if options.devices:

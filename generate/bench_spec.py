@@ -59,7 +59,7 @@ class Result:
 
     @property
     def length(self) -> float:
-        """Tokens per step; of a WeDLM model those per forward that filled."""
+        """Tokens per step; for a WeDLM model, tokens per forward that filled a slot."""
         return self.wedlm.tokens_per_forward if self.wedlm.forwards else self.accepted.length if self.steps else 1.0
 
 

@@ -28,14 +28,14 @@ def named(choice: CacheChoice) -> str:
 
 
 def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:
-    """A model's specs with its caches as chosen; raises UsageError for what the backend has not."""
+    """Return a model's specs with the chosen caches; raises UsageError for a cache that the backend does not have."""
     chosen = packed(spec, options_of(choice))
     check_pairs(chosen, ops.name, ops.cache_pairs)
     return chosen
 
 
 def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
-    """`model` with its cache as chosen, for a context of `tokens`; says on stderr what memory chose."""
+    """Return `model` with the chosen cache, for a context of `tokens`; prints the choice of `auto` on stderr."""
     automatic, options = is_auto(choice), options_of(choice)
     if not isinstance(model, Model):
         if automatic or options.compresses:
@@ -52,7 +52,7 @@ def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
 
 
 def _fitting(model: Model, choice: CacheChoice, tokens: int) -> CacheOptions:
-    """The first pair of LADDER with which `tokens` tokens fit; the narrowest that the backend has where none does."""
+    """Choose the first pair of LADDER with which `tokens` tokens fit, else the narrowest that the backend has."""
     narrowest = CacheOptions()
     for pair in LADDER:
         candidate = options_of(choice, pair)

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts of a .jsonl file, or pieces of a text."""
+    """Read the prompts of a .jsonl file, or cut them from a text."""
     if args.text.endswith(".jsonl"):
         return [tokenizer.encode(prompt) for prompt in read_prompts(args.text, args.prompts)]
     ids = tokenizer.encode(read_text(Path(args.text)), add_special_tokens=False, parse_special=False)
@@ -77,7 +77,7 @@ def _prompts(args: argparse.Namespace, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def table(points: Sequence[Point], chosen: Point | None) -> None:
-    """The points, those of most tokens per forward first."""
+    """Print the points, the most tokens per forward first."""
     form = "{:>6} {:>5} {:>6} {:>5} {:>16} {:>10} {:>14} {:>10}{}"
     print(form.format("window", "tau", "lambda", "sure", "agreement", "nats/token", "tokens/forward", "rows/token", ""))
     for p in sorted(points, key=lambda p: (not p.has_filled, -p.tokens_per_forward)):

@@ -157,9 +157,9 @@ def _labelled(entries: Iterable[str]) -> dict[str, str]:
 def _candidates(
     paths: dict[str, Path], args: argparse.Namespace, folder: str, cache: CacheChoice
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """The models whose headers make sense, and by label why the others do not; one must.
+    """Read the headers of models; return those that can be judged, and by label the errors of the others.
 
-    folder  is called as the arguments call the model
+    Raises BimetalError if no model can be judged. Errors name the model as the arguments do, in place of `folder`.
     """
     candidates, refusals = [], {}
     for label, path in paths.items():
@@ -217,9 +217,9 @@ def _stored(checkpoint: Checkpoint) -> str:
 
 
 def _best(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit: int) -> Candidate | None:
-    """The largest weights that fit with 32768 tokens (or all that the model or the user asks for), else with fewer.
+    """Choose the largest weights that fit with 32768 tokens, or with all that model or user ask for, else with fewer.
 
-    Of weights that take the same memory, as on a backend that decodes them, those of the most stored bytes.
+    Of weights that take equal memory, as on a backend that decodes them, the ones with the most stored bytes.
     """
     for most in reversed(CONTEXTS):
         at = {c.label: max((n for n in c.contexts if n <= most), default=c.contexts[0]) for c in candidates}
@@ -230,7 +230,7 @@ def _best(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit
 
 
 def _longest(candidate: Candidate, limit: int) -> int:
-    """The most tokens, up to those trained for, with which the candidate fits."""
+    """Return the most tokens with which the candidate fits, at most as many as it was trained for."""
     return most_tokens(lambda tokens: candidate.need(tokens, limit).total <= limit, candidate.trained)
 
 

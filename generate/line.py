@@ -67,7 +67,7 @@ def _terminal_reader(commands: Sequence[str]) -> Callable[[str], str]:
 
 
 def _history() -> Any:
-    """Lines of earlier chats, kept for the user alone; those of this chat where the folder cannot be written."""
+    """Open the history of lines, a file that only the user can read; in memory if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"

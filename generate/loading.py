@@ -23,7 +23,9 @@ RESERVED = 4  # where each of them reserves memory
 
 
 def resolve_draft(name: str, target: Checkpoint, progress: bool) -> Path:
-    """The local path of a draft for `target`, which its files fit: a failing download or check costs no loaded weights.
+    """Return the local path of a draft, after a check that its files fit `target`.
+
+    This comes before weights are loaded, so that a download or a check that fails costs no time.
 
     name  "demo", "mtp" for a block of the target's own files, or as `resolve_model` takes it
     """

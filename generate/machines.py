@@ -1,4 +1,4 @@
-"""A model on several machines: what a process of such a group does, and what it may be asked for."""
+"""Processes that mlx.launch starts for one model: the rank of this process, and the options that they take."""
 
 import argparse
 import json

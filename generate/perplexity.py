@@ -1,4 +1,4 @@
-"""`python -m generate perplexity MODEL --text FILE`: how well it predicts a text, and how far it is from another."""
+"""`python -m generate perplexity MODEL --text FILE`: how well a model predicts a text, and how far from another one."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def window_size(args: argparse.Namespace, model: Any) -> int:
-    """Tokens of a window: --ctx-window, by default 512 or, if that is less, what the model was trained for."""
+    """Return the tokens of a window: --ctx-window, by default 512 or the context that the model was trained for."""
     size: int = min(WINDOW, model.config.context) if args.ctx_window is None else args.ctx_window
     if size > model.config.context:
         raise UsageError(f"--ctx-window is {size}, and the model was trained for {model.config.context} tokens")
@@ -100,7 +100,7 @@ def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 def _reference(
     args: argparse.Namespace, model: Model, text: str, ids: list[int], windows: np.ndarray
 ) -> tuple[str | None, Iterator[Block] | None]:
-    """The reference's name and scored rows, if one was asked for."""
+    """Return the name and the scored rows of the reference model, if the flags name one."""
     if args.reference_file:
         file = Path(args.reference_file)
         saved = open_saved(file)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, job: Job) -> int:
 
 
 def _costs(args: argparse.Namespace, job: Job, windows: np.ndarray, reference: Path) -> list[Cost]:
-    """The costs of every kind, the dearest first, and of the whole recipe at the end."""
+    """Measure the cost of quantizing each kind of matrix alone, the dearest first, and last of the whole recipe."""
     kinds: dict[str, list[Weight]] = defaultdict(list)
     for weight in job.weights.values():
         kinds[weight.kind].append(weight)
@@ -98,12 +98,12 @@ def _check_changes(job: Job) -> None:
 
 
 def _alone(job: Job) -> Job:
-    """The job with its format for every matrix, whatever the recipe, where each kind is quantized alone."""
+    """Replace the recipe of a job by its one format, in which each kind is quantized alone."""
     return replace(job, recipe=lambda weight: job.format)
 
 
 def _changed(job: Job, weights: Sequence[Weight]) -> list[tuple[Weight, Format]]:
-    """The weights that a job quantizes, and their formats."""
+    """List the weights that a job quantizes, and their formats."""
     chosen = ((weight, choose(weight, job.recipe, job.requantize, is_gguf=True).format) for weight in weights)
     return [(weight, format) for weight, format in chosen if format is not None]
 
@@ -111,7 +111,7 @@ def _changed(job: Job, weights: Sequence[Weight]) -> list[tuple[Weight, Format]]
 def _cost(
     args: argparse.Namespace, job: Job, kind: str, weights: Sequence[Weight], windows: np.ndarray, reference: Path
 ) -> Cost | None:
-    """The cost of quantizing `weights`; None where the format takes none of them, for their widths."""
+    """Measure the cost of quantizing `weights`; None if no width among them suits the format."""
     tensors, values, before, after = dict(job.checkpoint.tensors), 0, 0, 0
     if not (changed := _changed(job, weights)):
         return None

@@ -21,7 +21,7 @@ from generate.caches import cached_spec
 
 
 def opener(options: LoadOptions) -> Callable[[Ops], OpenExperts] | None:
-    """A function from a backend to what `load_model` opens experts with; None where all of them are loaded."""
+    """Make what load_model needs to stream experts: OpenExperts of given ops; None without --stream-experts."""
     if not options.stream_experts:
         return None
     return lambda ops: lambda checkpoint, layout, config: _open(checkpoint, layout, config, ops, options)
@@ -42,14 +42,14 @@ def _open(checkpoint: Checkpoint, layout: Layout, config: Any, ops: Ops, options
 
 
 def expert_source(checkpoint: Checkpoint, layout: Layout, options: ExpertChoice) -> ExpertSource:
-    """The experts of the pack that is named, or of the checkpoint's own files."""
+    """Open the experts in the file of --expert-pack, or in the checkpoint's own files."""
     if options.expert_pack is None:
         return checkpoint_source(checkpoint, layout)
     return pack_source(Path(options.expert_pack), checkpoint, layout)
 
 
 def save_profile(options: ExpertChoice, stream: ExpertSupply) -> None:
-    """Write what was used, with what the file counted before, where a profile is named."""
+    """Add how often each expert was used to the counts in the file of --expert-profile, if it is named."""
     if options.expert_profile is not None:
         residency = stream.residency
         before = open_profile(options.expert_profile, residency.sizes, residency.experts)

@@ -183,13 +183,13 @@ def _type(stored: Stored, recipe: str, layers: int) -> str:
 
 
 def constant_vector(name: str, shape: tuple[int, ...]) -> Tensor:
-    """A norm weight, decay or filter in F32, of numbers that a model can live with."""
+    """Make a norm weight, decay or filter in F32, of one number with which activations stay finite."""
     value = -1.0 if name.endswith("ssm_a") else 0.25 if "conv1d" in name else 0.0 if "probs_b" in name else 1.0
     return dense(name, np.full(shape, value))
 
 
 def random_matrix(name: str, shape: tuple[int, ...], type_: str) -> Tensor:
-    """All rows of it are one random row of the type, and take its memory alone; a router's rows differ."""
+    """Make a matrix whose rows are all one random row, in the memory of one; the rows of a router differ."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     if type_ == "F32":  # a router, whose rows must differ
         return dense(name, random.normal(scale=shape[-1] ** -0.5, size=shape))

@@ -20,7 +20,7 @@ class Clock:
 
 @contextmanager
 def announced(what: str, after: float = 10.0) -> Iterator[None]:
-    """Name on stderr what is being done once it has taken `after` seconds, terminal or not."""
+    """Print `what` on stderr if the block takes longer than `after` seconds, whether stderr is a terminal or not."""
     timer = threading.Timer(after, print, [f"{what}: not done after {after:.0f} s"], {"file": sys.stderr})
     timer.daemon = True
     timer.start()
