@@ -108,13 +108,24 @@ def _chain(nbytes: int, T: int) -> bytes:
 
 
 class Inputs:
-    """Device memory for a StepState, `rows` positions and `rows` tokens."""
+    """Device memory at a fixed address, from which kernels and captured graphs read a step of at most `rows` rows.
+
+        0                      numbers of rows and runs, and the store that holds the rows of paths: HEAD
+        PATH                   rows of the step before that are committed, of all runs
+        SEEN                   the rows that each row sees, a bit each
+        LINE, MOVES, PARENTS   the order in which recurrent layers compute the rows of trees
+        RUN_OF, RUNS           the run of each row, and the runs: RUN
+        END                    positions, then tokens, `rows` int32 each
+
+    `upload` writes this before each step: what the host knows in one copy, and tokens that the device has drawn in
+    another. Tokens of the greedy choice need none, since its kernel writes them to the address of `place_for` as well.
+    """
 
     def __init__(self, rows: int, stream: Stream):
         self.rows, self.stream = rows, stream
         self.memory = Memory(END + 8 * rows, stream)
         self.tokens = self.memory.address + END + 4 * rows
-        self.sampled: Array | None = None  # those that lie there since they were sampled
+        self.sampled: Array | None = None  # the array whose tokens lie there already: `place_for`
         self.steps: dict[tuple[Shape, bool], DeviceStep] = {}
         cupy.cuda.runtime.memsetAsync(self.memory.address, 0, self.memory.nbytes, stream.ptr)
 
@@ -124,28 +135,34 @@ class Inputs:
         return self.tokens
 
     def upload(self, step: Step, kept: int, runs: Sequence[RunInput]) -> None:
-        """Copy the step to the device; `kept`: the store that holds the rows of paths."""
+        """Put a step together in host memory, and queue its copy to the device on the stream.
+
+        A chain of one sequence, the most frequent step, begins as a copy of `_chain`, in which all but the head, the
+        path, the run, positions and tokens are as they must be. Other steps begin as zeros.
+
+        kept  the store that holds the rows of paths
+        """
         T = len(step)
-        is_known = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
-        # the device waits for it, and NumPy's records take twice as long
-        host = bytearray(_chain(self.memory.nbytes, T) if is_known else self.memory.nbytes)
+        is_one_chain = T <= MAX_DECODE_ROWS and len(runs) == 1 and step.parents is chain_parents(T)
+        # bytes and struct, since the device waits for this: NumPy's records take twice as long
+        host = bytearray(_chain(self.memory.nbytes, T) if is_one_chain else self.memory.nbytes)
 
         def put(at: int, data: bytes) -> None:
             host[at : at + len(data)] = data
 
         kind = 1 if T > MAX_DECODE_ROWS else 2 if step.parents is None else 0
-        applied, paths, sees, numbers = 0, [], [], []  # `applied`: rows of all paths so far
+        applied, paths, sees, run_of = 0, [], [], []  # `applied`: rows of all paths so far
         HEAD.pack_into(host, 0, T, len(runs), kept)
         for number, ((slot, first, rows), past, source, target, path) in enumerate(runs):
             branches = 0
-            if T <= MAX_DECODE_ROWS and not is_known:
+            if T <= MAX_DECODE_ROWS and not is_one_chain:
                 # a row by itself continues the past, so that nothing needs to be read of its parents
                 parents = None if step.parents is None or rows == 1 else step.parents[first : first + rows].tolist()
                 if parents is not None and first:
                     parents = [parent if parent == PAST else parent - first for parent in parents]
                 is_chain = parents is None or parents == list(range(PAST, rows - 1))
                 sees.append(chain_sees(rows, parents is None) if is_chain else seen(parents, rows))
-                numbers += [number] * max(rows, 1)
+                run_of += [number] * max(rows, 1)
                 if parents is not None and not is_chain:
                     order, moves, after = depth_first(parents)
                     branches = 1
@@ -159,20 +176,20 @@ class Inputs:
                 applied += len(path)
         if paths:
             put(PATH, b"".join(paths))
-        if not is_known:
+        if not is_one_chain:
             put(SEEN, b"".join(sees))
-            put(RUN_OF, bytes(numbers))
+            put(RUN_OF, bytes(run_of))
         put(END, np.asarray(step.positions, np.int32).tobytes())
         on_host = not isinstance(step.tokens, Array)
         if on_host:
             put(END + 4 * self.rows, np.asarray(step.tokens, np.int32).tobytes())
         runtime = cupy.cuda.runtime
         size = len(host) if on_host else END + 4 * self.rows
-        source = ctypes.addressof(ctypes.c_char.from_buffer(host))
-        runtime.memcpyAsync(self.memory.address, source, size, runtime.memcpyHostToDevice, self.stream.ptr)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+        runtime.memcpyAsync(self.memory.address, address, size, runtime.memcpyHostToDevice, self.stream.ptr)
         if step.tokens is not self.sampled:
             self.sampled = None
-            if not on_host:
+            if not on_host:  # drawn, or chosen by an earlier step than the last
                 given = step.tokens.address
                 runtime.memcpyAsync(self.tokens, given, 4 * T, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
