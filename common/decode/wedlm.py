@@ -307,9 +307,10 @@ def _fill_checked(
 def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit the tokens of plain greedy decoding, with the model's own masks as the draft.
 
-    Rows of a step: the newest token, the draft, and masks after it. The next-token logits of the newest token and of
-    each confirmed draft token confirm the next one or correct it, which gives a further token; what the masks predict
-    up to the first entropy of tau is the next draft.
+    The rows of a step are the newest token, the draft, and masks after the draft. The next-token logits of the newest
+    token and of each confirmed draft token confirm the draft token after it, or replace it and end the step; a step
+    thus gives one token more than it confirms. If the whole draft was confirmed, the tokens that the masks predict,
+    up to the first entropy of tau, are the next draft.
     """
     state, sampler, options, stats = run.state, run.sampler, run.options.wedlm, run.wedlm
     mask = mask_id(run.model)
@@ -354,5 +355,5 @@ def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
             stats.seconds["choice"] += chosen - computed
             stats.seconds["host"] += yielded - chosen
             stats.seconds["commit"] += time.perf_counter() - yielded
-        sure = int(np.argmax(np.append(entropies, np.inf) >= options.tau))
-        draft = [int(t) for t in predicted[1:sure]] if kept == head else []
+        below = int(np.argmax(np.append(entropies, np.inf) >= options.tau))  # masks before the first entropy of tau
+        draft = [int(t) for t in predicted[1:below]] if kept == head else []
