@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from common.decode.plain import plain
 from common.decode.requests import Choose, Computed, Emit, Read, Request, Rows
 from common.decode.run import DecoderRun
 from common.decoders import Speculation, WedlmOptions
@@ -171,14 +172,16 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
     5. Slots that are final by now, though not committed, are emitted. Where the backend runs ahead, part 3 of the next
        turn emits them instead: the device computes the next step while the host prints.
 
-    When the generator is closed, the state holds a prefix of prompt and reply.
+    The token after the last position of the state, where a mask has no room, is chosen as in plain decoding. When the
+    generator is closed, the state holds a prefix of prompt and reply.
     """
     state, options, stats, mask = run.state, run.options.wedlm, run.wedlm, mask_id(run.model)
     runs_ahead = run.model.ops.runs_ahead and not options.checks  # which reads a step before more is known to be final
     unread = len(run.unread)
     first = state.length + unread  # position of the reply
     window = _Window(state.length, first, list(run.unread), [True] * unread)
-    if options.checks and not unread:
+    logits, token = run.logits, None
+    if options.checks and not unread and first < state.capacity:
         (values,) = yield Read(((yield Choose(run.logits, run.sampler)),))
         window.add([int(values[0])], True)
         window.logits[window.base] = run.logits, 0
@@ -217,6 +220,29 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         stats.seconds["choice"] += chosen - committed
         if not runs_ahead or window.base + window.leading >= state.capacity:
             yield from _emit_settled(run, window)
+        if not len(window):
+            logits = done.logits[keep - 1 : keep]
+    if len(window):
+        logits, token = yield from _compute_last(run, window, unread if window.base < first else 0)
+    stats.tokens += 1
+    yield from plain(run, logits, token=token)
+
+
+def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Request, Any, tuple[Any, Any]]:
+    """Compute and commit the last slots of the state, which are filled; return what `plain` goes on from.
+
+    prompt  tokens of the prompt among the slots
+    """
+    began, stats = time.perf_counter(), run.wedlm
+    step, _ = window.step()
+    done = yield Rows(step, run.sampler, slice(len(step) - 1, len(step)), target_only=True)
+    run.state.commit(np.arange(len(step)))
+    stats.forwards += 1
+    stats.fills += 1
+    stats.rows += len(step) - prompt
+    stats.committed += len(step) - prompt
+    stats.seconds["forward"] += time.perf_counter() - began
+    return done.logits[-1:], done.sampled
 
 
 def _emit_and_commit(run: DecoderRun, window: _Window, keep: int) -> Generator[Request, Any, None]:

@@ -133,16 +133,21 @@ def test_checked_windows_in_the_papers_order(window, tau, model):
             if sure == 0:
                 assert out == decoded(model, PROMPT, 30, WedlmOptions(window, tau, 0.0, sure=sure), unread=unread)[0]
             out, _, state = decoded(model, PROMPT, 99, options, capacity=20, unread=unread)
-            assert (len(out), state.length <= 20) == (20 - len(PROMPT), True)
+            assert (len(out), state.length) == (21 - len(PROMPT), 20)
 
 
-@pytest.mark.parametrize("capacity", [8, 9, 20])
+@pytest.mark.parametrize("capacity", [7, 8, 9, 20])
 def test_checked_windows_fill_the_state(capacity, model):
+    """With `sure` 0, and with `verify`, to the token at which plain decoding ends."""
+    state, logits = read(model, PROMPT, capacity)
+    expected = [token for token, _ in run_alone(Run(model, state, logits, Sampler(Sampling())))]
     for unread in (0, 1):
-        options = WedlmOptions(6, 100.0, 0.0, sure=4.0)
-        out, _, state = decoded(model, PROMPT, 99, options, capacity=capacity, unread=unread)
-        assert len(out) == capacity - len(PROMPT)
-        assert state.length <= capacity
+        for options in [{"sure": 0}, {"sure": 0, "order": "paper"}, {"sure": 4}, {"verify": True}]:
+            settings = WedlmOptions(6, 100.0, 0.0, **options)
+            out, stats, state = decoded(model, PROMPT, 99, settings, capacity=capacity, unread=unread)
+            assert (len(out), state.length) == (capacity + 1 - len(PROMPT), capacity)
+            assert stats.tokens == len(out)
+            assert out == expected or options == {"sure": 4}
 
 
 @pytest.mark.parametrize(("window", "tau", "penalty"), [(6, 4.3, 0.05), (8, 4.4, 0.0), (5, 100.0, 0.0)])
@@ -317,11 +322,18 @@ def test_a_step_is_launched_before_its_tokens_are_handed_over(runs_ahead, folder
     assert order == ahead + [each for token in expected for each in ("step", token)]
 
 
-@pytest.mark.parametrize("capacity", [8, 9, 20])
-def test_the_state_may_fill_up(capacity, model):
-    out, _, state = decoded(model, PROMPT, 99, WedlmOptions(6, 4.3, 0.0), capacity=capacity)
-    assert len(out) == capacity - len(PROMPT)
-    assert state.length <= capacity
+@pytest.mark.parametrize("capacity", [7, 8, 9, 20])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3, repetition_penalty=1.1)])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_state_may_fill_up(capacity, sampling, runs_ahead, model, monkeypatch):
+    """The last token has no position in the state: it follows the last row, as in plain decoding."""
+    monkeypatch.setattr(model.ops, "runs_ahead", runs_ahead)
+    for unread in (0, 1):
+        out, stats, state = decoded(model, PROMPT, 99, WedlmOptions(6, 4.3, 0.0), sampling, unread, capacity)
+        assert (len(out), state.length) == (capacity + 1 - len(PROMPT), capacity)
+        assert stats.tokens == len(out)
+        _, logits = read(model, [*PROMPT, *out[:-1]], capacity)
+        assert sampling.temperature or out[-1] == int(np.argmax(model.ops.read(logits)))
 
 
 @pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (4, 0.0), (8, 4.4), (16, 100.0)])
