@@ -112,11 +112,16 @@ class _Window:
         leading = range(self.leading)
         return next((slot for slot in leading if self.base + slot in self.doubtful), len(leading))
 
-    def confirmed(self, following: np.ndarray) -> int:
-        """Leading slots up to the first doubtful one that differs from the token `following` the slot before it."""
+    def confirm(self, following: np.ndarray, logits: Array) -> int:
+        """Count leading slots up to the first doubtful one that differs from the token `following` the slot before it.
+
+        logits  of the leading slots; a doubtful slot that is confirmed keeps the row before it, which confirms it
+        """
         for slot in range(1, len(following)):
-            if self.base + slot in self.doubtful and following[slot - 1] != self.tokens[slot]:
-                return slot
+            if self.base + slot in self.doubtful:
+                if following[slot - 1] != self.tokens[slot]:
+                    return slot
+                self.logits[self.base + slot] = logits, slot - 1
         return len(following)
 
     def restart(self, count: int, token: int, logits: Array) -> None:
@@ -195,7 +200,7 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         keep, following = leading, None
         if options.checks:
             (best,) = yield Read((done.sampled,))
-            keep = window.confirmed(best)
+            keep = window.confirm(best, done.logits)
             following = int(best[keep - 1])
         computed = time.perf_counter()
         yield from _emit_and_commit(run, window, keep)

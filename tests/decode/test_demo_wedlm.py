@@ -67,6 +67,17 @@ def test_accuracy_on_held_out_questions(task, llm):
     assert filled >= 3
 
 
+@pytest.mark.parametrize("order", ["streaming", "paper"])
+def test_a_confirmed_token_has_the_log_probability_of_the_row_that_confirmed_it(order, llm):
+    """It was that of the mask that had predicted the token."""
+    chat = [{"role": "user", "content": "What is 77 + 15?"}]
+    plain = llm.chat(chat, max_tokens=20, logprobs=2, spec="off")
+    checked = llm.chat(chat, max_tokens=20, logprobs=2, wedlm_sure=0, wedlm_order=order)
+    assert plain.tokens == checked.tokens
+    for expected, given in zip(plain.logprobs, checked.logprobs, strict=True):
+        assert given.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
 def test_ends(llm, monkeypatch):
     """An end token that is filled after a mask ends nothing until all before it are filled; limits cut a run."""
     question = wedlm_tasks.held_out("counting")[1][0]
