@@ -149,13 +149,20 @@ def most_tokens(fits: Callable[[int], bool], most: int) -> int:
 
 
 def what_fits(
-    ops: Ops, config: Any, layout: Layout, spec: Sequence[LayerSpec], parallel: int = 1, spare: float = SPARE
+    ops: Ops,
+    config: Any,
+    layout: Layout,
+    spec: Sequence[LayerSpec],
+    parallel: int = 1,
+    spare: float = SPARE,
+    free: int | None = None,
 ) -> Callable[..., bool]:
     """Whether sequences of so many tokens fit beside loaded weights, and a prompt as long in steps of so many rows.
 
     parallel  sequences, which share memory for the tokens of one, or for as many as a third argument gives
+    free      bytes beside the weights; None: what is free now, when they are loaded
     """
-    devices = ops.room(len(spec))
+    devices = ops.room(len(spec)) if free is None else [(free, range(len(spec)))]
 
     def fits(tokens: int, rows: int, shared: int | None = None) -> bool:
         def need(own: Sequence[int]) -> int:

@@ -49,6 +49,10 @@ class CacheOptions:
     def __str__(self) -> str:
         return f"keys {self.keys}, values {self.values}"
 
+    @property
+    def pair(self) -> str:
+        return f"{self.keys}/{self.values}"
+
 
 def is_auto(choice: CacheChoice) -> bool:
     """Test whether the formats are `auto`: chosen by free memory."""

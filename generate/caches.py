@@ -13,6 +13,7 @@ from common.models import Model
 from common.ops import Ops
 from common.options import CacheChoice
 from common.storage import LayerSpec
+from common.weights import Layout
 
 
 def cache_of(args: argparse.Namespace) -> CacheChoice:
@@ -28,39 +29,57 @@ def named(choice: CacheChoice) -> str:
 
 
 def cached_spec(spec: Sequence[LayerSpec], choice: CacheChoice, ops: Ops) -> list[LayerSpec]:
-    """Return a model's specs with the chosen caches; raises UsageError for a cache that the backend does not have."""
+    """A model's specs with its caches as chosen; raises UsageError for what the backend has not."""
     chosen = packed(spec, options_of(choice))
     check_pairs(chosen, ops.name, ops.cache_pairs)
     return chosen
 
 
-def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
-    """Return `model` with the chosen cache, for a context of `tokens`; prints the choice of `auto` on stderr."""
-    automatic, options = is_auto(choice), options_of(choice)
-    if not isinstance(model, Model):
-        if automatic or options.compresses:
-            raise UsageError("the KV cache of a model run by mlx-lm is in its own float type; leave out cache types")
-        return model
-    if automatic:
-        options = _fitting(model, choice, tokens)
-        free, what = model.ops.free_bytes()
-        rule = f"the first that fits, else the last, of {', '.join(map('/'.join, LADDER))}"
-        print(f"kv auto: {options}, for {tokens} tokens in {free / 1e9:.1f} GB ({what}); {rule}", file=sys.stderr)
-    chosen = replace(model, cache=options)
-    _ = chosen.state_spec  # refuses what the backend has not
-    return chosen
+def automatic(
+    choice: CacheChoice,
+    ops: Ops,
+    config: Any,
+    layout: Layout,
+    spec: Sequence[LayerSpec],
+    tokens: int,
+    free: int | None = None,
+) -> CacheOptions:
+    """Choose the first pair of LADDER with which `tokens` tokens fit, else the narrowest that the backend has.
 
-
-def _fitting(model: Model, choice: CacheChoice, tokens: int) -> CacheOptions:
-    """Choose the first pair of LADDER with which `tokens` tokens fit, else the narrowest that the backend has."""
+    spec  without formats
+    free  bytes beside the weights; None: what is free now, when they are loaded
+    """
     narrowest = CacheOptions()
     for pair in LADDER:
         candidate = options_of(choice, pair)
         try:
-            spec = replace(model, cache=candidate).state_spec
+            chosen = packed(spec, candidate)
+            check_pairs(chosen, ops.name, ops.cache_pairs)
         except BimetalError:
             continue  # no kernel, or heads that the format cannot store
         narrowest = candidate
-        if what_fits(model.ops, model.config, model.layout, spec)(tokens, model.ops.prefill_rows):
+        if what_fits(ops, config, layout, chosen, free=free)(tokens, ops.prefill_rows):
             break
     return narrowest
+
+
+def chosen_by_memory(options: CacheOptions, tokens: int, free: int, what: str) -> str:
+    """Describe what `automatic` chose for `tokens` tokens in `free` bytes of the memory `what`."""
+    rule = f"the first that fits, else the last, of {', '.join(map('/'.join, LADDER))}"
+    return f"kv auto: {options}, for {tokens} tokens in {free / 1e9:.1f} GB ({what}); {rule}"
+
+
+def with_cache(model: Any, choice: CacheChoice, tokens: int) -> Any:
+    """Return `model` with the chosen cache, for a context of `tokens`; prints the choice of `auto` on stderr."""
+    by_memory, options = is_auto(choice), options_of(choice)
+    if not isinstance(model, Model):
+        if by_memory or options.compresses:
+            raise UsageError("the KV cache of a model run by mlx-lm is in its own float type; leave out cache types")
+        return model
+    if by_memory:
+        spec = model.definition.state_spec(model.config)
+        options = automatic(choice, model.ops, model.config, model.layout, spec, tokens)
+        print(chosen_by_memory(options, tokens, *model.ops.free_bytes()), file=sys.stderr)
+    chosen = replace(model, cache=options)
+    _ = chosen.state_spec  # refuses what the backend has not
+    return chosen

@@ -1,6 +1,7 @@
 """`python -m generate fit MODEL`: which of a model's files fit into memory, and with how long a context."""
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -20,14 +21,14 @@ from common.fit import Need, most_tokens, predict_need, predict_weights
 from common.hub_answers import Listing
 from common.hub_files import choose_files, quant_label
 from common.hub_headers import fetch_headers
-from common.kv_cache import options_of
+from common.kv_cache import CacheOptions, is_auto, options_of, packed
 from common.models import architecture
 from common.models.drafts import predict_draft
 from common.ops import Ops
 from common.options import CacheChoice
 from common.storage import LayerSpec
 from generate.backends import open_backend
-from generate.caches import cache_of, cached_spec
+from generate.caches import automatic, cache_of, cached_spec
 from generate.loading import resolve_draft
 from generate.spark import hot_budget
 
@@ -42,6 +43,7 @@ class Candidate:
 
     contexts  numbers of tokens to judge it at, rising
     stored    bytes of its tensors in the files
+    cache     formats of its KV cache, from tokens and bytes of memory
     streamed  of a mixture: what is in memory with --stream-experts, on CUDA --spark, from tokens and bytes of memory
     """
 
@@ -51,6 +53,7 @@ class Candidate:
     stored: int
     backend: str
     free: tuple[int, str]
+    cache: Callable[[int, int], CacheOptions]
     need: Callable[[int, int], Need]
     streamed: Callable[[int, int], str] | None
 
@@ -58,15 +61,18 @@ class Candidate:
 def run(args: argparse.Namespace) -> int:
     given = (parse_size(args.memory), "given by --memory") if args.memory else None
     with _checkpoints(args.model) as (paths, folder):
-        candidates, refusals = _candidates(paths, args, folder, cache_of(args))
+        cache = cache_of(args)
+        candidates, refusals = _candidates(paths, args, folder, cache)
         limit, limit_from = given or candidates[0].free
         needs = {(c.label, tokens): c.need(tokens, limit) for c in candidates for tokens in c.contexts}
+        formats = {(c.label, n): c.cache(n, limit).pair for c in candidates for n in c.contexts if is_auto(cache)}
         best = _best(candidates, needs, limit)
         longest = best and _longest(best, limit)
     if args.json:
         rows = [
-            {"quant": label, "context": tokens, **asdict(need), "total": need.total, "fits": need.total <= limit}
-            for (label, tokens), need in needs.items()
+            {"quant": at[0], "context": at[1], **asdict(need), "total": need.total, "fits": need.total <= limit}
+            | ({"formats": formats[at]} if formats else {})
+            for at, need in needs.items()
         ]
         best_label = best.label if best else None
         about = {"model": args.model, "backend": candidates[0].backend, "memory": limit, "best": best_label}
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         f"{args.model} on {candidates[0].backend}: {_size(limit)}, {limit_from}; "
         f"{ON_TOP_OF_CUDA if candidates[0].backend == 'cuda' else ON_TOP}"
     )
-    _table(candidates, needs, limit, best)
+    _table(candidates, needs, formats, limit, best)
     for label, why in refusals.items():
         print(f"{label} cannot be read: {why}")
     for candidate in candidates:
@@ -179,14 +185,26 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
     """Predict from headers what a model and its draft take, as functions of tokens and memory."""
     _, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
-    layout, spec = definition.layout(config, checkpoint), cached_spec(definition.state_spec(config), cache, ops)
-    weights, drafting, parallel = predict_weights(checkpoint, layout, ops), 0, args.parallel
-    draft_spec: list[LayerSpec] = []
-    if args.draft is not None:
-        path = resolve_draft(args.draft, checkpoint, True)
-        drafting, draft_spec = predict_draft(path, checkpoint, ops, options_of(cache))
+    layout, stored_spec = definition.layout(config, checkpoint), definition.state_spec(config)
+    spec, by_memory = cached_spec(stored_spec, cache, ops), is_auto(cache)
+    weights, parallel = predict_weights(checkpoint, layout, ops), args.parallel
+    path = None if args.draft is None else resolve_draft(args.draft, checkpoint, True)
+
+    def formats(tokens: int, limit: int) -> CacheOptions:
+        if not by_memory:
+            return options_of(cache)
+        return automatic(cache, ops, config, layout, stored_spec, tokens, limit - weights)
+
+    @functools.cache
+    def drafted(options: CacheOptions) -> tuple[int, list[LayerSpec]]:
+        return (0, []) if path is None else predict_draft(path, checkpoint, ops, options)
+
+    drafted(options_of(cache))  # refuses a draft of another model
 
     def need(tokens: int, limit: int) -> Need:
+        options = formats(tokens, limit)
+        drafting, draft_spec = drafted(options)
+        spec = packed(stored_spec, options)
         draft = drafting + ops.held_pool_bytes(draft_spec, parallel, tokens, tokens, ops.prefill_rows)
         alone = predict_need(ops, config, layout, spec, tokens, weights, limit - draft, parallel)
         return replace(alone, draft=draft)
@@ -204,7 +222,7 @@ def _candidate(label: str, checkpoint: Checkpoint, ops: Ops, cache: CacheChoice,
     trained, stored = config.context, sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     contexts = [args.ctx] if args.ctx else sorted({n for n in CONTEXTS if n < trained} | {trained})
     parts = streamed if expert_matrices(layout) else None
-    return Candidate(label, trained, contexts, stored, ops.name, ops.free_bytes(), need, parts)
+    return Candidate(label, trained, contexts, stored, ops.name, ops.free_bytes(), formats, need, parts)
 
 
 def _stored(checkpoint: Checkpoint) -> str:
@@ -237,19 +255,28 @@ def _longest(candidate: Candidate, limit: int) -> int:
 # -- what to print -----------------------------------------------------------------------------------------------------
 
 
-def _table(candidates: list[Candidate], needs: dict[tuple[str, int], Need], limit: int, best: Candidate | None) -> None:
+def _table(
+    candidates: list[Candidate],
+    needs: dict[tuple[str, int], Need],
+    formats: dict[tuple[str, int], str],
+    limit: int,
+    best: Candidate | None,
+) -> None:
+    """Print a row for each model and context; `formats` are of --kv auto, else {}."""
     width = max(5, *(len(c.label) for c in candidates))
     drafting = any(need.draft for need in needs.values())
     parts = "weights", "kv", "state", "work", *(["draft"] if drafting else []), "total"
     columns = "".join(f"{'KV' if part == 'kv' else part:>11}" for part in parts)
-    print(f"{'quant':{width}} {'context':>8}{columns} {'rows':>5}  verdict")
+    chosen = f"  {'--kv auto':13}" if formats else ""
+    print(f"{'quant':{width}} {'context':>8}{columns} {'rows':>5}{chosen}  verdict")
     for candidate in sorted(candidates, key=lambda c: (needs[c.label, c.contexts[0]].weights, c.stored)):
         for tokens in candidate.contexts:
             need = needs[candidate.label, tokens]
             cells = "".join(f"{_size(getattr(need, part)):>11}" for part in parts)
             verdict = "fits" if need.total <= limit else f"needs {_size(need.total - limit)} more"
             mark = "  <- best" if candidate is best and need.total <= limit else ""
-            print(f"{candidate.label:{width}} {tokens:8}{cells} {need.rows:5}  {verdict}{mark}")
+            chosen = f"  {formats[candidate.label, tokens]:13}" if formats else ""
+            print(f"{candidate.label:{width}} {tokens:8}{cells} {need.rows:5}{chosen}  {verdict}{mark}")
 
 
 def _size(nbytes: int) -> str:

@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
 
-def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
+def cache(p: Parser) -> None:
     g = p.add_argument_group("KV cache (smaller formats are LOSSY; docs/kv-cache.md has measured losses)")
     types = f"{', '.join(CACHE_TYPES)} (default: the backend's own float type)"
     g.add_argument(
@@ -87,9 +87,12 @@ def cache(p: Parser, shorthands: tuple[str, ...] = CACHE_SHORTHANDS) -> None:
     g.add_argument(
         "--cache-type-v", "-ctv", type=str.lower, choices=CACHE_TYPES, metavar="TYPE", help="format of values, as -ctk"
     )
-    automatic = ", or auto: the widest formats with which the context fits into memory" if "auto" in shorthands else ""
     g.add_argument(
-        "--kv", type=str.lower, choices=shorthands, help=f"formats of both: q8 (q8_0), q4 (lm4), tq3 (tq3_0){automatic}"
+        "--kv",
+        type=str.lower,
+        choices=CACHE_SHORTHANDS,
+        help="formats of both: q8 (q8_0), q4 (lm4), tq3 (tq3_0), or auto: the widest formats with which the context "
+        "fits into memory",
     )
     for axis, name in (("k", "keys"), ("v", "values")):
         g.add_argument(

@@ -11,8 +11,9 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import BimetalError
 from common.expert_budget import expert_budget
 from common.expert_files import expert_forms, expert_matrices
+from common.fit import predict_weights
 from common.hub import resolve_model
-from common.kv_cache import CacheOptions, check_pairs, described, packed
+from common.kv_cache import CacheOptions, check_pairs, described, is_auto, packed
 from common.kv_formats import FORMATS
 from common.models import architecture
 from common.models.eagle3_config import config_alone, default_taps, is_eagle3, target_ids
@@ -23,7 +24,7 @@ from common.storage import NATIVE, all_specs, grows, state_bytes
 from common.tokenizer import load_tokenizer
 from common.weights import Layout, misfits
 from generate.backends import open_backend
-from generate.caches import cache_of, cached_spec
+from generate.caches import automatic, cache_of, cached_spec, chosen_by_memory
 from generate.spark import hot_budget
 
 CONTEXTS = (512, 4096, 32768, 131072)
@@ -40,7 +41,12 @@ def run(args: argparse.Namespace) -> int:
     layout = definition.layout(config, checkpoint)
     ops = open_backend(None, checkpoint)
     spec = definition.state_spec(config)
-    held = cached_spec(spec, cache, ops)
+    held, chosen = cached_spec(spec, cache, ops), ""
+    if is_auto(cache):
+        free, what = ops.free_bytes()
+        left = free - predict_weights(checkpoint, layout, ops)
+        options = automatic(cache, ops, config, layout, spec, config.context, left)
+        held, chosen = packed(spec, options), chosen_by_memory(options, config.context, left, what)
     print(f"{checkpoint.path}\n{name}, {checkpoint.format}")
     _shapes(config)
     _types(checkpoint, ops)
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     _tokenizer(checkpoint)
     if getattr(config, "mask_id", None) is not None:
         _window(checkpoint)
-    _memory(checkpoint, layout, held, config.context, ops)
+    _memory(checkpoint, layout, held, config.context, ops, chosen)
     _formats(spec, ops)
     _experts(checkpoint, layout, config, ops)
     return 0
@@ -126,12 +132,12 @@ def _window(checkpoint: Checkpoint) -> None:
     print(f"\nwindow of masks\n  {found or 'not calibrated: the preset balanced (docs/wedlm.md)'}")
 
 
-def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops: Ops) -> None:
+def _memory(checkpoint: Checkpoint, layout: Layout, spec: Any, context: int, ops: Ops, chosen: str) -> None:
     weights = sum(t.nbytes for name, t in checkpoint.tensors.items() if name in layout.names())
     print(f"\nmemory: weights {_mib(weights).strip()} as stored; state that {ops.name} allocates for a sequence")
     adds = [state_bytes(spec, n + 1, ops.item_bytes) - state_bytes(spec, n, ops.item_bytes) for n in (1, context)]
     later = f", {adds[1]} later" if adds[1] != adds[0] else ""
-    for line in described(spec):
+    for line in (*filter(None, [chosen]), *described(spec)):
         print(f"  {line}")
     print(f"  a token adds {adds[0]} bytes{later}; buffers grow in larger steps")
     for tokens in sorted({n for n in CONTEXTS if n < context} | {context}):

@@ -3,7 +3,6 @@
 import argparse
 
 from common.errors import UsageError
-from common.options import CACHE_SHORTHANDS
 from generate import flags, values
 from generate.flags import BACKENDS, MODEL_HELP, Parser
 
@@ -15,7 +14,7 @@ def rm(p: Parser) -> None:
 
 def inspect(p: Parser) -> None:
     flags.named_model(p)
-    flags.cache(p, CACHE_SHORTHANDS[:-1])
+    flags.cache(p)
 
 
 def pack(p: Parser) -> None:
@@ -102,7 +101,7 @@ def fit(p: Parser) -> None:
     )
     p.add_argument("--draft", metavar="DRAFT", help="add a draft's memory: a path, a name on the Hub, mtp or demo")
     p.add_argument("--backend", choices=BACKENDS, help="default: the fastest that this machine can run")
-    flags.cache(p, CACHE_SHORTHANDS[:-1])
+    flags.cache(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -12,6 +12,7 @@ from common.checkpoint import open_checkpoint
 from common.demo import demo_path
 from common.engine import Engine
 from common.errors import UsageError
+from common.fit import predict_weights
 from common.kv_cache import LADDER, SHORTHANDS, CacheOptions, described, options_of, packed
 from common.kv_formats import FORMATS
 from common.models import load_model
@@ -20,6 +21,7 @@ from common.options import CACHE_SHORTHANDS, CACHE_TYPES, CacheChoice, Generatio
 from common.reference import NumpyOps
 from common.storage import NATIVE, KVSpec, all_specs
 from common.tokenizer import load_tokenizer
+from generate import inspect
 from generate.__main__ import main
 from generate.caches import named, with_cache
 
@@ -64,6 +66,36 @@ def test_auto_takes_the_widest_that_fits(demo, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "kv auto: keys tq3_0, values tq3_0, for 4096 tokens in 0.0 GB (given here); the first that fits" in err
     assert ", else the last, of native/native, q8_0/q8_0, q8_0/lm4, lm4/lm4, tq3_0/tq3_0\n" in err
+
+
+def test_fit_and_inspect_choose_as_loading_does(demo, monkeypatch, capsys):
+    """`--kv auto` was refused."""
+    weights = predict_weights(open_checkpoint(demo_path()), demo.layout, demo.ops)
+    monkeypatch.setattr(inspect, "open_backend", lambda *_: NumpyOps())
+    chosen = []
+    for size in np.geomspace(1e9, 1e5, 20):
+        monkeypatch.setattr(NumpyOps, "free_bytes", lambda self, size=size: (int(size), "given here"))
+        loaded = with_cache(demo, CacheChoice(kv="auto"), 4096).cache
+        argv = ["demo", "--kv", "auto", "--backend", "numpy", "--memory", str(int(size) + weights)]
+        capsys.readouterr()
+        assert main(["fit", *argv]) == 0
+        _, head, row, *_ = capsys.readouterr().out.splitlines()
+        assert "--kv auto" in head
+        assert f" {loaded.pair} " in row
+        main(["fit", *argv, "--json"])
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert row["formats"] == loaded.pair
+        chosen.append(row["kv"])
+        monkeypatch.setattr(NumpyOps, "free_bytes", lambda self, size=size: (int(size) + weights, "given here"))
+        assert main(["inspect", "demo", "--kv", "auto"]) == 0
+        out = capsys.readouterr().out
+        assert f"kv auto: {loaded}, for 4096 tokens in {int(size) / 1e9:.1f} GB (given here); the first that" in out
+        assert f"layers 3, 7: {described(replace(demo, cache=loaded).state_spec)[0].partition(': ')[2]}" in out
+    assert chosen[0] == 2048 * 4096 > chosen[-1]
+    main(["fit", "demo", "--backend", "numpy"])
+    assert "--kv auto" not in capsys.readouterr().out
+    assert main(["fit", "demo", "--kv", "auto", "-ctk", "q8_0"]) == 2
+    assert "kv auto chooses both formats" in capsys.readouterr().err
 
 
 def test_refusals(demo, capsys):
