@@ -122,7 +122,8 @@ def check_room(folder: Path, needed: int, held: int = 0) -> None:
 
 def _fingerprint(source: Checkpoint) -> list[Any]:
     """Hash names, sizes and times of a source's files, so that a change is noticed."""
-    files = files_of(source.path) if source.path.is_file() else sorted(source.path.glob("*.safetensors"))
+    path = source.path
+    files = files_of(path) if path.is_file() else [*sorted(path.glob("*.safetensors")), path / "config.json"]
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 

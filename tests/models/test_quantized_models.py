@@ -367,6 +367,29 @@ def test_a_later_part_that_has_changed_is_noticed(tmp_path):
         outputs.begin(tmp_path / "out", source, [], {})
 
 
+def test_a_config_that_has_changed_is_noticed(monkeypatch, tmp_path, capsys):
+    """The divisors of rope frequencies stayed those of the first config.json."""
+    shutil.copytree(tiny.FOLDER / "llama", tmp_path / "llama")
+    real, calls = outputs.encode_rows, []
+
+    def stops(*args):
+        calls.append(args)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    command = ["quantize", str(tmp_path / "llama"), str(tmp_path / "out.gguf")]
+    monkeypatch.setattr(outputs, "encode_rows", stops)
+    assert main(command) == 130
+    monkeypatch.setattr(outputs, "encode_rows", real)
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    config["rope_parameters"]["factor"] = 2.0
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "out.gguf.part holds an unfinished run of other settings or another source" in capsys.readouterr().err
+
+
 def test_sigkill(tmp_path):
     """A process that is killed in the middle of a tensor leaves a file that the next one completes."""
     command = ["demo", str(tmp_path / "out.gguf"), "--type", "Q4_0", "--requantize"]
