@@ -24,6 +24,7 @@ from common.hub_headers import fetch_headers
 from common.kv_cache import CacheOptions, is_auto, options_of, packed
 from common.models import architecture
 from common.models.drafts import predict_draft
+from common.models.mtp import refuse_block
 from common.ops import Ops
 from common.options import CacheChoice
 from common.storage import LayerSpec
@@ -171,6 +172,7 @@ def _candidates(
     for label, path in paths.items():
         try:
             checkpoint = open_checkpoint(path)
+            refuse_block(checkpoint)
             candidates.append(_candidate(label, checkpoint, open_backend(args.backend, checkpoint), cache, args))
         except UsageError:
             raise

@@ -18,6 +18,7 @@ from common.kv_formats import FORMATS
 from common.models import architecture
 from common.models.eagle3_config import config_alone, default_taps, is_eagle3, target_ids
 from common.models.eagle3_weights import layout as eagle3_layout
+from common.models.mtp import refuse_block
 from common.ops import Ops, Rope
 from common.shards import Ranks
 from common.storage import NATIVE, all_specs, grows, state_bytes
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if is_eagle3(checkpoint):
         _eagle3(checkpoint)
         return 0
+    refuse_block(checkpoint)
     name, definition = architecture(checkpoint)
     config = definition.read_config(checkpoint)
     layout = definition.layout(config, checkpoint)

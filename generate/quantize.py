@@ -13,6 +13,7 @@ from common.errors import BimetalError, UsageError
 from common.files import naming
 from common.hub import resolve_model
 from common.models import architecture
+from common.models.mtp import refuse_block
 from common.outputs import Output, begin, check_place, parts_of
 from common.quantize import Format, gguf_format, mlx_format
 from common.recipe import (
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         check_place(out, path)
     checkpoint = open_checkpoint(path)
+    refuse_block(checkpoint)
     family, definition = architecture(checkpoint)
     layout = definition.layout(definition.read_config(checkpoint), checkpoint)
     account(checkpoint, layout)

@@ -9,7 +9,7 @@ import tiny_eagle
 
 import generate
 from common import models
-from common.demo import demo_path
+from common.demo import block_beside, demo_path
 from common.errors import BimetalError
 from generate.__main__ import main
 
@@ -55,3 +55,14 @@ def test_a_draft_in_place_of_a_model(file, tmp_path, capsys):
     for command in (["inspect", str(file)], ["fit", str(file)], ["quantize", str(file), str(tmp_path / "out")]):
         assert main(command) == 1
         assert capsys.readouterr().err == f"error: {file} is a draft; name its model, and this as the draft\n"
+
+
+@pytest.mark.parametrize(
+    "file", [*(tiny.FOLDER / f"mtp-{name}" for name in ("glm", "qwen35")), block_beside(demo_path())]
+)
+def test_a_block_in_place_of_a_model(file, tmp_path, capsys):
+    """A file of a multi-token-prediction block alone was described as a model that lacks all its tensors."""
+    for command in (["inspect", str(file)], ["fit", str(file)], ["quantize", str(file), str(tmp_path / "out")]):
+        assert main(command) == 1
+        error = f"error: {file} is a draft, a multi-token-prediction block; name its model, and this as the draft\n"
+        assert capsys.readouterr().err == error

@@ -63,6 +63,20 @@ def _prefix(checkpoint: Checkpoint, names: MtpNames, layer: int) -> str | None:
     return next((prefix for prefix in prefixes if prefix + names.fc in checkpoint.tensors), None)
 
 
+def refuse_block(checkpoint: Checkpoint) -> None:
+    """Refuse a file of a block alone, which is no model. Raises BimetalError."""
+    _, definition = architecture(checkpoint)
+    c = definition.read_config(checkpoint)
+    if not blocks_of(checkpoint, definition, c):
+        return
+    layers = len(definition.state_spec(c))
+    at = f"blk.{layers}." if checkpoint.format == "gguf" else _prefix(checkpoint, definition.MTP, layers) or ""
+    if all(name.startswith(at) for name in checkpoint.tensors):
+        raise BimetalError(
+            f"{checkpoint.path} is a draft, a multi-token-prediction block; name its model, and this as the draft"
+        )
+
+
 def layout(checkpoint: Checkpoint, name: str, c: Any) -> Layout:
     """The tables of the block at `checkpoint`, for a target of architecture `name` and configuration `c`.
 
