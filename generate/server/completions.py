@@ -16,6 +16,7 @@ from generate.server.task import Task
 from generate.server.wire import Frame, Parsed, finite, new_id, now, openai_usage, sse, timings, token_text
 
 MOST_PROMPTS = 128
+PROMPT_WORDS = "a prompt is text, a list of texts, a list of token ids, or a list of such lists, none of them empty"
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,28 @@ def parse(fields: Fields, facts: Facts) -> Parsed:
 def _prompts(fields: Fields) -> list[Any]:
     """The prompts: one or several texts or lists of token ids."""
     prompt = fields.values.get("prompt")
-    words = "it must be text, a list of token ids, or a list of either"
     if not isinstance(prompt, str | list) or not prompt:
-        raise fields.refuse("prompt", words)
-    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    if len(several) > MOST_PROMPTS:
-        raise ApiError(400, f"prompt has {len(several)} entries; at most {MOST_PROMPTS} are supported", param="prompt")
-    for one in several:
-        ids = isinstance(one, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in one)
-        if not one or not (ids or isinstance(one, str)):
-            raise fields.refuse("prompt", words)
-    return several
+        raise fields.refuse("prompt", PROMPT_WORDS)
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        _check_prompt(prompt, "prompt")
+        return [prompt]
+    if len(prompt) > MOST_PROMPTS:
+        raise ApiError(400, f"prompt has {len(prompt)} entries; at most {MOST_PROMPTS} are supported", param="prompt")
+    for i, one in enumerate(prompt):
+        _check_prompt(one, f"prompt[{i}]")
+    return prompt
+
+
+def _check_prompt(one: Any, name: str) -> None:
+    """Refuse what is neither text nor token ids, by the `name` and value of the entry that is at fault."""
+    if isinstance(one, list) and one:
+        wrong = next((i for i, id in enumerate(one) if not isinstance(id, int) or isinstance(id, bool)), None)
+        if wrong is None:
+            return
+        one, name = one[wrong], f"{name}[{wrong}]"
+    elif isinstance(one, str) and one:
+        return
+    raise ApiError(400, f"{name} is {one!r:.80}; {PROMPT_WORDS}", param="prompt")
 
 
 class Tokens:

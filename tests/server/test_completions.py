@@ -96,6 +96,23 @@ def test_wrong_fields_are_refused(client, fields):
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "wrong"),
+    [
+        (["a" * 200, 3], "prompt[1] is 3"),
+        ([*range(50), "a"], "prompt[50] is 'a'"),
+        ([[1, 2], [1, None]], "prompt[1][1] is None"),
+        (["a", ""], "prompt[1] is ''"),
+        ([True], "prompt[0] is True"),
+        ({"a": 1}, "prompt is {'a': 1}"),
+    ],
+)
+def test_the_wrong_entry_of_a_prompt_is_named(scripted, prompt, wrong):
+    error = ask(scripted, prompt=prompt).json()["error"]
+    words = "a prompt is text, a list of texts, a list of token ids, or a list of such lists, none of them empty"
+    assert (error["message"], error["param"]) == (f"{wrong}; {words}", "prompt")
+
+
 def test_long_texts_are_not_tokenized(scripted, monkeypatch):
     """One request's text would hold up the prompts of all others."""
     monkeypatch.setattr("generate.server.utilities.MOST_TEXT", 5)
