@@ -79,6 +79,7 @@ class Engine:
         self._rows = RowRunner(decoding)
         self._launched: deque[list[Launched]] = deque()  # steps of micro-batches whose answers are handed out later
         self._inbox: deque[Sequence] = deque()
+        self._open: set[Sequence] = set()  # submitted, and not ended
         self._lock = threading.Lock()
         self._arrivals = 0
         self._forgets = self._is_closed = False
@@ -106,9 +107,10 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 raise BimetalError(CLOSED)
-            self.schedule.check_room(len(self._inbox) + len(self.waiting))
+            self.schedule.check_room(len(self._open) - self.parallel)  # those for which a slot is free do not wait
             self._arrivals += 1
             sequence.arrival = self._arrivals
+            self._open.add(sequence)
             self._inbox.append(sequence)
         return sequence
 
@@ -272,6 +274,7 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> Exception | None:
         """Remove a sequence and close its decoder; if closing fails, drop the slot and return the error."""
+        self._open.discard(sequence)
         self._suspended.has_ended = True
         for queue in (self.running, self.waiting, self.suspended):
             with suppress(ValueError):

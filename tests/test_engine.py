@@ -507,13 +507,18 @@ def test_replies_of_higher_priority_begin_first():
 
 
 def test_a_full_queue_is_refused():
-    engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, queue=2)
-    for n in range(2):
-        submit(engine, [5, n], max_tokens=2)
-    with pytest.raises(BusyError, match="2 calls wait for the model"):
-        submit(engine, [5, 6])
-    engine.drain()
-    submit(engine, [5, 6], max_tokens=2)
+    """Calls for which a slot is free do not count, also where none has begun: a burst was refused beside idle slots."""
+    for parallel in (1, 3):
+        engine = Engine(tiny.load("llama", NumpyOps()), Ids(), CONTEXT, parallel, queue=2)
+        for begins in (False, True):
+            for n in range(parallel + 2):
+                submit(engine, [5, n], max_tokens=2)
+                if begins and n == 0:
+                    engine.turn()
+            with pytest.raises(BusyError, match="2 calls wait for the model"):
+                submit(engine, [5, 6])
+            engine.drain()
+        assert not engine._open
 
 
 def test_memory_that_is_not_free_is_waited_for(monkeypatch):
