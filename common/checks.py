@@ -56,12 +56,12 @@ def default_spec(model: Any) -> str:
 
 
 def default_window(model: Any, greedy: bool = True) -> WedlmOptions:
-    """The window of `model` where none is chosen: as calibrated, else the preset `balanced`.
+    """The window of `model` where a call chooses none: as it was loaded with, as calibrated, or `balanced`.
 
-    greedy  whether the likeliest token is taken; a calibrated window confirms its masks only then
+    greedy  whether the likeliest token is taken; such a window confirms its masks only then
     """
     window: WedlmOptions = getattr(model, "window", PRESETS["balanced"])
-    return window if greedy else replace(window, sure=math.inf)
+    return window if greedy else replace(window, sure=math.inf, verify=False)
 
 
 def speculation_of(options: GenerationOptions, default: str, window: WedlmOptions = PRESETS["balanced"]) -> Speculation:

@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace, requests: Path, out: Path) -> int:
         if answered.count < total:
             load = replace(args.load, queue=QUEUE)
             with (
-                LLM(args.model, load) as llm,
+                LLM(args.model, load, window=args.window) as llm,
                 tqdm(total=total, initial=answered.count, desc="requests", disable=None) as bar,
             ):
                 batch = Batch(llm, facts_of(llm, args.model), args.options, file, answered, bar)

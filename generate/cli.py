@@ -130,9 +130,9 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
             raise UsageError(f"the model {many}; give it as MODEL or by --model")
         args.model = args.named if args.model is None else args.model
     if args.command in ("serve", "batch"):
-        args.load = _load_options(args)
-    if args.command == "batch":
-        args.options = _given_options(args)
+        args.load, args.options = _load_options(args), _given_options(args)
+        window = {name: args.options.pop(name) for name in WINDOW if name in args.options}
+        args.window = GenerationOptions(spec=args.options.get("spec"), **window) if window else None
     if args.command == "launch":
         args.rest = rest
     if args.command == "bench":

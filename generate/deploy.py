@@ -75,9 +75,9 @@ class Replica:
     def __init__(self, flags: list[str]):
         args = parse(["serve", *flags])
         self._policy, self._log = policy_of(args), Log(args.log_json)
-        self._service = Service(args.max_queue, serve.get_replica_context().replica_id.unique_id)
+        self._service = Service(args.max_queue, serve.get_replica_context().replica_id.unique_id, args.options)
         load_compressor(self._service, args.load.backend, compression_of(args))
-        self._service.serve(LLM(args.model, args.load), args.model, args.warmup)
+        self._service.serve(LLM(args.model, args.load, window=args.window), args.model, args.warmup)
         self._figures = Figures()
 
     def __serve_build_asgi_app__(self) -> Guard:

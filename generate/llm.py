@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from common import rules
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
-from common.checks import check_fits, check_not_empty, check_tokens, default_spec, speculation_of
+from common.checks import check_fits, check_not_empty, check_tokens, default_spec, default_window, speculation_of
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
@@ -103,8 +103,13 @@ class LLM:
         model: str | PathLike[str],
         options: LoadOptions | None = None,
         check: Callable[[Tokenizer], None] | None = None,
+        window: GenerationOptions | None = None,
     ):
-        """`check` is called with the tokenizer before weights are loaded; what it raises ends the loading."""
+        """Load a model.
+
+        check   called with the tokenizer before weights are loaded; what it raises ends the loading
+        window  WeDLM's options for calls that give none of them, in place of the calibrated ones; `spec` may be given
+        """
         options = self._options = options or LoadOptions()
         draft = None if options.draft is None else str(options.draft)
         check_draft(options.draft_device, draft)
@@ -126,12 +131,16 @@ class LLM:
         self._headers: dict[tuple[str, str], list[int]] = {}
         self._owner = Owner(f"bimetal {self.path.name}", leave_thread)
         self._shut = weakref.finalize(self, _shut, self._owner, self._running)  # also at exit, and when dropped
-        self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement)).result()
+        self._engine: Engine = self._owner.submit(lambda: self._load(checkpoint, options, placement, window)).result()
 
-    def _load(self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement) -> Engine:
+    def _load(
+        self, checkpoint: Checkpoint, options: LoadOptions, placement: Placement, window: GenerationOptions | None
+    ) -> Engine:
         model = load_all(checkpoint, self.draft_path, options, placement, self._progress)
         self.backend, self.architecture = model.ops.name, model.architecture
         self.default_spec = default_spec(model)
+        if window is not None:
+            model = replace(model, window=speculation_of(window, self.default_spec, default_window(model)).wedlm)
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab_size: int = model.config.vocab

@@ -8,10 +8,11 @@ from generate.flags import Parser
 
 def serve(p: Parser) -> None:
     flags.model(p)
-    flags.draft(p, "mtp, a DFlash, DSpark or EAGLE-3 draft named as models are, or demo")
     flags.cache(p)
     flags.experts(p)
     flags.prefixes(p)
+    flags.speculation(p.add_argument_group("speculative decoding (faster, the same text)"))
+    flags.window(p.add_argument_group("windows of WeDLM models (faster; without --wedlm-verify another text)"))
     s = p.add_argument_group("server")
     s.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     s.add_argument("--port", type=values.port, default=8080, metavar="N", help="port to listen on (default: 8080)")

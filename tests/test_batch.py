@@ -241,3 +241,13 @@ def test_windows_of_a_wedlm_model(run, tmp_path):
         forwards.append(answers(tmp_path)["line-1"]["response"]["body"]["timings"]["wedlm"]["forwards"])
         (tmp_path / "out").unlink()
     assert forwards[1] < forwards[0]
+
+
+def test_a_window_is_left_out_of_replies_that_cannot_have_it(run, tmp_path):
+    """Constrained and sampled requests were errors beside a flag of a window."""
+    pytest.importorskip("llguidance", reason="the grammar extra is not installed")
+    chat = {"messages": [{"role": "user", "content": "Count by 2 from 11 to 29."}], "max_tokens": 8}
+    lines = [json.dumps(chat | more) for more in ({"response_format": {"type": "json_object"}}, {"temperature": 1})]
+    for flags in (["--wedlm-preset", "checked"], ["--wedlm-verify"]):
+        (tmp_path / "out").unlink(missing_ok=True)
+        assert run(lines, *flags, model="demo-wedlm")[0] == 0

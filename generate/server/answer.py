@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,11 +47,14 @@ class Generate:
     async def _answer(self, parse: Callable[[], Parsed], few: bool, facts: Facts, scope: Message, send: Send) -> None:
         """Answer what `parse` reads: at once from a body of few bytes."""
         parsed = parse() if few else await run_in_threadpool(parse)
-        task, began = parsed.task, time.perf_counter()
+        task, began = (
+            replace(parsed.task, options=self.service.options | dict(parsed.task.options)),
+            time.perf_counter(),
+        )
         with self.service.admitted():
             preparing = self._preparing(task, facts)
             if task.stream:
-                await self._stream(parsed, preparing, began, scope, send)
+                await self._stream(replace(parsed, task=task), preparing, began, scope, send)
                 return
             prompts = await preparing
             async with self._events(prompts, task, began) as (found, count):

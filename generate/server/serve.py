@@ -37,7 +37,7 @@ SWITCH = 0.0005  # seconds: the model's thread asks for the interpreter after ea
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a SIGTERM or Ctrl-C that let all replies finish."""
     policy, compression, upstream = policy_of(args), compression_of(args), upstream_of(args)
-    log, service = Log(args.log_json), Service(args.max_queue)
+    log, service = Log(args.log_json), Service(args.max_queue, options=args.options)
     served = {"model": args.model} if upstream is None else {"upstream": upstream.base}
     app = build(service, policy, log) if upstream is None else proxy.build(service, upstream, policy, log)
     server = Server(config_of(app, timeout_graceful_shutdown=args.grace + CLOSING), service, log, args.grace)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     def make() -> None:
         load_compressor(service, args.load.backend, compression)
         if upstream is None:
-            service.serve(LLM(args.model, args.load), args.model, args.warmup)
+            service.serve(LLM(args.model, args.load, window=args.window), args.model, args.warmup)
 
     service.load(make, ended)
     try:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +21,7 @@ class Service:
 
     most      requests at once, running and waiting
     replica   the name of this server among several, which its figures carry
+    options   of generation, for requests that leave them out
     running   requests now
     slots     sequences that the model works on at once
     draining  the server shuts down: what runs is finished, and nothing else is begun
@@ -29,9 +30,9 @@ class Service:
     short_jobs  a thread that prepares short prompts one after the other; many threads at once would all finish late
     """
 
-    def __init__(self, most: int, replica: str | None = None):
+    def __init__(self, most: int, replica: str | None = None, options: Mapping[str, Any] | None = None):
         self.most, self.running, self.slots, self.draining = most, 0, 1, False
-        self.metrics = Metrics(replica)
+        self.metrics, self.options = Metrics(replica), dict(options or {})
         self.store = Store()
         self.compressor: Compressor | None = None
         self.short_jobs = ThreadPoolExecutor(1, "bimetal prompts")
@@ -151,7 +152,7 @@ class Service:
             "build_info": f"bimetal {__version__}",
             "backend": self.llm.backend,
             "capabilities": {"tools": facts.takes_tools, "thinking": facts.thinks},
-            "speculative": self.llm.default_spec,
+            "speculative": self.options.get("spec", self.llm.default_spec),
             "prefix_cache": self._prefix_cache(),
             "prefill_compression": None if self.compressor is None else self.compressor.shown(),
             "is_sleeping": False,

@@ -146,7 +146,7 @@ async def one(llm: LLM, ready: Ready, task: Task, index: int) -> AsyncGenerator[
     options, prompt = dict(task.options), ready.prompt
     if ready.guide is not None:
         options["guide"] = ready.guide
-        if llm.default_spec == "wedlm":  # whose windows fill tokens out of order
+        if options.get("spec", llm.default_spec) == "wedlm":  # whose windows fill tokens out of order
             options["spec"] = "off"
     if index % task.n and "seed" in options:
         options["seed"] = (options["seed"] + index % task.n) % 2**64

@@ -13,7 +13,7 @@ import generate
 BASE = "http://localhost"
 
 
-def client_of(llm, name="demo", policy=None, most=64, log=None):
+def client_of(llm, name="demo", policy=None, most=64, log=None, options=None):
     """A client of a server over `llm`; `app`, `service` and `log` are its attributes. Skips without the extra."""
     pytest.importorskip("uvicorn", reason="the server extra is not installed")
     testclient = pytest.importorskip("starlette.testclient", reason="the server extra is not installed")
@@ -22,7 +22,7 @@ def client_of(llm, name="demo", policy=None, most=64, log=None):
     from generate.server.log import Log
     from generate.server.service import Service
 
-    service = Service(most)
+    service = Service(most, options=options)
     service.serve(llm, name)
     log = log or io.StringIO()
     app = build(service, policy or Policy(), Log(stream=log))

@@ -7,9 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from asgi import call
+from conftest import client_of
 from wires import sse
 
+from common.errors import UsageError
 from common.sampling import log_softmax
+from generate.cli import parse
+from generate.llm import LLM
 
 URL = "/v1/completions"
 PROMPT = "def add(a, b):\n    return"
@@ -224,3 +228,21 @@ def test_the_model_as_clients_look_for_it(scripted):
     assert (model["object"], model["type"], model["id"], model["owned_by"]) == ("model", "model", "scripted", "bimetal")
     limits = {model[name] for name in ("context_length", "max_model_len", "max_context_length", "max_input_tokens")}
     assert limits == {model["meta"]["n_ctx"]} == {4096}
+
+
+def test_windows_of_the_server():
+    """Flags of speculation and windows were refused; they hold for every request that may decode so."""
+    figures = []
+    for flags in (["--spec", "wedlm", "--wedlm-window", "4"], ["--wedlm-tau", "0"], ["--spec", "off"]):
+        args = parse(["serve", "--model", "demo-wedlm", *flags])
+        with LLM(args.model, args.load, window=args.window) as llm:
+            client = client_of(llm, options=args.options)
+            body = ask(client, prompt="Count by 2 from 11 to 29.", max_tokens=20).json()
+            figures.append(body["timings"].get("wedlm"))
+            assert ask(client, prompt="a", max_tokens=4, temperature=1).status_code == 200
+            assert client.get("/props").json()["speculative"] == ("off" if "off" in flags else "wedlm")
+    assert figures[0]["tokens_per_forward"] > 1 >= figures[1]["tokens_per_forward"]
+    assert figures[2] is None
+    args = parse(["serve", "--model", "demo", "--wedlm-window", "4"])
+    with pytest.raises(UsageError, match="wedlm_window is for spec wedlm, and spec is off"):
+        LLM(args.model, args.load, window=args.window)
