@@ -200,3 +200,12 @@ def test_no_row_of_logits_is_copied(model, monkeypatch):
     with closing(run_alone(run)) as tokens:
         assert len(list(islice(tokens, 12))) == 12
     assert max(sizes) <= 12
+
+
+@pytest.mark.parametrize("options", [WedlmOptions(6, 4.3, 0.05), WedlmOptions(6, 4.3, 0.05, sure=0.0)])
+def test_the_last_token_of_a_full_state(options, model, on_host):
+    """It has no position of its own: a step is launched ahead of the tokens before it, and gives it."""
+    (out, rows, _, state), (expected, others, _, _) = (decoded(each, PROMPT, 99, options) for each in (model, on_host))
+    assert (out, state.length) == (expected, 64)
+    assert len(out) == 65 - len(PROMPT)
+    assert np.abs(rows[-1] - others[-1]).max() < 1e-2
