@@ -140,7 +140,7 @@ def test_checked_windows_in_the_papers_order(window, tau, model):
 def test_checked_windows_fill_the_state(capacity, model):
     """With `sure` 0, and with `verify`, to the token at which plain decoding ends."""
     state, logits = read(model, PROMPT, capacity)
-    expected = [token for token, _ in run_alone(Run(model, state, logits, Sampler(Sampling())))]
+    expected = [token for token, _ in run_alone(DecoderRun(model, state, logits, Sampler(Sampling())))]
     for unread in (0, 1):
         for options in [{"sure": 0}, {"sure": 0, "order": "paper"}, {"sure": 4}, {"verify": True}]:
             settings = WedlmOptions(6, 100.0, 0.0, **options)
