@@ -65,9 +65,9 @@ class Reply:
         self.error, self.ended = error, True
 
 
-def submit(engine, prompt, cancel=None, **options):
+def submit(engine, prompt, shared=None, **options):
     reply = Reply()
-    reply.call = Call(prompt, GenerationOptions(**options), reply.put, reply.end, cancel or threading.Event())
+    reply.call = Call(prompt, GenerationOptions(**options), reply.put, reply.end, shared=shared)
     reply.sequence = engine.submit(reply.call)
     return reply
 
@@ -849,15 +849,8 @@ def test_a_sequence_that_gives_its_memory_to_others_goes_on_as_it_was(room, tmp_
         (prompt[:16], {"max_tokens": int(random.integers(10, 40)), "logprobs": 1} | ways[i % len(ways)])
         for i, prompt in enumerate(prompts_of("qwen35", 9, random))
     ]
-    replies: list[Reply] = []
-    arrivals = [lambda prompt=prompt, how=how: keeps_state(submit(engine, prompt, **how)) for prompt, how in asked]
-    drain_within(engine, replies, arrivals, random)
+    check_arrivals(engine, alike, asked, random)
     assert pool.refused > 0
-    for reply, (prompt, how) in zip(replies, asked, strict=True):
-        assert reply.error is None
-        expected = alone(alike, prompt, **how)
-        assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
-        assert same_states(pair, reply.state, expected.state)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -866,32 +859,15 @@ def test_hits_trees_cancellations_and_preemptions_at_once(seed, tmp_path, monkey
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
     pair, options = models("draft", "qwen35", PooledOps(), tmp_path)
     alike, _ = models("draft", "qwen35", NumpyOps(), tmp_path)
-    random, ids = np.random.default_rng(seed), tiny.golden("qwen35")["ids"].tolist()
+    random = np.random.default_rng(seed)
     engine = without_clock(Engine(pair, Ids(), CONTEXT, parallel=4, prefixes=PrefixCache(b"a test", 10**9)))
     monkeypatch.setattr(sequence, "RESERVED", 6)  # more of a reply needs memory that others may hold by then
-    pool, ways = engine.memory.pool, [*options[:4], *PLAIN[1:4]]
+    pool = engine.memory.pool
     pool.room, pool.counts = 170, True
-    asked = [
-        (
-            [*ids[40 * (i % 2) : 40 * (i % 2) + 34], *random.choice(ids, int(random.integers(1, 9))).tolist()],
-            {"max_tokens": int(random.integers(10, 40)), "logprobs": 1} | ways[i % len(ways)],
-        )
-        for i in range(12)
-    ]
-    replies: list[Reply] = []
-    arrivals = [lambda prompt=prompt, how=how: keeps_state(submit(engine, prompt, **how)) for prompt, how in asked]
-    drain_within(engine, replies, arrivals, random, cancels={3: 5, 8: 9})
+    asked = begun_alike("qwen35", 34, 12, (10, 40), [*options[:4], *PLAIN[1:4]], random)
+    replies = check_arrivals(engine, alike, asked, random, cancels={3: 5, 8: 9})
     assert engine.preemptions
     assert sum(reply.sequence.cached > 0 for reply in replies) >= 4
-    assert [at for at, reply in enumerate(replies) if reply.reason == "cancelled"] == [3, 8]
-    for reply, (prompt, how) in zip(replies, asked, strict=True):
-        assert reply.error is None
-        if reply.reason == "cancelled":
-            assert reply.tokens == alone(alike, prompt, **how).tokens[: len(reply.tokens)]
-            continue
-        expected = alone(alike, prompt, **how)
-        assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
-        assert same_states(pair, reply.state, expected.state)
 
 
 def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path):
@@ -909,18 +885,44 @@ def test_a_sequence_that_is_cancelled_on_the_host_leaves_nothing_there(tmp_path)
     assert all(slot._saved is None for slot in engine.slots)
 
 
-def drain_within(engine, replies, arrivals, random, cancels=None):
-    """Turn the engine, submitting `arrivals` at random turns, until all replies have ended.
+def begun_alike(name, shared, count, lengths, ways, random):
+    """Calls whose prompts have one of two beginnings of `shared` tokens; `lengths` bounds the new ones."""
+    ids = tiny.golden(name)["ids"].tolist() * 4
+    return [
+        (
+            [*ids[40 * (i % 2) :][:shared], *random.choice(ids, int(random.integers(1, 9))).tolist()],
+            {"max_tokens": int(random.integers(*lengths)), "logprobs": 1} | ways[i % len(ways)],
+        )
+        for i in range(count)
+    ]
+
+
+def check_arrivals(engine, alike, asked, random, cancels=None, chance=0.3, same=same_states, shared=None):
+    """Submit calls at random turns until all have ended: each reply and its state are those of `alike` alone.
 
     cancels  tokens after which a reply is cancelled, by its number
+    chance   that a turn has a new call
+    same     compares what two states hold for the target
+    shared   as in Call
     """
-    while arrivals or engine.running or engine.waiting or engine.suspended or engine._inbox:
-        if arrivals and random.random() < 0.3:
-            replies.append(arrivals.pop(0)())
-        for at, tokens in (cancels or {}).items():
+    cancels, replies, left = cancels or {}, list[Reply](), list(asked)
+    while left or engine.running or engine.waiting or engine.suspended or engine._inbox:
+        if left and random.random() < chance:
+            prompt, how = left.pop(0)
+            replies.append(keeps_state(submit(engine, prompt, shared, **how)))
+        for at, tokens in cancels.items():
             if at < len(replies) and replies[at].sequence.new >= tokens:
                 replies[at].call.cancel.set()
         engine.turn()
+    assert [at for at, reply in enumerate(replies) if reply.reason == "cancelled"] == [*cancels]
+    for at, (reply, (prompt, how)) in enumerate(zip(replies, asked, strict=True)):
+        assert reply.error is None
+        if at in cancels:
+            how = how | {"max_tokens": len(reply.tokens)}
+        expected = alone(alike, prompt, **how)
+        assert (reply.tokens, reply.logprobs) == (expected.tokens, expected.logprobs)
+        assert at in cancels or same(alike, reply.state, expected.state)
+    return replies
 
 
 def test_sequences_of_a_pool_begin_when_their_tokens_fit():

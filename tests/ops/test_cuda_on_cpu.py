@@ -145,6 +145,18 @@ def test_pages_of_a_pool(chosen):
 @pytest.mark.parametrize(
     "chosen",
     [
+        pytest.param("qwen35-0-3", marks=pytest.mark.compile),
+        *(pytest.param(f"{name}-0-3", marks=pytest.mark.slow) for name in ("qwen3", "laguna", "glm")),
+        pytest.param("qwen35-1-6", marks=pytest.mark.slow),
+    ],
+)
+def test_replies_of_an_engine(chosen):
+    on_cpu("ops/test_cuda_engine.py", chosen)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
         pytest.param("test_bytes and 64-3 or test_bytes and 128-3", marks=pytest.mark.compile),
         pytest.param("neighbours and (64-lm4 or 128-q8_0) and 50 or state or refusals", marks=pytest.mark.compile),
         pytest.param(
