@@ -15,7 +15,9 @@ TEMPLATE = (
 )
 
 
-def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE, masked: bool = False) -> Path:
+def write(
+    folder: Path, seed: int = 0, template: str | None = TEMPLATE, masked: bool = False, context: int = CONTEXT
+) -> Path:
     """A llama checkpoint of one-byte tokens with its tokenizer in `folder`; with `masked` a WeDLM one."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -41,7 +43,7 @@ def write(folder: Path, seed: int = 0, template: str | None = TEMPLATE, masked: 
                 "num_attention_heads": HEADS,
                 "num_key_value_heads": HEADS,
                 "intermediate_size": FFN,
-                "max_position_embeddings": CONTEXT,
+                "max_position_embeddings": context,
                 "rms_norm_eps": 1e-5,
                 "tie_word_embeddings": False,
             }
