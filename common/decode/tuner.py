@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
 FIRST = 3  # first steps of a size, of which only the fastest counts: the others may compile or capture
+GAP = 2  # steps after plain ones of the same reply, which the draft's context lacks, whose lengths count for nothing
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
 SHARES = {True: 0.005, False: 0.01}  # of the time of such steps, at most, that trials may lose
@@ -46,13 +47,14 @@ class Tuner:
         self.saved = 0.0  # seconds that trials may lose
         self.trial: deque[int] = deque()  # sizes of the steps to come
         self.trials = 0
+        self.gap = 0  # steps to come whose lengths count for nothing
         self.begins = True  # a reply, before which the prompt filled the draft's context
         self.settled = False  # was the last choice the best size, and not a trial?
 
     def begin(self) -> None:
         """Note that a reply begins."""
         self.trial.clear()
-        self.begins = True
+        self.begins, self.gap = True, 0
 
     def choose(self) -> int:
         """Choose the budget of the next step."""
@@ -110,7 +112,9 @@ class Tuner:
             self.least[size] = min(self.least[size], seconds)
             if self.runs[size] >= FIRST:
                 mean.add(self.least[size] if self.runs[size] == FIRST else seconds)
-        for smaller in self.sizes:
+        measured = self.sizes if size == 0 or self.gap == 0 else ()
+        self.gap = GAP if size == 0 else max(self.gap - 1, 0)
+        for smaller in measured:
             if smaller <= size:
                 self.lengths[smaller].add(sum(node <= smaller for node in path))
 
