@@ -47,14 +47,13 @@ class Generate:
     async def _answer(self, parse: Callable[[], Parsed], few: bool, facts: Facts, scope: Message, send: Send) -> None:
         """Answer what `parse` reads: at once from a body of few bytes."""
         parsed = parse() if few else await run_in_threadpool(parse)
-        task, began = (
-            replace(parsed.task, options=self.service.options | dict(parsed.task.options)),
-            time.perf_counter(),
-        )
+        given = self.service.options | dict(parsed.task.options)
+        parsed = replace(parsed, task=replace(parsed.task, options=given))
+        task, began = parsed.task, time.perf_counter()
         with self.service.admitted():
             preparing = self._preparing(task, facts)
             if task.stream:
-                await self._stream(replace(parsed, task=task), preparing, began, scope, send)
+                await self._stream(parsed, preparing, began, scope, send)
                 return
             prompts = await preparing
             async with self._events(prompts, task, began) as (found, count):
