@@ -96,7 +96,7 @@ def _window_of(options: GenerationOptions, default: WedlmOptions) -> WedlmOption
         "penalty": options.wedlm_lambda,
         "order": options.wedlm_order,
         "sure": options.wedlm_sure,
-        "verify": options.wedlm_verify,
+        "verify": options.wedlm_verify or None,
     }
     base = default if options.wedlm_preset is None else PRESETS[options.wedlm_preset]
     return replace(base, **{k: v for k, v in own.items() if v is not None})

@@ -246,3 +246,13 @@ def test_windows_of_the_server():
     args = parse(["serve", "--model", "demo", "--wedlm-window", "4"])
     with pytest.raises(UsageError, match="wedlm_window is for spec wedlm, and spec is off"):
         LLM(args.model, args.load, window=args.window)
+
+
+def test_a_server_that_verifies_windows():
+    """The flag of `serve` had no effect, because every request was taken to leave verifying out."""
+    args = parse(["serve", "--model", "demo-wedlm", "--wedlm-preset", "fast", "--wedlm-verify"])
+    with LLM(args.model, args.load, window=args.window) as llm:
+        of = {"max_tokens": 20, "temperature": 0}
+        plain, unverified = (llm.generate("a", **of, **o).text for o in ({"spec": "off"}, {"wedlm_preset": "fast"}))
+        served = ask(client_of(llm, options=args.options), prompt="a", max_tokens=20).json()["choices"][0]["text"]
+    assert served == plain != unverified
