@@ -102,6 +102,12 @@ class WedlmStats:
             **times,
         }
 
+    def count_step(self, rows: int, seconds: float) -> None:
+        """Count a step of `rows` rows, without those of the prompt, whose forward took `seconds`."""
+        self.forwards += 1
+        self.rows += rows
+        self.seconds["forward"] += seconds
+
     def add(self, other: "WedlmStats") -> None:
         """Count another reply too."""
         for name in ("forwards", "fills", "rows", "committed", "tokens"):

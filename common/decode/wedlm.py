@@ -203,7 +203,11 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
             keep = window.confirm(best, done.logits)
             following = int(best[keep - 1])
         computed = time.perf_counter()
+        if not runs_ahead:
+            stats.count_step(len(step) - prompt, computed - began)
         yield from _emit_and_commit(run, window, keep)
+        if runs_ahead:  # the step was in flight until now
+            stats.count_step(len(step) - prompt, computed - began)
         committed = time.perf_counter()
         is_full = not masks and state.length < state.capacity  # in the paper's order
         restarts = following is not None and (keep < leading or is_full)
@@ -217,11 +221,8 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         if not restarts:
             window.drop(leading)
         chosen = time.perf_counter()
-        stats.forwards += 1
         stats.fills += bool(masks) or restarts
-        stats.rows += len(step) - prompt
         stats.committed += keep - prompt
-        stats.seconds["forward"] += computed - began
         stats.seconds["choice"] += chosen - committed
         if not runs_ahead or window.base + window.leading >= state.capacity:
             yield from _emit_settled(run, window)
@@ -242,11 +243,9 @@ def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Re
     step, _ = window.step()
     done = yield Rows(step, run.sampler, slice(len(step) - 1, len(step)), target_only=True)
     run.state.commit(np.arange(len(step)))
-    stats.forwards += 1
+    stats.count_step(len(step) - prompt, time.perf_counter() - began)
     stats.fills += 1
-    stats.rows += len(step) - prompt
     stats.committed += len(step) - prompt
-    stats.seconds["forward"] += time.perf_counter() - began
     return done.logits[-1:], done.sampled
 
 
@@ -378,11 +377,9 @@ def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
         finally:
             yielded = time.perf_counter()
             state.commit(np.arange(kept))
-            stats.forwards += 1
+            stats.count_step(len(tokens), computed - began)
             stats.fills += 1
-            stats.rows += len(tokens)
             stats.committed += kept
-            stats.seconds["forward"] += computed - began
             stats.seconds["choice"] += chosen - computed
             stats.seconds["host"] += yielded - chosen
             stats.seconds["commit"] += time.perf_counter() - yielded

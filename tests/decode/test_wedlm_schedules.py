@@ -113,6 +113,20 @@ def test_forwards_and_rows_are_counted(options, model, monkeypatch):
     assert stats.cache_share == pytest.approx(stats.tokens_per_forward / (stats.rows / stats.fills))
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 20])
+def test_a_step_whose_confirmed_tokens_end_the_reply_is_counted(count, model, monkeypatch):
+    """It was left out, as one in flight is."""
+    forward, sizes = type(model).forward, []
+
+    def counted(self, state, step, *rest):
+        sizes.append(len(step))
+        return forward(self, state, step, *rest)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    _, stats, _ = decoded(model, PROMPT, count, WedlmOptions(6, EVERYTHING, 0.0, sure=0.0), unread=0)
+    assert (stats.forwards, stats.rows) == (len(sizes) - 1, sum(sizes[1:]))  # without the prompt's own
+
+
 class Ids:
     """A tokenizer of tokens without text, of which `end_ids` end a reply."""
 
