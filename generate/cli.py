@@ -132,7 +132,8 @@ def _finish(args: argparse.Namespace, rest: list[str]) -> None:
     if args.command in ("serve", "batch"):
         args.load, args.options = _load_options(args), _given_options(args)
         window = {name: args.options.pop(name) for name in WINDOW if name in args.options}
-        args.window = GenerationOptions(spec=args.options.get("spec"), **window) if window else None
+        spec = args.options.get("spec")
+        args.window = GenerationOptions(spec=spec, **window) if window or spec == "wedlm" else None
     if args.command == "launch":
         args.rest = rest
     if args.command == "bench":

@@ -20,6 +20,7 @@ from common import rules
 from common.attention_scores import attention_to
 from common.checkpoint import Checkpoint, open_checkpoint
 from common.checks import check_fits, check_not_empty, check_tokens, default_spec, default_window, speculation_of
+from common.decode.registry import check as check_decoder
 from common.engine import Engine
 from common.errors import BimetalError, UsageError
 from common.expert_stats import ExpertStats
@@ -27,12 +28,13 @@ from common.histogram import Histogram
 from common.hub import resolve_model
 from common.keywords import takes_options
 from common.models import Model
-from common.options import ChatOptions, GenerationOptions, LoadOptions
+from common.options import ChatOptions, GenerationOptions, LoadOptions, Sampling
 from common.pieces import Logprob, Piece, PieceParser
 from common.prefix_cache import PrefixCache
 from common.reading import Turns
 from common.recommended import Recommended, recommended_sampling
 from common.reply import ReplyParser
+from common.sampling import Sampler
 from common.scores import logits_of, score
 from common.sequence import Call
 from common.tokenizer import Tokenizer, load_tokenizer
@@ -140,7 +142,9 @@ class LLM:
         self.backend, self.architecture = model.ops.name, model.architecture
         self.default_spec = default_spec(model)
         if window is not None:
-            model = replace(model, window=speculation_of(window, self.default_spec, default_window(model)).wedlm)
+            chosen = speculation_of(window, self.default_spec, default_window(model))
+            check_decoder(chosen, model, Sampler(Sampling()))
+            model = replace(model, window=chosen.wedlm)
         self.peak_bytes = model.ops.peak_bytes()
         self.trained_context: int = model.config.context
         self.vocab_size: int = model.config.vocab

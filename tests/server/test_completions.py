@@ -248,6 +248,13 @@ def test_windows_of_the_server():
         LLM(args.model, args.load, window=args.window)
 
 
+def test_a_server_without_a_mask_token():
+    """It began to serve, and refused every request."""
+    args = parse(["serve", "--model", "demo", "--spec", "wedlm"])
+    with pytest.raises(UsageError, match="spec wedlm needs a WeDLM checkpoint"):
+        LLM(args.model, args.load, window=args.window)
+
+
 def test_a_server_that_verifies_windows():
     """The flag of `serve` had no effect, because every request was taken to leave verifying out."""
     args = parse(["serve", "--model", "demo-wedlm", "--wedlm-preset", "fast", "--wedlm-verify"])
