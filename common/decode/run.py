@@ -59,18 +59,16 @@ class DecodeStats:
 class WedlmStats:
     """Counts and times of one reply of a WeDLM model.
 
-    forwards   steps after the prefill, without one that is in flight when the reply ends
-    fills      steps that filled a slot
-    rows       rows of all steps, without those of the prompt
-    committed  tokens of the reply whose keys and values were kept
-    tokens     tokens of the reply
-    seconds    by phase; the wait for a device that computes asynchronously counts as "choice"
+    forwards  steps after the prefill, without one that is in flight when the reply ends
+    fills     steps that filled a slot
+    rows      rows of all steps, without those of the prompt
+    tokens    tokens of the reply
+    seconds   by phase; the wait for a device that computes asynchronously counts as "choice"
     """
 
     forwards: int = 0
     fills: int = 0
     rows: int = 0
-    committed: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WEDLM_PHASES, 0.0))
 
@@ -110,7 +108,7 @@ class WedlmStats:
 
     def add(self, other: "WedlmStats") -> None:
         """Count another reply too."""
-        for name in ("forwards", "fills", "rows", "committed", "tokens"):
+        for name in ("forwards", "fills", "rows", "tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for phase, seconds in other.seconds.items():
             self.seconds[phase] += seconds

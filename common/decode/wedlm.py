@@ -222,7 +222,6 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
             window.drop(leading)
         chosen = time.perf_counter()
         stats.fills += bool(masks) or restarts
-        stats.committed += keep - prompt
         stats.seconds["choice"] += chosen - committed
         if not runs_ahead or window.base + window.leading >= state.capacity:
             yield from _emit_settled(run, window)
@@ -245,7 +244,6 @@ def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Re
     run.state.commit(np.arange(len(step)))
     stats.count_step(len(step) - prompt, time.perf_counter() - began)
     stats.fills += 1
-    stats.committed += len(step) - prompt
     return done.logits[-1:], done.sampled
 
 
@@ -379,7 +377,6 @@ def decode_verified(run: DecoderRun) -> Generator[Request, Any, None]:
             state.commit(np.arange(kept))
             stats.count_step(len(tokens), computed - began)
             stats.fills += 1
-            stats.committed += kept
             stats.seconds["choice"] += chosen - computed
             stats.seconds["host"] += yielded - chosen
             stats.seconds["commit"] += time.perf_counter() - yielded

@@ -348,7 +348,7 @@ def test_verified_text_is_plain_decodings(window, tau, model):
 
 
 def test_metrics():
-    stats = WedlmStats(forwards=5, fills=4, rows=60, committed=12, tokens=12)
+    stats = WedlmStats(forwards=5, fills=4, rows=60, tokens=12)
     assert (stats.tokens_per_forward, stats.rows_per_token, stats.cache_share) == (3.0, 5.0, 0.2)
 
 
