@@ -197,12 +197,13 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         window.add([mask] * (min(size, state.capacity - window.base) - len(window)), False)
         step, masks = window.step()
         done, ahead = yield from _computed(run, window, step, masks)
+        computed = time.perf_counter()
         keep, following = leading, None
         if options.checks:
             (best,) = yield Read((done.sampled,))
             keep = window.confirm(best, done.logits)
             following = int(best[keep - 1])
-        computed = time.perf_counter()
+            stats.seconds["choice"] += time.perf_counter() - computed
         if not runs_ahead:
             stats.count_step(len(step) - prompt, computed - began)
         yield from _emit_and_commit(run, window, keep)

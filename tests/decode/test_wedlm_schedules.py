@@ -2,6 +2,7 @@
 # ruff: noqa: F811  tests take the fixtures of test_wedlm_decoder.py by their names
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,6 +126,21 @@ def test_a_step_whose_confirmed_tokens_end_the_reply_is_counted(count, model, mo
     monkeypatch.setattr(type(model), "forward", counted)
     _, stats, _ = decoded(model, PROMPT, count, WedlmOptions(6, EVERYTHING, 0.0, sure=0.0), unread=0)
     assert (stats.forwards, stats.rows) == (len(sizes) - 1, sum(sizes[1:]))  # without the prompt's own
+
+
+@pytest.mark.parametrize("options", [{}, {"sure": 0.0}, {"verify": True}])
+def test_the_wait_for_the_device_is_choice(options, model, monkeypatch):
+    """With `sure` it counted as forward: the ids that confirm are read before those of the masks."""
+    read_all, waits = type(model.ops).read_all, []
+
+    def slow(self, *of):
+        waits.append(0.005)
+        time.sleep(waits[-1])
+        return read_all(self, *of)
+
+    monkeypatch.setattr(type(model.ops), "read_all", slow)
+    _, stats, _ = decoded(model, PROMPT, 8, WedlmOptions(6, 4.3, 0.05, **options))
+    assert stats.seconds["choice"] >= sum(waits[bool(options.get("verify")) :])  # the first of `verify` is the prompt's
 
 
 class Ids:
