@@ -52,7 +52,7 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
                 task.cancel()
             elif not is_sending and silent >= HEARTBEAT and (data := ping()):
                 await write(data)
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT - silent if silent < HEARTBEAT else HEARTBEAT)
 
     headers = [(b"content-type", f"{media}; charset=utf-8".encode()), *HEADERS]
     with later(HEARTBEAT, beat):

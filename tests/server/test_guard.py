@@ -359,6 +359,27 @@ def test_a_silent_stream_gets_signs_of_life(scripted, monkeypatch):
     assert [text for text in texts if text] == ["He", "ll", "o"]
 
 
+def test_a_sign_of_life_comes_as_soon_as_it_is_due(monkeypatch):
+    """Counted from the last part of the stream, and not from its beginning."""
+    from generate.server import sending
+
+    monkeypatch.setattr(sending, "HEARTBEAT", 0.5)
+    times = []
+
+    async def send(message):
+        times.append(time.monotonic())
+
+    async def run():
+        async with sending.sending(send, "text/event-stream", lambda: b": waiting\n\n") as write:
+            await asyncio.sleep(0.3)
+            await write(b"data: Hello\n\n")
+            await asyncio.sleep(0.75)
+
+    asyncio.run(run())
+    _, part, sign, *_ = times
+    assert 0.49 < sign - part < 0.65
+
+
 def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch):
     from generate.server import sending
 
