@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 HEARTBEAT = 5.0  # seconds after which a silent stream gets a keep-alive
@@ -51,7 +51,8 @@ async def sending(send: Send, media: str, ping: Callable[[], bytes]) -> AsyncIte
                 is_stalled = True
                 task.cancel()
             elif not is_sending and silent >= HEARTBEAT and (data := ping()):
-                await write(data)
+                with suppress(TimeoutError):  # the client reads nothing, which is found above
+                    await asyncio.wait_for(write(data), STALLED)
             await asyncio.sleep(HEARTBEAT - silent if silent < HEARTBEAT else HEARTBEAT)
 
     headers = [(b"content-type", f"{media}; charset=utf-8".encode()), *HEADERS]

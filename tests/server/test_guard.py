@@ -380,20 +380,23 @@ def test_a_sign_of_life_comes_as_soon_as_it_is_due(monkeypatch):
     assert 0.49 < sign - part < 0.65
 
 
-def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch):
+@pytest.mark.parametrize("pause", [0.0, 0.06])
+def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch, pause):
+    """From the first part on, and from the keep-alive that follows it."""
     from generate.server import sending
 
     monkeypatch.setattr(sending, "HEARTBEAT", 0.02)
     monkeypatch.setattr(sending, "STALLED", 0.05)
     model = scripted.llm
-    model.text, model.cut = "x" * 4000, 1
+    model.text, model.cut, model.pause = "x" * 4000, 1, pause
     body = json.dumps(USER | {"stream": True}).encode()
 
     async def run():
         never = asyncio.Event()
 
         async def send(message):
-            if message.get("body"):
+            data = message.get("body")
+            if data and not (pause and b'"role"' in data):
                 await never.wait()
 
         asked = await call(scripted.app, "POST", CHAT, body, left=asyncio.Event(), reads=send)
