@@ -12,7 +12,7 @@ PATIENCE = 60.0  # seconds for the headers of a request, and between the parts o
 
 
 class Connection(H11Protocol):
-    """A connection as uvicorn serves it, closed where PATIENCE seconds bring no request."""
+    """A connection as uvicorn serves it, ended where for PATIENCE seconds no request comes and no answer is read."""
 
     _timer: asyncio.TimerHandle
 
@@ -25,12 +25,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Look in PATIENCE seconds whether a request has come, or one from before is still answered."""
-        before = self.cycle
+        """Look in PATIENCE seconds whether a request has come, or one from before is still answered or read."""
+        before, left = self.cycle, self.transport.get_write_buffer_size()
 
         def look() -> None:
-            if self.cycle is before and (before is None or before.response_complete):
-                self.transport.close()
+            is_idle = self.cycle is before and (before is None or before.response_complete)
+            if (is_idle or self.transport.is_closing()) and self.transport.get_write_buffer_size() in (0, left):
+                self.transport.abort()  # closing would wait for a client that reads nothing
             else:
                 self._watch()
 

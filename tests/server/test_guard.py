@@ -291,6 +291,25 @@ def test_clients_that_send_no_whole_request_are_sent_away(scripted, monkeypatch)
         assert b'"status":"completed"' in exchanged(url, HEAD + length + b'{"input": "Hi"}')
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_connection_whose_client_reads_nothing_ends(monkeypatch, whole):
+    """With an answer that was written, and with one that has been given up."""
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    monkeypatch.setattr("generate.server.connection.PATIENCE", 0.15)
+    size = 32 << 20  # more than the buffers of sockets hold
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * size, "more_body": not whole})
+
+    with serving(app) as url, socket.create_connection(address_of(url), timeout=10) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        time.sleep(1)
+        with contextlib.suppress(ConnectionError):
+            read = sum(iter(lambda: len(connection.recv(1 << 20)), 0))
+            assert read < size
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_reply_within_a_step(scripted, stream):
     model, app = scripted.llm, scripted.app
