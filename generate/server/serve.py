@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     def make() -> None:
         load_compressor(service, args.load.backend, compression)
         if upstream is None:
-            service.serve(LLM(args.model, args.load, window=args.window), args.model, args.warmup)
+            load = replace(args.load, queue=args.max_queue)
+            service.serve(LLM(args.model, load, window=args.window), args.model, args.warmup)
 
     service.load(make, ended)
     try:

@@ -625,3 +625,20 @@ def test_what_cannot_be_served_ends_with_a_sentence(tmp_path, capsys):
     assert err.count("error: ") == 3
     assert "Traceback" not in err
     assert threading.active_count() < 50
+
+
+def test_as_many_requests_wait_as_the_flag_says(monkeypatch):
+    """The model's own queue has room for them."""
+    pytest.importorskip("uvicorn", reason="the server extra is not installed")
+    from common.errors import UsageError
+    from generate.__main__ import main
+
+    queues = []
+
+    def load(model, options, window):
+        queues.append(options.queue)
+        raise UsageError("this is all that is asked for")
+
+    monkeypatch.setattr("generate.server.serve.LLM", load)
+    assert main(["serve", "--port", "0", "--max-queue", "600"]) == 2
+    assert queues == [600]
