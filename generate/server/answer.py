@@ -123,14 +123,20 @@ class Generate:
                     await write(b"".join([*writer.begin(0), *failed, *writer.end()]))
                     return
 
+                has_begun = not is_ready
+
                 async def begin() -> None:
+                    nonlocal has_begun
+                    has_begun = True
                     await write(b"".join(writer.begin(sum(len(ready.prompt.tokens) for ready in prompts))))
 
                 async with self._events(prompts, parsed.task, began) as (found, count):
                     with later(UNDISTURBED, begin) as begun:
                         async for index, event in found:
-                            await begun
                             count(index, event)
+                            if isinstance(event, Failed) and not has_begun:
+                                raise event.error  # in time for a status
+                            await begun
                             if isinstance(event, Finish):
                                 usages[index] = event.usage
                             elif isinstance(event, Failed):

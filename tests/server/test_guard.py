@@ -488,6 +488,21 @@ def test_a_refusal_within_a_stream_is_in_the_log(scripted, monkeypatch):
     assert late.endswith(" error=context_length_exceeded")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat", "/v1/responses"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_full_queue_refuses_a_stream_before_it_begins(scripted, path, n):
+    from common.schedule import BusyError
+
+    def refuse(prompt, **options):
+        raise BusyError("2 calls wait")
+
+    scripted.llm.astream_prepared = refuse
+    response = scripted.post(path, json={**USER, "max_tokens": 9, "input": "Hello?", "stream": True, "n": n})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert "2 calls wait" in str(response.json()["error"])
+    assert scripted.service.running == 0
+
+
 def test_libraries_write_to_the_log(scripted, capfd):
     """What the HTTP server and the event loop warn of has the log's form, and no message of an exception."""
     from generate.server.log import Log, forwarding
