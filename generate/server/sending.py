@@ -81,7 +81,7 @@ def later(seconds: float, run: Callable[[], Coroutine[Any, Any, None]]) -> Itera
         task.add_done_callback(finish)
 
     def finish(task: asyncio.Task[None]) -> None:
-        if task.cancelled():
+        if task.cancelled() or done.cancelled():  # the one who waits may be cancelled in the same turn of the loop
             done.cancel()
         elif error := task.exception():
             done.set_exception(error)

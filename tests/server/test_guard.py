@@ -405,6 +405,29 @@ def test_a_sign_of_life_comes_as_soon_as_it_is_due(monkeypatch):
     assert 0.49 < sign - part < 0.65
 
 
+def test_a_head_that_is_sent_as_its_client_leaves():
+    """Both in one turn of the event loop: nothing fails there."""
+    from generate.server.sending import later
+
+    faults = []
+
+    async def wait(sent):
+        with later(0, sent.wait) as done:
+            await done
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, fault: faults.append(fault))
+        waiting = asyncio.ensure_future(wait(sent := asyncio.Event()))
+        await asyncio.sleep(0.05)
+        sent.set()
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    asyncio.run(run())
+    assert faults == []
+
+
 @pytest.mark.parametrize("pause", [0.0, 0.06])
 def test_a_client_that_reads_nothing_counts_as_gone(scripted, monkeypatch, pause):
     """From the first part on, and from the keep-alive that follows it."""
