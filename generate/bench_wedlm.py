@@ -63,6 +63,9 @@ def run(options: SyntheticWindowBench) -> int:
                 "decoder": f"wedlm step of {ROWS}",
                 "context": context,
                 "runs": options.runs,
+                "decode_tps_median": f"{speed:.1f}",
+                "decode_tps_min": f"{COMMITTED / max(totals) * 1e3:.1f}",
+                "decode_tps_max": f"{COMMITTED / min(totals) * 1e3:.1f}",
                 "peak_gb": f"{ops.peak_bytes() / 1e9:.2f}",
                 "verdict": options.verdict,
                 "note": f"{ms:.3f} ms: {phases}; idle {idle}; {speed:.0f} tok/s at {COMMITTED} per forward; "

@@ -192,6 +192,7 @@ def test_bench_of_windows(small, tmp_path, monkeypatch, capsys):
     assert (first["context"], second["context"]) == ("4", "8")
     ms, speed = re.search(r"([\d.]+) ms: .* choice .*; (\d+) tok/s at 3 per forward", first["note"]).groups()
     assert int(speed) == pytest.approx(3e3 / float(ms), rel=0.05, abs=0.6)
+    assert float(first["decode_tps_median"]) == pytest.approx(int(speed), abs=0.6)
     assert "forward   choice   commit  idle ms    tok/s" in capsys.readouterr().out
     assert main([*argv, "--rows", "4"]) == 2
     assert "--rows goes with --synthetic, not with --synthetic --wedlm" in capsys.readouterr().err
