@@ -15,7 +15,7 @@ from typing import Any
 from common.decode.alone import drafted
 from common.decode.requests import Draft, Rows
 from common.decode.speculative import new_tuner
-from common.decode.tuner import Tuner
+from common.decode.tuner import SharedTuner, TunerShare
 from common.decoders import Speculation
 from common.errors import CLOSED, BimetalError, NoRoomError
 from common.histogram import Histogram
@@ -73,7 +73,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self._suspended = Suspended(self.schedule, self.memory)
         self.suspended = self._suspended.sequences
-        self.tuners: dict[tuple[Speculation, bool], list[Tuner]] = {}  # that no sequence uses, by what they learnt from
+        self.tuners: dict[tuple[Speculation, bool], SharedTuner] = {}  # by what they learn from
         self.step_tokens = Histogram(STEP_TOKENS)
         self.deliver: Callable[[], object] = lambda: None
         self._rows = RowRunner(decoding)
@@ -284,7 +284,7 @@ class Engine:
         if sequence.reads:
             sequence.first = sequence.last = time.perf_counter() if sequence.slot else 0.0
         if sequence.tuner is not None:
-            self._tuners(sequence).append(sequence.tuner)
+            sequence.tuner.leave()
         slot, error = sequence.slot, None
         if slot is None:
             return None
@@ -297,9 +297,12 @@ class Engine:
             self.memory.slots.remove(slot)
         return error
 
-    def _tuners(self, sequence: Sequence) -> list[Tuner]:
-        """Return the tuners that have learnt from calls with the options of `sequence`, and that no sequence uses."""
-        return self.tuners.setdefault((sequence.speculation, sequence.sampler.is_argmax), [])
+    def _tuner(self, sequence: Sequence) -> TunerShare:
+        """Return a part in the tuner that learns from calls with the options of `sequence`."""
+        key = sequence.speculation, sequence.sampler.is_argmax
+        if key not in self.tuners:
+            self.tuners[key] = SharedTuner(new_tuner(sequence.speculation, self.model))
+        return TunerShare(self.tuners[key])
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -328,8 +331,7 @@ class Engine:
         """Begin to decode after the prompt."""
         tuner, speculation = None, sequence.speculation
         if speculation.drafts and speculation.budget is None:
-            free = self._tuners(sequence)
-            tuner = free.pop() if free else new_tuner(speculation, self.model)
+            tuner = self._tuner(sequence)
         sequence.decode(logits, tuner)
         self._share_rows()
         self._advance(sequence, None)

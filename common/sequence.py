@@ -14,7 +14,7 @@ from common.decode.plain import target_of
 from common.decode.registry import check, decode
 from common.decode.requests import Choose, Draft, Emit, Read, Request, Rows
 from common.decode.run import DecoderRun
-from common.decode.tuner import Tuner
+from common.decode.tuner import TunerShare
 from common.decode.wedlm import most_unread
 from common.errors import UsageError, shown
 from common.expert_stats import ExpertStats
@@ -111,7 +111,7 @@ class Sequence:
         self.slot: Slot | None = None
         self.decoder: Generator[Request, Any, None] | None = None
         self.request: Rows | Draft | None = None
-        self.tuner: Tuner | None = None
+        self.tuner: TunerShare | None = None
         self.run: DecoderRun | None = None
         self.cached = self.matched = self.new = 0
         self.started = self.first = self.last = 0.0
@@ -224,15 +224,16 @@ class Sequence:
 
     # -- the reply ---------------------------------------------------------------------------------------------------
 
-    def decode(self, logits: Array, tuner: Tuner | None) -> None:
+    def decode(self, logits: Array, tuner: TunerShare | None) -> None:
         """Begin to decode from the logits (1, vocab) of the prompt's last row, unless some of the prompt is unread."""
         assert self.slot
+        self.tuner = tuner
         state, target = self.slot.state, self.target
         unread = self.prompt[state.length :]
         self.run = DecoderRun(
             target.decoding, state, logits, self.sampler, self.prompt, self.speculation, unread=unread
         )
-        self.run.tuner = self.tuner = tuner
+        self.run.tuner = tuner
         self.first = self.last = time.perf_counter()
         self.decoder = decode(self.run)
 

@@ -44,8 +44,8 @@ def check_idle(llm: LLM) -> Held:
         memory.reset([])
         assert not any(slot.state.length for slot in slots)
         free = None if memory.pool is None else memory.pool.free_tokens
-        tuners = sum(map(len, engine.tuners.values()))
-        assert tuners <= engine.parallel * max(len(engine.tuners), 1)
+        tuners = len(engine.tuners)
+        assert not any(each.users for each in engine.tuners.values())
         gc.collect()
         descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
         return Held(len(slots), tuners, free, len(gc.get_objects()), descriptors, threading.active_count())

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.decode.tuner import Tuner
+from common.decode.tuner import Tuner, TunerShare
 from common.decoders import Speculation
 from common.models import Model
 from common.ops import Array
@@ -136,7 +136,7 @@ class DecoderRun:
     sampler: Sampler
     tokens: Sequence[int] = ()
     options: Speculation = field(default_factory=Speculation)
-    tuner: Tuner | None = None
+    tuner: Tuner | TunerShare | None = None
     stats: DecodeStats = field(default_factory=DecodeStats)
     wedlm: WedlmStats = field(default_factory=WedlmStats)
     unread: Sequence[int] = ()

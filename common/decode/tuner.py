@@ -101,6 +101,11 @@ class Tuner:
 
         switched  a plain step after another size, before which no step was launched ahead
         """
+        self.add_time(size, seconds, switched, steps)
+        self.gap = self.add_length(size, path, self.gap)
+
+    def add_time(self, size: int, seconds: float, switched: bool = False, steps: int = 1) -> None:
+        """Record what steps took, as `record`."""
         mean = self.seconds[size]
         if mean.count:
             seconds = min(seconds, OUTLIER * mean.value)
@@ -112,11 +117,16 @@ class Tuner:
             self.least[size] = min(self.least[size], seconds)
             if self.runs[size] >= FIRST:
                 mean.add(self.least[size] if self.runs[size] == FIRST else seconds)
-        measured = self.sizes if size == 0 or self.gap == 0 else ()
-        self.gap = GAP if size == 0 else max(self.gap - 1, 0)
-        for smaller in measured:
+
+    def add_length(self, size: int, path: Sequence[int], gap: int) -> int:
+        """Record what a step accepted, as `record`; return the gap after it.
+
+        gap  steps to come of the reply whose lengths count for nothing
+        """
+        for smaller in self.sizes if size == 0 or gap == 0 else ():
             if smaller <= size:
                 self.lengths[smaller].add(sum(node <= smaller for node in path))
+        return GAP if size == 0 else max(gap - 1, 0)
 
     @property
     def plain_seconds(self) -> float | None:
@@ -126,3 +136,66 @@ class Tuner:
     def rate(self, size: int) -> float:
         """Tokens per second."""
         return self.lengths[size].value / max(self.seconds[size].value, 1e-9)
+
+
+class SharedTuner:
+    """A tuner whose choices several replies take together, since their rows are computed in one step.
+
+    A reply that drafted beside one that decodes plainly would keep that one waiting for the draft.
+
+    users   parts of the replies that take its choices
+    number  of the last choice, whose size is `size`; 0 before the first
+    timed   number of the last choice after which a reply has recorded a time
+    """
+
+    def __init__(self, tuner: Tuner):
+        self.tuner, self.users = tuner, set[TunerShare]()
+        self.number, self.size, self.timed = 0, 0, 0
+
+
+class TunerShare:
+    """A reply's part in a SharedTuner, with the methods of a Tuner.
+
+    A reply that asks again begins a new choice, which the others take when they ask. All record what their steps
+    accepted, and the first one after each choice what they took: the time of a shared step counts once.
+    """
+
+    def __init__(self, shared: SharedTuner):
+        self.shared, self.tuner, self.sizes = shared, shared.tuner, shared.tuner.sizes
+        self.taken, self.gap = max(shared.number - 1, 0), 0
+        shared.users.add(self)
+
+    def leave(self) -> None:
+        """Take no further choice."""
+        self.shared.users.discard(self)
+
+    def begin(self) -> None:
+        """Note that the reply begins."""
+        if len(self.shared.users) == 1:
+            self.tuner.begin()
+            self.taken = self.shared.number  # what replies before it have left is no choice for this one
+
+    def choose(self) -> int:
+        """Choose the budget of the next step."""
+        shared = self.shared
+        if self.taken == shared.number:
+            shared.number += 1
+            shared.size = self.tuner.choose()
+        self.taken = shared.number
+        return shared.size
+
+    def plain_steps(self) -> int:
+        """Plain steps that may be taken after `choose` returned 0, before it is asked again."""
+        return self.tuner.plain_steps()
+
+    def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
+        """Record steps as Tuner.record."""
+        if self.taken > self.shared.timed or len(self.shared.users) == 1:
+            self.shared.timed = self.taken
+            self.tuner.add_time(size, seconds, switched, steps)
+        self.gap = self.tuner.add_length(size, path, self.gap)
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Seconds of a plain step."""
+        return self.tuner.plain_seconds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.decode.speculative import TREE_SIZES
-from common.decode.tuner import Tuner
+from common.decode.tuner import SharedTuner, Tuner, TunerShare
 
 PLAIN = 1.0  # a plain step that was launched ahead
 BUBBLE = 0.35  # more of the first plain step after another
@@ -128,3 +128,66 @@ def test_it_goes_up_to_127_draft_tokens():
         tuner.record(size, [0, *range(5, size + 1, 8)], 1 + size / 1000)
     assert max(TREE_SIZES) == 127
     assert Counter(chosen[60:]).most_common(1)[0][0] == 127
+
+
+def several(tuner_of, base, per_row, share, replies=4, steps=3000):
+    """Tokens per second of replies whose rows are computed in one step, over that of plain steps.
+
+    A step takes PLAIN, or with any draft tokens base + per_row * the most of a reply.
+    """
+    random, tokens = np.random.default_rng(0), 0
+
+    def reply(tuner, left):
+        nonlocal tokens
+        tuner.begin()
+        size, last = tuner.choose(), 0
+        while left > 0:
+            if size == 0:
+                count, seconds = 1 if last else tuner.plain_steps(), 0.0
+                for _ in range(count):
+                    seconds += yield 0
+                    tokens += 1
+                tuner.record(0, [0], seconds / count, switched=last > 0, steps=count)
+                left -= count
+            else:
+                accepted = min(int(random.geometric(1 - share)) - 1, size, 15)
+                seconds = yield size
+                tuner.record(size, list(range(accepted + 1)), seconds)
+                tokens, left = tokens + accepted + 1, left - accepted - 1
+            last, size = size, tuner.choose()
+
+    def begun(slot):
+        tuner = tuner_of(slot)
+        run = reply(tuner, int(random.integers(20, 200)))
+        return tuner, run, next(run)
+
+    slots, clock = [begun(slot) for slot in range(replies)], 0.0
+    for _ in range(steps):
+        most = max(size for _, _, size in slots)
+        seconds = (PLAIN if most == 0 else base + per_row * most) * (1 + 0.1 * abs(random.normal()))
+        clock += seconds
+        for slot, (tuner, run, _) in enumerate(slots):
+            try:
+                slots[slot] = tuner, run, run.send(seconds)
+            except StopIteration:
+                if isinstance(tuner, TunerShare):
+                    tuner.leave()
+                slots[slot] = begun(slot)
+    return tokens / clock / replies * PLAIN
+
+
+@pytest.mark.parametrize("sizes", [TREE_SIZES, CHAIN_SIZES])
+@pytest.mark.parametrize(("base", "per_row", "share"), [(1.9, 0.02, 0.8), (2.5, 0.05, 0.85), (1.9, 0.05, 0.0)])
+def test_replies_of_one_step_choose_together(sizes, base, per_row, share):
+    """At least as fast as replies that choose apart, and nearly as fast as the best size for all."""
+    apart = [Tuner(sizes) for _ in range(4)]
+    shared = SharedTuner(Tuner(sizes))
+    together = several(lambda slot: TunerShare(shared), base, per_row, share)
+
+    def rate(size):
+        return sum(share**i for i in range(min(size, 15) + 1)) / (base + per_row * size if size else PLAIN)
+
+    best = max(map(rate, sizes)) / 1.08  # a step takes 1.08 times as long on average
+    assert together > 0.93 * best
+    assert together > several(apart.__getitem__, base, per_row, share)
+    assert len(shared.users) == 4
