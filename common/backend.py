@@ -215,6 +215,14 @@ class Backend(ABC):
         return 0
 
     @property
+    def built(self) -> int:
+        """Count what steps so far have compiled or captured, for which they took longer than later ones will.
+
+        0 if the backend does not count it.
+        """
+        return 0
+
+    @property
     def waited(self) -> float | None:
         """Return the seconds for which the host has waited to read numbers; None if the backend does not count them."""
         return None

@@ -81,7 +81,7 @@ class Engine:
         self._inbox: deque[Sequence] = deque()
         self._open: set[Sequence] = set()  # submitted, and not ended
         self._lock = threading.Lock()
-        self._arrivals = 0
+        self._arrivals = self._prompt_steps = 0
         self._forgets = self._is_closed = False
 
     @property
@@ -301,14 +301,19 @@ class Engine:
         """Return a part in the tuner that learns from calls with the options of `sequence`."""
         key = sequence.speculation, sequence.sampler.is_argmax
         if key not in self.tuners:
-            self.tuners[key] = SharedTuner(new_tuner(sequence.speculation, self.model))
+            self.tuners[key] = SharedTuner(new_tuner(sequence.speculation, self.model), self._disturbances)
         return TunerShare(self.tuners[key])
+
+    def _disturbances(self) -> int:
+        """Count what has taken time so far beside steps of decoding."""
+        return self._prompt_steps + self.model.ops.built
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, sequence: Sequence) -> None:
         """Run the next step of a prompt."""
         state, step, rows = sequence.prompt_step()
+        self._prompt_steps += 1
         try:
             logits = self.model.forward(state, step, rows)
         except NoRoomError as error:

@@ -177,6 +177,11 @@ def _kernel(
     return Kernel(function, _prototypes(stem)[name])
 
 
+def kernels_built() -> int:
+    """Count the kernels that this process has compiled, or loaded from CuPy's cache."""
+    return _kernel.cache_info().misses
+
+
 @cache
 def _prototypes(stem: str) -> dict[str, tuple[str, ...]]:
     return prototypes(source(stem))

@@ -99,6 +99,8 @@ class Arena:
     A layer's output survives the next layer and no longer. What must last until the end of the step is in a third part.
     A fourth holds what lasts until the end of a layer, so that one layer's serves the next. Memory that a captured
     graph uses is never freed.
+
+    steps  number of steps so far that took memory here: those that were launched or captured, not the replayed ones
     """
 
     CHUNK = 32 << 20
@@ -107,9 +109,12 @@ class Arena:
         self.parts: list[list[Memory]] = [[], [], [], []]
         self.passing = Memory(0)
         self.frozen = False  # while a graph is captured, whose addresses must not come from anyone else
+        self.steps = 0
         self.reset()
 
     def reset(self) -> None:
+        """Begin a step."""
+        self.steps += 1
         self.half, self.used = 0, [[0] * len(chunks) for chunks in self.parts]  # bytes of each chunk
 
     def turn(self) -> None:

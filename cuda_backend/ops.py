@@ -28,6 +28,7 @@ from cuda_backend.caches.formats import PAIRS
 from cuda_backend.card import available
 from cuda_backend.context import Context, make
 from cuda_backend.idle import Idle
+from cuda_backend.launch import kernels_built
 from cuda_backend.layout import UNITS
 from cuda_backend.memory import Memory, give_back, give_back_blocks, room, upload
 from cuda_backend.replay import BUCKETS, bucket
@@ -305,6 +306,10 @@ class CudaOps(Ops):
     @property
     def launches(self) -> int:
         return self.context.stream.launches + self.context.side.launches
+
+    @property
+    def built(self) -> int:
+        return self.context.arena.steps + kernels_built()
 
     @property
     def waited(self) -> float:

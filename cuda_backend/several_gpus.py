@@ -84,6 +84,10 @@ class SeveralGpus(Ops):
         return sum(gpu.ops.launches for gpu in self.gpus)
 
     @property
+    def built(self) -> int:
+        return sum(gpu.ops.built for gpu in self.gpus)
+
+    @property
     def waited(self) -> float:
         return sum(gpu.ops.waited for gpu in self.gpus)
 

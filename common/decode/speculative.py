@@ -102,7 +102,7 @@ class Budgets:
             return 0
         if self.tuner is None:
             return self.run.bounded(self.run.options.budget or 0)
-        return self.run.bounded(self.tuner.choose(), self.tuner.sizes)
+        return self.run.bounded(self.tuner.choose(self.run.most_drafted), self.tuner.sizes)
 
     def plain_steps(self) -> int:
         """Plain steps that may be taken after `choose` returned 0, before it is called again."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 SECONDS_MEMORY, LENGTH_MEMORY = 32, 16  # steps over which the running means average
 FIRST = 3  # first steps of a size, of which only the fastest counts: the others may compile or capture
@@ -10,9 +10,10 @@ GAP = 2  # steps after plain ones of the same reply, which the draft's context l
 OUTLIER = 3  # times the mean: limit of a step's time
 TRIALS = {True: 6, False: 4}  # steps of a trial: of plain decoding (True), of a budget (False)
 SHARES = {True: 0.005, False: 0.01}  # of the time of such steps, at most, that trials may lose
-SAVED = 32  # most time saved up for trials, in plain steps
+SAVED = 32  # most time saved up for trials, in plain steps, unless the next trial needs more
 STRETCH = 32  # plain steps between two choices while plain decoding is best, because a choice takes host time
 PATIENCE = 2  # times its cost: time to be saved before a trial in mid-reply, where the draft's context may have gaps
+DISTURBED = 16  # steps in succession whose times are ignored, because they took time for something else too
 
 
 class Mean:
@@ -56,17 +57,18 @@ class Tuner:
         self.trial.clear()
         self.begins, self.gap = True, 0
 
-    def choose(self) -> int:
-        """Choose the budget of the next step."""
+    def choose(self, most: int | None = None) -> int:
+        """Choose the budget of the next step, of at most `most` draft tokens."""
+        sizes = self.sizes if most is None else tuple(size for size in self.sizes if size <= most)
         begins, self.begins, self.settled = self.begins, False, False
         if self.trial:
-            return self.trial.popleft()
-        if (first := self._unmeasured()) is not None:
+            return min(self.trial.popleft(), sizes[-1])
+        if (first := self._unmeasured(sizes)) is not None:
             return first
-        measured = [size for size in self.sizes if self.seconds[size].count]
+        measured = [size for size in sizes if self.seconds[size].count]
         best = max(measured, key=self.rate)
-        at = self.sizes.index(best)
-        beside = [self.sizes[i] for i in (at + 1, at - 1) if 0 <= i < len(self.sizes)]
+        at = sizes.index(best)
+        beside = [sizes[i] for i in (at + 1, at - 1) if 0 <= i < len(sizes)]
         for size in beside:  # the best so far may only be the best of those that were tried
             if size not in measured:
                 return size
@@ -75,6 +77,7 @@ class Tuner:
         steps = TRIALS[tried == 0]
         step = self.seconds[tried].value - self.lengths[tried].value / self.rate(best)
         lost = max(steps * step, 0.0) + self.switch.value
+        self.saved = min(self.saved, max(SAVED * self.seconds[0].value, PATIENCE * lost))
         if self.saved >= lost * (1 if begins else PATIENCE):
             self.saved -= lost
             self.trials += 1
@@ -83,12 +86,14 @@ class Tuner:
         self.settled = True
         return best
 
-    def _unmeasured(self) -> int | None:
-        """Return a size that must be measured before sizes are compared; None: nothing is missing."""
-        for size in (self.sizes[1], 0, self.sizes[min(len(self.sizes) // 3, 2)]):
+    def _unmeasured(self, sizes: Sequence[int]) -> int | None:
+        """Return one of `sizes` that must be measured before sizes are compared; None: nothing is missing."""
+        if len(sizes) == 1:
+            return 0
+        for size in (sizes[1], 0, sizes[min(len(self.sizes) // 3, 2, len(sizes) - 1)]):
             if not self.seconds[size].count:
                 return size
-            if size == 0 and self.rate(0) > self.rate(self.sizes[1]):
+            if size == 0 and self.rate(0) > self.rate(sizes[1]):
                 break  # drafts do not pay; the first steps of a further size, which a backend may compile, cost most
         return None
 
@@ -109,7 +114,7 @@ class Tuner:
         mean = self.seconds[size]
         if mean.count:
             seconds = min(seconds, OUTLIER * mean.value)
-            self.saved = min(self.saved + SHARES[size == 0] * seconds * steps, SAVED * self.seconds[0].value)
+            self.saved += SHARES[size == 0] * seconds * steps
         if switched:
             self.switch.add(max(seconds - mean.value, 0.0) if mean.count else 0.0)
         else:
@@ -143,14 +148,25 @@ class SharedTuner:
 
     A reply that drafted beside one that decodes plainly would keep that one waiting for the draft.
 
-    users   parts of the replies that take its choices
-    number  of the last choice, whose size is `size`; 0 before the first
-    timed   number of the last choice after which a reply has recorded a time
+    disturbances  counts what has taken time so far beside the steps of replies: steps of prompts, and kernels compiled
+
+    users    parts of the replies that take its choices
+    number   of the last choice, whose size is `size`; 0 before the first
+    timed    number of the last choice after which a reply has recorded a time
+    ignored  steps in succession whose times were ignored
     """
 
-    def __init__(self, tuner: Tuner):
-        self.tuner, self.users = tuner, set[TunerShare]()
-        self.number, self.size, self.timed = 0, 0, 0
+    def __init__(self, tuner: Tuner, disturbances: Callable[[], int] = int):
+        self.tuner, self.disturbances, self.users = tuner, disturbances, set[TunerShare]()
+        self.number, self.size, self.timed, self.ignored = 0, 0, 0, 0
+
+    def add_time(self, size: int, seconds: float, switched: bool, steps: int, quiet: bool) -> None:
+        """Record what steps took, as Tuner.record; unless they were disturbed, and not too many before them."""
+        if quiet or self.ignored >= DISTURBED:
+            self.ignored = 0
+            self.tuner.add_time(size, seconds, switched, steps)
+        else:
+            self.ignored += 1
 
 
 class TunerShare:
@@ -163,6 +179,7 @@ class TunerShare:
     def __init__(self, shared: SharedTuner):
         self.shared, self.tuner, self.sizes = shared, shared.tuner, shared.tuner.sizes
         self.taken, self.gap = max(shared.number - 1, 0), 0
+        self.seen, self.quiet = -1, False
         shared.users.add(self)
 
     def leave(self) -> None:
@@ -175,12 +192,12 @@ class TunerShare:
             self.tuner.begin()
             self.taken = self.shared.number  # what replies before it have left is no choice for this one
 
-    def choose(self) -> int:
-        """Choose the budget of the next step."""
+    def choose(self, most: int | None = None) -> int:
+        """Choose the budget of the next step, of at most `most` draft tokens where this reply begins a choice."""
         shared = self.shared
         if self.taken == shared.number:
             shared.number += 1
-            shared.size = self.tuner.choose()
+            shared.size = self.tuner.choose(most)
         self.taken = shared.number
         return shared.size
 
@@ -190,9 +207,13 @@ class TunerShare:
 
     def record(self, size: int, path: Sequence[int], seconds: float, switched: bool = False, steps: int = 1) -> None:
         """Record steps as Tuner.record."""
+        was_quiet, seen = self.quiet, self.seen
+        self.seen = self.shared.disturbances()
+        self.quiet = seen == self.seen
         if self.taken > self.shared.timed or len(self.shared.users) == 1:
             self.shared.timed = self.taken
-            self.tuner.add_time(size, seconds, switched, steps)
+            # the device may do what was launched before a step after the step before it was recorded
+            self.shared.add_time(size, seconds, switched, steps, self.quiet and was_quiet)
         self.gap = self.tuner.add_length(size, path, self.gap)
 
     @property

@@ -205,7 +205,7 @@ class Script:
     def begin(self):
         pass
 
-    def choose(self):
+    def choose(self, most=None):
         return self.left.pop(0)
 
     def plain_steps(self):

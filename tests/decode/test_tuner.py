@@ -191,3 +191,43 @@ def test_replies_of_one_step_choose_together(sizes, base, per_row, share):
     assert together > 0.93 * best
     assert together > several(apart.__getitem__, base, per_row, share)
     assert len(shared.users) == 4
+
+
+def test_a_budget_whose_first_steps_were_slow_is_tried_again():
+    """Its time was measured while something else ran, as 20 times that of a plain step."""
+    tuner, machine = Tuner(CHAIN_SIZES), Machine(1.9, 0.05, 0.1)
+    for size, seconds in ((3, 20.0), (0, PLAIN)):
+        for _ in range(3):
+            tuner.record(size, list(range(size + 1)), seconds)
+    assert tuner.rate(3) < tuner.rate(0)
+    for _ in range(250):
+        machine.reply(tuner, 128, 0.9)
+    assert tuner.rate(3) > tuner.rate(0)
+
+
+def test_times_of_disturbed_steps_are_ignored_unless_all_are_disturbed():
+    disturbances, now = 0, Tuner(CHAIN_SIZES)
+    share = TunerShare(SharedTuner(now, lambda: disturbances))
+    share.begin()
+    for n in range(60):
+        size = share.choose()
+        disturbances += n in (0, 1, 12)
+        share.record(size, [0], 50.0 if n in (0, 1, 12, 13) else 1.0)  # step 13 may wait for what began beside step 12
+    assert {size: mean.value for size, mean in now.seconds.items() if mean.count} == {0: 1.0, 3: 1.0}
+    for _ in range(400):
+        disturbances += 1
+        share.record(share.choose(), [0], 2.0)
+    assert now.seconds[0].value > 1.0
+
+
+def test_no_choice_exceeds_the_limit_of_a_step():
+    """And sizes above the limit, which no step can measure, hold up no other one."""
+    tuner = Tuner(TREE_SIZES)
+    chosen = Counter()
+    for _ in range(200):
+        size = tuner.choose(15)
+        chosen[size] += 1
+        tuner.record(size, list(range(size + 1)), 1.0 + size / 100)
+    assert max(chosen) == chosen.most_common(1)[0][0] == 15
+    assert chosen[0] > 2  # trials
+    assert {tuner.choose(6) for _ in range(10)} == {0}
