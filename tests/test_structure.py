@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_headers_of_kernels_name_their_launcher() -> None:
         named = re.search(r"Launcher +(\S+\.py)", path.read_text())
         assert named, f"{path.name} names no launcher"
         assert f'"{path.stem}"' in (ROOT / named[1]).read_text(), f"{path.name}: {named[1]} does not launch it"
+
+
+def test_headers_of_kernels_list_what_was_tried() -> None:
+    """A paragraph `Tried` in the comment at the top: dropped variants, or that there are none."""
+    paths = [*ROOT.glob("cuda_backend/kernels/*.cu"), *ROOT.glob("metal_kernels/*.metal")]
+    for path in paths:
+        header = takewhile(lambda line: line.startswith("//"), path.read_text().splitlines())
+        assert any(line.startswith("// Tried ") for line in header), f"{path.name} does not list what was tried"
 
 
 def test_the_cuda_package_names_each_of_its_files_once() -> None:

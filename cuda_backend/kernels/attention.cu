@@ -12,6 +12,7 @@
 // Numbers   float16 products, float32 sums; online softmax
 // Bound     the tensor cores
 // Origin    FlashAttention-2 (Dao, arXiv 2307.08691)
+// Tried     packed rows without a bound on CTAs -> bf16 heads of 128 (capability 8.0) and lm4 heads of 64 (9.0) spill 8 bytes
 
 #define STRIDE (D + 8)  // halves; an odd number of 16-byte units, so that ldmatrix meets no bank twice
 #ifdef POSITIONS  // of a tile, where a card has too little shared memory for two of 64

@@ -11,6 +11,7 @@
 //           queries), where the latter counts as at least `least` times the largest; without queries it is the deviation
 // Numbers   sums in float64, in the order of the keys: the statistics of a row are bitwise those of its path alone
 // Bound     latency; it runs once in a sequence
+// Tried     the deviation of keys alone -> lm4 costs SmolLM2 1.04 % of perplexity on WikiText-2 against 0.10 %
 
 extern "C" __global__ void calibrate(Plane keys, int D, int K, int n, const StepState* step, const float* kept, int each,
                                      float least, float* mean, float* scale) {

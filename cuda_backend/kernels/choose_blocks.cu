@@ -10,6 +10,7 @@
 // Assumes   the step's first position is a multiple of BLOCK; D is at most 256
 // Numbers   float32
 // Bound     bytes of keys: attention reads them many times
+// Tried     nothing on record
 
 #define CTA 128
 

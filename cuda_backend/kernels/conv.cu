@@ -5,6 +5,7 @@
 //           read there, and the new tail is written beside the old one, so that a step can run twice
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
+// Tried     nothing on record
 
 #ifndef PARENTS
 #define PARENTS 0

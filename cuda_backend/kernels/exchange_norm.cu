@@ -9,6 +9,7 @@
 // Assumes   all CTAs of a grid are resident at once
 // Numbers   bitwise those of exchange.cu followed by light.cu
 // Bound     latency of one store to a peer; saves two launches and a copy of the rows
+// Tried     nothing on record; exchange.cu has what was tried of exchanges
 
 extern "C" __global__ void __launch_bounds__(64, 10)
 exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out out, Peers peers, Meeting m) {

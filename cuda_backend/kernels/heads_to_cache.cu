@@ -5,6 +5,7 @@
 // Build     for a cache that is not float16: WIDTH of a head, and the macros of formats.cuh
 // Work      a warp per head
 // Bound     launches; bytes of q, k and v in prefill
+// Tried     nothing on record
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 heads_to_cache(In q, In k, In v, int H, int K, int D, int wide, const StepState* step, int T, int q_norm, const float*

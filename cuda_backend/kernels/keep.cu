@@ -4,6 +4,7 @@
 // Build     UNIT: bytes that divide every row, 2, 4, 8 or 16
 // Work      a CTA per head, those of keys first, then those of values. A thread moves one unit of every row, so that source and
 //           target may be the same if the path ascends
+// Tried     nothing on record
 
 #if UNIT == 16
 typedef uint4 Unit;

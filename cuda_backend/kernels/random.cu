@@ -2,6 +2,7 @@
 // Meaning   none: any bytes are valid blocks               Launcher  cuda_backend/random_weights.py
 // Out       words [n] uint32; float16 `value` at byte `at` of every block; logits by which rows choose the experts of a trace
 // Bound     bytes written
+// Tried     nothing on record
 
 extern "C" __global__ void fill(u32* words, s64 n, u32 seed) {
     for (s64 i = blockIdx.x * (s64)blockDim.x + threadIdx.x; i < n; i += (s64)gridDim.x * blockDim.x) {
