@@ -12,7 +12,7 @@ import numpy as np
 from common.sampling import Sampling
 
 CANDIDATES = 32  # tokens of a position that are ranked; more gain little, and need more rounds of top-k on a GPU
-UNLIKELY = 1e-9  # least chance of a candidate
+UNLIKELY = 1e-9  # least probability of a candidate
 LOGISTIC = 1.7  # scale of the logistic distribution that is nearest to the normal one
 
 
@@ -22,7 +22,7 @@ class Trust(NamedTuple):
     flatter    factor on the target's temperature, because drafts are too sure of their tokens
     least      lower bound of the draft's temperature
     certainty  number of draws from the target that would be worth as much as the draft's distribution
-    doubt      weight of the draft's own probabilities in the chances, for targets that differ much from the draft
+    doubt      weight of the draft's own probabilities in the result, for targets that differ much from the draft
     """
 
     flatter: float
@@ -50,15 +50,15 @@ class Coupling(NamedTuple):
     numbers: np.ndarray
 
     def ranked(self, ids: np.ndarray, logp: np.ndarray, k: int, at: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the `k` candidates that the target most probably draws, best first, and the logs of their chances.
+        """Choose the `k` candidates that the target most probably draws, best first, and their log-probabilities.
 
         ids, logp  (n, ..., m): candidates of n positions, the draft's likeliest first, and their log-probabilities. The
                    first position takes the number `at`.
 
         The target's cumulative probability, where the draft's is c, is taken as a random quantity with mean c and
         variance c (1 - c) / (1 + certainty), as those of a Dirichlet distribution around the draft's; its distribution
-        function is taken as a logistic one. A candidate's chance is that of the number lying in its share, or,
-        at a weight of `doubt`, its probability whatever the number is.
+        function is taken as a logistic one. A candidate's probability is that of the number lying in its share, or,
+        at a weight of `doubt`, the draft's probability whatever the number is.
         """
         trust = ONE if k == 1 else SEVERAL
         m, rows = ids.shape[-1], ids.reshape(-1, ids.shape[-1])
@@ -67,15 +67,15 @@ class Coupling(NamedTuple):
         order = rows.argsort(axis=-1) + first
         shares = self._probabilities(logp.reshape(rows.shape), trust).take(order)
         below = shares.cumsum(axis=-1)[:, :-1].clip(UNLIKELY, 1 - UNLIKELY)
-        passed = np.zeros((len(rows), m + 1))  # chances that the number lies beyond the first n candidates
+        passed = np.zeros((len(rows), m + 1))  # probabilities that the number lies beyond the first n candidates
         passed[:, 0] = 1
         deviations = (number - below) / np.sqrt(below * (1 - below) / (1 + trust.certainty))
         passed[:, 1:-1] = 0.5 + 0.5 * np.tanh(LOGISTIC / 2 * deviations)
-        chances = np.empty(rows.shape)
-        chances.put(order, (1 - trust.doubt) * (passed[:, :-1] - passed[:, 1:]) + trust.doubt * shares)
-        best = chances.argmax(axis=-1)[:, None] if k == 1 else (-chances).argsort(axis=-1, kind="stable")[:, :k]
+        drawn = np.empty(rows.shape)
+        drawn.put(order, (1 - trust.doubt) * (passed[:, :-1] - passed[:, 1:]) + trust.doubt * shares)
+        best = drawn.argmax(axis=-1)[:, None] if k == 1 else (-drawn).argsort(axis=-1, kind="stable")[:, :k]
         best += first
-        logs = np.log(chances.take(best).clip(UNLIKELY)).astype(np.float32)
+        logs = np.log(drawn.take(best).clip(UNLIKELY)).astype(np.float32)
         shape = (*ids.shape[:-1], best.shape[-1])
         return rows.take(best).reshape(shape), logs.reshape(shape)
 

@@ -94,7 +94,7 @@ class Exchange:
         """Surround the launches of a step, eager or captured; at its end every GPU adds its exchanges to the count."""
         self.index, self.before, self.pending = 0, 0, []
         yield
-        self.settle()
+        self.launch_pending()
         self.passed += self.index
         for end in self.ends if self.index else ():
             with end.gpu.device:
@@ -107,24 +107,24 @@ class Exchange:
         fuses  it may be computed by its consumer, which launches on one GPU after another: of graphs, whose launches
                wait for nobody
         """
-        self.settle()
+        self.launch_pending()
         (T, K), card = xs[0].shape, self.ends[0].gpu.context.card
         is_small = K % 4 == 0 and self.numbers >= T * K and RESIDENT * card.sms >= T * -(-K // 256)
         if not (fuses and T and is_small):
             return self._meet("exchange", xs, 1)
         for rank, (end, x) in enumerate(zip(self.ends, xs, strict=True)):
             with end.gpu.device:
-                part, own = Sum(self, rank, self.meeting(rank)), in_fours(end.gpu, x)
+                part, own = Sum(self, rank, self.meeting(rank)), as_float4(end.gpu, x)
                 self.pending.append((part, Array((T, K), lazy=Lazy(end.gpu.context, SUM, T, K, (own,), part))))
         self.index, self.before = self.index + 1, T * K // 4
         return [x for _, x in self.pending]
 
     def gather(self, xs: Sequence[Array]) -> list[Array]:
         """The columns of `xs`, (T, K) each, beside one another on every GPU: (T, ranks * K)."""
-        self.settle()
+        self.launch_pending()
         return self._meet("gather", xs, len(self.ends))
 
-    def settle(self) -> None:
+    def launch_pending(self) -> None:
         """Launch what is pending, before another exchange."""
         pending, self.pending = self.pending, []
         for end, (part, x) in zip(self.ends, pending, strict=False):
@@ -146,7 +146,7 @@ class Exchange:
         for end, x in zip(self.ends, xs, strict=True):
             with end.gpu.device:
                 kernels.append(kernel("exchange", name, self.defines))
-                parts.append(in_fours(end.gpu, x))
+                parts.append(as_float4(end.gpu, x))
                 outs.append(Array((T, wide * K), end.gpu.context.arena.take(4 * T * wide * K)))
         rows = self.numbers // K
         for first in range(0, T, rows):
@@ -191,8 +191,8 @@ class Exchange:
             )
 
 
-def in_fours(gpu: Gpu, x: Array) -> Array:
-    """x computed, so that kernels can read four neighbours at a time."""
+def as_float4(gpu: Gpu, x: Array) -> Array:
+    """Compute x, and return it so that kernels can read four neighbours at a time."""
     x.compute()
     return x if float4_aligned(x) else dense(gpu.context, x)
 

@@ -100,28 +100,28 @@ def _draw(context: Context, logits: Array, best: tuple[int, int], sampler: Sampl
     cut = s.top_k > 0 or s.top_p < 1
     numbers = upload(sampler.numbers(T), stream)
     limits = min(s.top_k, V), s.top_p, _least(s)
-    for first, rows, chances, bins in _groups(context, T, V, cut):
+    for first, rows, probabilities, bins in _groups(context, T, V, cut):
         head = logits.address + 4 * V * first, V, keys + 8 * pieces * first, pieces
-        weighed = (*head, s.temperature, cut, chances, bins)
+        weighed = (*head, s.temperature, cut, probabilities, bins)
         kernel("draw", "weigh")((min(256, -(-V // 256)), rows), (256,), weighed, stream=stream)
-        drawn = (*head, chances, bins, *limits, numbers.address + 8 * first, tokens + 4 * first)
+        drawn = (*head, probabilities, bins, *limits, numbers.address + 8 * first, tokens + 4 * first)
         kernel("draw", "draw")((rows,), (1024,), drawn, stream=stream)
 
 
 def _groups(context: Context, rows: int, V: int, cut: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first row, rows, address of their chances, address of their bins) of groups that are drawn one by one.
+    """Yield (first row, rows, addresses of their probabilities and of their bins) of groups that are drawn one by one.
 
     All of them use the memory in which prefill expands matrices, of at least WORKSPACE bytes or one row.
     """
     row_bytes, arena, stream = 8 * (V + 2 * DRAW_BINS), context.arena, context.stream
-    chances = arena.scratch(max(WORKSPACE, row_bytes), stream)
+    probabilities = arena.scratch(max(WORKSPACE, row_bytes), stream)
     most = arena.passing.nbytes // row_bytes
     for first in range(0, rows, most):
         count = min(most, rows - first)
-        bins = chances + 8 * V * count
+        bins = probabilities + 8 * V * count
         if cut:
             cupy.cuda.runtime.memsetAsync(bins, 0, 16 * DRAW_BINS * count, stream.ptr)
-        yield first, count, chances, bins
+        yield first, count, probabilities, bins
 
 
 def _least(s: Sampling) -> int:
@@ -145,8 +145,8 @@ def _draw_each(context: Context, logits: Array, best: tuple[int, int], samplers:
         kernel("sample", "final")((T,), (32,), (*best, tokens, tokens, tokens), stream=stream)
     records = upload(np.frombuffer(b"".join(draws), np.uint8), stream)
     head = logits.address, V, *best
-    for first, rows, chances, bins in _groups(context, len(draws), V, cut):
+    for first, rows, probabilities, bins in _groups(context, len(draws), V, cut):
         own = records.address + DRAW.size * first
-        weighed = (*head, own, chances, bins)
+        weighed = (*head, own, probabilities, bins)
         kernel("draw", "weigh_each")((min(256, -(-V // 256)), rows), (256,), weighed, stream=stream)
-        kernel("draw", "draw_each")((rows,), (1024,), (*head, chances, bins, own, tokens), stream=stream)
+        kernel("draw", "draw_each")((rows,), (1024,), (*head, probabilities, bins, own, tokens), stream=stream)

@@ -1,7 +1,7 @@
 // gated_delta: the gated delta rule along the paths of a chain or a tree
 // Meaning   common/reference.py delta_rule and NumpyOps.gated_delta    Launcher  mlx_backend/recurrent.py
 // In        q, k [t][Hk][DK] T, v [t][Hv][Dv] T by its strides, g (log decay) and beta [t][Hv] float,
-//           matrix [Hv][Dv][DK] float, visits [n] int: the rows in the order of computation; ~row starts from `matrix` again
+//           matrix [Hv][Dv][DK] float, walk [n] int: the rows in the order of computation; ~row starts from `matrix` again
 // Out       out [n][Hv][Dv] T of every visit, after [Hv][Dv][DK] float, the matrix after the last visit
 // Build     T float, half or bfloat; DK, of which a multiple of 32 leaves no lane idle
 // Work      a SIMD group owns one row of the matrix, N neighbouring numbers per lane in registers. It computes the path from
@@ -20,8 +20,8 @@
 
     float state[N];
     for (int n = 0; n < width; n++) state[n] = matrix[row + n];
-    for (int i = 0; i < visits_shape[0]; i++) {
-        int t = visits[i];
+    for (int i = 0; i < walk_shape[0]; i++) {
+        int t = walk[i];
         if (t < 0) {
             t = ~t;
             for (int n = 0; n < width; n++) state[n] = matrix[row + n];

@@ -26,9 +26,9 @@ def gated_delta(q: mx.array, rows: Rows, matrix: mx.array, step: Step) -> tuple[
     """
     step.order()
     if kernels.on_metal():
-        walk, first_visits = _walk(step)
+        walk, first_places = _walk(step)
         out, after = _delta_paths(q, rows, matrix, walk)
-        return (out, after) if step.is_chain else (out[first_visits], None)
+        return (out, after) if step.is_chain else (out[first_places], None)
     if step.is_chain:
         return _chain(q, rows, matrix)
     return _tree(q, rows, matrix, step.visible).astype(rows[1].dtype), None
@@ -67,7 +67,7 @@ def _delta_paths(q: mx.array, rows: Rows, matrix: mx.array, walk: mx.array) -> t
     """Launch gated_delta.metal; returns the output of every row of the order, (n, Hv, Dv), and the last matrix."""
     k, v, g, beta = rows
     q, k, g, beta, matrix = (mx.contiguous(x) for x in (q, k, g, beta, matrix))
-    names = ("q", "k", "v", "g", "beta", "matrix", "visits")
+    names = ("q", "k", "v", "g", "beta", "matrix", "walk")
     kernel = kernels.make_kernel("gated_delta", inputs=names, outputs=("out", "after"), contiguous=False)
     out, after = kernel(
         inputs=[q, k, v, g, beta, matrix, walk],

@@ -59,10 +59,10 @@ class ChainPair(Pair):
     ) -> Generator[Pass, Any, tuple[np.ndarray, ...]]:
         tokens, ids, logp = [token], list[np.ndarray](), list[np.ndarray]()
         for at in range(min(depth, DEEPEST)):
-            best, chances = yield Pass(tuple(tokens), 1, considered(k, coupling, self.config.vocab))
-            best, chances = self.ranked(best, chances, k, coupling, at)
+            best, logs = yield Pass(tuple(tokens), 1, considered(k, coupling, self.config.vocab))
+            best, logs = self.ranked(best, logs, k, coupling, at)
             ids.append(best)
-            logp.append(chances)
+            logp.append(logs)
             tokens.append(int(ids[-1][0, 0]))
         return np.concatenate(ids), np.concatenate(logp)
 

@@ -34,12 +34,12 @@ class Dflash2Pair(DflashPair):
         after = ops.embed(w.selector_after, ids.reshape(-1))
         before = ops.embed(w.selector_before, ids.reshape(-1))
         first = ops.embed(w.selector_before, np.array([token], np.int32))
-        best, chances = ops.read_all(ids, logp)
+        best, logs = ops.read_all(ids, logp)
         known, *tables, scale = ops.read_all(first, before, after, scales)
         shape = (n, c.candidates, c.selector_rank)
         rows, own = (table.reshape(shape) for table in tables)
         rows = np.concatenate([np.broadcast_to(known, (1, *shape[1:])), rows[:-1]])
-        return scored(best, chances, rows * scale[:, None], own, k, coupling)
+        return scored(best, logs, rows * scale[:, None], own, k, coupling)
 
     def propose(self, state: State, given: int) -> Array:
         return self.run_pass(state, given)[0][: self.draft.tokens]

@@ -34,9 +34,9 @@ class DsparkPair(DflashPair):
         for at in range(logits.shape[0]):
             level = self.ops.scope(last, partial(self._after, before, most), logits[at : at + 1])
             if coupling is not None:  # the host decides which tokens go on
-                best, chances = self.ops.read_all(*level)
-                best, chances = coupling.ranked(best[None], chances[None], k, at)
-                level = best[0], chances[0]
+                best, logs = self.ops.read_all(*level)
+                best, logs = coupling.ranked(best[None], logs[None], k, at)
+                level = best[0], logs[0]
             levels.append(level)
             before = level[0][0]
         read = levels if coupling is not None else [self.ops.read_all(*level) for level in levels]

@@ -271,7 +271,7 @@ struct Turn {  // a rope, as rows.cu has it
 
 // q as float16: `main` channels as they are, zeros up to `at`, then the roped ones, zeros up to `wide`; and the row of the
 // cache, whose latent is normed first where `normed`. A block per (t, head), a thread per channel; head H is the
-// cache's. Rope's pairs are half-split, and turned before their channels are there.
+// cache's. Rope's pairs are half-split; their sine and cosine are computed before the channels arrive.
 extern "C" __global__ void __launch_bounds__(1024)
 gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, int P, int wide, Turn q_turn, Turn k_turn, int normed,
        const float* weight, float eps, int latent_dim, const StepState* step, u16* q_out, int rotates, Plane cache, Plane roped) {
@@ -279,9 +279,9 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
     __shared__ float squares_of[32];
     const int t = blockIdx.x / (H + 1), head = blockIdx.x % (H + 1), i = threadIdx.x, lane = i % 32;
     const bool is_row = head == H;
-    const int turned = is_row ? R : at, channel = i < turned ? i : i - turned;
+    const int first_roped = is_row ? R : at, channel = i < first_roped ? i : i - first_roped;
     const Turn turn = is_row ? k_turn : q_turn;
-    const bool turns = i >= turned && channel < 2 * turn.pairs;
+    const bool turns = i >= first_roped && channel < 2 * turn.pairs;
     float s = 0.0f, c = 0.0f, factor = 1.0f;
     if (turns) {
         const double circles = turn.positions[t] * turn.frequencies[channel % turn.pairs] * 0.15915494309189535;  // beyond 1e5
@@ -301,8 +301,8 @@ gather(In q, In q_rope, In latent, In k_rope, int T, int H, int main, int at, in
         __syncthreads();
     }
     depend();
-    const In x = i < turned ? (is_row ? latent : q) : is_row ? k_rope : q_rope;
-    const int have = i < turned ? (is_row ? latent_dim : main) : P;
+    const In x = i < first_roped ? (is_row ? latent : q) : is_row ? k_rope : q_rope;
+    const int have = i < first_roped ? (is_row ? latent_dim : main) : P;
     const float* from = is_row ? row_of(x, t) : head_of(x, t, head, have);
     float v = channel < have ? load_one(x, from + channel) : 0.0f;
     if (turns) {

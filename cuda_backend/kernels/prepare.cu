@@ -23,14 +23,14 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
         float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
         float* keys, float* values, float* gates) {
     release_next();
-    const int visits = step->rows, other = 1 - step->kept;
+    const int T = step->rows, other = 1 - step->kept;
     const int lane = threadIdx.x % 32, pieces = (DV + PIECE - 1) / PIECE, unit = (int)blockIdx.x - 2 * Hk;
     if (unit >= Hv * pieces) {  // a and b of 16 heads
         const int h = (unit - Hv * pieces) * 16 + threadIdx.x % 16;
         if (h >= Hv) return;
         const float d = decay[h], bias = dt_bias[h];
 #pragma unroll 1
-        for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < visits; i += gridDim.y * 8) {
+        for (int i = blockIdx.y * 8 + threadIdx.x / 16; i < T; i += gridDim.y * 8) {
             const Run& run = EACH ? step->run[i] : run_at(step, i);
             const int t = EACH ? run.first : run.branches ? run.first + (step->line[i] & 0xff) : i;
             depend();
@@ -56,7 +56,7 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
     float* out = is_v ? values + h * DV + c0 : (is_k ? keys : queries) + h * DK;
     const int stride = is_v ? Hv * DV : Hk * DK;
 #pragma unroll 1
-    for (int i = blockIdx.y * 4 + threadIdx.x / 32; i < visits; i += gridDim.y * 4) {
+    for (int i = blockIdx.y * 4 + threadIdx.x / 32; i < T; i += gridDim.y * 4) {
         const Run& run = EACH ? step->run[i] : run_at(step, i);
         const u32 line = !EACH && run.branches ? step->line[i] : 0;
         int rows[BEFORE + 1];
@@ -71,5 +71,5 @@ prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, 
         for (int j = 0; j < BEFORE; j++)
 #pragma unroll 1
             for (int i = lane; i < wide; i += 32)
-                tail[run.to * tail_flip + (s64)j * conv.C + channel + i] = load_one(in, p + (s64)(visits - BEFORE + j) * in.row + i);
+                tail[run.to * tail_flip + (s64)j * conv.C + channel + i] = load_one(in, p + (s64)(T - BEFORE + j) * in.row + i);
 }

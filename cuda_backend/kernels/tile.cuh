@@ -211,7 +211,7 @@ typedef float Scale;
 #endif
 #define HALVES (KBLOCK / 128)
 
-__device__ __forceinline__ u32 turned(u32 word) { return word >> 4 | word << 28; }
+__device__ __forceinline__ u32 rotated_by_4(u32 word) { return word >> 4 | word << 28; }
 __device__ __forceinline__ int byte_of(u32 word, int i) { return __byte_perm(word, 0, 0x4440 | i); }
 __device__ __forceinline__ int signed_byte_of(u32 word, int i) { return (s8)(word >> (8 * i)); }
 
@@ -238,7 +238,7 @@ struct Scales {
         const u32 both = half ? w.z : w.y;
         d *= 0.25f * from_half((u16)w.x), m = -from_half((u16)(w.x >> 16));
         words[0] = both & 0xfcfcfcfcu;  // four times the scales
-        minima[0] = (both & 0x03030303u) | ((half ? turned(w.w) : w.w) & 0x3c3c3c3cu);
+        minima[0] = (both & 0x03030303u) | ((half ? rotated_by_4(w.w) : w.w) & 0x3c3c3c3cu);
 #elif defined(Q2_K)
         const u32 both = ((const u32*)(from + 256))[row];
         const uint2 w = *(const uint2*)(from + row * 16 + half * 8);
@@ -294,7 +294,7 @@ struct Scales {
 __device__ __forceinline__ u32 minima_of(const u8* tile, int row, int t) {
     const uint4 w = *(const uint4*)(tile + SCALES + row * 16);
     const u32 bytes = 0x0400 | t * 0x0101;  // t of the first word, and in the upper half t of the second
-    const u32 high = __byte_perm(w.w, turned(w.w), bytes), low = __byte_perm(w.y, w.z, bytes);
+    const u32 high = __byte_perm(w.w, rotated_by_4(w.w), bytes), low = __byte_perm(w.y, w.z, bytes);
     const u32 base = __CUDA_ARCH__ < 800 ? 0x64006400u : 0x43004300u;
     return base | (high & 0x003c003cu) | (low & 0x00030003u);
 }

@@ -57,11 +57,11 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
     const double2* radians = (const double2*)(rope.frequencies + (d & rope.pairs - 1));  // per position
     const double2 none = make_double2(0.0, 0.0);
     double2 low = turns ? radians[0] : none, high = turns ? radians[1] : none;
-    const int turned = turns ? rope.positions[t] : 0;
+    const int rope_position = turns ? rope.positions[t] : 0;
     if (t >= rows || of >= (kind ? K : H)) return;
 #pragma unroll 1
     for (int i = 0; i < 4 && turns; i++) {
-        const double turn = turned * low.x * 0.15915494309189535;
+        const double turn = rope_position * low.x * 0.15915494309189535;
         low = make_double2(low.y, high.x), high.x = high.y;
         float sine, cosine;
         sincospif((float)(2.0 * (turn - rint(turn))), &sine, &cosine);
