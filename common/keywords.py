@@ -3,7 +3,7 @@
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -60,12 +60,13 @@ def with_keywords(options: type[Options], function: Callable[..., Any]) -> Calla
     """
     own = inspect.signature(function)
     leading = list(own.parameters.values())[:-1]
+    named = [parameter.name for parameter in leading if parameter.name != "self"]
     signature = own.replace(parameters=[*leading, *inspect.signature(options).parameters.values()])
 
     def arguments(args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
         unknown = next((name for name in given if name not in signature.parameters), None)
         if unknown is not None:
-            raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options)}")
+            raise TypeError(f"{function.__name__}() has no option {unknown}; {_hint(unknown, options, named)}")
         bound = signature.bind(*args, **given).arguments
         first = [bound.pop(parameter.name, parameter.default) for parameter in leading]
         chosen = {name: value for name, value in bound.items() if value is not None}
@@ -100,15 +101,18 @@ def describe(options: type[Options]) -> str:
     )
 
 
-def _hint(unknown: str, options: type[Options]) -> str:
-    """Name the option that `unknown` may mean, or all options."""
+def _hint(unknown: str, options: type[Options], named: Sequence[str]) -> str:
+    """Name the option that `unknown` may mean, or all options.
+
+    named  the function's parameters beside the options
+    """
     places: dict[str, str] = {}
     for kind, place in ((LoadOptions, "load"), (ChatOptions, "chat"), (GenerationOptions, "generate")):
         places |= {f.name: place for f in fields(kind)}
     own = [f.name for f in fields(options)]
-    lists = own, list(places), list(OTHER_NAMES)
+    lists = [*own, *named], list(places), list(OTHER_NAMES)
     near = next((close[0] for names in lists if (close := get_close_matches(unknown, names, 1, 0.7))), None)
     found = OTHER_NAMES.get(unknown) or (OTHER_NAMES.get(near, near) if near else None)
     if found is None:
         return f"its options are {', '.join(own)}"
-    return f"did you mean {found}?" if found in own else f"{found} is an option of {places[found]}"
+    return f"did you mean {found}?" if found in (*own, *named) else f"{found} is an option of {places[found]}"

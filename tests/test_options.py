@@ -167,6 +167,8 @@ def test_numbers_of_numpy_are_numbers():
         ("load", "n_ctx", "did you mean ctx?"),
         ("load", "fa_window", "did you mean attention_window?"),
         ("load", "contex", "did you mean ctx?"),  # nearest to another program's name
+        ("load", "modle", "did you mean model?"),
+        ("generate", "promt", "did you mean prompt?"),
         ("load", "temperature", "temperature is an option of generate"),
     ],
 )
