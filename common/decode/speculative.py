@@ -22,7 +22,7 @@ from common.errors import UsageError
 from common.models import Model
 from common.models.pair import Pair
 from common.ops import Array
-from common.sampling import Ahead
+from common.sampling import Ahead, Sampler
 from common.step import State, Step
 
 LONG = 3  # tokens of a match from which a lookup is trusted more than a draft
@@ -31,8 +31,8 @@ LOOKUP_DEPTH = LOOKUPS[-1]
 TREE_SIZES = (0, 7, 15, 23, 31, 47, 63, 95, 127)  # with the root, rows for which CUDA kernels are built
 
 
-def check(options: Speculation, model: Model) -> None:
-    """Refuse a decoder that `model` cannot run."""
+def check(options: Speculation, model: Model, sampler: Sampler) -> None:
+    """Refuse a decoder that `model` cannot run, whatever the sampling. Raises UsageError."""
     if not isinstance(model, Model):
         raise UsageError(f"spec {options.kind}: a model run by mlx-lm decodes one token at a time")
     check_draft(options.kind, isinstance(model, Pair))
@@ -120,7 +120,7 @@ def decode(run: DecoderRun) -> Generator[Request, Any, None]:
     Before each step a budget is chosen. If it is 0, plain decoding without the draft continues until another one is
     chosen.
     """
-    check(run.options, run.model)
+    check(run.options, run.model, run.sampler)
     drafter, budgets = Drafter(run), Budgets(run)
     budget = budgets.choose()
     if budget == 0:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from common.decode.plain import plain
+from common.decode.plain import plain, target_of
 from common.decode.requests import Choose, Computed, Emit, Read, Request, Rows
 from common.decode.run import DecoderRun
 from common.decoders import Speculation, WedlmOptions
@@ -33,6 +33,7 @@ from common.step import MAX_DECODE_ROWS, Step
 
 def check(options: Speculation, model: Model, sampler: Sampler) -> None:
     """Refuse a model without a mask token, and sampling that `verify` does not serve. Raises UsageError."""
+    model = target_of(model)
     if not isinstance(model, Model):
         raise UsageError("spec wedlm: a model run by mlx-lm decodes one token at a time")
     mask_id(model)
