@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,12 +28,12 @@ def group(folder, size, *arguments, program=("-m", "generate")):
     given = os.environ | {"MLX_HOSTFILE": str(hostfile(folder, size)), "OPENBLAS_NUM_THREADS": "1"}
     given["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, *program, *arguments]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as stack:
         found = []
         for rank in range(size):
             environment = given | {"MLX_RANK": str(rank)}
-            found.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+            found.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, **pipes))
             stack.callback(found[-1].communicate)
             stack.callback(found[-1].kill)
         yield found

@@ -1,6 +1,7 @@
 """States whose rows are made of their tokens, so that a test knows what any state must hold."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,8 @@ class Rows:
 
 class Fake(State):
     def __init__(self, points, tokens=(), reading=None):
-        super().__init__([{"kv": Rows(points)}], 1_000_000)
+        rows: Any = Rows(points)  # what of a LayerState the prefix cache calls
+        super().__init__([{"kv": rows}], 1_000_000)
         self.read(tokens, reading or reading_of(tokens))
 
     def read(self, tokens, reading):

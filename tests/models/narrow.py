@@ -1,8 +1,10 @@
 """Synthetic models cut down to a few layers of the widths that kernels have short forms for."""
 
+from typing import Any
+
 from generate.synthetic import METADATA
 
-WIDE = {
+WIDE: dict[str, dict[str, Any]] = {
     "wedlm-8b": {"attention.head_count": 8, "attention.head_count_kv": 2},
     "laguna-xs.2": {
         **{"attention.head_count": [8, 16, 16, 16], "attention.head_count_kv": 2, "expert_count": 16},
