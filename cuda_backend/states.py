@@ -13,7 +13,18 @@ import numpy as np
 
 from common.errors import BimetalError
 from common.step import Parts, Shape, State, Step
-from common.storage import ConvSpec, DeltaSpec, KVSpec, LatentSpec, LayerSpec, RecurrentSpec, RowSpec, Spec, all_specs
+from common.storage import (
+    ConvSpec,
+    DeltaSpec,
+    Kind,
+    KVSpec,
+    LatentSpec,
+    LayerSpec,
+    RecurrentSpec,
+    RowSpec,
+    Spec,
+    all_specs,
+)
 from cuda_backend.caches.kv import KVStore, kv_planes
 from cuda_backend.caches.latent import LatentStore, latent_planes
 from cuda_backend.caches.packed import PackedStore, exact_bytes, keeps_exact
@@ -278,7 +289,7 @@ def pool_bytes(
 
 def in_pages(spec: Spec) -> bool:
     """Test whether rows of a spec are stored in pages in a pool of several sequences: rows that append."""
-    return isinstance(spec, LatentSpec) or (isinstance(spec, KVSpec) and spec.window is None)
+    return spec.kind is Kind.APPENDS
 
 
 def _store_of(
