@@ -274,7 +274,7 @@ def _parse_arguments(call: Any, at: int) -> Any:
 
 @lru_cache
 def _reads_parts(template: str) -> bool:
-    """Whether a template prints the text of a list of parts, rather than the list or nothing."""
+    """Test whether a template prints the text of a list of parts, rather than the list or nothing."""
     probe = {"role": "user", "content": [{"type": "text", "text": "a probe"}]}
     given = {"messages": [probe], "tools": None, "documents": None, "add_generation_prompt": False}
     try:

@@ -112,7 +112,7 @@ class WedlmOptions:
 
     @property
     def checks(self) -> bool:
-        """Whether filled masks that the model was not sure of are confirmed."""
+        """Test whether filled masks that the model was not sure of are confirmed."""
         return self.sure < math.inf
 
 
@@ -155,5 +155,5 @@ class Speculation:
 
     @property
     def drafts(self) -> bool:
-        """Whether steps verify draft tokens: `accepted` then counts them."""
+        """Test whether steps verify draft tokens: `accepted` then counts them."""
         return self.decoder.family == "speculative"

@@ -305,7 +305,7 @@ class Residency:
         return self.pools[self.kinds[layer]]
 
     def _may_leave(self, key: Key, entry: _Entry, before: int) -> bool:
-        """Whether the entry is neither in use nor loading, and was last used before the step `before`."""
+        """Test whether the entry is neither in use nor loading, and was last used before the step `before`."""
         return key not in self._pinned and not entry.is_loading and entry.step < before
 
     def _victim(self, pool: _Pool) -> Key | None:

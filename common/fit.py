@@ -157,7 +157,7 @@ def what_fits(
     spare: float = SPARE,
     free: int | None = None,
 ) -> Callable[..., bool]:
-    """Whether sequences of so many tokens fit beside loaded weights, and a prompt as long in steps of so many rows.
+    """Test whether sequences of so many tokens fit beside loaded weights, and a prompt as long in steps of some rows.
 
     parallel  sequences, which share memory for the tokens of one, or for as many as a third argument gives
     free      bytes beside the weights; None: what is free now, when they are loaded

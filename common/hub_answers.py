@@ -35,7 +35,7 @@ class Listing:
     hashes: dict[str, str]
 
     def is_large(self, path: str) -> bool:
-        """Whether a file is stored outside of git."""
+        """Test whether a file is stored outside of git."""
         return bool(SHA256.fullmatch(self.hashes[path]))
 
 

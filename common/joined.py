@@ -126,7 +126,7 @@ class RowRunner:
 
     @property
     def shares_drafts(self) -> bool:
-        """Whether `drafted` serves several sequences."""
+        """Test whether `drafted` serves several sequences."""
         return isinstance(self.model, Pair) and self.model.shares_passes
 
     def drafted(self, asked: Sequence[tuple[State, Draft]]) -> list[Drafted | Exception]:

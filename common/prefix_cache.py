@@ -309,5 +309,5 @@ def _before(reading: Reading, length: int) -> tuple[LongStep, ...]:
 
 
 def _is_cut(reading: Reading, at: int) -> bool:
-    """Whether no long step of the reading spans position `at`."""
+    """Test whether no long step of the reading spans position `at`."""
     return not any(first < at < end for first, end in reading.long_steps)

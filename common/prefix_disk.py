@@ -49,7 +49,7 @@ class Known:
         return cls(header.tokens, header.long_steps, header.base, header)
 
     def begins(self, tokens: np.ndarray, long_steps: Sequence[LongStep]) -> bool:
-        """Whether a longer state with such tokens and long steps went through this one."""
+        """Test whether a longer state with such tokens and long steps went through this one."""
         n = len(self.tokens)
         before = tuple(step for step in long_steps if step[0] < n)
         return n < len(tokens) and before == self.long_steps and np.array_equal(self.tokens, tokens[:n])

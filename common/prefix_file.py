@@ -99,7 +99,7 @@ def write(path: Path, fingerprint: str, saved: Saved, base: str) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether the file begins as those of this program do; one that cannot be read does not."""
+    """Test whether the file begins as those of this program do; one that cannot be read does not."""
     try:
         return _read_metadata(path)[0].get("format") == FORMAT
     except (BimetalError, OSError):

@@ -40,7 +40,7 @@ class Page:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing needs the page: it has neither children nor entries, and is not the root."""
+        """Test whether nothing needs the page: it has neither children nor entries, and is not the root."""
         return self.parent is not None and not self.children and not self.entries
 
     def child(self, ids: np.ndarray, at: int, steps: Sequence[LongStep]) -> "Page | None":
@@ -91,11 +91,11 @@ class Entry:
         return max(self.used, self.below) if len(self.kids) > 1 or self.why == "system" else self.used
 
     def is_prefix_of(self, tail: np.ndarray) -> bool:
-        """Whether `tail`, tokens that follow the entry's page, begins with the entry's tail."""
+        """Test whether `tail`, tokens that follow the entry's page, begins with the entry's tail."""
         return len(self.tail) <= len(tail) and np.array_equal(self.tail, tail[: len(self.tail)])
 
     def extends(self, entry: "Entry") -> bool:
-        """Whether this entry is longer than `entry` and begins with its tokens."""
+        """Test whether this entry is longer than `entry` and begins with its tokens."""
         if self.length <= entry.length:
             return False
         tail, page = self.tail, self.page

@@ -65,7 +65,7 @@ class Reading:
         return steps
 
     def continues_from(self, length: int, long_steps: Sequence[LongStep]) -> bool:
-        """Whether a state of `length` tokens, read in such long steps, has the bits of this reading."""
+        """Test whether a state of `length` tokens, read in such long steps, has the bits of this reading."""
         before = [step for step in self.long_steps if step[0] < length]
         return before == list(long_steps) and all(end <= length for _, end in before)
 

@@ -50,7 +50,7 @@ class ReplyParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what was read so far ends in the reasoning."""
+        """Test whether what was read so far ends in the reasoning."""
         return self._state == self._reasoning
 
     def push(self, text: str, parts: Parts) -> None:

@@ -220,7 +220,7 @@ LayerSpec = Mapping[str, Spec]
 
 
 def grows(s: Spec) -> bool:
-    """Whether a state grows with the tokens read."""
+    """Test whether a state grows with the tokens read."""
     return s.kind is not Kind.RECURS
 
 

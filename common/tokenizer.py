@@ -295,7 +295,7 @@ class Decoder:
 
 
 def _removes_first_space(decoder: dict[str, Any]) -> bool:
-    """Whether a decoder, in the form that tokenizer.json gives it, drops the space that encoding put in front."""
+    """Test whether a decoder, in the form that tokenizer.json gives it, drops the space that encoding put in front."""
     parts = decoder.get("decoders", [decoder])
     return any(
         (part["type"] == "Strip" and part["content"] == " " and part["start"] > 0)

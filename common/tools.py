@@ -57,7 +57,7 @@ def syntax_of(template: str) -> Syntax | None:
 
 
 def lacks_tools(template: str) -> bool:
-    """Whether a chat template has no place for tools."""
+    """Test whether a chat template has no place for tools."""
     return "tools" not in template
 
 

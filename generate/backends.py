@@ -162,7 +162,7 @@ def choose(name: str | None, checkpoint: Checkpoint | None = None) -> Found:
 
 
 def _fits_numpy(checkpoint: Checkpoint) -> bool:
-    """Whether float32 weights and a cache of CACHED tokens fit into free memory."""
+    """Test whether float32 weights and a cache of CACHED tokens fit into free memory."""
     from common.reference import NumpyOps
 
     if not is_defined(checkpoint):

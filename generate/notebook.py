@@ -19,7 +19,7 @@ ENTITIES = str.maketrans({char: f"&#{ord(char)};" for char in string.punctuation
 
 
 def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process."""
+    """Test whether a Jupyter kernel runs this process."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and "IPKernelApp" in shell.config
 

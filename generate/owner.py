@@ -78,7 +78,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has the thread; os.fork copies none."""
+        """Test whether this process has the thread; os.fork copies none."""
         return os.getpid() == self._process
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 
 
 def on_metal() -> bool:
-    """Whether launchers run Metal kernels: MLX computes on a Mac's GPU."""
+    """Test whether launchers run Metal kernels: MLX computes on a Mac's GPU."""
     return mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu
 
 

@@ -42,12 +42,12 @@ class CachePart(NamedTuple):
 
 
 def encodes(plane: Plane) -> bool:
-    """Whether kv_encode writes this plane here."""
+    """Test whether kv_encode writes this plane here."""
     return on_metal() and NUMBERS.get(plane.format, 0) > NUMBERS["bf16"]
 
 
 def attends(planes: Sequence[Plane], step: Step) -> bool:
-    """Whether kv_attention reads these planes for this step; many rows are worth decoding the cache once for all."""
+    """Test whether kv_attention reads these planes for this step; for many rows the cache is decoded once for all."""
     kept = all(plane.format in NUMBERS and plane.dim in SIZES for plane in planes)
     return on_metal() and kept and len(step) <= MAX_DECODE_ROWS
 

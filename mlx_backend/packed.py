@@ -133,7 +133,7 @@ class MlxPacked:
         return encoded(self.codes.coders, [keys, v.astype(mx.float32)])
 
     def is_uniform(self, step: Step) -> bool:
-        """Whether no key of the step needs a calibration that is not known yet."""
+        """Test whether no key of the step needs a calibration that is not known yet."""
         n = self.spec.packing.calibration
         return not n or self.calibration is not None or self.past + len(step) < n
 

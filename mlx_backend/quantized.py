@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 
 
 def stays(type_: str) -> bool:
-    """Whether a matrix of this type is held as `Blocks`."""
+    """Test whether a matrix of this type is held as `Blocks`."""
     return type_ in HALVES and kernels.on_metal()
 
 

@@ -20,7 +20,7 @@ PHRASES = {  # how CONTRIBUTING.md lists a phrase: the pattern that finds it
 }
 OPENING = re.compile(  # words with which a docstring begins neither with a verb nor with a type
     r"(are|as|at|beside|can|do|does|from|has|how|in|is|its?|may|not|of|on|so|such|that|these|they|this|those|to|under"
-    r"|up|what|whatever|when|where|which|who|whoever|with)\b",
+    r"|up|what|whatever|when|where|whether|which|who|whoever|with)\b",
     re.IGNORECASE,
 )
 CODE = "common", "generate", "mlx_backend", "cuda_backend", "bimetal", "docs"  # folders whose docstrings are checked

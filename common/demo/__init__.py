@@ -11,7 +11,7 @@ WEDLM = "demo-wedlm"
 
 
 def is_demo(name: str) -> bool:
-    """Whether `name` is that of a model of the package."""
+    """Test whether `name` is that of a model of the package."""
     return name == WEDLM or name.partition(":")[0] == "demo"
 
 

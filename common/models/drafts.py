@@ -108,7 +108,7 @@ def predict_draft(path: Path, target: Checkpoint, ops: Ops, cache: CacheOptions)
 
 
 def _is_model(checkpoint: Checkpoint) -> bool:
-    """Whether the file is that of a model, and not of a draft whose model_type is a model's."""
+    """Test whether the file is that of a model, and not of a draft whose model_type is a model's."""
     return is_defined(checkpoint) and not any(mark in kind_of(checkpoint) for mark in ("dflash", "dspark"))
 
 

@@ -77,7 +77,7 @@ class Config:
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
-    """Whether the file has the layer of an EAGLE-3 draft, whatever its configuration calls it."""
+    """Test whether the file has the layer of an EAGLE-3 draft, whatever its configuration calls it."""
     if checkpoint.format == "gguf":
         return checkpoint.config.get("general.architecture") == "eagle3"
     return layer_of(checkpoint) + "hidden_norm.weight" in checkpoint.tensors
@@ -257,5 +257,5 @@ def _integers(tensor: Tensor) -> np.ndarray:
 
 
 def is_map(name: str, kind: str) -> bool:
-    """Whether a tensor is the map `kind`, d2t or t2d, between the vocabularies."""
+    """Test whether a tensor is the map `kind`, d2t or t2d, between the vocabularies."""
     return name.rpartition(".")[2] == kind

@@ -165,7 +165,7 @@ class Utility:
 
 
 def declares_few(request: Request) -> bool:
-    """Whether a request declares a body of at most SHORT bytes."""
+    """Test whether a request declares a body of at most SHORT bytes."""
     declared = request.headers.get("content-length", "")
     return declared.isdecimal() and int(declared[:20]) <= SHORT
 

@@ -104,7 +104,7 @@ class Compressor:
         return self._cut(ids, cancel) if self._is_long(ids) else (list(texts), 0)
 
     def _is_long(self, ids: Sequence[list[int]]) -> bool:
-        """Whether a prompt whose texts have these tokens is to be shortened."""
+        """Test whether a prompt whose texts have these tokens is to be shortened."""
         tokens = sum(map(len, ids))
         chunks = -(-tokens // CHUNK)
         return (
@@ -141,7 +141,7 @@ def texts_of(prompt: Chat | str | list[int]) -> list[str]:
 
 
 def is_shortened(message: Any) -> bool:
-    """Whether a message has a text that may be shortened: system messages are read whole."""
+    """Test whether a message has a text that may be shortened: system messages are read whole."""
     return message["role"] != "system" and bool(message.get("content"))
 
 
@@ -155,7 +155,7 @@ def with_texts(prompt: Chat | str | list[int], texts: Sequence[str]) -> Chat | s
 
 
 def is_cached(llm: LLM, prompt: Chat | str | list[int]) -> bool:
-    """Whether at least half of a prompt need not be read."""
+    """Test whether at least half of a prompt need not be read."""
     try:
         [ready] = rendered(llm, Task([prompt], {}))
     except PromptTooLongError:

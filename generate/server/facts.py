@@ -42,7 +42,7 @@ class Facts:
 
     @property
     def switches_thinking(self) -> bool:
-        """Whether the template turns thinking on and off."""
+        """Test whether the template turns thinking on and off."""
         return "enable_thinking" in self.template
 
     @property
@@ -51,7 +51,7 @@ class Facts:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether conversations may have tools: templates without a place for them get them as text."""
+        """Test whether conversations may have tools: templates without a place for them get them as text."""
         return bool(self.template)
 
 

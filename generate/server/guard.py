@@ -57,7 +57,7 @@ class Policy:
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key", headers=asks)
 
     def allows_host(self, host: str) -> bool:
-        """Whether a Host header names this machine: a page that rebinds its own name to our address does not."""
+        """Test whether a Host header names this machine: a page that rebinds its own name to our address does not."""
         try:
             name = host_name(urlsplit(f"//{host}").hostname or "")
         except ValueError:
@@ -71,14 +71,14 @@ class Policy:
         return True
 
     def allows_origin(self, origin: str, host: str) -> bool:
-        """Whether a browser's page may call: one that this server sent, or one that was allowed."""
+        """Test whether a browser's page may call: one that this server sent, or one that was allowed."""
         if "*" in self.origins or origin in self.origins:
             return True
         scheme, _, rest = origin.partition("://")
         return scheme in ("http", "https") and rest == host
 
     def has_key(self, headers: Headers) -> bool:
-        """Whether a request brings a key, in the header of either API; takes the same time for every wrong key."""
+        """Test whether a request brings a key, in the header of either API; takes the same time for every wrong key."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
         return any([hmac.compare_digest(digest(one), key) for one in given for key in self.keys])

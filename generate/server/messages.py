@@ -271,7 +271,7 @@ def tool_id(id: str) -> str:
 
 
 def is_shown(head: Head, part: Stretch) -> bool:
-    """Whether a whole reply has a block of a part."""
+    """Test whether a whole reply has a block of a part."""
     return bool(part.text) and (head.thoughts or part.kind == "text")
 
 

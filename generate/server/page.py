@@ -33,7 +33,7 @@ def routes() -> list[Route]:
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is a page or a part of one, which a browser fetches before it can send a key."""
+    """Test whether a path is a page or a part of one, which a browser fetches before it can send a key."""
     return path in PAGES or path.startswith("/static/")
 
 

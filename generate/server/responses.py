@@ -306,7 +306,7 @@ def _delta(at: dict[str, Any], number: str, text: str) -> bytes:
 
 
 def lacks_message(reply: Whole) -> bool:
-    """Whether a finished reply gets an empty message: without text and calls, unless it was cut while it reasoned."""
+    """Test whether a finished reply gets an empty message: one without text and calls, unless cut while it reasoned."""
     return not (reply.text or reply.calls or (reply.reasoning and reply.finish.reason == "length"))
 
 

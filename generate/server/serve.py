@@ -172,7 +172,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address to listen on."""
+    """Test whether only this machine reaches an address to listen on."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
