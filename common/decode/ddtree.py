@@ -24,9 +24,10 @@ class Tree:
 
     def add(self, parent: int, token: int) -> int:
         """Return the node for `token` after node `parent`; a node is added if there is none."""
-        node = self.children[parent].setdefault(token, len(self.tokens))
-        if node == len(self.tokens):
-            self.tokens.append(token)
+        tokens = self.tokens
+        node = self.children[parent].setdefault(token, len(tokens))
+        if node == len(tokens):
+            tokens.append(token)
             self.parents.append(parent)
             self.children.append({})
         return node
@@ -70,11 +71,14 @@ def grow(tree: Tree, ids: np.ndarray, logp: np.ndarray, budget: int, after: np.n
     # -log of a prefix's probability, minus its depth (of equal ones the deepest comes first), its last token's rank,
     # its parent node, its last token's row
     heap: list[tuple[float, int, int, int, int]] = [(costs[0][0][0], 0, 0, 0, 0)]
-    while heap and len(tree) <= budget:
-        cost, above, rank, parent, row = heapq.heappop(heap)
+    deepest, nodes, add, push = len(tokens) - 1, tree.tokens, tree.add, heapq.heappush  # the device waits for this
+    while heap and len(nodes) <= budget:
+        cost, above, rank, parent, row = heap[0]
         depth = -above
-        node, here, below = tree.add(parent, tokens[depth][row][rank]), costs[depth][row], rows[depth][row][rank]
+        node, here, below = add(parent, tokens[depth][row][rank]), costs[depth][row], rows[depth][row][rank]
         if rank + 1 < len(here):
-            heapq.heappush(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent, row))
-        if depth + 1 < len(tokens) and below >= 0:
-            heapq.heappush(heap, (cost + costs[depth + 1][below][0], above - 1, 0, node, below))
+            heapq.heapreplace(heap, (cost - here[rank] + here[rank + 1], above, rank + 1, parent, row))
+        else:
+            heapq.heappop(heap)
+        if depth < deepest and below >= 0:
+            push(heap, (cost + costs[depth + 1][below][0], above - 1, 0, node, below))

@@ -17,14 +17,14 @@ DISTURBED = 16  # steps in succession whose times are ignored, because they took
 
 
 class Mean:
-    """A running mean in which old values lose weight."""
+    """A running mean in which old values lose weight; `count` is the sum of the weights that were added."""
 
     def __init__(self, memory: int) -> None:
-        self.memory, self.value, self.count = memory, 0.0, 0
+        self.memory, self.value, self.count = memory, 0.0, 0.0
 
-    def add(self, x: float) -> None:
-        self.count += 1
-        self.value += (x - self.value) / min(self.count, self.memory)
+    def add(self, x: float, weight: float = 1.0) -> None:
+        self.count += weight
+        self.value += (x - self.value) * weight / min(self.count, self.memory)
 
 
 class Tuner:
@@ -123,14 +123,15 @@ class Tuner:
             if self.runs[size] >= FIRST:
                 mean.add(self.least[size] if self.runs[size] == FIRST else seconds)
 
-    def add_length(self, size: int, path: Sequence[int], gap: int) -> int:
+    def add_length(self, size: int, path: Sequence[int], gap: int, weight: float = 1.0) -> int:
         """Record what a step accepted, as `record`; return the gap after it.
 
-        gap  steps to come of the reply whose lengths count for nothing
+        gap     steps to come of the reply whose lengths count for nothing
+        weight  of the length: 1 for one reply, less for one of several whose rows are computed in one step
         """
         for smaller in self.sizes if size == 0 or gap == 0 else ():
             if smaller <= size:
-                self.lengths[smaller].add(sum(node <= smaller for node in path))
+                self.lengths[smaller].add(sum(node <= smaller for node in path), weight)
         return GAP if size == 0 else max(gap - 1, 0)
 
     @property
@@ -214,7 +215,7 @@ class TunerShare:
             self.shared.timed = self.taken
             # the device may do what was launched before a step after the step before it was recorded
             self.shared.add_time(size, seconds, switched, steps, self.quiet and was_quiet)
-        self.gap = self.tuner.add_length(size, path, self.gap)
+        self.gap = self.tuner.add_length(size, path, self.gap, 1 / len(self.shared.users))
 
     @property
     def plain_seconds(self) -> float | None:
