@@ -241,6 +241,7 @@ class Engine:
                 return False
             self.running.append(sequence)
             sequence.slot = slot
+            self._share_rows()
             if not sequence.begin(slot, slot.rewind(sequence.prompt, sequence.reading), self.prefixes):
                 logits = slot.logits_after(len(sequence.prompt)) if sequence.cached == len(sequence.prompt) else ()
                 self._decode(sequence, logits)
@@ -342,8 +343,13 @@ class Engine:
         self._advance(sequence, None)
 
     def _share_rows(self) -> None:
-        """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each."""
+        """Divide the rows of a step among the sequences that draft, by a limit of the draft tokens of each.
+
+        While prompts are read, no sequence runs ahead.
+        """
         runs = [each.run for each in self.running if each.run is not None]
+        for run in runs:
+            run.runs_ahead = len(runs) == len(self.running)
         drafting = [run for run in runs if run.options.drafts]
         most = self.schedule.most_drafted(len(drafting), len(runs) - len(drafting)) if drafting else None
         for run in drafting:

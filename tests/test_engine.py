@@ -316,6 +316,33 @@ def test_pieces_reach_callers_once_per_step_and_after_the_next_launch(ahead, mon
     assert done[-1] == "deliver"
 
 
+def test_no_token_waits_for_the_next_prompt_step(monkeypatch):
+    """A device would compute a prompt's step between two steps in flight, before the first one's token is read."""
+    monkeypatch.setattr(NumpyOps, "runs_ahead", True)
+    monkeypatch.setattr(NumpyOps, "prefill_rows", 8)
+    model, steps = tiny.load("llama", NumpyOps()), [0]
+    engine, forward = Engine(model, Ids(), CONTEXT, parallel=2), type(model).forward
+
+    def counted(model, state, step, *rows):
+        steps[0] += len(step) == 1
+        return forward(model, state, step, *rows)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    first = submit(engine, [5, 6, 7], max_tokens=300)
+    unread = [[], []]  # steps whose token was not handed over, after turns without and with a prompt to read
+    while first.sequence.new < 20:
+        engine.turn()
+        unread[0].append(steps[0] - first.sequence.new + 1)
+    other = submit(engine, 200 * [8], max_tokens=1)
+    engine.turn()
+    while other.sequence.reads:
+        engine.turn()
+        unread[1].append(steps[0] - first.sequence.new + 1)
+    assert set(unread[0][1:]) == {1}
+    assert len(unread[1]) > 20
+    assert not any(unread[1][2:])  # the step that was in flight, and the first after it
+
+
 def test_tokens_of_a_step_are_sampled_in_one_call(monkeypatch):
     """Of all samplers but those that penalize, whose rows the host reads at once."""
     model, calls, reads = tiny.load("llama", NumpyOps()), [], []

@@ -41,8 +41,8 @@ def plain(
 ) -> Generator[Request, Any, None]:
     """Emit a token per step until the state is full or the driver stops.
 
-    If the backend runs ahead, the next step is requested before the host has read its token: the device computes the
-    step while the host reads and prints the token.
+    If the backend runs ahead, and `run` may, the next step is requested before the host has read its token: the device
+    computes the step while the host reads and prints the token.
 
     logits  of the last prompt row. The state then holds all tokens but the newest, so a driver may stop after any
             token and go on later from it.
@@ -64,7 +64,7 @@ def plain(
         elif ask is not None:
             left = ask()
             is_last = left < 0
-        if runs_ahead and not is_last and state.length < state.capacity:
+        if runs_ahead and run.runs_ahead and not is_last and state.length < state.capacity:
             ahead = yield Rows(Step.chain(token, state.length), sampler, target_only=True)
         (values,) = yield Read((token,))
         value = int(values[0])

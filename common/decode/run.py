@@ -124,6 +124,8 @@ class DecoderRun:
     unread  last tokens of the prompt that `state` lacks, which the first step reads: one, or of WeDLM several
 
     most_drafted  limit of draft tokens of the next step, set by the engine for the number of replies; None: no limit
+    runs_ahead    whether a plain step may be requested before the newest token was read; cleared by the engine while it
+                  reads prompts, behind whose steps the request would wait, and the token with it
 
     A decoder asks `model` for its backend and configuration, and never calls it. Once a decoder is closed, `state`
     holds a prefix of prompt and reply: all tokens but the newest, except in WeDLM's windows, whose newest tokens are
@@ -141,6 +143,7 @@ class DecoderRun:
     wedlm: WedlmStats = field(default_factory=WedlmStats)
     unread: Sequence[int] = ()
     most_drafted: int | None = None
+    runs_ahead: bool = True
 
     def bounded(self, budget: int, sizes: Sequence[int] = ()) -> int:
         """Limit `budget` to `most_drafted`, and round it down to one of `sizes`, which include 0, if any are given."""

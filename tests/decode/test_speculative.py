@@ -457,4 +457,4 @@ def test_kinds_that_draft_need_a_draft():
     with pytest.raises(UsageError, match="spec tree needs a draft model"):
         decode(model, [1, 2, 3], 4, Speculation("tree"))
     with pytest.raises(UsageError, match="a model run by mlx-lm decodes one token at a time"):
-        speculative.check(Speculation("lookup"), SimpleNamespace(ops=NumpyOps()))
+        speculative.check(Speculation("lookup"), SimpleNamespace(ops=NumpyOps()), Sampler(Sampling()))
