@@ -220,8 +220,8 @@ class Sum:
         weight  address of the norm's weight, 0 without one
         """
         self._once()
-        slots = f"SLOTS={x.partials}", f"OTHERS={part.partials}"
-        run = kernel("exchange_norm", "exchange_scale", (*self.exchange.defines, *slots, *packed_only(out)))
+        partials = f"PARTIALS={x.partials}", f"OTHERS={part.partials}"
+        run = kernel("exchange_norm", "exchange_scale", (*self.exchange.defines, *partials, *packed_only(out)))
         args = (view(x), view(part), weight, total, squares, out, self.exchange.peers, self.meeting)
         stream = self.exchange.ends[self.rank].gpu.context.stream
         run((-(-int(out["groups"]) // 8), x.shape[0]), (64,), args, stream=stream)

@@ -13,7 +13,7 @@ from common import block_sparse
 from common.errors import BimetalError
 from common.step import MAX_DECODE_ROWS
 from cuda_backend.occupancy import WHOLE, Card, expert_blocks, in_flight, product_blocks, product_bound
-from cuda_backend.tree_order import most_slots
+from cuda_backend.tree_order import most_saved
 
 # columns of a unit, bytes of a tile of 16 rows: kernels/tile.cuh
 UNITS = {
@@ -297,31 +297,31 @@ def groups_of(columns: int) -> int:
 
 
 @functools.cache
-def delta_slots(
+def delta_saved(
     card: Card, key_width: int, rows: int, norm: bool, runs: int = 1, wide: int = 64
 ) -> tuple[int, int, int]:
-    """Slots of kernels/delta.cu in shared memory, those beyond, and shared memory, bytes.
+    """Return the matrices that kernels/delta.cu saves in shared memory, those beyond, and shared memory, bytes.
 
     One is shared, if it fits: more are rarely used, and would keep the next kernel from starting beside this one.
     runs  sequences whose trees share the rows
     wide  columns of a CTA
     """
     chunk = 16  # rows that a CTA reads together, at most
-    slots = max(most_slots(rows) - (key_width <= 128), 0) if rows <= MAX_DECODE_ROWS else 0
+    saved = max(most_saved(rows) - (key_width <= 128), 0) if rows <= MAX_DECODE_ROWS else 0
     shared = 4 * 2 * chunk * (2 * key_width + 3 * wide + 4) + 2 * MAX_DECODE_ROWS
     shared += 4 * (2 * chunk * 64 + chunk * 128 + 8) if norm else 0
-    slot = delta_slot(key_width, wide)
+    size = saved_bytes(key_width, wide)
     if shared > card.block_shared:
         raise BimetalError(f"{card.name} has too little shared memory for recurrent heads with keys {key_width} wide")
-    shared_slots = int(slots > 0 and shared + slot <= card.block_shared)
-    spilled = slots - shared_slots
-    if runs > 1:  # a tree that needs n more slots has n times the rows of the smallest that needs one, or more
-        spilled = rows // ((6 << (key_width <= 128) + shared_slots) - 2)
-    return shared_slots, spilled, shared + shared_slots * slot
+    shared_saved = int(saved > 0 and shared + size <= card.block_shared)
+    spilled = saved - shared_saved
+    if runs > 1:  # a tree that saves n more has n times the rows of the smallest that needs one, or more
+        spilled = rows // ((6 << (key_width <= 128) + shared_saved) - 2)
+    return shared_saved, spilled, shared + shared_saved * size
 
 
-def delta_slot(key_width: int, wide: int = 64) -> int:
-    """Bytes of a slot of kernels/delta.cu: the columns of a CTA."""
+def saved_bytes(key_width: int, wide: int = 64) -> int:
+    """Bytes of a matrix that kernels/delta.cu saves: the columns of a CTA."""
     return -(-key_width // 64) * 64 * wide * 4
 
 

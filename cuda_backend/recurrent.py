@@ -12,7 +12,7 @@ from cuda_backend.arrays import Array
 from cuda_backend.caches.recurrent import Conv, Delta, Recurrent
 from cuda_backend.context import Context
 from cuda_backend.launch import kernel
-from cuda_backend.layout import delta_slot, delta_slots, padded
+from cuda_backend.layout import delta_saved, padded, saved_bytes
 from cuda_backend.lazy import Lazy, Op, Target
 from cuda_backend.replay import RunInput
 from cuda_backend.runs import Run
@@ -198,16 +198,16 @@ def _delta(context: Context, rule: Rule, out: np.ndarray, norm: GatedNorm | None
             (Hv, runs), (256,), (step, Hk, Hv, Dv, *kept, *prepared, *end), stream=context.stream
         )
         return
-    shared_slots, spilled, shared = delta_slots(card, Dk, T, norm is not None, runs, wide)
-    most = delta_slots(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide)[2]
-    spill = arena.take(Hv * -(-Dv // wide) * spilled * delta_slot(Dk, wide)) if spilled else 0
+    shared_saved, spilled, shared = delta_saved(card, Dk, T, norm is not None, runs, wide)
+    most = delta_saved(card, Dk, MAX_DECODE_ROWS, norm is not None, wide=wide)[2]
+    spill = arena.take(Hv * -(-Dv // wide) * spilled * saved_bytes(Dk, wide)) if spilled else 0
     narrow = () if wide == 64 else (f"WIDE={wide}",)
     widths, partials, inputs, tail = _convolution(rule)
     defines = *widths, ways, f"ALONE={int(alone)}", *narrow, *(partials if alone else ()), *packed_only(out)
     kernel("delta", "delta", defines, most)(
         (Hv, -(-Dv // wide), runs),
         (4 * wide + (192 if alone and Dk <= 128 else 128),),
-        (*inputs, *kept, *tail, *prepared, spill, shared_slots, spilled, *end),
+        (*inputs, *kept, *tail, *prepared, spill, shared_saved, spilled, *end),
         shared_mem=shared,
         stream=context.stream,
     )
@@ -232,7 +232,7 @@ def _convolution(rule: Rule) -> tuple[tuple[str, ...], tuple[str, ...], tuple[An
     """Return what prepare.cu and delta.cu share: two groups of definitions, the first arguments, those of the taps."""
     spec, (conv, taps) = rule.delta.spec, rule.taps or (None, 0)
     widths = f"DK={padded(spec.key_dim)}", f"DIM={spec.key_dim}", f"TAPS={conv.spec.taps if conv else 0}"
-    sums = {"SLOTS": rule.inputs[0], "A_SLOTS": rule.inputs[3], "B_SLOTS": rule.inputs[4]}
+    sums = {"PARTIALS": rule.inputs[0], "A_PARTIALS": rule.inputs[3], "B_PARTIALS": rule.inputs[4]}
     partials = tuple(f"{name}={x['partials']}" for name, x in sums.items())
     inputs = *rule.inputs, *rule.decay, rule.step, spec.key_heads, spec.heads, spec.value_dim
     return widths, partials, inputs, (taps, conv.tail, conv.flip, conv.rows) if conv else (0, 0, 0, 0)

@@ -168,7 +168,7 @@ class Inputs:
                     branches = 1
                     put(LINE + 4 * first, bytes(chain.from_iterable(lines(order, after))))
                     put(MOVES + first, bytes(moves))
-                    put(PARENTS + first, bytes(visit % 256 for visit in after))
+                    put(PARENTS + first, bytes(i % 256 for i in after))
             fields = slot, first, rows, past, source, target, applied, len(path), kind, branches
             RUN.pack_into(host, RUNS + number * RUN.size, *fields)
             if len(path):

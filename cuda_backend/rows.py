@@ -154,7 +154,7 @@ def _emit_pointwise(lazy: Lazy, to: Target) -> None:
     out = out_of(to, lazy.K)
     name = LIGHT.get(code)
     if name and lazy.T <= MAX_DECODE_ROWS and float4_aligned(x, flat=True) and float4_aligned(y, flat=code == SWIGLU):
-        defines = (f"SLOTS={x.partials}", f"OTHERS={y.partials}", *packed_only(out))
+        defines = (f"PARTIALS={x.partials}", f"OTHERS={y.partials}", *packed_only(out))
         grid = (-(-int(out["groups"]) // 8), lazy.T)
         kernel("light", name, defines)(grid, (64,), (view(x), view(y), out), stream=stream)
         return
@@ -216,14 +216,14 @@ def _emit_deferred_norm(lazy: Lazy, to: Target, squares: int) -> None:
         return
     if added and experts:
         y, chosen, *other = experts.inputs
-        defines = (f"CHOSEN={chosen.shape[1]}", f"SLOTS={y.partials}", *packed_only(out))
+        defines = (f"CHOSEN={chosen.shape[1]}", f"PARTIALS={y.partials}", *packed_only(out))
         mixture = (view(y), chosen.address, view(other[0]) if other else NOTHING, len(other))
         both = (*mixture, view(added.inputs[0]), norm.address, added.forms.dense, squares, out)
         kernel("moe", "combine_scale", defines)(grid, (64,), both, stream=context.stream)
         return
     counts = tuple(term.partials for term in added.inputs) if added else (x.partials, 0)
     first, second, total = _terms(lazy)
-    defines = (f"SLOTS={counts[0]}", f"OTHERS={counts[1]}", *packed_only(out))
+    defines = (f"PARTIALS={counts[0]}", f"OTHERS={counts[1]}", *packed_only(out))
     args = (first, second, norm.address, total, squares, out)
     kernel("light", "add_scale", defines)(grid, (64,), args, stream=context.stream)
 

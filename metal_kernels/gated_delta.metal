@@ -2,14 +2,14 @@
 // Meaning   common/reference.py delta_rule and NumpyOps.gated_delta    Launcher  mlx_backend/recurrent.py
 // In        q, k [t][Hk][DK] T, v [t][Hv][Dv] T by its strides, g (log decay) and beta [t][Hv] float,
 //           matrix [Hv][Dv][DK] float, walk [n] int: the rows in the order of computation; ~row starts from `matrix` again
-// Out       out [n][Hv][Dv] T of every visit, after [Hv][Dv][DK] float, the matrix after the last visit
+// Out       out [n][Hv][Dv] T of every row in this order, after [Hv][Dv][DK] float, the matrix after the last row
 // Build     T float, half or bfloat; DK, of which a multiple of 32 leaves no lane idle
 // Work      a SIMD group owns one row of the matrix, N neighbouring numbers per lane in registers. It computes the path from
 //           the root to each leaf, one leaf after the other; rows that paths share are computed again
 // Assumes   threadgroups are 32 wide; all but v row-contiguous; value head h uses key head h % Hk
 // Numbers   float; per lane fma in the order of the columns, then simd_sum: a row has the same bits in a tree, in a
 //           chain of any length and in a replay
-// Bound     8 DK bytes per matrix row and launch; per visit 3 N fma and N products, 2 simd_sum (10 shuffles)
+// Bound     8 DK bytes per matrix row and launch; per row 3 N fma and N products, 2 simd_sum (10 shuffles)
 // Tried     nothing yet: not run on a GPU
 [[kernel]] void gated_delta() {
     constexpr int N = (DK + 31) / 32;

@@ -19,9 +19,9 @@ block_conv(In x, In own, const float* base, int C, int n, int G, float* out) {
         const float *taps = row_of(own, t) + i * G + group, *values = row_of(x, t - i) + c;
         float tap = base[(s64)i * C + c], value = 0.0f;
 #pragma unroll 1
-        for (int s = 0; s < own.slots; s++) tap += taps[s * own.slot];
+        for (int s = 0; s < own.partials; s++) tap += taps[s * own.partial_stride];
 #pragma unroll 1
-        for (int s = 0; s < x.slots; s++) value += values[s * x.slot];
+        for (int s = 0; s < x.partials; s++) value += values[s * x.partial_stride];
         sum += tap * value;
     }
     out[(s64)t * C + c] = sum;

@@ -1,7 +1,7 @@
 // conv: silu of a causal depthwise convolution along each row's ancestors; with PARENTS, the parent of each row
 // Meaning   common/reference.py NumpyOps.short_conv, .parent_rows       Launcher  cuda_backend/recurrent.py
 // In        x (T, C), taps [C][n + 1], state: two tails [n][C], `flip` apart, and rows [2][MAX_DECODE_ROWS][C]   Out  out [T][C] float32
-// Work      a thread per channel and row, in the order of visits. The rows of the last commit are still in the buffer of the other step: they are
+// Work      a thread per channel and row, in the order of rows. The rows of the last commit are still in the buffer of the other step: they are
 //           read there, and the new tail is written beside the old one, so that a step can run twice
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1)
 // Bound     launches: 4 reads per output, from the cache
@@ -20,7 +20,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
     const float *old_tail = tail + run.from * flip + c, *old_rows = rows + (s64)step->kept * MAX_DECODE_ROWS * C + c;
     const bool branches = run.branches;
     auto row_at = [&](int i) { return first + (branches ? step->line[first + i] & 0xff : i); };
-    auto place_of = [&](int row) {  // a visit of the run, or counted back from the newest committed row, -1
+    auto place_of = [&](int row) {  // of the run, in the order of rows, or counted back from the newest committed row, -1
         if (row >= 0) return row_of(x, row_at(row)) + c;
         const int from_path = path + row;
         return from_path >= 0 ? old_rows + (s64)step->path[run.path + from_path] * C : old_tail + (s64)(n + from_path) * C;
@@ -43,10 +43,10 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
         }
         if (j == n - 4) depend();
 #pragma unroll 1
-        for (int s = 0; s < x.slots; s++)
+        for (int s = 0; s < x.partials; s++)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (inside[i]) v[i] += p[i][s * x.slot];
+                if (inside[i]) v[i] += p[i][s * x.partial_stride];
         if (!run.kind && j == n - 4) rows[((s64)(1 - step->kept) * MAX_DECODE_ROWS + row_at(t)) * C + c] = v[0];
 #pragma unroll
         for (int i = 0; i < 4; i++) sum += tap[i] * v[i];
@@ -60,7 +60,7 @@ conv(In x, const float* taps, int C, int n, float* tail, s64 flip, float* rows, 
             const float* p = place_of(row);
             float v = 0.0f;
 #pragma unroll 1
-            for (int s = 0; s < (row >= 0 ? x.slots : 1); s++) v += p[s * x.slot];
+            for (int s = 0; s < (row >= 0 ? x.partials : 1); s++) v += p[s * x.partial_stride];
             tail[run.to * flip + (s64)j * C + c] = v;
         }
 }

@@ -4,10 +4,10 @@
 // Work      all loads of a lane are unconditional, from another address if the value is not needed, because the compiler serializes
 //           conditional loads
 
-#ifndef SLOTS
-#define SLOTS 1
-#define A_SLOTS 1
-#define B_SLOTS 1
+#ifndef PARTIALS
+#define PARTIALS 1
+#define A_PARTIALS 1
+#define B_PARTIALS 1
 #endif
 #define PIECE 128                         // columns of v that a warp takes
 #define FOURS ((DK + 127) / 128)          // fours of channels per lane, 128 apart
@@ -34,12 +34,12 @@ __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 
 // The next N partial sums of what lies at p[0], p[1], ..., in order, all reads in flight.
 template <int N, int R, class V>
-__device__ __forceinline__ void add_some(V (&sum)[R], const float* (&p)[R], s64 slot) {
+__device__ __forceinline__ void add_some(V (&sum)[R], const float* (&p)[R], s64 stride) {
     V e[N + 1][R];
 #pragma unroll
     for (int s = 0; s < N; s++)
 #pragma unroll
-        for (int j = 0; j < R; j++, p[j - 1] += slot) e[s][j] = *(const V*)p[j];
+        for (int j = 0; j < R; j++, p[j - 1] += stride) e[s][j] = *(const V*)p[j];
 #pragma unroll
     for (int s = 0; s < N; s++)
 #pragma unroll
@@ -48,10 +48,10 @@ __device__ __forceinline__ void add_some(V (&sum)[R], const float* (&p)[R], s64 
 
 // All N of them, M in flight.
 template <int N, int M, int R, class V>
-__device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 slot) {
+__device__ __forceinline__ void add_all(V (&sum)[R], const float* (&p)[R], s64 stride) {
 #pragma unroll 1
-    for (int s = M; s <= N; s += M) add_some<M>(sum, p, slot);
-    add_some<N % M>(sum, p, slot);
+    for (int s = M; s <= N; s += M) add_some<M>(sum, p, stride);
+    add_some<N % M>(sum, p, stride);
 }
 
 // rows[0] of a run's rows in the input: convolved with the rows before it, rows[1] and on, newest first, where -1 is the newest committed one;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
 #pragma unroll
         for (int j = 0; j <= BEFORE; j++) p[j] = head.p + (run.first + max(rows[j], 0)) * in.row + at;
         depend();
-        add_all<SLOTS, FOURS == 1 ? 5 : 2>(sum, p, in.slot);
+        add_all<PARTIALS, FOURS == 1 ? 5 : 2>(sum, p, in.partial_stride);
 #pragma unroll
         for (int j = 0; j <= BEFORE; j++)
             if (j == 0 || rows[j] >= 0) x[j] = sum[j];
@@ -118,7 +118,7 @@ __device__ __forceinline__ void convolve(const In& in, const Head& head, const C
 __device__ __forceinline__ float2 gates_of(const In& a, const In& b, int t, int h, float decay, float dt_bias) {
     const float *of_a[1] = {row_of(a, t) + h}, *of_b[1] = {row_of(b, t) + h};
     float x[1] = {}, y[1] = {};
-    add_all<A_SLOTS, 8>(x, of_a, a.slot), add_all<B_SLOTS, 8>(y, of_b, b.slot);
+    add_all<A_PARTIALS, 8>(x, of_a, a.partial_stride), add_all<B_PARTIALS, 8>(y, of_b, b.partial_stride);
     x[0] += dt_bias;
     return make_float2(expf(decay * (x[0] > 20.0f ? x[0] : log1pf(expf(x[0])))), sigmoid(y[0]));
 }

@@ -10,7 +10,7 @@
 // Build     DK, a multiple of 16 up to 256; DIM: the width of a key, at most DK, zeros after it in the state
 //           TAPS: of the convolution, 0 without; NORM: with the gated norm, DV = 128 and compute capability 9.0
 //           ALONE: a step of one row, which needs no prepare.cu: what three value heads share of a key head is computed by each
-//           then, which costs less than a launch; SLOTS, A_SLOTS, B_SLOTS as prepare.cu; the names of store.cuh
+//           then, which costs less than a launch; PARTIALS, A_PARTIALS, B_PARTIALS as prepare.cu; the names of store.cuh
 //           WIDE: 64, or 32 without NORM and ALONE, of few heads: twice the CTAs, each with half of the warps that share a
 //           multiprocessor
 // Work      a CTA per value head and WIDE columns, two of them a cluster under NORM. A warp per 8 columns runs the recurrence: 16 lanes share
@@ -18,8 +18,8 @@
 //           last one; chunks have equal length, so that neither group waits for a short one.
 //           The committed path is applied first, and its result written beside the old matrix; this step's
 //           rows are kept as (k, change, factor) for the next. A row's result is that of the matrix before it, faded, and of its
-//           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is visited depth first, leaves first, as the
-//           step's `line` says. A matrix that several rows with children go on from waits for them: the innermost in
+//           change times k . q: a leaf of a tree leaves the matrix as it is. A tree is computed depth first, leaves first, as the
+//           step's `line` says. A matrix that several rows with children go on from is saved for them: the innermost in
 //           registers, one in shared memory, and more, which few trees have, in `spill`
 // Assumes   a step of more than MAX_DECODE_ROWS rows is a chain (kind 1); it leaves its own matrix
 // Numbers   float32; every way to reach a state applies the same operations in the same order, so a row of a chain or a
@@ -45,7 +45,7 @@
 #endif
 #define TEAM (4 * WIDE)                             // threads of the recurrence
 #define HELPERS (ALONE && DK <= 128 ? 6 : 4)          // warps beside them
-#define HELD (DK <= 128 && !ALONE)                  // matrices that wait in registers
+#define HELD (DK <= 128 && !ALONE)                  // matrices that are saved in registers
 #define SHARE (CHUNK / HELPERS / 2)                 // rows of a chunk that 16 lanes read
 #define GATED (ALONE ? 1 : 2)                       // rows whose gates a warp reads
 #define APPLIED (DK <= 128 && !ALONE ? 4 : 1)       // committed rows that are read together
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(TEAM + 32 * HELPERS, 1) CLUSTER
 delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv,
       int DV, float* matrix, s64 flip, float* row_k, float* row_change, float* row_factor, const float* taps, float* tail,
       s64 tail_flip, float* raw_rows, const float* queries, const float* keys, const float* values, const float* gates,
-      float4* spill, int shared_slots, int spilled, In z, const float* norm, float eps, Out out) {
+      float4* spill, int shared_saved, int spilled, In z, const float* norm, float eps, Out out) {
     release_next();
     if (!ALONE && (int)blockIdx.z >= step->runs) return;
     const Run& run = step->run[ALONE ? 0 : blockIdx.z];
@@ -200,17 +200,17 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
                     p[i] = head_of(z, row_at(gated * chunk + min(2 * (own + i * HELPERS) + (int)rank, gated_n - 1)), h, 128) + lane * 4;
                 depend();
 #pragma unroll 1
-                for (int s = 0; s < z.slots; s += 4) {
+                for (int s = 0; s < z.partials; s += 4) {
                     float4 e[GATED][4];
 #pragma unroll
                     for (int k = 0; k < 4; k++)
 #pragma unroll
-                        for (int i = 0; i < GATED; i++) e[i][k] = *(const float4*)(p[i] + min(s + k, z.slots - 1) * z.slot);
+                        for (int i = 0; i < GATED; i++) e[i][k] = *(const float4*)(p[i] + min(s + k, z.partials - 1) * z.partial_stride);
 #pragma unroll
                     for (int k = 0; k < 4; k++)
 #pragma unroll
                         for (int i = 0; i < GATED; i++)
-                            if (s + k < z.slots) g[i] = plus(g[i], e[i][k]);
+                            if (s + k < z.partials) g[i] = plus(g[i], e[i][k]);
                 }
 #pragma unroll
                 for (int i = 0; i < GATED; i++) {
@@ -309,26 +309,26 @@ delta(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, co
 #if HELD
     float4 held[4][NJ];
 #endif
-    float4* snapshots = (float4*)(moves + MAX_DECODE_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
-    // The row before's matrix goes to a slot, or what waits there comes back.
+    float4* saved = (float4*)(moves + MAX_DECODE_ROWS) + (NORM ? (2 * CHUNK * WIDE + CHUNK * 128 + 8) / 4 : 0);  // to the end
+    // The row before's matrix is saved under a number, or the one that was comes back.
     auto move_matrix = [&](int move) {
-        const int slot = move & 7;
-        const bool waits = move & 8;
+        const int number = move & 7;
+        const bool saves = move & 8;
 #if HELD
-        if (slot == 1) {
-            if (waits)
+        if (number == 1) {
+            if (saves)
                 copy_matrix(held, s);
             else
                 copy_matrix(s, held);
             return;
         }
 #endif
-        const int i = slot - 1 - HELD, size = 4 * NJ * TEAM, least = (6 << HELD + shared_slots) - 2;  // rows of a tree that spills
+        const int i = number - 1 - HELD, size = 4 * NJ * TEAM, least = (6 << HELD + shared_saved) - 2;  // rows of a tree that spills
         const s64 block = h * (int)gridDim.y + (int)blockIdx.y;
-        float4* at = i < shared_slots ? snapshots + i * size : spill + (block * spilled + base / least + i - shared_slots) * size;
+        float4* at = i < shared_saved ? saved + i * size : spill + (block * spilled + base / least + i - shared_saved) * size;
 #pragma unroll
         for (int k = 0; k < 4 * NJ; k++)
-            if (waits)
+            if (saves)
                 at[k * TEAM + t] = s[k / NJ][k % NJ];
             else
                 s[k / NJ][k % NJ] = at[k * TEAM + t];

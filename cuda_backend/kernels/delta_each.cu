@@ -26,9 +26,9 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
            const float* row_factor, const float* queries, const float* keys, const float* values, const float* gates, In z,
            const float* norm, float eps, Out out) {
     release_next();
-    const int h = blockIdx.x, hk = h % Hk, visit = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (visit >= step->runs) return;
-    const Run run = step->run[visit];
+    const int h = blockIdx.x, hk = h % Hk, number = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (number >= step->runs) return;
+    const Run run = step->run[number];
     const int row = run.first;
 
 #if NORM
@@ -46,12 +46,12 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
     };
     read_columns(local);
     depend();
-    read_fours(key, keys + ((s64)visit * Hk + hk) * DK, part);
-    const float2 gate = *(const float2*)(gates + ((s64)visit * Hv + h) * 2);
+    read_fours(key, keys + ((s64)number * Hk + hk) * DK, part);
+    const float2 gate = *(const float2*)(gates + ((s64)number * Hv + h) * 2);
 #pragma unroll 1
     for (int first = 0; first < DV; first += COLUMNS) {
         const int column = first + local, own = column + part % 4;
-        const float value = values[((s64)visit * Hv + h) * DV + min(own, DV - 1)];
+        const float value = values[((s64)number * Hv + h) * DV + min(own, DV - 1)];
 #pragma unroll 1
         for (int i = 0; i < run.path_length; i++) {
             const s64 r = old + step->path[run.path + i];
@@ -66,7 +66,7 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
         }
         write_matrix(s, to + (s64)min(column, DV - 1) * DK, part, min(4, DV - column));
         float4 query[NJ];  // read again, for registers
-        read_fours(query, queries + ((s64)visit * Hk + hk) * DK, part);
+        read_fours(query, queries + ((s64)number * Hk + hk) * DK, part);
         const float both = sum_of_sixteen(part_of_dot(key, query));
         float with_key[4], with_query[4];
 #pragma unroll
@@ -87,7 +87,7 @@ delta_each(const StepState* step, int Hk, int Hv, int DV, float* matrix, s64 fli
         __syncthreads();
         return;
     }
-    float4 g = slots_of(head_of(z, row, h, 128) + lane * 4, z);
+    float4 g = sum_of_partials(head_of(z, row, h, 128) + lane * 4, z);
     const float4 w = *(const float4*)(norm + lane * 4);
     g = make_float4(w.x * silu(g.x), w.y * silu(g.y), w.z * silu(g.z), w.w * silu(g.w));
     __syncthreads();

@@ -1,7 +1,7 @@
 // dense: y = x W' for a matrix of floats and any number of rows of x
 // Meaning   common/reference.py NumpyOps.linear, moe, embed   Launcher  cuda_backend/products.py
 // In        w [N][K], with EXPERTS the address of each expert's; x [T][K] float32; with `squares` x is multiplied by 1 / rms: linear.cu
-// Out       out [T][N] float32, and zeros in further slots
+// Out       out [T][N] float32, and zeros in further partial sums
 // Build     one of BF16, F16, F32; ROWS of x at a time, 1 or 2; EXPERTS for moe
 // Work      a warp per row of w
 // Numbers   float32, in an order that depends on K alone
@@ -34,7 +34,7 @@ struct __align__(16) Eight {
 #endif
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-dense(const void* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int slots, s64 slot_stride,
+dense(const void* w, const float* x, float* out, int N, int K, int T, s64 row_stride, int partials, s64 partial_stride,
       const int* ids, int x_divisor, const float* squares, int parts, float columns, float eps) {
     release_next();
     const int lane = threadIdx.x % 32, row = blockIdx.y * 8 + threadIdx.x / 32, first = blockIdx.x * ROWS;
@@ -92,7 +92,7 @@ dense(const void* w, const float* x, float* out, int N, int K, int T, s64 row_st
     for (int c = 0; c < ROWS; c++) {
         const float sum = warp_sum(acc[c]) * factor[c];
         if (lane == 0 && first + c < T)
-            for (int slot = 0; slot < slots; slot++) out[slot * slot_stride + (first + c) * row_stride + row] = slot ? 0.0f : sum;
+            for (int p = 0; p < partials; p++) out[p * partial_stride + (first + c) * row_stride + row] = p ? 0.0f : sum;
     }
 }
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ void meet(const In& x, int K, int fours, const Peers&
         for (int n = 0; n < AT_ONCE; n++) {
             const int i = first + n * stride, t = i / wide;
             if (i >= fours) break;
-            own[n] = as_sent(slots_of(row_of(x, t) + 4 * (i - t * wide), x));
+            own[n] = as_sent(sum_of_partials(row_of(x, t) + 4 * (i - t * wide), x));
             send(peers, m, number, i, own[n]);
         }
         if (first == thread) clear(m, number, thread, stride);

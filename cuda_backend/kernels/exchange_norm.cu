@@ -4,7 +4,7 @@
 // In        x [T][K] float32, and y, this rank's part of the sum that is added to x; perhaps partial sums, readable as float4;
 //           weight [K]; `peers` and `m`: peers.cuh
 // Out       sum [T][K], squares [T][K / 128], and rows for a product in a form of store.cuh. If a part does not arrive: NaN
-// Build     RANKS; SLOTS, OTHERS: partial sums of x and y; the macros of store.cuh
+// Build     RANKS; PARTIALS, OTHERS: partial sums of x and y; the macros of store.cuh
 // Work      a lane per four columns
 // Assumes   all CTAs of a grid are resident at once
 // Numbers   bitwise those of exchange.cu followed by light.cu
@@ -25,7 +25,7 @@ exchange_scale(In x, In y, const float* weight, float* sum, float* squares, Out 
         if (real) {
             depend();
             const u32 number = number_of(m), failed = m.state[1];
-            load_sums(v, own, row_of(x, t) + at, x.slot, row_of(y, t) + at, y.slot);
+            load_sums(v, own, row_of(x, t) + at, x.partial_stride, row_of(y, t) + at, y.partial_stride);
             own = as_sent(own);
             const int i = t * (out.K / 4) + k / 4;
             if (in) send(peers, m, number, i, own);

@@ -30,7 +30,7 @@ add_scale(In x, In y, const float* weight, float* sum, float* squares, Out out) 
     for (int real = t >= 2; real < 2; real++) {
         if (real) {
             depend();
-            load_sums(v, other, row_of(x, t) + at, x.slot, row_of(y, t) + at, y.slot);
+            load_sums(v, other, row_of(x, t) + at, x.partial_stride, row_of(y, t) + at, y.partial_stride);
             v = in ? plus(v, other) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
         if (sum && in && real) *(float4*)(sum + (s64)t * out.K + k) = v;
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) swiglu(In x, In y, Out out) 
     begin();
     const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
     float4 g, u, v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    load_sums(g, u, row_of(x, t) + at, x.slot, row_of(y, t) + at, y.slot);
+    load_sums(g, u, row_of(x, t) + at, x.partial_stride, row_of(y, t) + at, y.partial_stride);
     if (k < out.K) v = make_float4(silu(g.x) * u.x, silu(g.y) * u.y, silu(g.z) * u.z, silu(g.w) * u.w);
     store_four(out, t, k, v);
 }
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) mul_sigmoid(In x, In y, Out 
     begin();
     const int k = (blockIdx.x * 64 + threadIdx.x) * 4, t = blockIdx.y, at = min(k, out.K - 4);
     float4 e, g, v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    load_sums(e, g, row_of(x, t) + at, x.slot, place(y, t, at), y.slot);
+    load_sums(e, g, row_of(x, t) + at, x.partial_stride, place(y, t, at), y.partial_stride);
     if (k < out.K) v = make_float4(e.x * sigmoid(g.x), e.y * sigmoid(g.y), e.z * sigmoid(g.z), e.w * sigmoid(g.w));
     store_four(out, t, k, v);
 }
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(64, 1) gated_norm(In x, int H, int 
     const float4 w = *(const float4*)(weight + d);
     depend();
     if (t >= T) return;
-    const float4 v = slots_of(head_of(x, t, head, 128) + d, x), g = slots_of(head_of(z, t, head, 128) + d, z);
+    const float4 v = sum_of_partials(head_of(x, t, head, 128) + d, x), g = sum_of_partials(head_of(z, t, head, 128) + d, z);
     const float scale = norm_factor(warp_sum(v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w)), 128, eps);
     const float4 gate = make_float4(w.x * silu(g.x), w.y * silu(g.y), w.z * silu(g.z), w.w * silu(g.w));  // as delta.cu
     store_four(out, t, head * 128 + d, make_float4(v.x * scale * gate.x, v.y * scale * gate.y, v.z * scale * gate.z, v.w * scale * gate.w));

@@ -1,13 +1,13 @@
 // linear: y = x W' for a quantized W and 1 to 72 rows of x, as partial sums along k; or for two W of different types in one launch
 // Meaning   common/reference.py NumpyOps.linear          Launcher  cuda_backend/products.py linear
 // In        a, b  matrices for the same x; b only with SECOND. The first `ctas` CTAs of the launch compute a
-// Out       out [slot][T][N] float32 of each matrix, to be added in slot order
+// Out       out [partial][T][N] float32 of each matrix, to be added in this order
 // Build     namespace first, with SECOND also second, each of a type of tile.cuh and STAGES (sources.py); COLS: layout.py; STRIPES;
 //           BLOCKS per multiprocessor, with the registers of BOUND threads each; AHEAD: a separate warp computes the factors of
 //           a norm, which was slower above 8 rows; CP_ASYNC to force the sm_80 ring
 // Work      8 warps multiply, a 16-row tile each; warp 8 loads units to a ring; with AHEAD, warp 9 computes the factors of a norm.
 //           The list of (row block, k block) is cut into stripes, which may begin and end inside a row block; each stripe that
-//           touches a row block writes a slot. A CTA takes up to STRIPES of them
+//           touches a row block writes a partial sum. A CTA takes up to STRIPES of them
 // Assumes   rows padded to 128 and columns to KBLOCK in w and x; stripes do not depend on the number of rows
 // Numbers   as product.cuh, one unit after the other: the result of a row depends neither on the other rows nor on COLS
 // Bound     bytes of w; Origin: the stripes of Marlin (Frantar et al., arXiv 2408.11743)

@@ -2,7 +2,7 @@
 
 struct Matrix {
     const u8* w;  // units of tile.cuh
-    float* out;   // [slot][T][N]
+    float* out;   // [partial][T][N]
     int N, k_blocks, units;  // of a row block, and of all; units times stripes are less than 2^32 for 2^38 weights
     int stripes, each;       // into which its units are cut, and how many of them a CTA takes
     u32 k_blocks_inverse, units_inverse, stripes_inverse;  // for `quotient`
@@ -18,6 +18,6 @@ struct Rows {
 };
 
 struct Partials {  // of the output
-    s64 slot, row;   // from one to the next
-    int slots;
+    s64 partial_stride, row;  // from one to the next
+    int partials;
 };

@@ -4,7 +4,7 @@
 //           ids                                        Out  groups, order: experts.cu
 //           y (T * k, C), weights [T][k]               Out  out [T][C] float32
 //           changes (address of an entry of a table, its value), n pairs     Out  the entries: addresses of experts
-// Build     PER of choose.cuh; CHOSEN matrices of a row and their SLOTS partial sums, for combine_scale
+// Build     PER of choose.cuh; CHOSEN matrices of a row and PARTIALS, the partial sums of each, for combine_scale
 // Work      route: a warp per row. combine: a thread per output, combine_scale per four, experts in the order of ids
 // Bound     launches
 // Tried     route and group in one launch, a warp per row -> Laguna's step of 16 rows 2.396 ms against 2.323: one CTA reads its code and
@@ -13,9 +13,9 @@
 
 #ifndef CHOSEN
 #define CHOSEN 1
-#define SLOTS 1
+#define PARTIALS 1
 #endif
-#define AT_ONCE (20 / SLOTS > CHOSEN ? CHOSEN : 20 / SLOTS > 0 ? 20 / SLOTS : 1)  // of them, in registers
+#define AT_ONCE (20 / PARTIALS > CHOSEN ? CHOSEN : 20 / PARTIALS > 0 ? 20 / PARTIALS : 1)  // of them, in registers
 
 // A warp per row. A shared expert, number E, comes after a row's best.
 extern "C" __global__ void __launch_bounds__(32) route(Choice choice, int* ids) {
@@ -83,10 +83,10 @@ extern "C" __global__ void combine(In y, const float* weights, int k, int C, In 
     float sum = 0.0f;
     for (int first = 0; first < k; first += 8) {  // the reads of eight experts are in flight together
         float e[8] = {};
-        for (int slot = 0; slot < y.slots; slot++)
+        for (int s = 0; s < y.partials; s++)
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                if (first + j < k) e[j] += row_of(y, t * k + first + j)[slot * y.slot + c];
+                if (first + j < k) e[j] += row_of(y, t * k + first + j)[s * y.partial_stride + c];
 #pragma unroll
         for (int j = 0; j < 8; j++)
             if (first + j < k) sum += weights[t * k + first + j] * e[j];
@@ -108,24 +108,24 @@ combine_scale(In y, const float* weights, In other, int has_other, In x, const f
         const float4 before = *(const float4*)(row_of(x, t) + c);
         const float* from = row_of(y, t * CHOSEN) + c;
         float4 more = v;
-        if (has_other) more = slots_of(row_of(other, t) + c, other);
+        if (has_other) more = sum_of_partials(row_of(other, t) + c, other);
 #pragma unroll 1
         for (int first = 0; first < CHOSEN; first += AT_ONCE) {  // the reads of AT_ONCE experts are in flight before anything is added
-            float4 e[AT_ONCE][SLOTS];
+            float4 e[AT_ONCE][PARTIALS];
             float of[AT_ONCE];
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 const bool there = first + j < CHOSEN;
                 of[j] = there ? weights[t * CHOSEN + first + j] : 0.0f;
 #pragma unroll
-                for (int slot = 0; slot < SLOTS; slot++)
-                    if (there) e[j][slot] = *(const float4*)(from + (first + j) * y.row + slot * y.slot);
+                for (int s = 0; s < PARTIALS; s++)
+                    if (there) e[j][s] = *(const float4*)(from + (first + j) * y.row + s * y.partial_stride);
             }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
                 if (first + j >= CHOSEN) break;
 #pragma unroll
-                for (int slot = 1; slot < SLOTS; slot++) e[j][0] = plus(e[j][0], e[j][slot]);
+                for (int s = 1; s < PARTIALS; s++) e[j][0] = plus(e[j][0], e[j][s]);
                 v = plus(v, make_float4(of[j] * e[j][0].x, of[j] * e[j][0].y, of[j] * e[j][0].z, of[j] * e[j][0].w));
             }
         }

@@ -41,32 +41,32 @@ struct PackedRows {
 #endif
 };
 
-// A stripe's part of a row block, times a factor per row of x, to partial sum `slot`, and zeros to those up to `end`.
-// out [slot][T][N] from this matrix's first column on.
-__device__ __forceinline__ void put(const float (&acc)[NT][ACC], float* out, int N, int T, int row, int slot, int end,
-                                    s64 slot_stride, s64 row_stride, const float* factors, int lane) {
+// A stripe's part of a row block, times a factor per row of x, to partial sum `partial`, and zeros to those up to `end`.
+// out [partial][T][N] from this matrix's first column on.
+__device__ __forceinline__ void put(const float (&acc)[NT][ACC], float* out, int N, int T, int row, int partial, int end,
+                                    s64 partial_stride, s64 row_stride, const float* factors, int lane) {
     row += lane / 4;
 #pragma unroll 1
-    for (int to_slot = slot; to_slot < end; to_slot++) {
-        const bool keep = to_slot == slot;
+    for (int p = partial; p < end; p++) {
+        const bool own = p == partial;
 #if COLS == 1
-        float* to = out + to_slot * slot_stride + row;
+        float* to = out + p * partial_stride + row;
         const float factor = factors[0];
         if (lane % 4 == 0) {
-            if (row < N) to[0] = keep ? acc[0][0] * factor : 0.0f;
-            if (row + 8 < N) to[8] = keep ? acc[0][1] * factor : 0.0f;
+            if (row < N) to[0] = own ? acc[0][0] * factor : 0.0f;
+            if (row + 8 < N) to[8] = own ? acc[0][1] * factor : 0.0f;
         }
 #else
         const int column = lane % 4 * 2;
-        float* to = out + to_slot * slot_stride + column * row_stride + row;
+        float* to = out + p * partial_stride + column * row_stride + row;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             const int left = T - column - 8 * n;
             const float first = factors[column + 8 * n], second = factors[column + 8 * n + 1];
-            if (left > 0 && row < N) to[0] = keep ? acc[n][0] * first : 0.0f;
-            if (left > 1 && row < N) to[row_stride] = keep ? acc[n][1] * second : 0.0f;
-            if (left > 0 && row + 8 < N) to[8] = keep ? acc[n][2] * first : 0.0f;
-            if (left > 1 && row + 8 < N) to[row_stride + 8] = keep ? acc[n][3] * second : 0.0f;
+            if (left > 0 && row < N) to[0] = own ? acc[n][0] * first : 0.0f;
+            if (left > 1 && row < N) to[row_stride] = own ? acc[n][1] * second : 0.0f;
+            if (left > 0 && row + 8 < N) to[8] = own ? acc[n][2] * first : 0.0f;
+            if (left > 1 && row + 8 < N) to[row_stride + 8] = own ? acc[n][3] * second : 0.0f;
             to += 8 * row_stride;
         }
 #endif

@@ -29,28 +29,28 @@ __device__ __forceinline__ void begin() {
 
 #define THREADS 256
 
-// An activation (T, heads, D) in float32, possibly as partial sums: `slots` copies to be added in index order.
+// An activation (T, heads, D) in float32, possibly as partial sums: `partials` copies to be added in index order.
 struct In {
     const float* p;
-    s64 slot, row, head;       // strides in elements
-    int slots, width, inner;   // width of a head, 0: a row is contiguous; inner: stride in a head, 0 or 1
+    s64 partial_stride, row, head;  // strides in elements
+    int partials, width, inner;     // width of a head, 0: a row is contiguous; inner: stride in a head, 0 or 1
 };
 
 // v[n] = element first + n * stride of a row or head that begins at p, where that is below end, else 0. All reads of
-// four slots are in flight together; the code stays small, because a kernel that runs once is as slow as its fetch.
+// four partial sums are in flight together; the code stays small, because a kernel that runs once is as slow as its fetch.
 template <int N>
 __device__ __forceinline__ void load_some(float (&v)[N], const In& a, const float* p, int first, int stride, int end) {
 #pragma unroll
     for (int n = 0; n < N; n++) v[n] = 0.0f;
 #pragma unroll 1
-    for (int s = 0; s < a.slots; s += 4) {
+    for (int s = 0; s < a.partials; s += 4) {
         float e[4][N];
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 const int i = first + n * stride;
-                e[j][n] = s + j < a.slots && i < end ? p[i + (s + j) * a.slot] : 0.0f;
+                e[j][n] = s + j < a.partials && i < end ? p[i + (s + j) * a.partial_stride] : 0.0f;
             }
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -67,21 +67,21 @@ __device__ __forceinline__ float load_one(const In& a, const float* p) {
 
 __device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// Four columns, the slots of `a` added in order, four reads in flight. None is conditional, since the compiler lets a
-// conditional one wait for the one before it: after the last slot it is read again, for nothing.
-__device__ __forceinline__ float4 slots_of(const float* p, const In& a) {
+// Four columns, the partial sums of `a` added in order, four reads in flight. None is conditional, since the compiler lets a
+// conditional one wait for the one before it: after the last partial sum it is read again, for nothing.
+__device__ __forceinline__ float4 sum_of_partials(const float* p, const In& a) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int s = 0; s < a.slots; s += 4) {
+    for (int s = 0; s < a.partials; s += 4) {
         float4 e[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             e[j] = *(const float4*)p;
-            if (s + j < a.slots - 1) p += a.slot;
+            if (s + j < a.partials - 1) p += a.partial_stride;
         }
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            if (s + j < a.slots) v = plus(v, e[j]);
+            if (s + j < a.partials) v = plus(v, e[j]);
     }
     return v;
 }
@@ -98,26 +98,26 @@ __device__ __forceinline__ const float* place(const In& a, int t, int i) {
 }
 
 // Elements 0 to 3 of a run of `left` that starts at p, of which nothing is known.
-__device__ __forceinline__ float4 load_apart(const float* p, s64 slot, int slots, int inner, int left) {
+__device__ __forceinline__ float4 load_apart(const float* p, s64 partial_stride, int partials, int inner, int left) {
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
     for (int i = 0; i < 4; i++, p += inner) {
         float sum = 0.0f;
 #pragma unroll 1
-        for (int s = 0; s < slots && i < left; s++) sum += p[s * slot];
+        for (int s = 0; s < partials && i < left; s++) sum += p[s * partial_stride];
         v = make_float4(v.y, v.z, v.w, sum);  // four turns bring each to its place
     }
     return v;
 }
 
-// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros after it; the slots of `a` added.
+// v[n] = four elements from p + n * stride on, of a run that ends `left` after p, zeros after it; the partial sums of `a` added.
 template <int N>
 __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const In& a, int stride, int left) {
 #pragma unroll
     for (int n = 0; n < N; n++) v[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (a.inner && ((u64)p | a.slot * 4 | left * 4) % 16 == 0) {
+    if (a.inner && ((u64)p | a.partial_stride * 4 | left * 4) % 16 == 0) {
 #pragma unroll 1
-        for (int s = 0; s < a.slots; s++, p += a.slot) {
+        for (int s = 0; s < a.partials; s++, p += a.partial_stride) {
             float4 e[N];
 #pragma unroll
             for (int n = 0; n < N; n++) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void load_fours(float4 (&v)[N], const float* p, const
     }
 #pragma unroll 1
     for (int n = 0; n < N; n++) {
-        const float4 e = load_apart(p + n * stride, a.slot, a.slots, a.inner, left - n * stride);
+        const float4 e = load_apart(p + n * stride, a.partial_stride, a.partials, a.inner, left - n * stride);
 #pragma unroll
         for (int m = 0; m < N - 1; m++) v[m] = v[m + 1];
         v[N - 1] = e;
@@ -158,15 +158,15 @@ struct __align__(16) StepState {
     int rows, runs, kept, unused[13];  // kept: which of the stores of rows holds those of paths; this step's go to another
     int path[MAX_DECODE_ROWS];         // rows of the step before
     u32 seen[MAX_DECODE_ROWS][ROW_WORDS];  // bit j: this row of a tree sees row j of its run
-    u32 line[MAX_DECODE_ROWS];  // of branches, by visit, a byte each: the row and three before it, newest first; -1 is the newest committed
-    u8 moves[MAX_DECODE_ROWS];  // of branches, by visit, like the next: cuda_backend/tree_order.py
+    u32 line[MAX_DECODE_ROWS];  // of branches, in the order of rows, a byte each: the row and three before it, newest first; -1 is the newest committed
+    u8 moves[MAX_DECODE_ROWS];  // of branches, in the order of rows, like the next: cuda_backend/tree_order.py
     u8 parents[MAX_DECODE_ROWS];
     u8 run_of[MAX_DECODE_ROWS], unused_bytes[8];
     Run run[MAX_RUNS];
 };
-// The run that row t of the step, or visit t, belongs to; a step of one row is not read to know it.
+// The run that row t of the step, or row t in the order of rows, belongs to; a step of one row is not read to know it.
 __device__ __forceinline__ const Run& run_at(const StepState* step, int t) { return step->run[t && step->runs > 1 ? step->run_of[t] : 0]; }
-// The lowest byte as a row or a visit; 253 to 255 are -3 to -1.
+// The lowest byte as a row, or an index in the order of rows; 253 to 255 are -3 to -1.
 __device__ __forceinline__ int of_byte(u32 byte) { return (u8)(byte + 3) - 3; }
 
 __device__ __forceinline__ float from_half(u16 h) {

@@ -1,24 +1,24 @@
 // prepare: the inputs of delta.cu: queries and keys, convolved and normalized, values, convolved, and gates
 // Meaning   cuda_backend/kernels/delta.cu                  Launcher  cuda_backend/recurrent.py
 // In        as delta.cu, readable as float4
-// Out       by visit: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be
+// Out       in the order of rows: queries, keys [T][Hk][DK], values [T][Hv][DV], gates [T][Hv][2]; of the step's rows, where they may be
 //           committed: row_k, row_factor, and of the convolution the rows and the tails that the last path leaves
-// Build     DK, DIM, TAPS as delta.cu; SLOTS: partial sums of q, k and v; A_SLOTS, B_SLOTS: of a and of b; EACH: each sequence has
-//           one row
-// Work      a warp per row and head of q, k or v, in the order of visits: a row reads those before it again, which neighbours have
+// Build     DK, DIM, TAPS as delta.cu; PARTIALS: partial sums of q, k and v; A_PARTIALS, B_PARTIALS: of a and of b; EACH: each
+//           sequence has one row
+// Work      a warp per row and head of q, k or v, in the order of rows: a row reads those before it again, which neighbours have
 //           in their cache. The code is short, because loading instructions takes much of the 3 us of the kernel
 // Bound     launches
 // Tried     us per layer of the mixer at a tree of 22 rows: variant against 17.9 (Qwen3.6-27B, one H200).
-//           CTAs of 16 visits, which read these and their ancestors into shared memory once -> 18.3, a chain of 64 33.7 against 30.6:
+//           CTAs of 16 rows, which read these and their ancestors into shared memory once -> 18.3, a chain of 64 33.7 against 30.6:
 //             barriers
-//           a warp convolves four visits one after the other -> 23.5: each waits for memory once more
-//           ancestors of visits that do not follow the one before read in three more rounds -> 21.1
+//           a warp convolves four rows one after the other -> 23.5: each waits for memory once more
+//           ancestors of rows that do not follow the one before read in three more rounds -> 21.1
 
 #ifndef EACH
 #define EACH 0
 #endif
 
-extern "C" __global__ void __launch_bounds__(128, FOURS == 1 && DK >= 64 && SLOTS <= 8 ? 4 : 1)
+extern "C" __global__ void __launch_bounds__(128, FOURS == 1 && DK >= 64 && PARTIALS <= 8 ? 4 : 1)
 prepare(In q, In k, In v, In a, In b, const float* decay, const float* dt_bias, const StepState* step, int Hk, int Hv, int DV,
         float* row_k, float* row_factor, const float* taps, float* tail, s64 tail_flip, float* raw_rows, float* queries,
         float* keys, float* values, float* gates) {

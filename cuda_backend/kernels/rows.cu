@@ -35,7 +35,8 @@ add_norm(In x, In y, int has_y, const float* weight, float eps, float* sum, Out 
                 for (int i = 0; i < TURNS; i++) v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
                 for (int term = 0; term <= has_y; term++) {
-                    const In a = {term ? y.p : x.p, term ? y.slot : x.slot, term ? y.row : x.row, 0, term ? y.slots : x.slots, 0, 1};
+                    const In a = {term ? y.p : x.p, term ? y.partial_stride : x.partial_stride, term ? y.row : x.row, 0,
+                                  term ? y.partials : x.partials, 0, 1};
                     load_fours(other, row_of(a, t) + k, a, 4 * THREADS, K - k);
 #pragma unroll
                     for (int i = 0; i < TURNS; i++) v[i] = plus(v[i], other[i]);
@@ -91,7 +92,7 @@ __device__ __forceinline__ float4 load_four(const In& a, int t, int k, int end) 
     } else {
 #pragma unroll 1
         for (int i = k; i < k + 4; i++)
-            v[0] = make_float4(v[0].y, v[0].z, v[0].w, load_apart(place(a, t, i), a.slot, a.slots, 0, end - i).x);
+            v[0] = make_float4(v[0].y, v[0].z, v[0].w, load_apart(place(a, t, i), a.partial_stride, a.partials, 0, end - i).x);
     }
     return v[0];
 }

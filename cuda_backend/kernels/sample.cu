@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) add_up(In x, int V, float* log
     const int i = (blockIdx.x * 256 + threadIdx.x) * 4, t = blockIdx.y;
     u64 key = 0;
     if (i < V) {
-        const float4 v = slots_of(row_of(x, t) + i, x);
+        const float4 v = sum_of_partials(row_of(x, t) + i, x);
         *(float4*)(logits + (s64)t * V + i) = v;
         key = max(max(key_of(v.x, i), key_of(v.y, i + 1)), max(key_of(v.z, i + 2), key_of(v.w, i + 3)));
     }

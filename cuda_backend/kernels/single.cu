@@ -133,9 +133,9 @@ single(const void* w, s64 matrix_bytes, const u8* last, Choice choice, const u8*
                 float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (channel < K) {
                     const float* from = row_of(y, j) + channel;
-                    v = slots_of(from, y);
+                    v = sum_of_partials(from, y);
 #if MADE == SWIGLU
-                    const float4 up = slots_of(from + K, y);
+                    const float4 up = sum_of_partials(from + K, y);
                     v = make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
 #endif
                 }

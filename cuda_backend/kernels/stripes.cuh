@@ -117,10 +117,11 @@ __device__ __forceinline__ void multiply_stripes(const Matrix& m, int cta, const
         const bool done = ++k_block == m.k_blocks;
         if (--left && !done) continue;
         // the stripe that holds unit u is ((u + 1) * stripes - 1) / units
-        const int slot = stripe - (int)quotient((u32)(row_block * m.k_blocks + 1) * m.stripes - 1, m.units, m.units_inverse);
+        const int partial = stripe - (int)quotient((u32)(row_block * m.k_blocks + 1) * m.stripes - 1, m.units, m.units_inverse);
         barrier_wait(ready, 0);
-        // the stripe that ends a row block clears the slots that nobody has
-        put(acc, m.out, m.N, x.T, row_block * 128 + warp * 16, slot, done ? to.slots : slot + 1, to.slot, to.row, factors, lane);
+        // the stripe that ends a row block clears the partial sums that nobody has
+        put(acc, m.out, m.N, x.T, row_block * 128 + warp * 16, partial, done ? to.partials : partial + 1, to.partial_stride,
+            to.row, factors, lane);
         if (done) row_block++, k_block = 0;
         if (STRIPES > 1 && !left) stripe++, left = more, more = 0;
 #pragma unroll

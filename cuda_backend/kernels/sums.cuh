@@ -1,8 +1,8 @@
 // sums: loads rows given as partial sums and adds them, for kernels after a product
-// Build     SLOTS: partial sums of x; OTHERS: of y, 0 without y
+// Build     PARTIALS: partial sums of x; OTHERS: of y, 0 without y
 
-#ifndef SLOTS
-#define SLOTS 1
+#ifndef PARTIALS
+#define PARTIALS 1
 #define OTHERS 1
 #endif
 #ifdef RANKS
@@ -12,22 +12,22 @@
 #endif
 
 // Four columns of x and of y from p and q on, their partial sums added in order.
-__device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const float* p, s64 x_slot, const float* q, s64 y_slot) {
+__device__ __forceinline__ void load_sums(float4& x_sum, float4& y_sum, const float* p, s64 x_stride, const float* q, s64 y_stride) {
     x_sum = y_sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int first = 0; first < SLOTS + OTHERS; first += AT_ONCE) {
+    for (int first = 0; first < PARTIALS + OTHERS; first += AT_ONCE) {
         if (first) asm volatile("" ::: "memory");  // else the compiler reads more, and spills
         float4 e[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            const int s = first + i - SLOTS;
-            if (s < OTHERS) e[i] = *(const float4*)(s < 0 ? p + (s + SLOTS) * x_slot : q + s * y_slot);
+            const int s = first + i - PARTIALS;
+            if (s < OTHERS) e[i] = *(const float4*)(s < 0 ? p + (s + PARTIALS) * x_stride : q + s * y_stride);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-            if (first + i < SLOTS)
+            if (first + i < PARTIALS)
                 x_sum = plus(x_sum, e[i]);
-            else if (first + i < SLOTS + OTHERS)
+            else if (first + i < PARTIALS + OTHERS)
                 y_sum = plus(y_sum, e[i]);
         }
     }

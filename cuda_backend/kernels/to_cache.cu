@@ -14,22 +14,23 @@
 #define PARTS (D / 128)
 #define AT_ONCE (1024 / D)  // partial sums in flight; also in cuda_backend/attention.py
 
-// Every `step`th partial sum from `slot` on, added in order. After the last one it is read again, for nothing: prelude.cuh slots_of.
-__device__ __forceinline__ void add_slots(float4 (&sum)[PARTS], const float* from, const In& x, int slot, int step) {
+// Every `step`th partial sum from `first` on, added in order. After the last one it is read again, for nothing: prelude.cuh
+// sum_of_partials.
+__device__ __forceinline__ void add_partials(float4 (&sum)[PARTS], const float* from, const In& x, int first, int step) {
 #pragma unroll
     for (int n = 0; n < PARTS; n++) sum[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (; slot < x.slots; slot += AT_ONCE * step) {
+    for (; first < x.partials; first += AT_ONCE * step) {
         float4 e[AT_ONCE][PARTS];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll
-            for (int n = 0; n < PARTS; n++) e[j][n] = *(const float4*)(from + min(slot + j * step, x.slots - 1) * x.slot + n * 128);
+            for (int n = 0; n < PARTS; n++) e[j][n] = *(const float4*)(from + min(first + j * step, x.partials - 1) * x.partial_stride + n * 128);
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++)
 #pragma unroll
             for (int n = 0; n < PARTS; n++)
-                if (slot + j * step < x.slots) sum[n] = plus(sum[n], e[j][n]);
+                if (first + j * step < x.partials) sum[n] = plus(sum[n], e[j][n]);
     }
 }
 
@@ -38,11 +39,11 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
          float eps, Rope rope, u16* q_out, Plane keys, Plane values, Exact exact) {
     release_next();
     __shared__ float4 parts[4][D / 4];
-    const int q_ctas = q.slots > AT_ONCE ? H : (H + 3) / 4, k_ctas = k.slots > AT_ONCE ? K : (K + 3) / 4;
-    const int all = q_ctas + k_ctas + (v.slots > AT_ONCE ? K : (K + 3) / 4), t = blockIdx.x / all, cta = blockIdx.x % all;
+    const int q_ctas = q.partials > AT_ONCE ? H : (H + 3) / 4, k_ctas = k.partials > AT_ONCE ? K : (K + 3) / 4;
+    const int all = q_ctas + k_ctas + (v.partials > AT_ONCE ? K : (K + 3) / 4), t = blockIdx.x / all, cta = blockIdx.x % all;
     const int kind = cta < q_ctas ? 0 : cta < q_ctas + k_ctas ? 1 : 2, warp = threadIdx.x / 32, d = threadIdx.x % 32 * 4;
     const int first = kind == 0 ? cta : kind == 1 ? cta - q_ctas : cta - q_ctas - k_ctas;
-    const bool shared = (kind == 0 ? q.slots : kind == 1 ? k.slots : v.slots) > AT_ONCE;
+    const bool shared = (kind == 0 ? q.partials : kind == 1 ? k.partials : v.partials) > AT_ONCE;
     const int of = shared ? first : first * 4 + warp;
     const float* weight = !norm || kind == 2 || (shared && warp) ? 0 : kind ? k_weight : q_weight;
     const bool turns = kind < 2 && !(shared && warp) && d < 2 * rope.pairs;
@@ -72,7 +73,7 @@ to_cache(In q, In k, In v, int H, int K, const StepState* step, int T, int norm,
     if (kind == 1) x = k;
     if (kind == 2) x = v;
     const float* from = head_of(x, t, of, D) + d;
-    add_slots(e, from, x, shared ? warp : 0, shared ? 4 : 1);
+    add_partials(e, from, x, shared ? warp : 0, shared ? 4 : 1);
     if (shared) {
 #pragma unroll
         for (int n = 0; n < PARTS; n++) parts[warp][n * 32 + d / 4] = e[n];

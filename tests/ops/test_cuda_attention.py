@@ -131,12 +131,14 @@ def test_one_row_of_each_sequence(cache, H, K, D, lengths, ops):
             own.commit([0]), other.commit([0])
 
 
-@pytest.mark.parametrize("slots", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])
+@pytest.mark.parametrize("partials", [(1, 1, 1), (3, 4, 20), (7, 8, 9), (5, 16, 2)])
 @pytest.mark.parametrize(("H", "K", "D", "pairs"), [(6, 2, 128, 64), (10, 5, 256, 32)])
-def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
+def test_heads_of_partial_sums(H, K, D, pairs, partials, ops):
     """Heads normed and rotated before they are stored in the cache, however many warps add them up."""
     random, eps = np.random.default_rng(3), 1e-6
-    sums = [random.normal(size=(n, 5, heads, D)).astype(np.float32) for n, heads in zip(slots, (H, K, K), strict=True)]
+    sums = [
+        random.normal(size=(n, 5, heads, D)).astype(np.float32) for n, heads in zip(partials, (H, K, K), strict=True)
+    ]
     weights_, rope = [f32(random.normal(size=D)) for _ in range(2)], Rope(tuple(0.3**i for i in range(pairs)))
 
     def run(on, inputs, past, state):
@@ -154,7 +156,7 @@ def test_heads_of_partial_sums(H, K, D, pairs, slots, ops):
         shapes = [x[0, rows].shape for x in sums]
         return [
             Array(shape, f.address, partials=n, partial_stride=int(np.prod(shape)), owner=f)
-            for f, shape, n in zip(flat, shapes, slots, strict=True)
+            for f, shape, n in zip(flat, shapes, partials, strict=True)
         ]
 
     spec = [{"kv": KVSpec(K, D, D)}]

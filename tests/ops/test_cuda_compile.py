@@ -28,7 +28,7 @@ from cuda_backend.layout import (
     PREFILL_COLS,
     TOGETHER,
     UNITS,
-    delta_slots,
+    delta_saved,
     expert_defines,
     expert_ring,
     group_count,
@@ -81,8 +81,8 @@ def latent(card: Card, latent_width: int, width: int) -> tuple[str, ...]:
     return f"R={latent_width}", f"W={width}", f"TILE={tile}", f"BUFFERS={buffers}", "WINDOWED=0"
 
 
-def prepare(width: int, taps: int, slots: tuple[int, int, int]) -> tuple[str, ...]:
-    sums = (f"{name}={n}" for name, n in zip(("SLOTS", "A_SLOTS", "B_SLOTS"), slots, strict=True))
+def prepare(width: int, taps: int, partials: tuple[int, int, int]) -> tuple[str, ...]:
+    sums = (f"{name}={n}" for name, n in zip(("PARTIALS", "A_PARTIALS", "B_PARTIALS"), partials, strict=True))
     return f"DK={padded(width)}", f"DIM={width}", f"TAPS={taps}", *sums
 
 
@@ -99,10 +99,10 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("calibrate", ()), ("block_conv", ()), ("conv", ("PARENTS=1",))]
     plain += [("exchange", (f"RANKS={n}",)) for n in (2, 8)]
     terms = (2, 1, 8, ("ONLY=1",)), (2, 1, 9, ("ONLY=8",)), (8, 1, 40, ())
-    plain += [("exchange_norm", (f"RANKS={n}", f"SLOTS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
+    plain += [("exchange_norm", (f"RANKS={n}", f"PARTIALS={s}", f"OTHERS={m}", *form)) for n, s, m, form in terms]
     plain += [("keep", (f"UNIT={unit}",)) for unit in (2, 4, 8, 16)]
     sums = (1, 0, 8), (1, 9, 1), (1, 40, 0), (18, 18, 8), (40, 40, 1), (64, 64, 8)
-    plain += [("light", (f"SLOTS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
+    plain += [("light", (f"PARTIALS={n}", f"OTHERS={m}", f"ONLY={form}")) for n, m, form in sums]
     forms = itertools.product((1, 2), ((0, 0), (1, 0), (1, 1)), ((), ("ONLY=1",), ("ONLY=8",)))
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", f"WINDOWED={w}", *form)) for n, (gated, w), form in forms]
     plain += [("to_cache", (f"D={d}",)) for d in (128, 256)] + [("heads_to_cache", ())]
@@ -138,7 +138,7 @@ def variants(card: Card) -> list[tuple[str, tuple[str, ...]]]:
     plain += [("pieces", (f"WARPS={n}", f"GATED={gated}", "WINDOWED=0", f"TURN_VALUES={g}")) for n, gated, g in turned]
     plain += [("moe", (f"PER={n}",)) for n in (2, 8, 16)]
     plain += [
-        ("moe", (f"CHOSEN={k}", f"SLOTS={n}", f"ONLY={form}"))
+        ("moe", (f"CHOSEN={k}", f"PARTIALS={n}", f"ONLY={form}"))
         for k, n, form in ((1, 8, 0), (5, 3, 1), (9, 2, 8), (30, 1, 0))
     ]
     plain += [
@@ -329,14 +329,14 @@ def test_shares():
     ("row_blocks", "k_blocks"), [(1, 1), (1, 20), (272, 20), (40, 68), (40, 24), (1940, 20), (7, 3)]
 )
 def test_partition(row_blocks, k_blocks):
-    """The slots of the launcher are those that the CTAs of linear.cu compute."""
+    """The partial sums of the launcher are those that the CTAs of linear.cu compute."""
     for most in (82, 132, 264):
-        ctas, slots = partition(most, row_blocks, k_blocks)
+        ctas, partials = partition(most, row_blocks, k_blocks)
         units = row_blocks * k_blocks
         owner = [c for c in range(ctas) for _ in range(units * c // ctas, units * (c + 1) // ctas)]
         spread = [len(set(owner[b * k_blocks : (b + 1) * k_blocks])) for b in range(row_blocks)]
         firsts = [owner[b * k_blocks] for b in range(row_blocks)]
-        assert slots == max(spread)
+        assert partials == max(spread)
         assert firsts == [((b * k_blocks + 1) * ctas - 1) // units for b in range(row_blocks)]
 
 
@@ -375,10 +375,10 @@ def test_too_little_shared_memory():
     with pytest.raises(BimetalError, match=r"^T4 has too little shared memory for latents 576 wide$"):
         latent_tiles(small, 576)
     with pytest.raises(BimetalError, match=r"^T4 has too little shared memory for recurrent heads with keys 256 wide$"):
-        delta_slots(small, 256, 1, norm=False)
+        delta_saved(small, 256, 1, norm=False)
     for card in others:
         assert latent_tiles(card, 576)
-        assert delta_slots(card, 256, 1, norm=False)
+        assert delta_saved(card, 256, 1, norm=False)
     for packed in (0, 272, 144):  # f16, q8_0, q4_0
         rows = split_rows(small, 256, 32, packed, packed > 0)
         assert rows == (16 if packed else 32)

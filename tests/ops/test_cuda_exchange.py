@@ -29,25 +29,25 @@ def gpus():
     return [Gpu(index, CudaOps) for index in range(COUNT)]
 
 
-def parts(slots, T, K, seed=0):
-    """Partial sums of each rank, (ranks, slots, T, K), of magnitudes that make the order of a sum matter."""
-    random, shape = np.random.default_rng(seed), (COUNT, slots, T, K)
+def parts(partials, T, K, seed=0):
+    """Partial sums of each rank, (ranks, partials, T, K), of magnitudes that make the order of a sum matter."""
+    random, shape = np.random.default_rng(seed), (COUNT, partials, T, K)
     return (random.normal(size=shape) * 10.0 ** random.integers(-3, 4, shape)).astype(np.float32)
 
 
 def expected(x):
-    """The sum of the slots of each rank in order, then of the ranks in order."""
+    """The partial sums of each rank added in order, then of the ranks in order."""
     out = None
     for rank in x:
         own = rank[0]
-        for slot in rank[1:]:
-            own = own + slot
+        for partial in rank[1:]:
+            own = own + partial
         out = own if out is None else out + own
     return out
 
 
 def on(gpu, x):
-    """(slots, T, K) as an array of partial sums."""
+    """(partials, T, K) as an array of partial sums."""
     with gpu.device:
         memory = upload(np.ascontiguousarray(x), gpu.context.stream)
     return Array(x.shape[1:], memory.address, partials=len(x), partial_stride=x[0].size, owner=memory)
@@ -68,13 +68,15 @@ def summed(exchange, gpus, x):
 
 
 @pytest.mark.parametrize(
-    ("slots", "T", "K"), [(1, 1, 8), (3, 1, 128), (2, 5, 512), (1, 40, 132)], ids=["few", "slots", "rows", "turns"]
+    ("partials", "T", "K"),
+    [(1, 1, 8), (3, 1, 128), (2, 5, 512), (1, 40, 132)],
+    ids=["few", "sums", "rows", "turns"],
 )
-def test_sum(gpus, slots, T, K):
+def test_sum(gpus, partials, T, K):
     """Of more rows than fit, in several exchanges; an exchange after the others overwrites what they read."""
     exchange = Exchange(gpus, numbers=2400)
     for seed in range(3):
-        x = parts(slots, T, K, seed)
+        x = parts(partials, T, K, seed)
         for out in summed(exchange, gpus, x):
             assert np.array_equal(out, expected(x))
         exchange.check()

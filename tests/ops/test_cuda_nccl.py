@@ -34,7 +34,7 @@ def exchange(gpus):
 
 
 def met(exchange, gpus, x, how="sum"):
-    """What each GPU has after a step of one exchange of x (ranks, slots, T, K)."""
+    """What each GPU has after a step of one exchange of x (ranks, partials, T, K)."""
     for gpu in gpus:
         gpu.context.arena.reset()
     exchange.begin()
@@ -46,23 +46,23 @@ def met(exchange, gpus, x, how="sum"):
 SHAPES = [(1, 1, 8), (3, 1, 128), (2, 5, 512), (1, 40, 132)]
 
 
-@pytest.mark.parametrize(("slots", "T", "K"), SHAPES)
-def test_sum(exchange, gpus, slots, T, K):
+@pytest.mark.parametrize(("partials", "T", "K"), SHAPES)
+def test_sum(exchange, gpus, partials, T, K):
     """Partial sums of each GPU, then the GPUs in order: the bits that peers' memory brings too."""
     by_peers = transports.open_exchange(gpus)
     assert isinstance(by_peers, Exchange)
     for seed in range(2):
-        x = parts(slots, T, K, seed)
+        x = parts(partials, T, K, seed)
         for out, other in zip(met(exchange, gpus, x), met(by_peers, gpus, x), strict=True):
             assert np.array_equal(out, expected(x))
             assert np.array_equal(out, other)
     exchange.check()
 
 
-@pytest.mark.parametrize(("slots", "T", "K"), SHAPES)
-def test_gather(exchange, gpus, slots, T, K):
+@pytest.mark.parametrize(("partials", "T", "K"), SHAPES)
+def test_gather(exchange, gpus, partials, T, K):
     """The columns of all GPUs beside one another, partial sums added up."""
-    x = parts(slots, T, K)
+    x = parts(partials, T, K)
     for out in met(exchange, gpus, x, "gather"):
         assert np.array_equal(out, np.concatenate([expected(own[None]) for own in x], axis=1))
 
