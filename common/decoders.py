@@ -82,7 +82,7 @@ class WedlmOptions:
     tau      entropy in nats below which a mask is filled; the mask of least adjusted entropy is, where none lies below
     penalty  nats added per position of distance from the first mask (lambda in the paper)
     verify   confirm every token by the next-token logits, so that the text is that of plain greedy decoding
-    order    "streaming": as many masks as `window` in every step; "paper": filled slots count into the window
+    order    "streaming": as many masks as `window` in every step; "paper": filled positions count into the window
     sure     entropy in nats from which a filled mask is confirmed by the next-token logits; inf: none is
     """
 

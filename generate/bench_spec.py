@@ -59,7 +59,7 @@ class Result:
 
     @property
     def length(self) -> float:
-        """Tokens per step; for a WeDLM model, tokens per forward that filled a slot."""
+        """Tokens per step; for a WeDLM model, tokens per forward that filled a position."""
         return self.wedlm.tokens_per_forward if self.wedlm.forwards else self.accepted.length if self.steps else 1.0
 
 

@@ -60,7 +60,7 @@ class WedlmStats:
     """Counts and times of one reply of a WeDLM model.
 
     forwards  steps after the prefill, without one that is in flight when the reply ends
-    fills     steps that filled a slot
+    fills     steps that filled a position
     rows      rows of all steps, without those of the prompt
     tokens    tokens of the reply
     seconds   by phase; the wait for a device that computes asynchronously counts as "choice"
@@ -74,7 +74,7 @@ class WedlmStats:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens of the reply per forward that filled at least one slot."""
+        """Tokens of the reply per forward that filled at least one position."""
         return self.tokens / max(self.fills, 1)
 
     @property

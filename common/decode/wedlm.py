@@ -1,14 +1,15 @@
 """WeDLM decoding: masked tokens of a window are filled in parallel under causal attention, one forward per step.
 
-A window holds the positions after the committed tokens: filled slots and masks. Each step computes the filled slots
-first and the masks after them, each at its own position, so that every mask sees all filled slots; nothing else is
-special in the forward. A mask row's logits predict the token of its own position. Masks whose entropy, plus a penalty
-for their distance from the first mask, lies below a threshold are filled with their most likely token, and a filled
-slot is final. The leading run of filled slots had exactly the committed tokens before it, so its keys and values are
-those of a prefill, and are committed by the same forward that fills further slots.
+A window is the positions after the committed tokens: filled ones and masks. Each step computes the filled positions
+first and the masks after them, so that every mask sees all filled positions; nothing else is special in the forward. A
+mask row's logits predict the token of its own position. Masks whose entropy, plus a penalty for their distance from
+the first mask, lies below a threshold are filled with their most likely token, and a filled position is final. The
+leading run of filled positions had exactly the committed tokens before it, so its keys and values are those of a
+prefill, and are committed by the same forward that fills further positions.
 
-With the option `sure`, the same forward also confirms slots that were filled with less certainty, by the logits of the
-row before each. If these predict another token, it replaces the slot's token, and all later slots are masks again.
+With the option `sure`, the same forward also confirms positions that were filled with less certainty, by the logits of
+the row before each. If these predict another token, it replaces the position's token, and all later positions are
+masks again.
 
 Source: Liu et al. 2025, arXiv 2512.22737; streaming order and defaults as in the published engine.
 """
@@ -84,12 +85,12 @@ def choose(entropies: np.ndarray, distances: np.ndarray, options: WedlmOptions) 
 
 @dataclass
 class _Window:
-    """Slots from position `base` on; a slot is filled or a mask by its flag, whatever its token id is.
+    """Positions from `base` on, numbered from 0; one is filled or a mask by its flag, whatever its token id is.
 
-    base      position of the first slot; once a step has been committed, the state holds all positions before
-    next      position of the next token to emit
-    logits    by filled position: logits of a step, and the row of them from which the token was chosen
-    doubtful  filled positions that are to be confirmed
+    base      the first position in the sequence; once a step has been committed, the state holds all positions before
+    next      position of the next token to emit, as base
+    logits    by filled position, as base: logits of a step, and the row of them from which the token was chosen
+    doubtful  filled positions that are to be confirmed, as base
     """
 
     base: int
@@ -104,29 +105,29 @@ class _Window:
 
     @property
     def leading(self) -> int:
-        """Filled slots before the first mask."""
+        """Filled positions before the first mask."""
         return self.filled.index(False) if False in self.filled else len(self)
 
     @property
     def settled(self) -> int:
-        """Leading slots before the first doubtful one."""
+        """Leading positions before the first doubtful one."""
         leading = range(self.leading)
-        return next((slot for slot in leading if self.base + slot in self.doubtful), len(leading))
+        return next((i for i in leading if self.base + i in self.doubtful), len(leading))
 
     def confirm(self, following: np.ndarray, logits: Array) -> int:
-        """Count leading slots up to the first doubtful one that differs from the token `following` the slot before it.
+        """Count leading positions up to the first doubtful one that differs from the token `following` its predecessor.
 
-        logits  of the leading slots; a doubtful slot that is confirmed keeps the row before it, which confirms it
+        logits  of the leading positions; a doubtful one that is confirmed has the row before it, which confirms it
         """
-        for slot in range(1, len(following)):
-            if self.base + slot in self.doubtful:
-                if following[slot - 1] != self.tokens[slot]:
-                    return slot
-                self.logits[self.base + slot] = logits, slot - 1
+        for i in range(1, len(following)):
+            if self.base + i in self.doubtful:
+                if following[i - 1] != self.tokens[i]:
+                    return i
+                self.logits[self.base + i] = logits, i - 1
         return len(following)
 
     def restart(self, count: int, token: int, logits: Array) -> None:
-        """Begin a new window after `count` committed slots, with `token`, which the row before it predicts."""
+        """Begin a new window after `count` committed positions, with `token`, which the row before it predicts."""
         self.base += count
         self.tokens, self.filled, self.logits = [token], [True], {self.base: (logits, count - 1)}
         self.doubtful.clear()
@@ -147,21 +148,21 @@ class _Window:
         return Emit(token, logits[row : row + 1])
 
     def drop(self, count: int) -> None:
-        """Remove the first `count` slots, which have been committed."""
+        """Remove the first `count` positions, which have been committed."""
         self.base += count
         del self.tokens[:count], self.filled[:count]
 
-    def fill(self, slot: int, token: int, logits: Array, row: int) -> None:
+    def fill(self, i: int, token: int, logits: Array, row: int) -> None:
         """Put `token`, chosen from a row of `logits`, in place of a mask."""
-        self.tokens[slot], self.filled[slot] = token, True
-        self.logits[self.base + slot] = logits, row
+        self.tokens[i], self.filled[i] = token, True
+        self.logits[self.base + i] = logits, row
 
     def step(self) -> tuple[Step, list[int]]:
-        """The rows of a forward, and the slots that are masks, whose rows are the last."""
-        known = [slot for slot, filled in enumerate(self.filled) if filled]
-        masks = [slot for slot, filled in enumerate(self.filled) if not filled]
+        """The rows of a forward, and the positions that are masks, whose rows are the last."""
+        known = [i for i, filled in enumerate(self.filled) if filled]
+        masks = [i for i, filled in enumerate(self.filled) if not filled]
         order = known + masks
-        tokens, positions = np.array([self.tokens[slot] for slot in order], np.int32), np.array(order, np.int32)
+        tokens, positions = np.array([self.tokens[i] for i in order], np.int32), np.array(order, np.int32)
         parents = np.arange(-1, len(order) - 1, dtype=np.int32)
         return Step(tokens, self.base + positions, parents, np.zeros(len(order), np.int32)), masks
 
@@ -169,28 +170,23 @@ class _Window:
 def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
     """Emit tokens until the state is full or the driver stops. Each turn of the loop is one step of the model.
 
-    1. Masks are added to the window, and the step computes its filled slots and its masks. The first step also reads
-       the prompt's unread tokens, as filled slots.
-    2. The filled slots before the first mask are final. With the option `sure`, those up to a slot that is not
+    1. Masks are added to the window, and the step computes its filled positions and its masks. The first step also
+       reads the prompt's unread tokens, as filled positions.
+    2. The filled positions before the first mask are final. With the option `sure`, those up to one that is not
        confirmed are.
-    3. Final tokens that have not been emitted are emitted, and the final slots committed.
-    4. Masks that the model is sure of are filled; where a slot was not confirmed, the window begins anew with it.
-    5. Slots that are final by now, though not committed, are emitted. Where the backend runs ahead, part 3 of the next
-       turn emits them instead: the device computes the next step while the host prints.
+    3. Final tokens that have not been emitted are emitted, and the final positions committed.
+    4. Masks that the model is sure of are filled; where a position was not confirmed, the window begins anew with it.
+    5. Positions that are final by now, though not committed, are emitted. Where the backend runs ahead, part 3 of the
+       next turn emits them instead: the device computes the next step while the host prints.
 
     The token after the last position of the state, where a mask has no room, is chosen as in plain decoding. When the
     generator is closed, the state holds a prefix of prompt and reply.
     """
     state, options, stats, mask = run.state, run.options.wedlm, run.wedlm, mask_id(run.model)
     runs_ahead = run.model.ops.runs_ahead and not options.checks  # which reads a step before more is known to be final
-    unread = len(run.unread)
-    first = state.length + unread  # position of the reply
-    window = _Window(state.length, first, list(run.unread), [True] * unread)
+    window, unread = (yield from _opened(run)), len(run.unread)
+    first = window.next  # position of the reply
     logits, token = run.logits, None
-    if options.checks and not unread and first < state.capacity:
-        (values,) = yield Read(((yield Choose(run.logits, run.sampler)),))
-        window.add([int(values[0])], True)
-        window.logits[window.base] = run.logits, 0
     while window.next < state.capacity:
         began = time.perf_counter()
         leading, prompt = window.leading, unread if window.base < first else 0
@@ -199,23 +195,18 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         step, masks = window.step()
         done, ahead = yield from _computed(run, window, step, masks)
         computed = time.perf_counter()
-        keep, following = leading, None
-        if options.checks:
-            (best,) = yield Read((done.sampled,))
-            keep = window.confirm(best, done.logits)
-            following = int(best[keep - 1])
-            stats.seconds["choice"] += time.perf_counter() - computed
+        final, following = (yield from _confirmed(run, window, done)) if options.checks else (leading, None)
         if not runs_ahead:
             stats.count_step(len(step) - prompt, computed - began)
-        yield from _emit_and_commit(run, window, keep)
+        yield from _emit_and_commit(run, window, final)
         if runs_ahead:  # the step was in flight until now
             stats.count_step(len(step) - prompt, computed - began)
         committed = time.perf_counter()
         is_full = not masks and state.length < state.capacity  # in the paper's order
-        restarts = following is not None and (keep < leading or is_full)
+        restarts = following is not None and (final < leading or is_full)
         if restarts:
             assert following is not None
-            window.restart(keep, following, done.logits)
+            window.restart(final, following, done.logits)
         elif following is not None and masks:
             yield from _fill_checked(run, window, masks, done, following)
         elif masks:
@@ -228,17 +219,37 @@ def decode_windows(run: DecoderRun) -> Generator[Request, Any, None]:
         if not runs_ahead or window.base + window.leading >= state.capacity:
             yield from _emit_settled(run, window)
         if not len(window):
-            logits = done.logits[keep - 1 : keep]
+            logits = done.logits[final - 1 : final]
     if len(window):
         logits, token = yield from _compute_last(run, window, unread if window.base < first else 0)
     stats.tokens += 1
     yield from plain(run, logits, token=token)
 
 
-def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Request, Any, tuple[Any, Any]]:
-    """Compute and commit the last slots of the state, which are filled; return what `plain` goes on from.
+def _opened(run: DecoderRun) -> Generator[Request, Any, _Window]:
+    """Return the first window: the prompt's unread tokens or, with the option `sure`, the first token of the reply."""
+    state, unread = run.state, list(run.unread)
+    window = _Window(state.length, state.length + len(unread), unread, [True] * len(unread))
+    if run.options.wedlm.checks and not unread and state.length < state.capacity:
+        (values,) = yield Read(((yield Choose(run.logits, run.sampler)),))
+        window.add([int(values[0])], True)
+        window.logits[window.base] = run.logits, 0
+    return window
 
-    prompt  tokens of the prompt among the slots
+
+def _confirmed(run: DecoderRun, window: _Window, done: Computed) -> Generator[Request, Any, tuple[int, int]]:
+    """Read what follows each leading position; return how many of them are final, and the token after these."""
+    began = time.perf_counter()
+    (best,) = yield Read((done.sampled,))
+    final = window.confirm(best, done.logits)
+    run.wedlm.seconds["choice"] += time.perf_counter() - began
+    return final, int(best[final - 1])
+
+
+def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Request, Any, tuple[Any, Any]]:
+    """Compute and commit the last positions of the state, which are filled; return what `plain` goes on from.
+
+    prompt  tokens of the prompt among them
     """
     began, stats = time.perf_counter(), run.wedlm
     step, _ = window.step()
@@ -249,17 +260,17 @@ def _compute_last(run: DecoderRun, window: _Window, prompt: int) -> Generator[Re
     return done.logits[-1:], done.sampled
 
 
-def _emit_and_commit(run: DecoderRun, window: _Window, keep: int) -> Generator[Request, Any, None]:
-    """Emit those of the first `keep` slots that have not been emitted, and commit all of them.
+def _emit_and_commit(run: DecoderRun, window: _Window, final: int) -> Generator[Request, Any, None]:
+    """Emit those of the first `final` positions that have not been emitted, and commit all of them.
 
-    If the generator is closed at an Emit, the slots before the emitted one are committed.
+    If the generator is closed at an Emit, the positions before the emitted one are committed.
     """
-    seconds, began, committed = run.wedlm.seconds, time.perf_counter(), keep
+    seconds, began, committed = run.wedlm.seconds, time.perf_counter(), final
     try:
-        while window.next < window.base + keep:
+        while window.next < window.base + final:
             committed = window.next - window.base
             yield window.emit(run)
-        committed = keep
+        committed = final
     finally:
         emitted = time.perf_counter()
         run.state.commit(np.arange(committed))
@@ -268,7 +279,7 @@ def _emit_and_commit(run: DecoderRun, window: _Window, keep: int) -> Generator[R
 
 
 def _emit_settled(run: DecoderRun, window: _Window) -> Generator[Request, Any, None]:
-    """Emit the tokens of settled slots, which a later step commits."""
+    """Emit the tokens of settled positions, which a later step commits."""
     began = time.perf_counter()
     try:
         for _ in range(window.next - window.base, window.settled):
@@ -298,10 +309,10 @@ def _computed(
 def _fill(
     run: DecoderRun, window: _Window, masks: Sequence[int], done: Computed, ahead: Ahead | None
 ) -> Generator[Request, Any, None]:
-    """Fill the masks that the options choose; `masks` are slots, and the last rows of the step."""
-    slots, first = np.asarray(masks), len(done.logits) - len(masks)
+    """Fill the masks that the options choose; `masks` are positions, and the last rows of the step."""
+    positions, first = np.asarray(masks), len(done.logits) - len(masks)
     best, entropies = yield Read(done.masked)
-    chosen = choose(entropies, slots - slots[0], run.options.wedlm)
+    chosen = choose(entropies, positions - positions[0], run.options.wedlm)
     if ahead is not None and done.sampled is not None:
         (best,) = yield Read((done.sampled,))
     elif ahead is not None:
@@ -319,7 +330,7 @@ def _fill_checked(
     following  the likeliest token after the leading run, which the first mask takes unless its own row is sure. Where
                they differ, the other rows counted on another token, and all are doubtful.
     """
-    options, slots, first = run.options.wedlm, np.asarray(masks), len(done.logits) - len(masks)
+    options, positions, first = run.options.wedlm, np.asarray(masks), len(done.logits) - len(masks)
     best, entropies = yield Read(done.masked)
     last = window.leading
     if entropies[0] < options.sure:
@@ -327,7 +338,7 @@ def _fill_checked(
     else:
         window.fill(masks[0], following, done.logits, last - 1)
     differs = window.tokens[masks[0]] != best[0]
-    below = np.flatnonzero(entropies + options.penalty * (slots - slots[0]) < options.tau)
+    below = np.flatnonzero(entropies + options.penalty * (positions - positions[0]) < options.tau)
     for j in below[below > 0].tolist():
         window.fill(masks[j], int(best[j]), done.logits, first + j)
         if differs or entropies[j] >= options.sure:

@@ -250,14 +250,14 @@ def fill(
         before = place[:, None] >= place
         visible = torch.where(is_known[:, None], before & is_known, is_known | before)
         logits = model(torch.tensor([tokens], device=device), place[None], visible[None])[0].float()
-        slots = (~is_known).nonzero()[:, 0]
-        logp = logits[slots].log_softmax(-1)
-        adjusted = -(logp.exp() * logp).sum(-1) + penalty * (slots - slots[0])
+        masks = (~is_known).nonzero()[:, 0]
+        logp = logits[masks].log_softmax(-1)
+        adjusted = -(logp.exp() * logp).sum(-1) + penalty * (masks - masks[0])
         chosen = (adjusted < tau).nonzero()[:, 0]
         chosen = chosen if len(chosen) else adjusted.argmin()[None]
         best = logp.argmax(-1)
         for j in chosen.tolist():
-            tokens[slots[j]], known[slots[j]] = int(best[j]), True
+            tokens[masks[j]], known[masks[j]] = int(best[j]), True
         steps += 1
 
 

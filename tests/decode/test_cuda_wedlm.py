@@ -130,7 +130,7 @@ def test_verified_text_is_plain_decodings(window, tau, model):
         assert state.length == len(prompt) + 29
 
 
-def test_filled_slots_after_a_mask_are_not_committed(model):
+def test_filled_positions_after_a_mask_are_not_committed(model):
     """The leading run holds a prefill's keys and values; a filled row that saw a mask does not."""
     step = Step(
         np.array([8, 9, MASK], np.int32),

@@ -124,7 +124,7 @@ def test_what_is_always_checked_is_plain_decodings_text(window, tau, model):
 
 @pytest.mark.parametrize(("window", "tau"), [(1, 4.0), (8, 4.4), (16, 100.0)])
 def test_checked_windows_in_the_papers_order(window, tau, model):
-    """A window of filled slots alone leaves none before the next masks: an index was out of range."""
+    """A window of filled positions alone leaves none before the next masks: an index was out of range."""
     for sure in (0.0, 4.2):
         for unread in (0, 1):
             options = WedlmOptions(window, tau, 0.0, order="paper", sure=sure)
@@ -196,7 +196,7 @@ def test_the_cache_is_a_prefills(window, tau, penalty, model):
         assert np.abs(ours[name] - theirs[name]).max() < 1e-4, name
 
 
-def test_filled_slots_after_a_mask_are_not_committed(model):
+def test_filled_positions_after_a_mask_are_not_committed(model):
     """Such a row saw a mask: its keys and values differ from a prefill's, so that committing it would be wrong."""
     state, _ = read(model, PROMPT)
     step = Step(
@@ -224,7 +224,7 @@ def test_where_the_prompt_is_read_changes_nothing(model):
     assert alone.fills == together.fills
 
 
-def test_the_papers_order_counts_filled_slots(model):
+def test_the_papers_order_counts_filled_positions(model):
     """Everything accepted: forwards that fill and forwards that only commit alternate."""
     stream, engine, _ = decoded(model, PROMPT, 40, WedlmOptions(16, 1e9, 0.0), unread=0)
     _, paper, _ = decoded(model, PROMPT, 40, WedlmOptions(16, 1e9, 0.0, order="paper"), unread=0)
@@ -237,8 +237,8 @@ def test_the_papers_order_counts_filled_slots(model):
     ("tau", "penalty", "chosen"), [(0.4, 0.02, [0, 2, 3, 4]), (0.39, 0.1, [0]), (0.0, 0.02, [3]), (0.05, 0.05, [0])]
 )
 def test_choice(tau, penalty, chosen):
-    entropies, slots = np.array([0.25, 0.45, 0.20, 0.10, 0.15]), np.array([0, 1, 2, 4, 5])
-    assert choose(entropies, slots, WedlmOptions(16, tau, penalty)).tolist() == chosen
+    entropies, positions = np.array([0.25, 0.45, 0.20, 0.10, 0.15]), np.array([0, 1, 2, 4, 5])
+    assert choose(entropies, positions, WedlmOptions(16, tau, penalty)).tolist() == chosen
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def model_array(ops, rows):
 
 
 def test_a_predicted_mask_is_a_token_like_any_other(model, monkeypatch):
-    """Masks are known by a flag: a slot filled with the mask's id is filled."""
+    """Masks are known by a flag: a position filled with the mask's id is filled."""
     exact = type(model.ops).argmax_entropy
 
     def always_mask(self, logits, excluded):

@@ -36,10 +36,10 @@ def in_two_forwards(model, prompt, count, options):
     state, _ = read(model, prompt)
     tokens, filled, forwards, out = [MASK] * options.window, [False] * options.window, 0, []
     while len(out) < count:
-        order = sorted(range(options.window), key=lambda slot: not filled[slot])
-        rows, parents = np.array([tokens[slot] for slot in order], np.int32), np.arange(-1, options.window - 1)
+        order = sorted(range(options.window), key=lambda i: not filled[i])
+        rows, parents = np.array([tokens[i] for i in order], np.int32), np.arange(-1, options.window - 1)
         step = Step(rows, state.length + np.array(order, np.int32), parents.astype(np.int32), np.zeros_like(rows))
-        masks = np.array([slot for slot in order if not filled[slot]])
+        masks = np.array([i for i in order if not filled[i]])
         best, entropies = chosen_rows(model, step, state, len(masks))
         for j in choose(entropies, masks - masks[0], options):
             tokens[masks[j]], filled[masks[j]] = int(best[j]), True

@@ -67,9 +67,9 @@ def simulate(
     mask: int,
     order: list[int] | None = None,
 ) -> tuple[list[int], int]:
-    """`count` tokens after the prompt, and the number of forwards that filled a slot.
+    """`count` tokens after the prompt, and the number of forwards that filled a position.
 
-    order  takes the filled slots one after another, counted from the end of the prompt
+    order  takes the filled positions one after another, counted from the end of the prompt
     """
     tokens, filled, fills = list(prompt), [True] * len(prompt), 0
     while True:
@@ -80,17 +80,17 @@ def simulate(
         filled += [False] * (first + window - len(filled))
         flags = np.array(filled)
         logits = forward(np.array(tokens), np.arange(len(tokens)), visible(flags))
-        slots = np.flatnonzero(~flags)
-        rows = np.delete(logits[slots], mask, axis=1)
+        masks = np.flatnonzero(~flags)
+        rows = np.delete(logits[masks], mask, axis=1)
         ids = np.delete(np.arange(logits.shape[1]), mask)
         p = np.exp(rows - rows.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
-        adjusted = -(p * np.log(np.maximum(p, 1e-300))).sum(-1) + penalty * (slots - slots[0])
+        adjusted = -(p * np.log(np.maximum(p, 1e-300))).sum(-1) + penalty * (masks - masks[0])
         chosen = np.flatnonzero(adjusted < tau) if tau is not None else np.array([], int)
         for j in chosen if len(chosen) else [adjusted.argmin()]:
-            tokens[slots[j]], filled[slots[j]] = int(ids[rows[j].argmax()]), True
+            tokens[masks[j]], filled[masks[j]] = int(ids[rows[j].argmax()]), True
             if order is not None:
-                order.append(int(slots[j]) - len(prompt))
+                order.append(int(masks[j]) - len(prompt))
         fills += 1
 
 
@@ -122,8 +122,8 @@ def simulate_checked(
             filled, doubtful = [True] * len(tokens), set()
             continue
         doubtful = {at for at in doubtful if at > first}
-        slots = np.flatnonzero(~flags)
-        rows = logits[slots].copy()
+        masks = np.flatnonzero(~flags)
+        rows = logits[masks].copy()
         rows[:, mask] = -np.inf
         best = rows.argmax(-1)
         p = np.exp(rows - rows.max(-1, keepdims=True))
@@ -131,8 +131,8 @@ def simulate_checked(
         entropies = -(p * np.log(np.maximum(p, 1e-300))).sum(-1)
         tokens[first] = int(best[0] if entropies[0] < sure else logits[first - 1].argmax())
         filled[first], other = True, tokens[first] != best[0]
-        for slot, token, entropy in zip(slots[1:], best[1:], entropies[1:], strict=True):
-            if entropy + penalty * (slot - first) < tau:
-                tokens[slot], filled[slot] = int(token), True
+        for at, token, entropy in zip(masks[1:], best[1:], entropies[1:], strict=True):
+            if entropy + penalty * (at - first) < tau:
+                tokens[at], filled[at] = int(token), True
                 if other or entropy >= sure:
-                    doubtful.add(int(slot))
+                    doubtful.add(int(at))
